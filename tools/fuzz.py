@@ -1,7 +1,7 @@
 """Run the property tests with new examples, round after round, until one fails or time is up.
 
-Each round has a seed, which is printed; `make fuzz SEED=n` runs that round alone again. Options
-that are not known go to pytest.
+Each round prints its seed; `make fuzz SEED=n` repeats that round. Unknown options are passed to
+pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PASSED, FAILED = 0, 1
 
 
 def command(seed: int, more: list[str]) -> list[str]:
-    """One round of all property tests."""
+    """Return the command for one round of all property tests."""
     return [
         sys.executable, "-m", "pytest", "-m", "property", "-q", "--maxfail=1",
         "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", *more,
@@ -29,7 +29,7 @@ def command(seed: int, more: list[str]) -> list[str]:
 
 
 def play(seed: int, more: list[str], left: float | None) -> int | None:
-    """Run a round; its exit code, None if `left` seconds were not enough for it."""
+    """Run a round. Returns its exit code, or None if it did not finish within `left` seconds."""
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     process = subprocess.Popen(
         command(seed, more), cwd=ROOT, env={**environment, "MODULM_FUZZ": str(seed)}
@@ -42,10 +42,12 @@ def play(seed: int, more: list[str], left: float | None) -> int | None:
 
 
 def main() -> int:
-    """0 if nothing failed, else pytest's exit code of the round that did not pass."""
+    """Return 0 if nothing failed, else pytest's exit code of the failed round."""
     parser = argparse.ArgumentParser(description="property tests with new examples")
-    parser.add_argument("--seconds", type=float, default=300, help="for how long (300)")
-    parser.add_argument("--seed", type=int, help="run the one round of this seed, to its end")
+    parser.add_argument("--seconds", type=float, default=300, help="duration (300)")
+    parser.add_argument(
+        "--seed", type=int, help="run only the round with this seed, without a time limit"
+    )
     options, more = parser.parse_known_args()
     end = time.monotonic() + options.seconds
     rounds = 0
@@ -54,11 +56,11 @@ def main() -> int:
         print(f"fuzz: round {rounds + 1}, seed {seed}", flush=True)
         code = play(seed, more, None if options.seed is not None else end - time.monotonic())
         if code not in (PASSED, None):
-            print(f"fuzz: not passed; the same again: make fuzz SEED={seed}")
+            print(f"fuzz: failed; repeat with: make fuzz SEED={seed}")
             return code
         rounds += code == PASSED
         if options.seed is not None or time.monotonic() >= end:
-            print(f"fuzz: {rounds} whole rounds passed")
+            print(f"fuzz: {rounds} complete rounds passed")
             return 0
 
 

@@ -1,10 +1,10 @@
-"""Write each model package's keys.json from the configuration classes of the transformers library.
+"""Write each model package's keys.json from the configuration classes of transformers.
 
     .venv/bin/python tools/model_keys.py          # write
-    .venv/bin/python tools/model_keys.py --check  # say what is not up to date
+    .venv/bin/python tools/model_keys.py --check  # list outdated files
 
-For each model type: the defaults that count where config.json leaves a key out, and the keys that
-transformers does not know for it, so that a file which has them all the same means nothing by them.
+For each model type: the defaults of keys that config.json omits, and the keys that transformers
+ignores for it, so that files which contain them do not change the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import attrs
 
 from modulm.plugins import manager
 
-#: Keys that are read all the same: by transformers' common code, or since files written for other
-#: programs have them and their values are refused where transformers would not follow them.
+#: Keys that are always read: by transformers' common code, or because files of other programs
+#: contain them and their values are rejected where transformers would ignore them.
 _KEPT = {
     "attn_type_list",
     "audio",
@@ -47,7 +47,7 @@ _KEPT = {
     "topk_method",
     "vocab_size",
 }
-#: Keys that a class of transformers has and none of its code reads.
+#: Keys that a class of transformers has but its code never reads.
 _DEAD = {
     "deepseek_v2": ("norm_topk_prob",),
     "deepseek_v32": ("mlp_bias",),
@@ -60,10 +60,10 @@ _DEAD = {
 
 
 def tables() -> dict[Path, dict[str, Any]]:
-    """keys.json of each package that has one: model type -> defaults and unknown keys."""
+    """Return keys.json of each package that has one: model type -> defaults and unknown keys."""
     import transformers
 
-    found: dict[Path, dict[str, Any]] = {}
+    files: dict[Path, dict[str, Any]] = {}
     plugins = manager.current()
     for declared in plugins.names("models"):
         theirs = getattr(getattr(transformers, declared.name, None), "config_class", None)
@@ -72,13 +72,13 @@ def tables() -> dict[Path, dict[str, Any]]:
         mine = plugins.load("models", declared.name).config_type
         package = import_module(mine.__module__.partition(".")[0])
         file = Path(str(package.__file__)).parent / "keys.json"
-        kept = found.setdefault(file, {})
-        kept.setdefault(theirs.model_type, describe(theirs, mine))
-    return {file: dict(sorted(table.items())) for file, table in found.items()}
+        by_type = files.setdefault(file, {})
+        by_type.setdefault(theirs.model_type, describe(theirs, mine))
+    return {file: dict(sorted(table.items())) for file, table in files.items()}
 
 
 def describe(theirs: Any, mine: type) -> dict[str, Any]:
-    """What one class of transformers says of the keys that ours reads."""
+    """Return what a class of transformers defines for the keys that ours reads."""
     aliases = getattr(mine, "ALIASES", {})
     read = {field.name for field in attrs.fields(mine)}
     known = {field.name: field for field in fields(theirs)}
@@ -94,7 +94,7 @@ def describe(theirs: Any, mine: type) -> dict[str, Any]:
 
 
 def default(field: Field[Any]) -> Any:
-    """What a key is where it is left out; lists are made by the families, from other keys."""
+    """Return a key's default; lists are derived by the families from other keys."""
     if field.default_factory is not MISSING:
         value = field.default_factory()
     else:
@@ -103,24 +103,26 @@ def default(field: Field[Any]) -> Any:
 
 
 def unknown(theirs: Any, mine: type, known: Any) -> list[str]:
-    """The keys of ours that transformers reads nowhere for this model."""
+    """Return our keys that transformers never reads for this model."""
     source, aliases = sources(theirs), getattr(mine, "ALIASES", {})
     mapped = {*theirs.attribute_map, *theirs.attribute_map.values()}
-    found = set(_DEAD.get(theirs.model_type, ()))
+    names = set(_DEAD.get(theirs.model_type, ()))
     for name in {field.name for field in attrs.fields(mine)} - _KEPT - set(known) - mapped:
         if name in aliases or (name == "rope_theta" and "rope_parameters" in known):
             continue
         if not re.search(rf"(?:config|self)\.{name}\b|[\"']{name}[\"']|def {name}\b", source):
-            found.add(name)
-    return sorted(found)
+            names.add(name)
+    return sorted(names)
 
 
 def sources(theirs: Any) -> str:
-    """The code of a model: its configuration and everything beside it."""
+    """Return the code of a model: its configuration and modules."""
     folder = Path(inspect.getfile(theirs)).parent
-    own = "\n".join(f.read_text(encoding="utf-8") for f in sorted(folder.glob("config*.py")))
+    configuration = "\n".join(
+        f.read_text(encoding="utf-8") for f in sorted(folder.glob("config*.py"))
+    )
     models = "\n".join(f.read_text(encoding="utf-8") for f in sorted(folder.glob("modeling_*.py")))
-    return own + models.replace("self.config.", "config.").replace("self.", "")
+    return configuration + models.replace("self.config.", "config.").replace("self.", "")
 
 
 def main(arguments: list[str]) -> int:

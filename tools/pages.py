@@ -1,7 +1,7 @@
-"""What MkDocs needs so that docs/ stays pages to be read as files: named by `hooks` in mkdocs.yml.
+"""MkDocs hooks (see mkdocs.yml) for docs/ pages that are also read as plain files.
 
-The nav's patterns become the pages that match them, links to files of deploy/ lead to copies of
-them, and links to other files of the repository become their paths.
+Patterns in the nav expand to the matching pages, links to files of deploy/ lead to copies, and
+links to other files of the repository become their paths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """Fill in the nav."""
+    """Expand the nav."""
     folder = Path(config.docs_dir)
     pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
     config.nav = filled(config.nav, pages)
@@ -28,7 +28,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The files to deploy with are part of the site."""
+    """Add the deployment files to the site."""
     paths = (path for path in (ROOT / "deploy").rglob("*") if path.is_file())
     for path in sorted(path for path in paths if path.name != "keys"):
         name = path.relative_to(ROOT).as_posix()
@@ -37,25 +37,27 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def filled(nav: list[Any], pages: list[str]) -> list[Any]:
-    """The nav with each pattern replaced by the pages that match it and that nothing else names."""
+    """Return the nav with each pattern replaced by the matching pages that are not listed
+    elsewhere.
+    """
     entries = list(leaves(nav))
-    named = {entry for entry in entries if "*" not in entry}
-    # The narrowest patterns take first: what `plugins-*.md` matches is none of `*.md`'s.
-    taken: dict[str, list[str]] = {}
+    listed = {entry for entry in entries if "*" not in entry}
+    # The most specific patterns match first: pages of `plugins-*.md` are not matched by `*.md`.
+    matches: dict[str, list[str]] = {}
     for pattern in sorted((e for e in entries if "*" in e), key=len, reverse=True):
-        taken[pattern] = [
+        matches[pattern] = [
             page
             for page in pages
-            if page not in named
+            if page not in listed
             and page.count("/") == pattern.count("/")
             and fnmatch(page, pattern)
         ]
-        named.update(taken[pattern])
-    return replaced(nav, taken)
+        listed.update(matches[pattern])
+    return replaced(nav, matches)
 
 
 def leaves(nav: list[Any]) -> Iterator[str]:
-    """Every page and pattern of a nav."""
+    """Yield every page and pattern of a nav."""
     for entry in nav:
         if isinstance(entry, str):
             yield entry
@@ -64,16 +66,16 @@ def leaves(nav: list[Any]) -> Iterator[str]:
                 yield from leaves([value] if isinstance(value, str) else value)
 
 
-def replaced(nav: list[Any], taken: dict[str, list[str]]) -> list[Any]:
-    """The nav with patterns replaced by their pages."""
+def replaced(nav: list[Any], matches: dict[str, list[str]]) -> list[Any]:
+    """Return the nav with patterns replaced by their pages."""
     out: list[Any] = []
     for entry in nav:
         if isinstance(entry, str):
-            out += taken.get(entry, [entry])
+            out += matches.get(entry, [entry])
         else:
             out.append(
                 {
-                    title: value if isinstance(value, str) else replaced(value, taken)
+                    title: value if isinstance(value, str) else replaced(value, matches)
                     for title, value in entry.items()
                 }
             )
@@ -81,13 +83,13 @@ def replaced(nav: list[Any], taken: dict[str, list[str]]) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that lead out of docs/ become what they say and the path; code stays as it is."""
+    """Replace links out of docs/ by their text and path; code is unchanged."""
     depth = page.file.src_uri.count("/")
 
-    def shown(found: re.Match[str]) -> str:
-        text, target = found[1], found[2]
+    def replacement(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
         if target.count("../") <= depth:
-            return found[0]
+            return match[0]
         path = target.replace("../", "")
         if path.startswith("deploy/") and (ROOT / path).is_file():
             return f"[{text}]({'../' * depth}{path})"
@@ -95,6 +97,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
-        parts += [_LINK.sub(shown, markdown[end : fence.start()]), fence[0]]
+        parts += [_LINK.sub(replacement, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*parts, _LINK.sub(shown, markdown[end:])])
+    return "".join([*parts, _LINK.sub(replacement, markdown[end:])])

@@ -1,7 +1,7 @@
-"""Line budgets: how long a file, a function, a model and the whole core may be.
+"""Line budgets: maximum length of a file, a function, a model and the core.
 
-A line counts if it holds code: blank lines, comments and docstrings do not. When an honest
-thought is longer, raise its number in ALLOWED, with the reason; that line gets reviewed.
+Lines with code count; blank lines, comments and docstrings do not. To exceed a budget, raise the
+number in ALLOWED and give the reason; that line gets reviewed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = 500
 FUNCTION = 80
 MODEL = 300
 
-#: "path" or "path:function" -> lines, each with the reason beside it.
+#: "path" or "path:function" -> lines, each with a reason.
 ALLOWED: dict[str, int] = {
     # contracts and workers for drafts, media, adapters, transfers and stages; 190 flags;
     # encoder-decoder caches, ranks that share experts and sequences
@@ -39,7 +39,7 @@ _LAYOUT = {
 
 
 def code_lines(source: str) -> set[int]:
-    """Numbers of the lines that hold code."""
+    """Return the numbers of lines with code."""
     lines = {
         line
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -54,14 +54,14 @@ def code_lines(source: str) -> set[int]:
 
 
 def functions(source: str) -> Iterator[tuple[str, int, int]]:
-    """Name, first and last line of each function."""
+    """Yield name, first and last line of each function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.lineno, node.end_lineno or node.lineno
 
 
 def sources() -> Iterator[Path]:
-    """Every Python file that ships."""
+    """Yield every shipped Python file."""
     for folder in ("core", "plugins", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not {"build", "__pycache__"} & set(path.relative_to(ROOT).parts):
@@ -69,13 +69,13 @@ def sources() -> Iterator[Path]:
 
 
 def is_model(path: Path) -> bool:
-    """Whether the file holds a model: plugins/models/<family>/<package>/<file>.py."""
+    """Whether the file is a model: plugins/models/<family>/<package>/<file>.py."""
     parts = path.relative_to(ROOT).parts
     return parts[:2] == ("plugins", "models") and len(parts) == 5
 
 
 def over_budget() -> Iterator[str]:
-    """A sentence for every budget that is overdrawn."""
+    """Yield a message for every exceeded budget."""
     core = 0
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
@@ -98,10 +98,10 @@ def over_budget() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is over budget; 1 if anything is."""
-    found = list(over_budget())
-    print(*found, sep="\n", end="\n" if found else "")
-    return 1 if found else 0
+    """Print what exceeds its budget; return 1 if anything does."""
+    problems = list(over_budget())
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Bring libraries for pages from npm into the packages that serve them, exactly as recorded.
+"""Fetch JavaScript libraries from npm into the packages that serve them, exactly as recorded.
 
-tools/vendored.toml says which: package, version, npm's integrity of the archive, and every file
-that is taken with its SHA-256. `vendor.py` fetches them with `npm pack`, `vendor.py check` compares
-what lies in the repository with the record (no network), `vendor.py record NAME VERSION` takes a
-package at another version and records it.
+tools/vendored.toml records the package, version, npm's integrity hash of the archive, and the
+SHA-256 of each file. `vendor.py` fetches them with `npm pack`, `vendor.py check` compares the
+repository with the record (offline), `vendor.py record NAME VERSION` fetches another version and
+records it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEAD = """\
 
 
 def packages() -> list[dict[str, Any]]:
-    """The record."""
-    found: list[dict[str, Any]] = tomllib.loads(RECORD.read_text())["package"]
-    return found
+    """Return the record."""
+    record: list[dict[str, Any]] = tomllib.loads(RECORD.read_text())["package"]
+    return record
 
 
 def archive(package: dict[str, Any], folder: Path) -> tuple[dict[str, bytes], str]:
-    """(files of the published archive by their names, its integrity)."""
+    """Return (files of the published archive by name, its integrity hash)."""
     spec = f"{package['name']}@{package['version']}"
     command = ["npm", "pack", "--silent", "--pack-destination", str(folder), spec]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -48,7 +48,7 @@ def archive(package: dict[str, Any], folder: Path) -> tuple[dict[str, bytes], st
 
 
 def differences() -> Iterator[str]:
-    """A sentence for everything that is not in the repository as it is recorded."""
+    """Yield a message for each file that differs from the record."""
     for package in packages():
         folder = ROOT / package["into"]
         for name, (_, digest) in package["files"].items():
@@ -57,13 +57,15 @@ def differences() -> Iterator[str]:
                 yield f"{package['into']}/{name} is missing"
             elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
                 yield f"{package['into']}/{name} is not {package['name']} {package['version']}"
-        kept = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        for name in sorted(kept - set(package["files"])):
+        present = {
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        }
+        for name in sorted(present - set(package["files"])):
             yield f"{package['into']}/{name} is not in tools/vendored.toml"
 
 
 def fetch(package: dict[str, Any], *, record: bool = False) -> None:
-    """Write a package's files. Raises SystemExit where they are not those of the record."""
+    """Write a package's files. Raises SystemExit if they differ from the record."""
     with tempfile.TemporaryDirectory() as folder:
         files, integrity = archive(package, Path(folder))
     if record:
@@ -71,20 +73,20 @@ def fetch(package: dict[str, Any], *, record: bool = False) -> None:
     elif integrity != package["integrity"]:
         raise SystemExit(f"{package['name']} {package['version']} is not what was recorded")
     for name, (origin, digest) in package["files"].items():
-        found = hashlib.sha256(files[origin]).hexdigest()
+        actual = hashlib.sha256(files[origin]).hexdigest()
         if record:
-            package["files"][name] = [origin, found]
-        elif found != digest:
+            package["files"][name] = [origin, actual]
+        elif actual != digest:
             raise SystemExit(f"{origin} of {package['name']} is not what was recorded")
         path = ROOT / package["into"] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(files[origin])
 
 
-def write(found: list[dict[str, Any]]) -> None:
+def write(record: list[dict[str, Any]]) -> None:
     """Write the record."""
     lines = [HEAD]
-    for package in found:
+    for package in record:
         lines.append("[[package]]\n")
         lines += [f'{key} = "{value}"\n' for key, value in package.items() if key != "files"]
         lines.append("[package.files]\n")
@@ -95,15 +97,15 @@ def write(found: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of the command."""
+    """Run the command and return its exit code."""
     match arguments:
         case []:
             for package in packages():
                 fetch(package)
         case ["check"]:
-            found = list(differences())
-            print(*found, sep="\n", end="\n" if found else "")
-            return 1 if found else 0
+            problems = list(differences())
+            print(*problems, sep="\n", end="\n" if problems else "")
+            return 1 if problems else 0
         case ["record", name, version]:
             known = packages()
             (package,) = [each for each in known if each["name"] == name]

@@ -1,8 +1,8 @@
 """Build a wheel of every distribution into a folder: wheels.py [FOLDER] [--kernels all|built|none].
 
-Pure packages take some hundredths of a second each, several at a time. The kernels' one wheel holds
-the libraries of all levels and takes minutes; `built` packs those that set-up has compiled for this
-machine instead, which is enough to try things here, and `none` leaves that package out.
+Pure packages take a few hundredths of a second each, several in parallel. The wheel of the kernels
+holds the libraries of all levels and takes minutes to build; `built` packs those that setup has
+compiled for this machine instead, and `none` leaves that package out.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def folders() -> list[Path]:
-    """Folders of all distributions, those that are compiled left out."""
-    found = [ROOT / "pyproject.toml"]
+    """Return the folders of all distributions that are not compiled."""
+    files = [ROOT / "pyproject.toml"]
     for pattern in ("core/*/*", "kernels/*", "plugins/*/*"):
-        found += sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
-    return [path.parent for path in found if path.parent != COMPILED]
+        files += sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
+    return [path.parent for path in files if path.parent != COMPILED]
 
 
 def build(folder: Path, out: Path, *options: str) -> None:
-    """One wheel. Raises SystemExit with what the build said."""
+    """Build one wheel. Raises SystemExit with the output of a failed build."""
     command = [UV, "build", "--wheel", "--quiet", "--no-create-gitignore", "--out-dir", str(out)]
     done = subprocess.run(
         [*command, *options, str(folder)], capture_output=True, text=True, check=False
@@ -42,17 +42,17 @@ def build(folder: Path, out: Path, *options: str) -> None:
 
 
 def build_kernels(out: Path) -> None:
-    """The kernels of all levels that this kind of processor has, compiled."""
+    """Compile the kernels of all levels for this CPU architecture."""
     build(COMPILED, out, "-C", "cmake.define.MODULM_LEVELS=all")
 
 
 def pack_kernels(out: Path) -> None:
-    """The kernels as they lie in this environment, with nothing compiled."""
+    """Pack the kernels of this environment without compiling."""
     libraries = list(Path(sysconfig.get_path("platlib"), "modulm_kernels_cpu").glob("lib*.so"))
     if not libraries:
         raise SystemExit("wheels: no kernels are built in this environment; make setup builds them")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "kernels")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "kernels")
         shutil.copytree(COMPILED, folder, ignore=shutil.ignore_patterns("build", "__pycache__"))
         for path in libraries:
             shutil.copy(path, folder / "modulm_kernels_cpu")
@@ -61,7 +61,7 @@ def pack_kernels(out: Path) -> None:
 
 
 def build_all(out: Path, kernels: str) -> list[Path]:
-    """All wheels, in a folder that then holds no others of this project; those there are."""
+    """Build all wheels into a folder, replacing others of this project; return their paths."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("modulm*.whl"):
         old.unlink()
@@ -75,17 +75,17 @@ def build_all(out: Path, kernels: str) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Build, and say what was built."""
+    """Build the wheels and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
     parser.add_argument("--kernels", choices=("all", "built", "none"), default="all")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     started = time.monotonic()
-    made = build_all(asked.folder.resolve(), asked.kernels)
-    size = sum(path.stat().st_size for path in made) / 1e6
+    wheels = build_all(options.folder.resolve(), options.kernels)
+    size = sum(path.stat().st_size for path in wheels) / 1e6
     seconds = time.monotonic() - started
-    print(f"wheels: {len(made)} in {asked.folder}, {size:.1f} MB, {seconds:.0f} s")
-    print(f"wheels: pip install --find-links {asked.folder} 'modulm[cpu]'")
+    print(f"wheels: {len(wheels)} in {options.folder}, {size:.1f} MB, {seconds:.0f} s")
+    print(f"wheels: pip install --find-links {options.folder} 'modulm[cpu]'")
     return 0
 
 

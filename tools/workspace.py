@@ -1,9 +1,9 @@
-"""Keep the many packages of this repository alike: new KIND NAME, sync, bump VERSION, check.
+"""Keep the packages of this repository consistent: new KIND NAME, sync, bump VERSION, check.
 
 A plugin folder plugins/<kind>/<name> holds its pyproject.toml and its package, nothing else.
-`check` says what is not so, without importing anything; `sync` rewrites the keys that all
-packages share from the root, and the root's extras from extras.toml; `bump` makes another version
-the one of them all; `new` makes a folder from the template of `modulm plugins new`.
+`check` lists problems without importing anything; `sync` rewrites the keys that all packages share
+with the root, and the root's extras from extras.toml; `bump` changes the version of all packages;
+`new` creates a folder from the template of `modulm plugins new`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +23,39 @@ _FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("core/*/*/
 sys.path[:0] = map(str, _FOLDERS)
 
 from modulm.errors import ModulmError  # noqa: E402
-from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
-from modulm_adapters.kinds import ADAPTER_RESOLVERS  # noqa: E402
-from modulm_chat.kinds import CHAT_TEMPLATES  # noqa: E402
-from modulm_distributed.kinds import COLLECTIVES  # noqa: E402
-from modulm_media.kinds import MEDIA_FAMILIES  # noqa: E402
-from modulm_server.kinds import ROUTES  # noqa: E402
-from modulm_speech.kinds import TRANSCRIBERS  # noqa: E402
+from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP, Kind  # noqa: E402
 
-_BROUGHT = (
-    ROUTES,
-    CHAT_TEMPLATES,
-    ADAPTER_RESOLVERS,
-    COLLECTIVES,
-    COLLECTIVES,
-    COLLECTIVES,
-    COLLECTIVES,
-    MEDIA_FAMILIES,
-    TRANSCRIBERS,
-)
-ALL_KINDS = {**KINDS, **{kind.name: kind for kind in _BROUGHT}}
-#: What else is under core/: package -> the folders of plugins that may import it.
-LIBRARIES: dict[str, set[str]] = {
-    "modulm_adapters": {"adapter_resolvers", "routes"},
-    "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
-    "modulm_cli": {"commands", "compat"},
-    "modulm_distributed": {"executors", "collectives"},
-    "modulm_fleet": set(),
-    "modulm_frontend": {"commands", "compat", "hooks", "routes"},
-    "modulm_gpu": {"platforms"},
-    "modulm_layers": {"models", "poolers", "speculators"},
-    "modulm_media": {"models", "routes", "transcribers"},
-    "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
-    "modulm_quantized": {"quantization", "commands"},
-    "modulm_ray_serve": set(),
-    "modulm_server": {"routes", "commands", "compat"},
-    "modulm_speculation": {"speculators"},
-    "modulm_speech": {"routes", "transcribers"},
-    "modulm_tensor_files": {"loaders", "quantization", "commands"},
-    "modulm_towers": {"models"},
-}
 
-#: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
+def libraries() -> list[Path]:
+    """Return the folders of the distributions besides the core."""
+    return sorted(path.parent for path in ROOT.glob("core/*/*/pyproject.toml"))
+
+
+def project(folder: Path) -> dict[str, Any]:
+    """Return a folder's project table."""
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def _kinds() -> dict[str, Kind]:
+    """Return every kind of driver by name: the core's and those that libraries declare."""
+    kinds = dict(KINDS)
+    for folder in libraries():
+        points = project(folder).get("entry-points", {}).get(KINDS_GROUP, {})
+        for target in points.values():
+            module, _, attribute = target.partition(":")
+            kind: Kind = getattr(import_module(module), attribute)
+            kinds[kind.name] = kind
+    return kinds
+
+
+ALL_KINDS = _kinds()
+#: Import package of a library -> its folder.
+LIBRARIES = {project(folder)["name"].replace("-", "_"): folder for folder in libraries()}
+#: Kinds of plugins that may import packages in `core/serving`.
+SERVING = {"commands", "compat", "hooks", "routes"}
+
+#: Folder under plugins/ -> (prefix of its distributions after "modulm-", its kinds).
 FOLDERS: dict[str, tuple[str, set[str]]] = {
     "models": ("", {"models", "checkpoints", "media_families"}),
     "parsers": ("parser-", {"tool_parsers", "reasoning_parsers"}),
@@ -87,8 +79,8 @@ PROJECT = {
     "optional-dependencies",
     "entry-points",
 }
-#: The folder of packages that answer to another program's names: a command, and files that are
-#: installed beside the package.
+#: Folder of packages that provide another program's names: a command, and modules installed beside
+#: the package.
 COMPAT = "compat"
 BUILD = {"requires": ["uv_build>=0.9,<1"], "build-backend": "uv_build"}
 _REQUIREMENT = re.compile(r"^([\w-]+)(?:\[(.*?)\])?")
@@ -96,52 +88,47 @@ _BYPRODUCTS = ("__pycache__", "build", "dist")
 
 
 def init_file() -> Path:
-    """Where the code has the version."""
+    """Return the file with the version."""
     return ROOT / "core/modulm/__init__.py"
 
 
 def extras_file() -> Path:
-    """What the extras of the root bring."""
+    """Return the file that defines the root's extras."""
     return ROOT / "tools/extras.toml"
 
 
 @cache
 def root() -> dict[str, Any]:
-    """The root's project table: version, licence and Python range are its."""
+    """Return the root's project table, which defines version, licence and Python range."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project
 
 
 def bound(distribution: str = "modulm") -> str:
-    """The range of the core's, or the server's, versions that a plugin of this version needs."""
+    """Return the version range of the core or of a library that a plugin requires."""
     major, minor = (int(part) for part in root()["version"].split(".")[:2])
     return f"{distribution}>={major}.{minor},<{major}.{minor + 1}"
 
 
 def plugins() -> list[Path]:
-    """Every plugin folder."""
+    """Return every plugin folder."""
     return sorted(
         path for path in ROOT.glob("plugins/*/*") if path.is_dir() and any(path.iterdir())
     )
 
 
 def kernels() -> list[Path]:
-    """Every folder of compiled or device kernels."""
+    """Return every folder of compiled or device kernels."""
     return sorted(path.parent for path in ROOT.glob("kernels/*/pyproject.toml"))
 
 
-def libraries() -> list[Path]:
-    """The folders of the distributions beside the core."""
-    return sorted(path.parent for path in ROOT.glob("core/*/*/pyproject.toml"))
-
-
-def shown(path: Path) -> str:
-    """The path as it is printed."""
+def display(path: Path) -> str:
+    """Return the path as it is printed."""
     return path.relative_to(ROOT).as_posix()
 
 
 def check() -> Iterator[str]:
-    """A sentence for everything that is not as it should be."""
+    """Yield a message for every problem."""
     packages = {folder: distribution(folder).replace("-", "_") for folder in plugins()}
     for folder, package in packages.items():
         yield from check_folder(folder, package)
@@ -161,16 +148,16 @@ def check() -> Iterator[str]:
 
 
 def distribution(folder: Path) -> str:
-    """What the distribution in a folder has to be called."""
+    """Return the required name of the distribution in a folder."""
     prefix = FOLDERS.get(folder.parent.name, ("", set()))[0]
     return f"modulm-{prefix}{folder.name}".replace("_", "-")
 
 
 def check_folder(folder: Path, package: str) -> Iterator[str]:
-    """One plugin's folder, its pyproject.toml and its entry points."""
-    where = shown(folder)
+    """Check a plugin's folder, its pyproject.toml and its entry points."""
+    where = display(folder)
     if folder.parent.name not in FOLDERS:
-        yield f"{where}: there is no kind {folder.parent.name!r}"
+        yield f"{where}: unknown kind {folder.parent.name!r}"
         return
     entries = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     entries -= {name for name in entries if name in _BYPRODUCTS or name.endswith(".egg-info")}
@@ -187,7 +174,7 @@ def check_folder(folder: Path, package: str) -> Iterator[str]:
 
 
 def check_tables(where: str, table: dict[str, Any], compat: bool = False) -> Iterator[str]:
-    """No unknown keys; the build backend that all pure packages have."""
+    """Check for unknown keys and for the shared build backend."""
     for key in sorted(set(table) - TABLES):
         yield f"{where}/pyproject.toml: unknown table [{key}]"
     for key in sorted(set(table.get("project", {})) - PROJECT - ({"scripts"} if compat else set())):
@@ -201,8 +188,10 @@ def check_tables(where: str, table: dict[str, Any], compat: bool = False) -> Ite
 
 
 def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
-    """Name by rule; version, licence, Python range and core bound as everywhere."""
-    where = f"{shown(folder)}/pyproject.toml"
+    """Check the name, and that version, licence, Python range and core bound are the shared
+    ones.
+    """
+    where = f"{display(folder)}/pyproject.toml"
     name = distribution(folder)
     if folder.parent.name == "kernels":
         name = f"modulm-kernels-{folder.name}"
@@ -218,15 +207,15 @@ def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
 
 
 def check_points(folder: Path, project: dict[str, Any], kinds: set[str]) -> Iterator[str]:
-    """Entry points: groups that exist and belong here, targets that are in the package."""
-    where = f"{shown(folder)}/pyproject.toml"
+    """Check entry points: groups must exist and fit the kind, targets must be in the package."""
+    where = f"{display(folder)}/pyproject.toml"
     known = {kind.group for kind in ALL_KINDS.values()} | {HOOKS_GROUP, KINDS_GROUP}
-    own = {ALL_KINDS[kind].group for kind in kinds}
+    expected_groups = {ALL_KINDS[kind].group for kind in kinds}
     groups = project.get("entry-points", {})
     if not groups and not project.get("scripts"):
-        yield f"{where}: offers nothing"
-    if own and not own & set(groups):
-        yield f"{where}: offers nothing in {' or '.join(sorted(own))}"
+        yield f"{where}: declares no entry points"
+    if expected_groups and not expected_groups & set(groups):
+        yield f"{where}: declares no entry points in {' or '.join(sorted(expected_groups))}"
     for group, points in groups.items():
         if group not in known:
             yield f"{where}: unknown entry-point group {group!r}"
@@ -246,7 +235,7 @@ def target_exists(folder: Path, target: str) -> bool:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Names that a module binds at its top level."""
+    """Return the names that a module binds at its top level."""
     names: set[str] = set()
     for node in tree.body:
         match node:
@@ -262,7 +251,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
-    """No plugin imports another one; what imports a library may, and depends on it."""
+    """Check that no plugin imports another, and that imported libraries are dependencies."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     needed = project.get("dependencies", [])
     for path in sorted(folder.rglob("*.py")):
@@ -270,101 +259,121 @@ def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for package in (module.partition(".")[0] for module in modules):
-                where = f"{shown(path)}:{node.lineno}"
+                where = f"{display(path)}:{node.lineno}"
                 if package in others:
                     yield f"{where}: imports another plugin, {package}"
-                allowed, library = LIBRARIES.get(package), bound(package.replace("_", "-"))
-                if allowed is not None and folder.parent.name not in allowed:
-                    yield f"{where}: imports {package}, which only {sorted(allowed)} may"
-                elif allowed is not None and library not in needed:
+                library, home = bound(package.replace("_", "-")), LIBRARIES.get(package)
+                if home is None:
+                    continue
+                if home.parent.name == "serving" and folder.parent.name not in SERVING:
+                    yield f"{where}: imports {package}, which only {sorted(SERVING)} may"
+                elif library not in needed:
                     yield f"{where}: needs the dependency {library!r}"
 
 
 def check_root() -> Iterator[str]:
-    """The version in the code, and the extras, which bring every package."""
+    """Check the version in the code, and the extras, which must include every package."""
     if (
         init_file().exists()
         and f'__version__ = "{root()["version"]}"' not in init_file().read_text()
     ):
-        yield f"{shown(init_file())}: not version {root()['version']}; run sync"
+        yield f"{display(init_file())}: not version {root()['version']}; run sync"
     if not extras_file().exists():
         return
-    named = tomllib.loads(extras_file().read_text())
-    models = {name for group in named["models"].values() for name in group}
-    devices = {folder for group in named["devices"].values() for folder in group}
+    table = tomllib.loads(extras_file().read_text())
+    models = {name for group in table["models"].values() for name in group}
+    devices = {folder for group in table["devices"].values() for folder in group}
     for folder in plugins() + kernels():
-        where, kind = shown(folder), folder.parent.name
+        where, kind = display(folder), folder.parent.name
         if kind == "models" and folder.name not in models:
             yield f"{where}: in no group of [models] in tools/extras.toml"
         if kind in ("platforms", "kernels", "attention") and where not in devices:
             yield f"{where}: in no group of [devices] in tools/extras.toml"
+    yield from (f"pyproject.toml: {key} differs; run sync" for key in unsynced_mypy())
     if root().get("optional-dependencies") != extras():
         yield "pyproject.toml: the extras differ from tools/extras.toml; run sync"
     for name in sorted(everything() - brought("all")):
         yield f"{name}: no extra brings it; name it under [apart] in tools/extras.toml"
 
 
+def mypy_keys() -> dict[str, str]:
+    """Return the keys of [tool.mypy] that list packages: core, libraries, routes and vLLM's
+    names.
+    """
+    folders = [*libraries(), *(f for f in plugins() if f.parent.name in ("routes", COMPAT))]
+    names = sorted(project(folder)["name"].replace("-", "_") for folder in folders)
+    listed = ", ".join(f'"{name}"' for name in ("modulm", *names))
+    paths = ":".join(["core", *(display(folder) for folder in folders)])
+    return {"packages": f"packages = [{listed}]", "mypy_path": f'mypy_path = "{paths}"'}
+
+
+def unsynced_mypy() -> list[str]:
+    """Return the keys of [tool.mypy] that differ from `mypy_keys`."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    table = [line for line in lines if line.startswith(("packages = ", "mypy_path = "))]
+    return [key for key, line in mypy_keys().items() if table and line not in table]
+
+
 def extras() -> dict[str, list[str]]:
-    """Extra -> requirements, as tools/extras.toml has them."""
-    named = tomllib.loads(extras_file().read_text())
+    """Return extra -> requirements, from tools/extras.toml."""
+    table = tomllib.loads(extras_file().read_text())
     models: dict[str, list[str]] = {
         group: [distribution(ROOT / "plugins/models" / name) for name in names]
-        for group, names in named["models"].items()
+        for group, names in table["models"].items()
     }
     devices: dict[str, list[str]] = {
         device: [_name_of(ROOT / folder) for folder in folders]
-        for device, folders in named["devices"].items()
+        for device, folders in table["devices"].items()
     }
     chosen = {name for group in (*models.values(), *devices.values()) for name in group}
-    chosen |= {name for group in named["apart"].values() for name in group}
+    chosen |= {name for group in table["apart"].values() for name in group}
     rest = {distribution(path) for path in plugins() if path.parent.name != "models"} - chosen
     serve = ["modulm-server", *rest, *models.pop("serve", ()), *devices.pop("any", ())]
-    found = {"serve": _bounded(serve), **{name: _bounded(group) for name, group in models.items()}}
-    found["models"] = [f"modulm[{','.join(sorted(models))}]"]
+    requirements = {
+        "serve": _bounded(serve),
+        **{name: _bounded(group) for name, group in models.items()},
+    }
+    requirements["models"] = [f"modulm[{','.join(sorted(models))}]"]
     for device, names in devices.items():
-        found[f"{device}-base"] = ["modulm[serve]", *_bounded(names)]
-        found[device] = [f"modulm[{device}-base,models]"]
-    found |= {extra: _bounded(names) for extra, names in named["apart"].items()}
-    whole = sorted([*devices, *named["apart"]])
-    found["all"] = [f"modulm[{','.join(whole)}]", *named["libraries"]["all"]]
-    return found
+        requirements[f"{device}-base"] = ["modulm[serve]", *_bounded(names)]
+        requirements[device] = [f"modulm[{device}-base,models]"]
+    requirements |= {extra: _bounded(names) for extra, names in table["apart"].items()}
+    whole = sorted([*devices, *table["apart"]])
+    requirements["all"] = [f"modulm[{','.join(whole)}]", *table["libraries"]["all"]]
+    return requirements
 
 
 def _name_of(folder: Path) -> str:
-    """What a folder's distribution is called."""
+    """Return the name of a folder's distribution."""
     if folder.is_relative_to(ROOT / "plugins"):
         return distribution(folder)
     return f"modulm-kernels-{folder.name}".replace("_", "-")
 
 
 def _bounded(names: Iterable[str]) -> list[str]:
-    """Requirements of this version of our packages."""
+    """Return requirements of this version of our packages."""
     return [bound(name) for name in sorted(set(names))]
 
 
 def everything() -> set[str]:
-    """All distributions of this repository but the core's."""
+    """Return all distributions of this repository except the core's."""
     return {project(folder)["name"] for folder in plugins() + kernels() + libraries()}
 
 
-def project(folder: Path) -> dict[str, Any]:
-    """A folder's project table."""
-    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    return table
-
-
 def brought(extra: str) -> set[str]:
-    """The distributions of this repository that an extra of the root brings, directly or not."""
+    """Return the distributions of this repository that an extra of the root includes, directly or
+    not.
+    """
     tables = {project(f)["name"]: project(f) for f in plugins() + kernels() + libraries()}
-    offered, found, wanted = extras(), set(), [f"modulm[{extra}]"]
-    while wanted:
-        name, chosen = _REQUIREMENT.findall(wanted.pop())[0]
+    offered, included, pending = extras(), set(), [f"modulm[{extra}]"]
+    while pending:
+        name, chosen = _REQUIREMENT.findall(pending.pop())[0]
         if name == "modulm":
-            wanted += [line for key in chosen.split(",") for line in offered.get(key, ())]
-        elif name in tables and name not in found:
-            found.add(name)
-            wanted += tables[name].get("dependencies", [])
-    return found
+            pending += [line for key in chosen.split(",") for line in offered.get(key, ())]
+        elif name in tables and name not in included:
+            included.add(name)
+            pending += tables[name].get("dependencies", [])
+    return included
 
 
 def sync_root() -> None:
@@ -382,27 +391,30 @@ def sync_root() -> None:
             lines += [f"{name} = [", *(f'  "{each}",' for each in requirements), "]"]
     table = "[project.optional-dependencies]\n" + "\n".join(lines) + "\n\n"
     path = ROOT / "pyproject.toml"
-    head, found, rest = path.read_text().partition("[project.optional-dependencies]\n")
-    if found:
+    head, marker, rest = path.read_text().partition("[project.optional-dependencies]\n")
+    if marker:
         rest = rest[rest.index("\n[") + 1 :]
     else:
-        head, found, rest = path.read_text().partition("[project.scripts]\n")
-        rest = found + rest
-    rewrite(path, head + table + rest)
+        head, marker, rest = path.read_text().partition("[project.scripts]\n")
+        rest = marker + rest
+    text = head + table + rest
+    for key, line in mypy_keys().items():
+        text = re.sub(rf"(?m)^{key} = .*$", line, text, count=1)
+    rewrite(path, text)
     root.cache_clear()
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Write a file that changes, and say so."""
+    """Write a file if its text changes, and print its path."""
     if text != path.read_text():
         path.write_text(text)
-        print(f"changed {shown(path)}")
+        print(f"changed {display(path)}")
 
 
 def bump(version: str) -> None:
-    """Make a version the one of all packages. Raises SystemExit for what is no version."""
+    """Set the version of all packages. Raises SystemExit for an invalid version."""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-        raise SystemExit(f"workspace: {version!r} is no version such as 1.2.3")
+        raise SystemExit(f"workspace: {version!r} is not a version such as 1.2.3")
     path = ROOT / "pyproject.toml"
     rewrite(
         path, re.sub(r"(?m)^version = .*$", f'version = "{version}"', path.read_text(), count=1)
@@ -418,8 +430,8 @@ def sync() -> None:
         text = path.read_text()
         for key in ("version", "license", "requires-python"):
             line = f'{key} = "{root()[key]}"'
-            text, found = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
-            if not found:
+            text, replaced = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
+            if not replaced:
                 text = re.sub(r"(?m)^(description = .*)$", rf"\1\n{line}", text, count=1)
         for name in ("modulm", *(library.replace("_", "-") for library in LIBRARIES)):
             text = re.sub(rf'"{name}\s*[<>=][^"]*"', f'"{bound(name)}"', text)
@@ -430,7 +442,7 @@ def sync() -> None:
 
 
 def new(kind: str, name: str) -> None:
-    """A plugin folder in this repository, its test under tests/plugins."""
+    """Create a plugin folder in this repository, with its test under tests/plugins."""
     sys.path.insert(0, str(ROOT / "plugins/commands/plugins"))
     from modulm_command_plugins.template import names_of, rendered
 
@@ -442,17 +454,17 @@ def new(kind: str, name: str) -> None:
         target = ROOT / "tests/plugins" / home / Path(path).name if test else folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content.partition("\n[tool.pytest")[0])
-        print(f"wrote {shown(target)}")
+        print(f"wrote {display(target)}")
     sync()
 
 
 def main(arguments: list[str]) -> int:
-    """Run one verb; `check` gives 1 if anything is wrong."""
+    """Run a command; `check` returns 1 if there are problems."""
     match arguments:
         case ["check"]:
-            found = list(check())
-            print(*found, sep="\n", end="\n" if found else "")
-            return 1 if found else 0
+            problems = list(check())
+            print(*problems, sep="\n", end="\n" if problems else "")
+            return 1 if problems else 0
         case ["sync"]:
             sync()
             return 0

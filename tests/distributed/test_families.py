@@ -182,14 +182,14 @@ def test_what_cannot_be_cut_says_what_can(plugins, tmp_path):
     folder = make_tiny(
         tmp_path / "model", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
-    with pytest.raises(ModulmError, match="tensor_parallel_size: .*6 cannot be cut for 4 ranks"):
+    with pytest.raises(ModulmError, match="tensor_parallel_size: .*6 cannot be split across 4 ranks"):
         answers(folder, **ranks(4))
 
 
 def test_experts_that_cannot_be_spread(plugins, tmp_path):
     folder = make_tiny(tmp_path / "model", "MixtralForCausalLM", num_local_experts=3)
     check_same(answers(folder, **ranks(2)), answers(folder))
-    with pytest.raises(ModulmError, match="experts: 3 cannot be cut for 2 ranks"):
+    with pytest.raises(ModulmError, match="experts: 3 cannot be split across 2 ranks"):
         answers(folder, enable_expert_parallel=True, **ranks(2))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm.config.environ import isolated
 from modulm.errors import EngineDead, RequestError
 from modulm.testing.checkpoints import make_tiny
 
@@ -105,3 +109,19 @@ def test_a_rank_that_hangs_ends_the_engine(folder):
         (failed,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
         assert "took longer than --worker-timeout, 10 s" in failed.outputs[0].stop_reason
         assert not any(map(alive, children(llm)))
+
+
+def test_a_worker_whose_executor_was_killed_removes_their_folder(tmp_path: Path) -> None:
+    """`kill -9` of an engine leaves nothing behind (issue 36)."""
+    (folder := tmp_path / "ranks").mkdir()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "modulm_distributed.worker_process"]
+        worker = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(folder)],
+            pass_fds=[theirs.fileno()],
+            env=isolated(),
+        )
+    ours.close()  # as the kernel does when a process is killed
+    assert worker.wait(300) == 0
+    assert not folder.exists()

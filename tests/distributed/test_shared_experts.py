@@ -112,7 +112,7 @@ def test_what_cannot_be_together_is_named(flags, names):
         (
             "MixtralForCausalLM",
             {"num_local_experts": 3},
-            "data_parallel_size with enable_expert_parallel: .*experts: 3 cannot be cut for 2",
+            "data_parallel_size with enable_expert_parallel: .*experts: 3 cannot be split across 2",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_one_version_for_all(released: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["7", "7.3", "v7.3.1", "7.3.1rc1"])
 def test_what_is_no_version(released: ModuleType, version: str) -> None:
-    with pytest.raises(SystemExit, match="is no version"):
+    with pytest.raises(SystemExit, match="is not a version"):
         released.bump(version)
     assert list(released.check()) == []
 

@@ -1,4 +1,6 @@
-"""What the engine and its server are told: the schema, its sources, and how `auto` is resolved."""
+"""Configuration of the engine and its server: flag schema, sources of values, resolution of
+`auto`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process's environment; no other module reads it."""
+"""Environment variables; no other module reads them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def variables() -> Mapping[str, str]:
-    """All variables, as they are now."""
+    """Return a snapshot of all variables."""
     return os.environ
 
 
 def plugin_selection() -> str:
-    """The allow and deny list of `MODULM_PLUGINS`, before any flag is read."""
+    """Return the allow and deny list in `MODULM_PLUGINS`, which is needed before flags are
+    parsed.
+    """
     return os.environ.get("MODULM_PLUGINS", "")
 
 
 def isolated() -> dict[str, str]:
-    """The variables for a Python process of ours: its path is without the working directory.
+    """Return the variables for a Python subprocess whose path excludes the working directory.
 
-    An empty item of PYTHONPATH, as a colon at its end leaves, would stand for that directory.
+    An empty entry of PYTHONPATH, for example after a trailing colon, stands for the working
+    directory.
     """
     items = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(filter(None, items))
@@ -41,7 +44,9 @@ def isolated() -> dict[str, str]:
 
 @contextmanager
 def variables_for_library(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables by which alone a library takes its settings; as they were, afterwards."""
+    """Set variables for a library that has no other way to take settings, and restore them
+    afterwards.
+    """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -55,13 +60,15 @@ def variables_for_library(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def client_key() -> str | None:
-    """The key that `chat` and `complete` send: MODULM_API_KEY (its first), else OPENAI_API_KEY."""
-    own = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
-    return own or os.environ.get("OPENAI_API_KEY") or None
+    """Return the API key for `chat` and `complete`: the first of MODULM_API_KEY, else
+    OPENAI_API_KEY.
+    """
+    first = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
+    return first or os.environ.get("OPENAI_API_KEY") or None
 
 
 def reported_environment() -> dict[str, str]:
-    """The variables that a bug report needs, secrets masked."""
+    """Return the variables for a bug report, with secrets masked."""
     names = sorted(name for name in os.environ if name.startswith(_REPORTED))
     return {name: _masked(name, os.environ[name]) for name in names}
 
@@ -70,5 +77,5 @@ def _masked(name: str, value: str) -> str:
     return "***" if _any_in(_SECRET, name) and value else value
 
 
-def _any_in(words: Iterable[str], name: str) -> bool:
-    return any(word in name for word in words)
+def _any_in(parts: Iterable[str], name: str) -> bool:
+    return any(word in name for word in parts)

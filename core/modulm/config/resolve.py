@@ -1,6 +1,6 @@
-"""From a draft to a configuration without open ends: every `auto` decided, with who and why.
+"""Resolve a draft configuration: decide every `auto`, and record by whom and why.
 
-Order: what the user gave stays; then what plugins propose; then what platform and checkpoint say.
+Order of precedence: the user's flags, proposals of plugins, then the platform and the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _LENGTH_KEYS = (
     "n_ctx",
     "model_max_length",
 )
-#: Other names that `--dtype` takes, and what they mean.
+#: Aliases of `--dtype` values.
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-#: used where a checkpoint states no length
+#: used if a checkpoint states no length
 _FALLBACK_LENGTH = 2048
 
 
 @frozen
 class Resolved:
-    """The final configuration, why it is what it is, and what the user should know."""
+    """The final configuration, the reasons for its values, and notices for the user."""
 
     config: EngineConfig
     decisions: tuple[Decision, ...]
@@ -61,37 +61,39 @@ class Resolved:
 
 @frozen
 class _Open:
-    """What is known while values are being decided."""
+    """The configuration and decisions while values are being resolved."""
 
     config: EngineConfig
-    given: frozenset[str]
+    explicit: frozenset[str]
     decisions: tuple[Decision, ...] = field(default=())
 
     def is_open(self, name: str) -> bool:
-        """Whether the user left the flag to us."""
-        return name not in self.given and self.config.value(name) in (None, "auto")
+        """Whether the user left the flag open."""
+        return name not in self.explicit and self.config.value(name) in (None, "auto")
 
     def decide(self, name: str, value: Any, reason: str) -> _Open:
-        """The flag gets a value, and the reason is kept."""
+        """Set a flag and record the reason."""
         decision = Decision(name, (Verdict(str(value)),), str(value), reason)
-        return _Open(self.config.with_parts({name: value}), self.given, (*self.decisions, decision))
+        return _Open(
+            self.config.with_parts({name: value}), self.explicit, (*self.decisions, decision)
+        )
 
     def settle(self, name: str, value: Any, reason: str) -> _Open:
-        """Decide a flag if it is open."""
+        """Set a flag if it is open."""
         return self.decide(name, value, reason) if self.is_open(name) else self
 
 
 def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platform, Decision]:
-    """The platform of `--device`, or the installed one with the best score on this machine.
+    """Return the platform of `--device`, or the installed one with the best score on this machine.
 
-    Raises UnsupportedError when it, or none that is installed, fits the machine.
+    Raises UnsupportedError if it does not fit the machine, or if no installed platform does.
     """
     wanted = config.device.device
     chosen = defaults.choose_platform(plugins, None if wanted == "auto" else wanted)
     name = str(chosen.decision.winner)
     table = {**config.device.additional_config, **config.device.options("platforms", name)}
     options = plugins.options("platforms", name, table)
-    # A driver that has options is made with them; the contract knows only those without.
+    # A driver with options is created with them; the contract describes drivers without.
     driver: Callable[..., Platform] = chosen.driver
     return driver() if options is None else driver(options), chosen.decision
 
@@ -99,10 +101,10 @@ def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platf
 def check_names(
     config: EngineConfig, plugins: PluginManager, only: Iterable[str] | None = None
 ) -> None:
-    """Raise ConfigError for a flag that names a driver which no installed plugin offers.
+    """Raise ConfigError for a flag that names a driver which no installed plugin provides.
 
-    Flags of a plugin kind also take `pkg.mod:Class`, which is loaded by whoever needs it. `only`
-    limits the check to some flags.
+    Flags of a plugin kind also accept `pkg.mod:Class`, which is loaded when it is used. only: flags
+    to check; None for all.
     """
     chosen = None if only is None else frozenset(only)
     for spec, value in config.values():
@@ -113,7 +115,7 @@ def check_names(
                 _check_name(spec, name, plugins)
 
 
-#: As many names are said of those that there are.
+#: Most names that a message lists.
 _LISTED = 50
 
 
@@ -124,30 +126,30 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
         known = [*spec.choices, *(declared.name for declared in plugins.names(str(spec.kind)))]
         hint = suggest(name, known) if "did you mean" not in str(error) else ""
         if not hint and "did you mean" not in str(error) and len(known) <= _LISTED:
-            hint = f"; there are {', '.join(sorted(known))}"
+            hint = f"; available: {', '.join(sorted(known))}"
         raise ConfigError(spec.name, f"{error}{hint}") from error
 
 
-#: Kinds whose drivers check their table themselves: when they are made, or told the configuration.
+#: Kinds whose drivers validate their own options, when created or configured.
 _SELF_CHECKED = frozenset({"adapters", "attention", "hooks", "loaders", "quantization"})
 
 
 def _check_selection(config: EngineConfig, plugins: PluginManager) -> None:
-    """Raise ConfigError for `--plugins` that says something else than what this process uses.
+    """Raise ConfigError if `--plugins` differs from this process's selection.
 
-    Plugins are chosen for a whole process, so one engine in it cannot choose again.
+    Plugins are selected once per process, so an engine cannot change the selection.
     """
     terms = ",".join(config.device.plugins or ())
     if terms and Selection.parse(terms) != plugins.selection:
         raise ConfigError(
             "plugins",
-            f"holds for a whole process, which uses {str(plugins.selection) or 'all'}; call "
-            f"modulm.plugins.configure({terms!r}) before, or set MODULM_PLUGINS",
+            f"is fixed per process, which uses {str(plugins.selection) or 'all'}; call "
+            f"modulm.plugins.configure({terms!r}) first, or set MODULM_PLUGINS",
         )
 
 
 def check_plugin_config(config: EngineConfig, plugins: PluginManager) -> None:
-    """Raise ConfigError for options in `--plugin-config` that no installed driver takes.
+    """Raise ConfigError for options in `--plugin-config` that no installed driver accepts.
 
     Imports the drivers that are named there.
     """
@@ -167,7 +169,7 @@ def _check_options(kind: str, name: str, table: Mapping[str, Any], plugins: Plug
         if name not in known:
             raise ConfigError(kind, f"no hook plugin {name!r} is installed{suggest(name, known)}")
     elif kind not in kind_names():
-        raise ConfigError(kind, f"there is no such kind{suggest(kind, [*kind_names(), 'hooks'])}")
+        raise ConfigError(kind, f"unknown kind{suggest(kind, [*kind_names(), 'hooks'])}")
     else:
         plugins.find(kind, name)
     if kind not in _SELF_CHECKED:
@@ -181,16 +183,16 @@ def resolve(
     hf_config: Mapping[str, Any],
     plugins: PluginManager,
     use: Use = "offline",
-    given: Iterable[str] | None = None,
+    explicit: Iterable[str] | None = None,
     stored_dtype: str | None = None,
     trained_length: int | None = None,
 ) -> Resolved:
     """Decide everything that the user left open.
 
-    `hf_config` is the checkpoint's config.json, `stored_dtype` the format of its tensors where
-    config.json does not say, `trained_length` what other files say of texts to pool; `given` the
-    flags that the user set, else those that differ from their defaults. Raises ConfigError for a
-    value that checkpoint or platform cannot carry out.
+    hf_config: the checkpoint's config.json. stored_dtype: dtype of its tensors, if config.json
+    states none. trained_length: maximum length of texts to pool, from other files. explicit: flags
+    that the user set; by default those that differ from their defaults. Raises ConfigError for
+    values that the checkpoint or the platform does not support.
     """
     for spec, value in config.values():
         if spec.registers and value:
@@ -198,7 +200,7 @@ def resolve(
     check_names(config, plugins)
     _check_selection(config, plugins)
     check_plugin_config(config, plugins)
-    state = _Open(config, frozenset(config.changed() if given is None else given))
+    state = _Open(config, frozenset(config.changed() if explicit is None else explicit))
     state = _proposals(state, plugins)
     state = _dtype(state, platform, hf_config, stored_dtype)
     state = _length(state, hf_config, trained_length)
@@ -208,28 +210,28 @@ def resolve(
 
 
 def _proposals(state: _Open, plugins: PluginManager) -> _Open:
-    """What plugins propose for open flags; two different proposals are an error."""
+    """Apply plugins' proposals for open flags. Raises ConfigError if two proposals differ."""
     answers = plugins.hook.modulm_config_proposals(config=state.config)
-    made: dict[str, Any] = {}
+    proposals: dict[str, Any] = {}
     for proposal in (one for answer in answers for one in answer or ()):
         if proposal.field not in catalog().specs:
             raise ConfigError(
-                proposal.field, f"is proposed by a plugin but is no flag ({proposal.reason})"
+                proposal.field, f"was proposed by a plugin but is not a flag ({proposal.reason})"
             )
-        before = made.setdefault(proposal.field, proposal)
+        before = proposals.setdefault(proposal.field, proposal)
         if before.value != proposal.value:
             raise ConfigError(
                 proposal.field,
-                f"two plugins differ: {before.value!r} ({before.reason}) and "
-                f"{proposal.value!r} ({proposal.reason}); give the flag to decide",
+                f"plugins propose different values: {before.value!r} ({before.reason}) and "
+                f"{proposal.value!r} ({proposal.reason}); set the flag to decide",
             )
-    for name, proposal in made.items():
+    for name, proposal in proposals.items():
         state = state.settle(name, proposal.value, f"proposed: {proposal.reason}")
     return state
 
 
 def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model, in files that nest it."""
+    """Return the configuration of the language model, in files that nest it."""
     for key in ("thinker_config", "vlm_config", "text_config"):
         nested = hf_config.get(key)
         hf_config = nested if isinstance(nested, Mapping) else hf_config
@@ -239,18 +241,18 @@ def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _dtype(
     state: _Open, platform: Platform, hf_config: Mapping[str, Any], stored_dtype: str | None
 ) -> _Open:
-    wanted = state.config.model.dtype
-    if wanted in DTYPE_ALIASES:
-        return state.decide("dtype", DTYPE_ALIASES[wanted], f"{wanted} is another name of it")
-    if wanted != "auto":
+    requested = state.config.model.dtype
+    if requested in DTYPE_ALIASES:
+        return state.decide("dtype", DTYPE_ALIASES[requested], f"{requested} is an alias of it")
+    if requested != "auto":
         return state
     text = _text_config(hf_config)
-    named = text.get("dtype") or text.get("torch_dtype") or hf_config.get("torch_dtype")
-    stored = str(named or stored_dtype or "float32").removeprefix("torch.")
+    stated = text.get("dtype") or text.get("torch_dtype") or hf_config.get("torch_dtype")
+    stored = str(stated or stored_dtype or "float32").removeprefix("torch.")
     chosen = platform.choose_dtype(stored)
     reason = f"the checkpoint is stored in {stored}"
     if chosen != stored:
-        reason += f", which {platform.name} does not run best"
+        reason += f", which is not the best dtype on {platform.name}"
     return state.decide("dtype", chosen, reason)
 
 
@@ -262,21 +264,21 @@ def _length(state: _Open, hf_config: Mapping[str, Any], trained: int | None) -> 
             longest, reason = window, "the sliding window's length (--disable-sliding-window)"
     wanted = state.config.model.max_model_len
     if wanted is None and trained is not None and trained < longest:
-        reason = "the checkpoint's files name it for pooling; more with --max-model-len"
+        reason = "the checkpoint's pooling configuration; --max-model-len allows more"
         return state.decide("max_model_len", trained, reason)
     if wanted is None:
         return state.decide("max_model_len", longest, reason)
     if wanted > longest:
         raise ConfigError(
             "max_model_len",
-            f"{wanted} is more than {longest} ({reason}); take less, or change the checkpoint's "
-            "own limit with --hf-overrides",
+            f"{wanted} is more than {longest} ({reason}); reduce it, or change the checkpoint's "
+            "limit with --hf-overrides",
         )
     return state
 
 
 def _longest(text: Mapping[str, Any]) -> tuple[int, str]:
-    """The longest sequence that a checkpoint states, with the key that says so."""
+    """Return the maximum length that a checkpoint states, and where it states it."""
     stated = {key: text[key] for key in _LENGTH_KEYS if _is_length(text.get(key))}
     if not stated:
         return _FALLBACK_LENGTH, "config.json states no length"
@@ -294,9 +296,9 @@ def _is_length(value: Any) -> bool:
 
 
 def _scaling_factor(scaling: Mapping[str, Any]) -> float:
-    """By how much positions are stretched beyond the stated length.
+    """Return the factor by which positions are extended beyond the stated length.
 
-    Kinds whose stated length already counts the stretching have no factor here.
+    It is 1 for scaling kinds whose stated length already includes the extension.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("linear", "dynamic", "yarn"):
@@ -306,12 +308,12 @@ def _scaling_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def _steps(state: _Open, platform: Platform, use: Use) -> _Open:
-    """How many sequences and tokens one step takes."""
+    """Decide the maximum number of sequences and tokens per step."""
     chunked = state.config.scheduler.enable_chunked_prefill
     if chunked is None:
-        state = state.decide("enable_chunked_prefill", True, "any prompt may be split over steps")
-    place = 0 if use == "offline" else 1
-    tokens, rows = platform.batched_tokens[place], platform.sequences[place]
+        state = state.decide("enable_chunked_prefill", True, "any prompt may be split across steps")
+    use_index = 0 if use == "offline" else 1
+    tokens, rows = platform.batched_tokens[use_index], platform.sequences[use_index]
     budget = state.config.scheduler.max_num_batched_tokens
     if budget is not None and budget < rows:
         rows = budget
@@ -322,22 +324,22 @@ def _steps(state: _Open, platform: Platform, use: Use) -> _Open:
     if tokens < rows:
         tokens, reason = rows, "one token for each of --max-num-seqs"
     if chunked is False and tokens < longest:
-        tokens, reason = longest, "a whole prompt, since --no-enable-chunked-prefill is given"
+        tokens, reason = longest, "a whole prompt, because of --no-enable-chunked-prefill"
     return state.settle("max_num_batched_tokens", tokens, reason)
 
 
 def _rest(state: _Open, platform: Platform, plugins: PluginManager) -> _Open:
     state = state.settle("block_size", platform.block_size, f"{platform.name}'s default")
-    state = state.settle("enable_prefix_caching", True, "prompts that begin alike share blocks")
+    state = state.settle("enable_prefix_caching", True, "prompts with a common prefix share blocks")
     if state.is_open("device"):
         state = state.decide("device", platform.name, "the platform in use")
     parallel = state.config.parallel
     if parallel.tensor_parallel_size % parallel.decode_context_parallel_size:
-        words = f"does not divide --tensor-parallel-size {parallel.tensor_parallel_size}"
-        raise ConfigError("decode_context_parallel_size", words)
+        message = f"must divide --tensor-parallel-size {parallel.tensor_parallel_size}"
+        raise ConfigError("decode_context_parallel_size", message)
     if state.config.parallel.distributed_executor_backend is None:
         ranks = parallel.ranks * (parallel.data_parallel_size if parallel.shared_experts else 1)
-        name, reason = ("uni", "one device takes part") if ranks == 1 else ("mp", f"{ranks} ranks")
+        name, reason = ("uni", "a single device") if ranks == 1 else ("mp", f"{ranks} ranks")
         _check_executor(plugins, name)
         state = state.decide("distributed_executor_backend", name, reason)
     if state.config.model.served_model_name is None:
@@ -353,7 +355,7 @@ def _check_executor(plugins: PluginManager, name: str) -> None:
 
 
 def _platform_notices(config: EngineConfig, platform: Platform) -> tuple[Notice, ...]:
-    """Flags that were set and mean nothing on this platform."""
+    """Return notices about flags that were set but have no effect on this platform."""
     changed = config.changed()
     return tuple(
         Notice("--" + name.replace("_", "-"), f"no effect on {platform.name}: {reason}")

@@ -1,6 +1,7 @@
-"""Where values come from, best first: command line or keyword, YAML file, environment, default.
+"""Sources of values in order of precedence: command line or keywords, YAML file, environment,
+defaults.
 
-The groups of flags are loaded when a configuration is made, not before.
+Groups of flags are loaded when a configuration is built, not before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FOREIGN = "VLLM_"
 
 @frozen
 class Source:
-    """Values of one origin. `label(flag)` says to a person where a value was written."""
+    """Values of one origin. `label(flag)` describes where a value was set."""
 
     title: str
     values: Mapping[str, Any]
@@ -42,28 +43,28 @@ class Source:
     remarks: tuple[str, ...] = ()
 
     def label(self, name: str) -> str:
-        """Where the value of a flag was given: `MODULM_PORT`, `serve.yaml`, `command line`."""
+        """Return where a flag was set: `MODULM_PORT`, `serve.yaml` or `command line`."""
         return self.labels.get(name, self.title)
 
 
 @frozen
 class Draft:
-    """A configuration with the origin of every value that somebody gave."""
+    """A configuration with the origin of every value that was set."""
 
     config: EngineConfig
     origins: Mapping[str, str] = field(factory=dict)
     notices: tuple[Notice, ...] = ()
 
     @property
-    def given(self) -> frozenset[str]:
-        """The flags that somebody set."""
+    def explicit(self) -> frozenset[str]:
+        """The flags that were set explicitly."""
         return frozenset(self.origins)
 
 
 def draft(*sources: Source) -> Draft:
-    """One configuration of several sources, the strongest first.
+    """Merge sources into a configuration, the strongest first.
 
-    Raises ConfigError that names the flag and where its value was written.
+    Raises ConfigError naming the flag and where its value was set.
     """
     from modulm.config.schema.engine import EngineConfig, Notice
 
@@ -85,7 +86,7 @@ def draft(*sources: Source) -> Draft:
 
 
 def _located(error: ConfigError, where: str | None) -> ConfigError:
-    """The error with where the value was written, unless that is plain from the flag's name."""
+    """Add where the value was set to an error, unless the flag's name makes that plain."""
     if where is None or where == "keyword" or where.startswith("--"):
         return error
     return ConfigError(error.field, f"{error.message} (from {where})")
@@ -102,12 +103,12 @@ def _flat(source: Source) -> dict[str, Any]:
 
 
 def keywords(**flags: Any) -> Draft:
-    """What `LLM(**flags)` means: the keywords, then the environment, then the defaults."""
+    """Build the configuration of `LLM(**flags)`: keywords, then the environment, then defaults."""
     return draft(Source("keyword", flags), environment())
 
 
 def environment(environ: Mapping[str, str] | None = None) -> Source:
-    """`MODULM_<FLAG>` for every flag; lists are separated by commas or written as JSON."""
+    """Read `MODULM_<FLAG>` for every flag; lists are comma-separated or JSON."""
     from modulm.config.schema.catalog import catalog
 
     known = catalog()
@@ -117,14 +118,14 @@ def environment(environ: Mapping[str, str] | None = None) -> Source:
     remarks: list[str] = []
     for key in sorted(table):
         if key.startswith(_PREFIX):
-            given = key.removeprefix(_PREFIX).lower()
-            name = known.canonical(given) or (given if known.known(given) else None)
+            alias = key.removeprefix(_PREFIX).lower()
+            name = known.canonical(alias) or (alias if known.known(alias) else None)
             if name is None:
-                remarks.append(f"{key} is no flag of modulm and is not read")
+                remarks.append(f"{key} is not a flag of modulm and is ignored")
                 continue
             values[name], labels[name] = _from_text(name, table[key]), key
         elif key.startswith(_FOREIGN) and known.canonical(key.removeprefix(_FOREIGN).lower()):
-            remarks.append(f"{key} is not read; set {_PREFIX}{key.removeprefix(_FOREIGN)}")
+            remarks.append(f"{key} is ignored; set {_PREFIX}{key.removeprefix(_FOREIGN)}")
     return Source("environment", values, labels, tuple(remarks))
 
 
@@ -138,16 +139,17 @@ def _from_text(name: str, text: str) -> Any:
 
 
 def yaml_file(path: str | Path) -> Source:
-    """Flags from a YAML file: one key per flag, dashes or underscores, `no-` before switches.
+    """Read flags from a YAML file: one key per flag, with dashes or underscores, `no-` before
+    switches.
 
-    Raises ConfigError for a file that cannot be read or is no table, and for an unknown key.
+    Raises ConfigError if the file cannot be read or is not a table, and for unknown keys.
     """
     table = read_yaml(path)
     return Source(f"file {path}", dict(table))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The file's keys with underscores, switches written with `no-` turned round."""
+    """Return the file's keys with underscores; keys with `no-` become False switches."""
     import yaml
 
     try:
@@ -155,8 +157,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError("config", f"{path} is not valid YAML: {told}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", f"{path} is not valid YAML: {reason}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,6 +1,6 @@
-"""From a model's name to a model with weights: checkpoints, the hub, weight tables, choices.
+"""Load models: checkpoints, hub downloads, weight tables, choice of drivers.
 
-Names load on first use: a front end opens checkpoints without importing torch.
+Names are imported on first use: a front end opens checkpoints without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cache groups: layers that keep the same kind of thing share a block table and a plan."""
+"""Cache groups: layers with the same kind of cache share a block table and a plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["CacheGroup", "extended", "group_caches"]
 
 @frozen(kw_only=True)
 class CacheGroup:
-    """Layers with equal specs. `layers` are indices into the model's caches.
+    """Layers with equal cache specs. `layers` are indices into the model's caches.
 
-    window: tokens that a layer sees, None for all; in a group of cross attention the most that an
-    encoder gives. followers: layers with other specs that keep their own by the same block table,
-    by backend.
-    `block_bytes` is what one block takes in all layers together, those left out that share an
-    earlier layer's cache; for states one "block" is a slot, which holds the state after at most
-    block_size tokens more than the block before.
+    window: tokens that a layer attends to, None for all; for cross attention, the longest encoder
+    output. followers: layers with other specs that use the same block table, by backend.
+
+    `block_bytes` is the size of a block across all layers, without layers that share an earlier
+    layer's cache. For states, a "block" is a slot that holds the state after at most block_size
+    more tokens than the previous block.
     """
 
     kind: CacheKind
@@ -46,9 +46,9 @@ def group_caches(
     backends: Mapping[AttentionSpec, AttentionBackend],
     state_block: int,
 ) -> tuple[CacheGroup, ...]:
-    """One group per distinct spec, in the order in which they first occur.
+    """Return one group per distinct spec, in order of first occurrence.
 
-    state_block: tokens between two lengths of which states can be kept.
+    state_block: tokens between two positions whose states can be kept.
     """
     members: dict[AttentionSpec | StateSpec, list[int]] = {}
     following: dict[AttentionSpec | StateSpec, dict[AttentionSpec, list[int]]] = {}
@@ -82,8 +82,8 @@ def group_caches(
         for other, at in followers:
             if other.block_size != backend.block_size:
                 raise UnsupportedError(
-                    f"{caches[at[0]].layer} follows a block table of {backend.block_size} tokens "
-                    f"per block, its backend {other.name} takes {other.block_size}"
+                    f"{caches[at[0]].layer} uses a block table of {backend.block_size} tokens "
+                    f"per block, but its backend {other.name} needs {other.block_size}"
                 )
             size += len(at) * other.layout(1).block_bytes
         paged_group = CacheGroup(
@@ -103,12 +103,12 @@ def group_caches(
 def _leader(
     cache: CacheSpec, leaders: Mapping[str, AttentionSpec | StateSpec]
 ) -> AttentionSpec | StateSpec:
-    """The spec of the group whose block table `cache` follows."""
+    """Return the spec of the group whose block table `cache` uses."""
     spec, leader = cache.spec, leaders.get(str(cache.follows))
     if not (isinstance(spec, AttentionSpec) and isinstance(leader, AttentionSpec)):
-        raise UnsupportedError(f"{cache.layer} follows {cache.follows}: no earlier attention layer")
+        raise UnsupportedError(f"{cache.layer}: {cache.follows} is not an earlier attention layer")
     if leader.window is not None and leader.window < (spec.window or leader.window + 1):
-        raise UnsupportedError(f"{cache.layer} looks back beyond the window of {cache.follows}")
+        raise UnsupportedError(f"{cache.layer} attends beyond the window of {cache.follows}")
     return leader
 
 
@@ -118,19 +118,21 @@ def extended(
     first: int,
     backends: Mapping[AttentionSpec, AttentionBackend],
 ) -> tuple[CacheGroup, ...]:
-    """The groups with further paged caches, in the blocks of the layers that are like them.
+    """Add further paged caches to the groups, in the blocks of similar layers.
 
-    first: the index of the first of `caches` among all. backends: of those that bring their own;
-    they follow the block table of a group that sees as far, or make a group of their own. Raises
-    UnsupportedError where a cache brings none and no layer is like it.
+    first: index of the first of `caches` among all caches. backends: for caches that have their
+    own; they use the block table of a group with the same window, or get a new group. Raises
+    UnsupportedError if a cache has no backend and no similar layer.
     """
-    made = list(groups)
+    extended_groups = list(groups)
     for index, cache in enumerate(caches, first):
         backend = None if isinstance(cache.spec, StateSpec) else backends.get(cache.spec)
-        at = next((i for i, group in enumerate(made) if _takes(group, cache, backend)), None)
+        at = next(
+            (i for i, group in enumerate(extended_groups) if _takes(group, cache, backend)), None
+        )
         if backend is not None and at is None:
-            at = len(made)
-            own_group = CacheGroup(
+            at = len(extended_groups)
+            new_group = CacheGroup(
                 kind=CacheKind.ATTENTION,
                 layers=(),
                 spec=backend.spec,
@@ -139,15 +141,15 @@ def extended(
                 window=backend.spec.window,
                 block_bytes=0,
             )
-            made.append(own_group)
+            extended_groups.append(new_group)
         if at is None:
-            raise UnsupportedError(f"{cache.layer}: no attention layer of the model is like it")
-        made[at] = _with_cache(made[at], index, cache, backend)
-    return tuple(made)
+            raise UnsupportedError(f"{cache.layer}: the model has no similar attention layer")
+        extended_groups[at] = _with_cache(extended_groups[at], index, cache, backend)
+    return tuple(extended_groups)
 
 
 def _takes(group: CacheGroup, cache: CacheSpec, backend: AttentionBackend | None) -> bool:
-    """Whether a cache can lie in the group's blocks."""
+    """Whether a cache fits into the group's blocks."""
     if group.backend is None or backend is None:
         return group.backend is not None and group.spec == cache.spec
     window = backend.spec.window
@@ -158,15 +160,15 @@ def _takes(group: CacheGroup, cache: CacheSpec, backend: AttentionBackend | None
 def _with_cache(
     group: CacheGroup, index: int, cache: CacheSpec, backend: AttentionBackend | None
 ) -> CacheGroup:
-    """The group with one more cache; with a backend of its own it follows the block table."""
+    """Add a cache to the group; with another backend it follows the group's block table."""
     used = group.backend if backend is None else backend
     size = 0 if cache.shares or used is None else used.layout(1).block_bytes
     group = evolve(group, block_bytes=group.block_bytes + size)
     if backend is None or backend is group.backend:
         return evolve(group, layers=(*group.layers, index))
-    own = dict(group.followers)
-    own[backend] = (*own.get(backend, ()), index)
-    return evolve(group, followers=tuple(own.items()))
+    followers = dict(group.followers)
+    followers[backend] = (*followers.get(backend, ()), index)
+    return evolve(group, followers=tuple(followers.items()))
 
 
 def _state_bytes(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> int:

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: find its folder and read what it says of itself. No weight is read."""
+"""Open a checkpoint: find its folder and read its configuration. No weight is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginError, PluginNotFound
 from modulm.loading.hub import download, download_part, is_hub_id, split_part
-from modulm.loading.strangers import folder_kind, weights_hint
+from modulm.loading.unsupported import folder_kind, weights_hint
 from modulm.plugins import defaults
 
 if TYPE_CHECKING:
@@ -26,29 +26,31 @@ __all__ = ["Checkpoint", "open_checkpoint", "open_loader", "pooling_recipe", "st
 
 
 def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
-    """The checkpoint of `--model`: a folder or file, a short name of an installed package, or a
+    """Open the checkpoint of `--model`: a folder or file, a name from an installed package, or a
     hub id.
 
-    Downloads what is missing. Raises CheckpointError naming the file and the key.
+    Downloads missing files. Raises CheckpointError naming the file and the key.
     """
     path = _locate(config, plugins)
     file, stored, generation = path / "config.json", None, None
-    held: Mapping[str, object] = {}
+    quantization: Mapping[str, object] = {}
     if config.model.hf_config_path is not None:
         file = _folder_or_hub(config.model.hf_config_path, config) / "config.json"
-        held = open_loader(config, path, plugins).driver.quantization() if path.is_file() else {}
+        quantization = (
+            open_loader(config, path, plugins).driver.quantization() if path.is_file() else {}
+        )
     elif (loader := _describing(config, path, plugins)) is not None:
         stored, generation = loader.configuration(), loader.generation_configuration()
         file = file if stored is None else path
-    stored = {**held, **_read_json(file)} if stored is None else stored
+    stored = {**quantization, **_read_json(file)} if stored is None else stored
     table = {**stored, **config.model.hf_overrides}
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         architectures = []
     if not architectures:
         raise CheckpointError(
-            f"{file}: architectures: a list with the name of the model's class "
-            "is needed (--hf-overrides '{\"architectures\": [...]}' adds one)"
+            f"{file}: architectures: must be a list with the name of the model's class "
+            "(--hf-overrides '{\"architectures\": [...]}' adds one)"
         )
     return Checkpoint(
         path=path,
@@ -63,22 +65,26 @@ def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
 def open_loader(
     config: EngineConfig, path: Path, plugins: PluginManager
 ) -> defaults.Chosen[WeightLoader]:
-    """The loader of --load-format, or the one that opens `path`.
+    """Return the loader of --load-format, or the one that opens `path`.
 
-    Raises CheckpointError if no installed loader does.
+    Raises CheckpointError if no installed loader opens it.
     """
-    wanted = config.load.load_format
+    load_format = config.load.load_format
     try:
-        chosen = defaults.choose_loader(plugins, path, None if wanted == "auto" else wanted)
+        chosen = defaults.choose_loader(
+            plugins, path, None if load_format == "auto" else load_format
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{error}{weights_hint(path)}") from error
-    given = config.device.options("loaders", str(chosen.decision.winner))
-    made = chosen.driver(path, {**config.load.model_loader_extra_config, **given})
-    return defaults.Chosen(made, chosen.decision)
+    plugin_options = config.device.options("loaders", str(chosen.decision.winner))
+    loader = chosen.driver(path, {**config.load.model_loader_extra_config, **plugin_options})
+    return defaults.Chosen(loader, chosen.decision)
 
 
 def stored_tokenizer(config: EngineConfig, path: Path) -> TokenizerFiles | None:
-    """The tokenizer that a loader finds in the weights; None where there are files of it."""
+    """Return the tokenizer that a loader finds in the weights; None if the checkpoint has tokenizer
+    files.
+    """
     from modulm.plugins import manager
 
     loader = _describing(config, path, manager.current())
@@ -86,7 +92,7 @@ def stored_tokenizer(config: EngineConfig, path: Path) -> TokenizerFiles | None:
 
 
 def _describing(config: EngineConfig, path: Path, plugins: PluginManager) -> WeightLoader | None:
-    """The loader of weights that describe themselves: no config.json is beside them."""
+    """Return the loader of self-describing weights, which have no config.json beside them."""
     if (path / "config.json").exists() or not path.exists():
         return None
     try:
@@ -100,11 +106,11 @@ def _describing(config: EngineConfig, path: Path, plugins: PluginManager) -> Wei
 def pooling_recipe(
     config: EngineConfig, checkpoint: Checkpoint, plugins: PluginManager
 ) -> PoolingRecipe:
-    """What plugins read of pooling in its files; an empty recipe if nobody finds anything."""
+    """Return the pooling settings that plugins read in the checkpoint's files; may be empty."""
     if config.model.runner == "generate":
         return PoolingRecipe()
-    found = plugins.hook.modulm_pooling(checkpoint=checkpoint, config=config)
-    return found if isinstance(found, PoolingRecipe) else PoolingRecipe()
+    recipe = plugins.hook.modulm_pooling(checkpoint=checkpoint, config=config)
+    return recipe if isinstance(recipe, PoolingRecipe) else PoolingRecipe()
 
 
 def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
@@ -112,15 +118,17 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     try:
-        named = plugins.load("checkpoints", name)
+        model = plugins.load("checkpoints", name)
     except PluginNotFound:
         return _folder_or_hub(name, config, plugins)
-    found = named.source()
-    return found if isinstance(found, Path) else _folder_or_hub(str(found), config)
+    source = model.source()
+    return source if isinstance(source, Path) else _folder_or_hub(str(source), config)
 
 
 def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
-    """What installed loaders of tokenizers read; one that is broken says so when it is needed."""
+    """Return the file patterns of installed tokenizer loaders. Broken loaders are reported when
+    they are needed.
+    """
     wanted: dict[str, None] = {}
     for declared in plugins.names("tokenizers"):
         with suppress(PluginError):
@@ -146,10 +154,10 @@ def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | Non
 
 def _info(path: Path, file: Path, config: Mapping[str, Any]) -> CheckpointInfo:
     inner = config.get("text_config")
-    given = config if "quantization_config" in config or not isinstance(inner, Mapping) else inner
-    quantization = given.get("quantization_config")
+    table = config if "quantization_config" in config or not isinstance(inner, Mapping) else inner
+    quantization = table.get("quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
-        raise CheckpointError(f"{file}: quantization_config: a table is needed")
+        raise CheckpointError(f"{file}: quantization_config: must be a table")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     return CheckpointInfo(
         config=config,
@@ -166,7 +174,7 @@ def _read_generation(path: Path) -> Mapping[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from disk. Raises CheckpointError for anything else."""
+    """Read a JSON object from disk. Raises CheckpointError for anything else."""
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -174,5 +182,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: a JSON object is needed, not a {type(table).__name__}")
+        raise CheckpointError(f"{file}: must be a JSON object, not {type(table).__name__}")
     return table

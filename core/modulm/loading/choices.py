@@ -1,4 +1,4 @@
-"""Which drivers a model runs on, each choice with its candidates and reasons."""
+"""Choose the drivers of a model, recording candidates and reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import ArchitectureNotFound, ConfigError, UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
-from modulm.loading.strangers import model_kind
+from modulm.loading.unsupported import model_kind
 from modulm.ops import bind
 from modulm.plugins import defaults
 
@@ -41,16 +41,16 @@ log = logging.getLogger("modulm.loading")
 T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-#: The method of layers that no other method holds.
+#: Method for layers that no other method handles.
 PLAIN = "none"
 
-#: Values of --model-impl that mean the driver of the architecture; others are a driver's name.
+#: Values of --model-impl for the architecture's own driver; others name a driver.
 _OWN = ("auto", "modulm", "vllm")
 
 
 @frozen(eq=False, slots=False)
 class Choices:
-    """Chooses drivers for one load and remembers why (`decisions`)."""
+    """Chooses drivers for one load and records the reasons in `decisions`."""
 
     config: EngineConfig
     checkpoint: Checkpoint
@@ -61,26 +61,26 @@ class Choices:
 
     @cached_property
     def recipe(self) -> PoolingRecipe:
-        """What the checkpoint's files say of pooling."""
+        """The pooling settings of the checkpoint's files."""
         return pooling_recipe(self.config, self.checkpoint, self.plugins)
 
     def model(self) -> type[Model]:
-        """The driver class of the checkpoint's architecture.
+        """Return the driver class of the checkpoint's architecture.
 
-        Raises ArchitectureNotFound if no installed plugin offers one of its names.
+        Raises ArchitectureNotFound if no installed plugin provides it.
         """
         names = self.checkpoint.architectures
-        given = self.config.model.model_impl
-        if given not in _OWN:
+        implementation = self.config.model.model_impl
+        if implementation not in _OWN:
             self.decisions.append(
-                Decision("model", (Verdict(given),), given, "given by --model-impl")
+                Decision("model", (Verdict(implementation),), implementation, "set by --model-impl")
             )
-            return self._trusted(self.plugins.load("models", given))
+            return self._trusted(self.plugins.load("models", implementation))
         overrides = self.config.model.model_class_overrides
         for name in names:
             if name in overrides:
                 self.plugins.register("models", name, overrides[name])
-                reason = "given by --model-class-overrides"
+                reason = "set by --model-class-overrides"
                 self.decisions.append(Decision("model", (Verdict(name),), name, reason))
                 driver: type[Model] = self.plugins.load("models", name)
                 return driver
@@ -88,11 +88,11 @@ class Choices:
             return self._trusted(self._keep(self._chosen(names)))
         installed = {d.name for d in self.plugins.names("models")}
         pooler = open_pooler(self.config, self.plugins)
-        found = pooler.conversion(self.config, names, installed, self.recipe)
-        if found is not None:
-            base, kind = found
+        conversion = pooler.conversion(self.config, names, installed, self.recipe)
+        if conversion is not None:
+            base, kind = conversion
             chosen = self._trusted(self._keep(self._chosen((base,))))
-            reason = "what the decoder is for, by flags, files or architecture"
+            reason = "converted for pooling, by flags, files or architecture"
             self.decisions.append(Decision("pooling", (Verdict(kind),), kind, reason))
             settings = pooling_settings(self.config, self.recipe)
             return pooler.convert(chosen, kind, self.checkpoint.config, settings)
@@ -107,19 +107,19 @@ class Choices:
             raise UnsupportedError(f"{names[0]} is {kind}") from error
 
     def _trusted(self, driver: type[Model]) -> type[Model]:
-        """The driver, if what it runs may run. Raises ConfigError."""
+        """Return the driver if its code may run. Raises ConfigError."""
         if driver.remote_code and not self.config.model.trust_remote_code:
             code = self.checkpoint.config.get("auto_map")
             raise ConfigError(
                 "trust_remote_code",
-                f"{self.checkpoint.architecture} is code that comes with the checkpoint "
-                f"({self.checkpoint.config_file}: auto_map: {code}); --trust-remote-code runs it, "
-                "if you have read it",
+                f"{self.checkpoint.architecture} is code in the checkpoint "
+                f"({self.checkpoint.config_file}: auto_map: {code}); pass --trust-remote-code "
+                "if you have read that code",
             )
         return driver
 
     def ops(self, dtype: str) -> Ops:
-        """The op table of the kernel providers that run here, bound for `dtype`."""
+        """Return the op table of the available kernel providers, bound for `dtype`."""
         names = self.config.attention.kernels
         if names is not None:
             names = tuple(takewhile(lambda name: name != PLAIN, names))
@@ -131,13 +131,15 @@ class Choices:
         table = bind(providers, partial(self.platform.recorded, config=self.config), dtype=dtype)
         bound = sum(provider != "torch" for provider in table.providers.values())
         reason = f"{bound} of {len(table.providers)} ops; {chosen.decision.reason}"
-        given = self.config.device.plugin_config.get("kernels")
-        reason += f"; with {dict(given)}" if given else ""
+        options = self.config.device.plugin_config.get("kernels")
+        reason += f"; with {dict(options)}" if options else ""
         self.decisions.append(evolve(chosen.decision, reason=reason))
         return table
 
     def _provider(self, name: str, driver: Callable[..., KernelProvider]) -> KernelProvider:
-        """A provider that has options is made with them; the contract knows those without."""
+        """Create a provider, with options if there are any; the contract describes providers
+        without.
+        """
         table = self.config.device.options("kernels", name)
         options = self.plugins.options("kernels", name, table)
         return driver() if options is None else driver(options)
@@ -147,7 +149,9 @@ class Choices:
         return chosen.driver
 
     def method(self, ops: Ops) -> Methods:
-        """The quantization method of the checkpoint or of --quantization, and the plain one."""
+        """Return the quantization method of the checkpoint or of --quantization, and the plain
+        one.
+        """
         plain = self._method(PLAIN, {}, ops)
         info = self.checkpoint.info
         chosen = defaults.choose_quantization(
@@ -157,34 +161,34 @@ class Choices:
         self._keep(chosen)
         if name is None or name == PLAIN:
             return Methods(plain, plain, self.platform)
-        given = self.config.model.quantization_config or {}
-        table = {**chosen.driver.settings(info), **given}
+        overrides = self.config.model.quantization_config or {}
+        table = {**chosen.driver.settings(info), **overrides}
         return Methods(self._method(name, table, ops), plain, self.platform)
 
     def _method(self, name: str, table: Mapping[str, Any], ops: Ops) -> QuantizationMethod:
         driver = self.plugins.load("quantization", name)
-        given = self.config.device.options("quantization", name)
-        options = self.plugins.options("quantization", name, {**table, **given})
+        plugin_options = self.config.device.options("quantization", name)
+        options = self.plugins.options("quantization", name, {**table, **plugin_options})
         method: QuantizationMethod = driver(options, self.platform, ops)
         return method
 
     def loader(self) -> WeightLoader:
-        """The loader of --load-format, or the one that opens the checkpoint.
+        """Return the loader of --load-format, or the one that opens the checkpoint.
 
-        Raises CheckpointError if no installed loader does.
+        Raises CheckpointError if no installed loader opens it.
         """
         return self._keep(open_loader(self.config, self.checkpoint.path, self.plugins))
 
     def adapters(self, ops: Ops) -> AdapterBank | None:
-        """The bank of adapters that the configuration has a table for, or that a plugin makes."""
-        found = self.plugins.configured("adapters", self.config.device.plugin_config)
+        """Return the adapter bank that is configured, or that a plugin creates."""
+        configured = self.plugins.configured("adapters", self.config.device.plugin_config)
         bank: AdapterBank | None
-        if found is None:
+        if configured is None:
             bank = self.plugins.hook.modulm_adapter_bank(
                 config=self.config, platform=self.platform, ops=ops
             )
         else:
-            bank = found[0](found[1], self.platform, ops)
+            bank = configured[0](configured[1], self.platform, ops)
         if bank is None:
             return None
         verdicts = (Verdict(bank.name),)
@@ -192,7 +196,7 @@ class Choices:
         return bank
 
     def backend(self, spec: AttentionSpec, ops: Ops, mesh: Mesh) -> AttentionBackend:
-        """The attention backend of a spec; layers with equal specs share one."""
+        """Return the attention backend of a spec; layers with equal specs share one."""
         if spec not in self.backends:
             self.backends[spec] = mesh.attention(spec, partial(self._choose_backend, ops=ops))
         return self.backends[spec]
@@ -210,62 +214,66 @@ class Choices:
             raise UnsupportedError(f"kv_cache_dtype: {error}") from None
         driver = self._keep(chosen)
         size = self._block_size(driver.block_sizes(spec))
-        given = self.config.device.options("attention", str(chosen.decision.winner))
-        options = {**self.config.attention.attention_options, **given}
+        plugin_options = self.config.device.options("attention", str(chosen.decision.winner))
+        options = {**self.config.attention.attention_options, **plugin_options}
         return self.platform.attending(driver(spec, self.platform, ops, size, options))
 
     def _block_size(self, sizes: Sequence[int]) -> int:
-        """--block-size where the backend can do it, else the backend's own best."""
+        """Return --block-size if the backend supports it, else the backend's preferred size."""
         wanted = self.config.cache.block_size or self.platform.block_size
         return wanted if not sizes or wanted in sizes else sizes[0]
 
 
 @frozen(eq=False)
 class Methods:
-    """The method of a checkpoint, and the plain one for layers that it skips or cannot hold."""
+    """The checkpoint's method, and the plain one for layers that it skips or does not support."""
 
     main: QuantizationMethod
     plain: QuantizationMethod
     platform: Platform
-    #: What is decided of layers -> their names.
-    found: dict[Decision, list[str]] = field(factory=dict)
+    #: Decision -> names of the layers that it applies to.
+    layers: dict[Decision, list[str]] = field(factory=dict)
 
     def of(self, spec: LinearSpec) -> QuantizationMethod:
-        """The method that holds a layer; what is decided is kept with its reason."""
+        """Return the method for a layer, recording the decision and its reason."""
         if self.main is self.plain:
             return self.plain
-        skipped = "as its settings say" if self._skipped(spec) else None
+        skipped = "excluded by its settings" if self._skipped(spec) else None
         reason = skipped or self.main.rejects(spec, self.platform) or self.main.declines(spec)
-        winner = self.main if reason is None else self.plain
-        because = f"{self.main.name} does not hold it" if reason else self.main.note(spec) or ""
+        method = self.main if reason is None else self.plain
+        because = f"{self.main.name} does not support it" if reason else self.main.note(spec) or ""
         rejected = (Verdict(self.main.name, reason),) if reason else ()
-        told = Decision(f"quantization ({spec.kind})", rejected, winner.name, because)
-        self.found.setdefault(told, []).append(spec.name)
-        return winner
+        decision = Decision(f"quantization ({spec.kind})", rejected, method.name, because)
+        self.layers.setdefault(decision, []).append(spec.name)
+        return method
 
     def decisions(self) -> Iterator[Decision]:
-        """What is decided of each kind of layers, and which they are."""
-        # A layer is asked for once more where stages are weighed.
-        found = {told: [*dict.fromkeys(names)] for told, names in self.found.items()}
-        every = [name for names in found.values() for name in names]
-        for told, names in found.items():
-            reason = f"{told.reason}; {_in_short(names, every)}".removeprefix("; ")
-            yield evolve(told, reason=reason)
+        """Yield the decision for each kind of layer, with the layers' names."""
+        # Layers are requested twice when pipeline stages are balanced.
+        layers = {decision: [*dict.fromkeys(names)] for decision, names in self.layers.items()}
+        every = [name for names in layers.values() for name in names]
+        for decision, names in layers.items():
+            reason = f"{decision.reason}; {_in_short(names, every)}".removeprefix("; ")
+            yield evolve(decision, reason=reason)
 
     def _skipped(self, spec: LinearSpec) -> bool:
-        """Raises UnsupportedError if the checkpoint quantizes some parts of a fused layer only."""
+        """Whether a layer is excluded. Raises UnsupportedError if only some parts of a fused layer
+        are quantized.
+        """
         parts = [self.main.skips(name) for name in spec.part_names] or [False]
         whole = self.main.skips_fused if len(spec.part_names) > 1 else self.main.skips
         if whole(spec.name) or all(parts):
             return True
         if any(parts):
             names = ", ".join(spec.part_names)
-            raise UnsupportedError(f"{names}: {self.main.name} for some of them only: not yet")
+            raise UnsupportedError(
+                f"{names}: not supported yet: {self.main.name} for some parts of a fused layer"
+            )
         return False
 
 
 def _in_short(names: Sequence[str], every: Sequence[str]) -> str:
-    """Names of layers with * for numbers, and those that are meant where not all are."""
+    """Return layer names with * for numbers, and the numbers if not all layers are included."""
     here, all_of = _numbers(names), _numbers(every)
     return ", ".join(
         path if some == all_of[path] else f"{path} of {', '.join(some)}"
@@ -274,19 +282,19 @@ def _in_short(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _numbers(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names with * for numbers -> the numbers of each, in order."""
-    found: dict[str, list[str]] = {}
+    """Return names with * for numbers -> the numbers of each, in order."""
+    numbers: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_NUMBER.sub("*", name), []).append(".".join(_NUMBER.findall(name)))
-    return found
+        numbers.setdefault(_NUMBER.sub("*", name), []).append(".".join(_NUMBER.findall(name)))
+    return numbers
 
 
 def _describe(spec: AttentionSpec) -> str:
-    """A spec in words: the sizes, and what is not ordinary about it."""
-    words = [f"{spec.heads}/{spec.kv_heads} heads of {spec.head_dim}", spec.kv_dtype]
-    words += [f"window {spec.window}"] if spec.window else []
-    words += [f"softcap {spec.softcap:g}"] if spec.softcap else []
-    words += [f"latent {spec.latent}"] if spec.latent else []
-    words += [name for name in ("sinks", "alibi", "biases") if getattr(spec, name)]
-    words += [] if spec.causal else ["both directions"]
-    return ", ".join(words)
+    """Describe a spec: its sizes, and its unusual features."""
+    parts = [f"{spec.heads}/{spec.kv_heads} heads of {spec.head_dim}", spec.kv_dtype]
+    parts += [f"window {spec.window}"] if spec.window else []
+    parts += [f"softcap {spec.softcap:g}"] if spec.softcap else []
+    parts += [f"latent {spec.latent}"] if spec.latent else []
+    parts += [name for name in ("sinks", "alibi", "biases") if getattr(spec, name)]
+    parts += [] if spec.causal else ["both directions"]
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub, with errors that say what to do."""
+"""Download from the Hugging Face hub, with actionable errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["download", "download_part", "is_hub_id", "split_part"]
 log = logging.getLogger("modulm")
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: What a checkpoint is made of, its weights in a form that can hold no code.
+#: Files of every checkpoint, with weights in formats that cannot hold code.
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.tiktoken")
-#: Weights of repositories that have them in no other form.
+#: Weights of repositories that have no other format.
 _OLDER_WEIGHTS = ("pytorch_model*.bin", "adapter_model.bin")
 
 
@@ -32,16 +32,16 @@ def is_hub_id(name: str) -> bool:
 
 
 def split_part(name: str) -> tuple[str, str] | None:
-    """The hub id and the part of `owner/name:PART`; None for another form."""
+    """Return the hub id and the part of `owner/name:PART`; None for other forms."""
     repository, colon, part = name.partition(":")
     return (repository, part) if colon and part and is_hub_id(repository) else None
 
 
 def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> Path:
-    """The folder of a hub checkpoint in the local cache, downloaded where it is not there yet.
+    """Return the folder of a hub checkpoint in the local cache; downloads it if needed.
 
-    wanted: patterns of what is to come beside that which every checkpoint is made of. Raises
-    CheckpointError: no such model, not allowed, or no connection and nothing cached.
+    wanted: patterns of additional files. Raises CheckpointError if the model does not exist, access
+    is denied, or the hub cannot be reached and nothing is cached.
     """
     with _explained(name, config):
         code = ("*.py",) if config.model.trust_remote_code else ()
@@ -49,14 +49,15 @@ def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> P
         if not any(folder.glob("*.safetensors")):
             _files(name, config, _OLDER_WEIGHTS)
     if config.model.revision != folder.name:
-        log.info("model %s is commit %s; --revision names one that stays", name, folder.name)
+        log.info("model %s is at commit %s; use --revision to pin it", name, folder.name)
     return folder
 
 
 def download_part(
     name: str, config: EngineConfig, choose: Callable[[Sequence[str]], Sequence[str]]
 ) -> Path:
-    """The first of the files that `choose` takes of all that a repository has, in the local cache.
+    """Download the files that `choose` selects from a repository's files; return the first one's
+    path.
 
     Raises CheckpointError as `download` does.
     """
@@ -66,7 +67,7 @@ def download_part(
 
 
 def _listed(name: str, config: EngineConfig) -> list[str]:
-    """The files of a repository; without a connection, those of it in the cache."""
+    """Return the files of a repository; without a connection, the cached ones."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -76,21 +77,22 @@ def _listed(name: str, config: EngineConfig) -> list[str]:
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except Exception:
-        cached = snapshot_download(  # where it is: no file is called "/", so none is missed
+        # returns the cache folder: no file is called "/", so nothing is missing
+        cached = snapshot_download(
             name,
             revision=revision,
             cache_dir=config.load.download_dir,
             local_files_only=True,
             allow_patterns=["/"],
         )
-    found = Path(cached).rglob("*")
-    return sorted(path.relative_to(cached).as_posix() for path in found if path.is_file())
+    paths = Path(cached).rglob("*")
+    return sorted(path.relative_to(cached).as_posix() for path in paths if path.is_file())
 
 
 def _files(name: str, config: EngineConfig, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
-    found = snapshot_download(
+    folder = snapshot_download(
         name,
         revision=config.model.revision,
         cache_dir=config.load.download_dir,
@@ -98,12 +100,12 @@ def _files(name: str, config: EngineConfig, patterns: tuple[str, ...]) -> Path:
         allow_patterns=list(patterns),
         ignore_patterns=list(config.load.ignore_patterns),
     )
-    return Path(found)
+    return Path(folder)
 
 
 @contextmanager
 def _explained(name: str, config: EngineConfig) -> Iterator[None]:
-    """What the hub's client raises, as a CheckpointError that says what to do."""
+    """Convert exceptions of the hub's client to CheckpointErrors with advice."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -116,11 +118,11 @@ def _explained(name: str, config: EngineConfig) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise CheckpointError(
-            f"model {name!r} is gated: accept its terms on the hub and give --hf-token"
+            f"model {name!r} is gated: accept its terms on the hub and set --hf-token"
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"there is no model {name!r} on the hub (a private one needs --hf-token)"
+            f"no model {name!r} on the hub (private models need --hf-token)"
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(
@@ -129,5 +131,5 @@ def _explained(name: str, config: EngineConfig) -> Iterator[None]:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise CheckpointError(
             f"model {name!r} is not in the local cache and the hub cannot be reached "
-            f"({type(error).__name__}); give a folder, or download it where there is a connection"
+            f"({type(error).__name__}); use a local folder, or download it with a connection"
         ) from error

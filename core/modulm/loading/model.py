@@ -1,4 +1,4 @@
-"""Loading a model: choose its drivers, build it without memory, check, then fill it."""
+"""Load a model: choose drivers, build it without memory, check its weights, then fill it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices, Methods
 from modulm.loading.pooling import generates, open_pooler, pooling_settings
-from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
+from modulm.loading.weights import (
+    WeightPlan,
+    expected_tensors,
+    fill,
+    plan_weights,
+    weight_bytes,
+)
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.ops.chunked_scan import SEGMENT
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "build_model", "explain_model", "load_model", "plan_checkpoint"]
 
-#: Values of --kv-cache-dtype that torch calls otherwise.
+#: Aliases of --kv-cache-dtype values -> torch's names.
 _KV_DTYPES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -46,19 +52,19 @@ _KV_DTYPES = {
     "int8_per_token_head": "int8",
 }
 _GIB = 2**30
-#: Tokens between two states that are kept, where --mamba-block-size does not say it.
+#: Default of --mamba-block-size: tokens between two states that are kept.
 _STATE_BLOCK = 512
-#: Share of the free memory that tables of rotary angles may take.
+#: Fraction of the free memory that tables of rotary angles may use.
 _TABLES = 0.1
 
 
 @frozen(eq=False)
 class Loaded:
-    """A model that is ready to run, what it keeps, and why it runs the way it does.
+    """A model that is ready to run, its caches, and the decisions behind it.
 
-    `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
-    repacking; `tasks` what requests may ask for; `pooler` who pools and `pooling` how, by names of
-    `--pooler-config`; `layers` those that a pooled vector passes; `adapters` the bank around its
+    `vocabulary`: width of the logits. `weight_bytes`: size of the weights before repacking.
+    `tasks`: tasks that requests may use. `pooler`, `pooling`: the pooler and its settings, by names
+    of `--pooler-config`. `layers`: applied to a pooled vector. `adapters`: the bank around its
     layers, if any.
     """
 
@@ -84,10 +90,10 @@ def load_model(
     plugins: PluginManager,
     mesh: Mesh | None = None,
 ) -> Loaded:
-    """Build the checkpoint's model on `platform` and load this rank's part of its weights.
+    """Build the checkpoint's model on `platform` and load this rank's weights.
 
     Raises CheckpointError before any weight is read if files, names or shapes do not fit, and
-    UnsupportedError or PluginError if a needed driver is missing.
+    UnsupportedError or PluginError if a required driver is missing.
     """
     built = build_model(config, checkpoint, platform, plugins, mesh)
     plugins.hook.modulm_model_built(model=built.model, config=config)
@@ -101,8 +107,8 @@ def load_model(
     context = built.shared.mesh.context
     if context.size > 1 and not any(spec.partial for spec in built.choices.backends):
         raise UnsupportedError(
-            "decode_context_parallel_size: no layer of this model keeps all of the text before it, "
-            "and what others keep is not cut"
+            "decode_context_parallel_size: not supported, because no layer of this model caches "
+            "the whole context"
         )
     _fill_tables(built.shared, groups, platform)
     if plan is not None:
@@ -113,7 +119,7 @@ def load_model(
     recipe = built.choices.recipe
     plain = generates(config, built.model, checkpoint.architecture)
     pooler = None if plain else open_pooler(config, plugins, built.model)
-    given = pooling_settings(config, recipe)
+    settings = pooling_settings(config, recipe)
     return Loaded(
         model=built.model,
         groups=groups,
@@ -123,9 +129,9 @@ def load_model(
         max_model_len=built.shared.max_length,
         ops=built.ops,
         weight_bytes=size,
-        tasks=pooler.tasks(checkpoint, built.model, given) if pooler else built.model.tasks,
+        tasks=pooler.tasks(checkpoint, built.model, settings) if pooler else built.model.tasks,
         pooler=pooler,
-        pooling=pooler.settings(checkpoint, built.model, given) if pooler else {},
+        pooling=pooler.settings(checkpoint, built.model, settings) if pooler else {},
         layers=recipe.layers(platform.device),
         adapters=built.shared.adapters,
     )
@@ -134,7 +140,7 @@ def load_model(
 def explain_model(
     config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
 ) -> tuple[Decision, ...]:
-    """What `load_model` would choose, and why; no weight is read and no memory taken."""
+    """Return what `load_model` would choose, and why; reads no weights and allocates no memory."""
     return tuple(build_model(config, checkpoint, platform, plugins).choices.decisions)
 
 
@@ -159,7 +165,7 @@ def build_model(
     plugins: PluginManager,
     mesh: Mesh | None = None,
 ) -> _Built:
-    """The model without weights or memory, and what was chosen for it."""
+    """Build the model without weights or memory, choosing its drivers."""
     choices = Choices(config, checkpoint, platform, plugins)
     driver: Any = choices.model()
     settings = read_config(checkpoint.config, driver.config_type, str(checkpoint.config_file))
@@ -174,9 +180,9 @@ def build_model(
 
 
 def plan_checkpoint(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
-    """Where each tensor of the checkpoint goes; raises CheckpointError if they do not fit."""
+    """Match the checkpoint's tensors to parameters. Raises CheckpointError if they do not fit."""
     shared = built.shared
-    made_up = built.loader.expect(wanted(shared.units))
+    made_up = built.loader.expect(expected_tensors(shared.units))
     names = None if made_up else partial(_names, built.model.weights(built.settings), built)
     index = built.loader.index()
     return plan_weights(shared.units, index, names, str(checkpoint.path), shared.elsewhere)
@@ -185,7 +191,9 @@ def plan_checkpoint(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
 def _names(
     table: WeightNames, built: _Built, stored: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a stored tensor gives by the model's names, then the method's."""
+    """Yield the tensors that a stored tensor becomes, under the model's names and then the
+    method's.
+    """
     for name, piece in table.apply(stored, tensor):
         renamed = name if name in built.shared.scales else built.method.rename(name)
         if renamed is not None:
@@ -204,7 +212,7 @@ def _shared(
     wanted_kv = config.cache.kv_cache_dtype
     kv_dtype = dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv)
     if config.cache.calculate_kv_scales and not kv_dtype.startswith("float8"):
-        raise ConfigError("calculate_kv_scales", f"goes with --kv-cache-dtype fp8, not {wanted_kv}")
+        raise ConfigError("calculate_kv_scales", f"needs --kv-cache-dtype fp8, not {wanted_kv}")
     return Shared(
         dtype=getattr(torch, dtype),
         device=choices.platform.device,
@@ -230,16 +238,16 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platfo
     name = DTYPE_ALIASES.get(wanted, wanted)
     if name not in platform.dtypes:
         raise ConfigError(
-            "dtype", f"{platform.name} runs {', '.join(platform.dtypes)} here, not {name}"
+            "dtype", f"{platform.name} supports {', '.join(platform.dtypes)}, not {name}"
         )
     return name
 
 
 def _choose_length(config: EngineConfig, settings: Any, checkpoint: Checkpoint) -> int:
-    """The longest sequence: --max-model-len, or what the checkpoint is meant for.
+    """Return the maximum length: --max-model-len, or the checkpoint's.
 
-    That can be less than the positions that config.json counts: some models leave the first ones
-    to padding.
+    It can be less than the positions in config.json: some models reserve the first ones for
+    padding.
     """
     longest: int = settings.max_length
     if config.model.disable_sliding_window and settings.sliding_window:
@@ -250,40 +258,42 @@ def _choose_length(config: EngineConfig, settings: Any, checkpoint: Checkpoint) 
     if length > longest:
         raise ConfigError(
             "max_model_len",
-            f"{length} is more than the {longest} that config.json allows; lower it, or raise "
-            "the checkpoint's own limit with --hf-overrides",
+            f"{length} is more than {longest}, the limit in config.json; reduce it, or raise "
+            "the limit with --hf-overrides",
         )
     return length
 
 
 def _state_block(config: EngineConfig, longest: int) -> int:
-    """Tokens between two states that are kept for reuse; `longest` if none are.
+    """Return the tokens between two states that are kept for reuse; `longest` if none are.
 
     Raises ConfigError, UnsupportedError.
     """
     mode, size = config.cache.mamba_cache_mode or "none", config.cache.mamba_block_size
     if mode == "align":
-        raise UnsupportedError("mamba_cache_mode: align: not yet; all keeps states at every block")
+        raise UnsupportedError(
+            "mamba_cache_mode: align is not supported yet; all keeps states at every block"
+        )
     if size is not None and (mode == "none" or size % SEGMENT):
         raise ConfigError(
-            "mamba_block_size", f"a multiple of {SEGMENT} is needed, with --mamba-cache-mode all"
+            "mamba_block_size", f"must be a multiple of {SEGMENT}, with --mamba-cache-mode all"
         )
     reused = mode == "all" and config.cache.enable_prefix_caching is not False
     return min(size or _STATE_BLOCK, longest) if reused else longest
 
 
 def _check_memory(size: int, platform: Platform) -> None:
-    """Refuse weights that cannot fit, before memory for them is asked for."""
+    """Raise CheckpointError for weights that cannot fit, before allocating memory."""
     memory = platform.memory()
     if size > memory.free:
         raise CheckpointError(
-            f"the weights take {size / _GIB:.2f} GiB and {platform.name} has "
+            f"the weights need {size / _GIB:.2f} GiB and {platform.name} has "
             f"{memory.free / _GIB:.2f} GiB free of {memory.total / _GIB:.2f} GiB"
         )
 
 
 def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platform) -> None:
-    """Make the tables of rotary angles: up to the longest sequence, or to what memory can cache."""
+    """Fill the tables of rotary angles: up to the maximum length, or to what memory can cache."""
     rows = shared.max_length
     whole = [g for g in groups if g.kind is CacheKind.ATTENTION and g.window is None]
     bytes_per_token = sum(g.block_bytes / g.block_size for g in whole)
@@ -293,7 +303,7 @@ def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platfor
     if size > platform.memory().free * _TABLES:
         raise ConfigError(
             "max_model_len",
-            f"the rotary angles of {rows} positions take {size / _GIB:.2f} GiB; give a length",
+            f"the rotary angles of {rows} positions need {size / _GIB:.2f} GiB; set a lower one",
         )
     for table in shared.ropes.values():
         table.fill(rows, shared.max_length, shared.device)

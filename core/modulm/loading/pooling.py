@@ -1,4 +1,4 @@
-"""Which pooler a model gets, and whether it needs one: by its files, `--runner`, `--convert`."""
+"""Determine whether a model needs a pooler, and which: by its files, `--runner` and `--convert`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _KEY, _STANDARD = "pooler", "standard"
 
 
 def open_pooler(config: EngineConfig, plugins: PluginManager, model: Model | None = None) -> Pooler:
-    """The pooler that `--pooler-config` names, else that of a model that generates as well. Raises
-    PluginNotFound with its distribution.
+    """Return the pooler that `--pooler-config` names, else that of a model that also generates.
+
+    Raises PluginNotFound with its distribution.
     """
-    own = model.pooler if model is not None and "generate" in model.tasks else ""
-    name = (config.model.pooler_config or {}).get(_KEY, own or _STANDARD)
+    model_pooler = model.pooler if model is not None and "generate" in model.tasks else ""
+    name = (config.model.pooler_config or {}).get(_KEY, model_pooler or _STANDARD)
     pooler: Pooler = plugins.load("poolers", name)()
     return pooler
 
@@ -35,8 +36,8 @@ def may_convert(
     plugins: PluginManager,
     recipe: PoolingRecipe,
 ) -> bool:
-    """Whether a pooler has to be asked which driver runs: by flags, by files, or because the
-    architecture has none of its own and a pooler may know what it is made of.
+    """Whether a pooler must choose the driver: because of flags or files, or because no driver
+    exists for the architecture and a pooler may derive one.
     """
     model = config.model
     if model.convert not in ("auto", "none") or model.runner == "pooling" or recipe.kind:
@@ -46,8 +47,8 @@ def may_convert(
 
 
 def generates(config: EngineConfig, model: Model, architecture: str) -> bool:
-    """Whether the model is for nothing but text, and no pooler is named. Raises ConfigError if
-    `--runner` wants that and it cannot.
+    """Whether the model only generates text and no pooler is named. Raises ConfigError if
+    `--runner` requires generation and it cannot.
     """
     if "generate" not in model.tasks and config.model.runner == "generate":
         raise ConfigError("runner", f"{architecture} cannot generate; use pooling")
@@ -56,6 +57,6 @@ def generates(config: EngineConfig, model: Model, architecture: str) -> bool:
 
 
 def pooling_settings(config: EngineConfig, recipe: PoolingRecipe) -> dict[str, Any]:
-    """What was given with `--pooler-config`, then what the checkpoint's other files say."""
-    found = {**recipe.settings, **(config.model.pooler_config or {})}
-    return {key: value for key, value in found.items() if key != _KEY}
+    """Return the settings of `--pooler-config`, then those of the checkpoint's other files."""
+    settings = {**recipe.settings, **(config.model.pooler_config or {})}
+    return {key: value for key, value in settings.items() if key != _KEY}

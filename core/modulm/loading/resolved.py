@@ -1,4 +1,4 @@
-"""A checkpoint, the platform it is to run on, and the configuration decided for both."""
+"""A checkpoint, its platform, and the configuration resolved for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ResolvedCheckpoint", "resolve_checkpoint"]
 
 @frozen(eq=False)
 class ResolvedCheckpoint:
-    """recipe: what its files say of pooling; device: why it is this platform."""
+    """recipe: pooling settings of its files. device: the decision for the platform."""
 
     checkpoint: Checkpoint
     recipe: PoolingRecipe
@@ -36,11 +36,11 @@ def resolve_checkpoint(
     config: EngineConfig,
     plugins: PluginManager,
     use: Use = "offline",
-    given: Iterable[str] | None = None,
+    explicit: Iterable[str] | None = None,
 ) -> ResolvedCheckpoint:
-    """Open the checkpoint of `--model` and decide all that the user left open.
+    """Open the checkpoint of `--model` and resolve everything that the user left open.
 
-    given: see `resolve`. Raises CheckpointError, ConfigError, UnsupportedError.
+    explicit: see `resolve`. Raises CheckpointError, ConfigError, UnsupportedError.
     """
     checkpoint = open_checkpoint(config, plugins)
     recipe = pooling_recipe(config, checkpoint, plugins)
@@ -51,7 +51,7 @@ def resolve_checkpoint(
         hf_config=checkpoint.config,
         plugins=plugins,
         use=use,
-        given=given,
+        explicit=explicit,
         stored_dtype=checkpoint.info.dtype,
         trained_length=recipe.max_length,
     )

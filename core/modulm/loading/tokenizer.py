@@ -1,4 +1,4 @@
-"""The tokenizer of a configured engine, opened without torch: front ends may have none."""
+"""Open the tokenizer of a configured engine without torch, which front ends may lack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_tokenizer"]
 
 
 def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """The tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
+    """Return the tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
     from modulm.loading.checkpoint import stored_tokenizer
     from modulm.text.tokenizer import load_tokenizer
 

@@ -1,7 +1,7 @@
-"""Weights from disk into place: everything is checked on names and shapes before anything is read.
+"""Read weights from disk into parameters. Names and shapes are checked before anything is read.
 
-Modules start without memory. A parameter gets memory when its first tensor arrives and its module
-is repacked as soon as it is complete, so that the peak is the weights and one tensor more.
+Modules start without memory. A parameter is allocated when its first tensor arrives, and a module
+is repacked as soon as it is complete, so the peak memory is the weights plus one tensor.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
     from modulm.nn.weight_slots import Part, Slot, Unit
 
-__all__ = ["WeightPlan", "fill", "plan_weights", "wanted", "weight_bytes"]
+__all__ = ["WeightPlan", "fill", "plan_weights", "expected_tensors", "weight_bytes"]
 
 _SHOWN = 5
 
-#: (stored name, tensor) -> what it gives by the model's names.
+#: (stored name, tensor) -> tensors under the model's names.
 Naming = Callable[[str, "Tensor"], Iterable[tuple[str, "Tensor"]]]
 
 
 @frozen(eq=False)
 class WeightPlan:
-    """What goes where: for each tensor name, as the model calls it, the places it fills.
+    """Where tensors go: for each tensor name of the model, the parameters that it fills.
 
-    `read` are the stored tensors that are needed, `total` the bytes that pass by in reading.
+    `read`: stored tensors that are needed. `total`: bytes that are read.
     """
 
     routes: Mapping[str, Sequence[tuple[Unit, Slot, Part]]]
@@ -46,19 +46,21 @@ class WeightPlan:
     read: Mapping[str, StoredTensor]
 
 
-def wanted(units: Iterable[Unit]) -> Mapping[str, StoredTensor]:
-    """What a checkpoint of the model could hold, by the model's names (for loaders that invent)."""
-    found: dict[str, StoredTensor] = {}
+def expected_tensors(units: Iterable[Unit]) -> Mapping[str, StoredTensor]:
+    """Return the tensors that a checkpoint of the model can have, by the model's names, for loaders
+    that generate weights.
+    """
+    tensors: dict[str, StoredTensor] = {}
     for slot in (slot for unit in units for slot in unit.slots):
         for part in slot.ways[0]:
             size = prod(part.shape) * slot.dtype.itemsize
             dtype = str(slot.dtype).removeprefix("torch.")
-            found[part.name] = StoredTensor(part.name, part.shape, dtype, "", size)
-    return found
+            tensors[part.name] = StoredTensor(part.name, part.shape, dtype, "", size)
+    return tensors
 
 
 def weight_bytes(units: Iterable[Unit]) -> int:
-    """Memory that the parameters take, before repacking."""
+    """Return the memory of the parameters before repacking."""
     return sum(prod(s.shape) * s.dtype.itemsize for unit in units for s in unit.slots)
 
 
@@ -71,11 +73,11 @@ def plan_weights(
 ) -> WeightPlan:
     """Match the checkpoint's tensors with the model's parameters.
 
-    names: None if the loader made the tensors up, by the model's names and in its shapes. where:
-    the checkpoint, for the message. elsewhere: what other processes load. Raises CheckpointError
-    that lists missing, unexpected and wrongly shaped tensors.
+    names: maps stored names to the model's; None if the loader generated the tensors in the model's
+    names and shapes. where: the checkpoint, for messages. elsewhere: units that other processes
+    load. Raises CheckpointError listing missing, unexpected and mismatched tensors.
     """
-    given = _rename(index, names or _as_is, where)
+    tensors = _rename(index, names or _as_is, where)
     ignored = {part.name for unit in elsewhere for s in unit.slots for w in s.ways for part in w}
     tied = {unit.path for unit in (*units, *elsewhere) if unit.waits_for is not None}
     routes: dict[str, list[tuple[Unit, Slot, Part]]] = {}
@@ -85,30 +87,32 @@ def plan_weights(
     for unit in units:
         for slot in unit.slots:
             ways = slot.ways if names else _made_up(slot)
-            parts = next((way for way in ways if _fits(way, given)), None)
+            parts = next((way for way in ways if _fits(way, tensors)), None)
             if parts is None:
-                stored = next((way for way in ways if all(p.name in given for p in way)), None)
+                stored = next((way for way in ways if all(p.name in tensors for p in way)), None)
                 if stored is not None:
-                    wrong += [_mismatch(part, *given[part.name]) for part in stored]
+                    wrong += [_mismatch(part, *tensors[part.name]) for part in stored]
                 elif not slot.optional:
-                    missing += [part.name for part in ways[0] if part.name not in given]
+                    missing += [part.name for part in ways[0] if part.name not in tensors]
                 continue
             for part in parts:
                 routes.setdefault(part.name, []).append((unit, slot, part))
             remaining[id(unit)] += len(parts)
     unexpected = [
         n
-        for n in given
+        for n in tensors
         if n not in routes and n not in ignored and n.rpartition(".")[0] not in tied
     ]
-    _complain(where, [words for words in wrong if words], missing, unexpected)
-    read = {given[name][0].name: given[name][0] for name in routes}
+    _complain(where, [message for message in wrong if message], missing, unexpected)
+    read = {tensors[name][0].name: tensors[name][0] for name in routes}
     total = sum(stored.bytes for stored in index.values())
     return WeightPlan(routes, remaining, units, names or _as_is, total, read)
 
 
 def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progress: bool) -> None:
-    """Read the weights, put each tensor in place and finish each module once it is complete."""
+    """Read the weights, copy each tensor to its parameters and finish each module once it is
+    complete.
+    """
     done: set[int] = set()
     for unit in plan.units:
         if not plan.remaining[id(unit)]:
@@ -131,10 +135,10 @@ def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progre
 
 
 def _finish(unit: Unit, plan: WeightPlan, done: set[int]) -> None:
-    """Finish a complete module, and those that waited for it (it must be in place for them).
+    """Finish a complete module, and modules that were waiting for it.
 
-    A module whose weight others take is finished before them: methods that repack must leave
-    tables alone.
+    A module whose weight others share is finished before them, so methods that repack must leave
+    shared tables unchanged.
     """
     if id(unit) in done or plan.remaining[id(unit)]:
         return
@@ -150,7 +154,7 @@ def _finish(unit: Unit, plan: WeightPlan, done: set[int]) -> None:
 
 
 def _drop_unfilled(unit: Unit) -> None:
-    """Optional parameters that the checkpoint lacks become None."""
+    """Set optional parameters that the checkpoint lacks to None."""
     for slot in unit.slots:
         parameter = slot.module._parameters.get(slot.attribute)
         if parameter is not None and parameter.is_meta:
@@ -162,15 +166,15 @@ def _as_is(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def _made_up(slot: Slot) -> Sequence[Sequence[Part]]:
-    """One way: in the form that it has when it was read."""
+    """Return a single way: the form of the parameter itself."""
     return [[evolve(part, transform=None, shared=False) for part in slot.ways[0]]]
 
 
 def _rename(
     index: Mapping[str, StoredTensor], names: Naming, where: str
 ) -> dict[str, tuple[StoredTensor, Tensor]]:
-    """Model's name -> (stored tensor, what rewriting makes of it, without its values)."""
-    given: dict[str, tuple[StoredTensor, Tensor]] = {}
+    """Return model's name -> (stored tensor, its rewritten form as a meta tensor)."""
+    tensors: dict[str, tuple[StoredTensor, Tensor]] = {}
     for stored in index.values():
         blank = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
         try:
@@ -181,21 +185,21 @@ def _rename(
                 f"{list(stored.shape)}: {error}"
             ) from error
         for name, piece in pieces:
-            if name in given:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{where}: {stored.name} and {given[name][0].name} are both {name}"
+                    f"{where}: {stored.name} and {tensors[name][0].name} both map to {name}"
                 )
-            given[name] = (stored, piece)
-    return given
+            tensors[name] = (stored, piece)
+    return tensors
 
 
-def _fits(way: Sequence[Part], given: Mapping[str, tuple[StoredTensor, Tensor]]) -> bool:
-    """Whether the checkpoint holds a parameter in this way."""
-    return all(part.name in given and not _mismatch(part, *given[part.name]) for part in way)
+def _fits(way: Sequence[Part], tensors: Mapping[str, tuple[StoredTensor, Tensor]]) -> bool:
+    """Whether the checkpoint holds a parameter in this form."""
+    return all(part.name in tensors and not _mismatch(part, *tensors[part.name]) for part in way)
 
 
 def _mismatch(part: Part, stored: StoredTensor, piece: Tensor) -> str:
-    """What is wrong with the shape of a stored tensor, or nothing."""
+    """Describe the mismatch of a stored tensor's shape; "" if there is none."""
     if part.transform is None and piece.shape == part.shape:
         return ""
     try:

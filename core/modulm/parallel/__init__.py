@@ -1,4 +1,4 @@
-"""Who computes which part of a model: groups of ranks and what they exchange."""
+"""Parallelism: groups of ranks and their collectives."""
 
 from modulm.parallel.mesh import Mesh, ProcessGroup
 

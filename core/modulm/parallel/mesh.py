@@ -1,4 +1,4 @@
-"""Ranks that share a model. One rank is the ordinary case and a full object, never None."""
+"""Groups of ranks that share a model. A single rank is a full object, too, never None."""
 
 from __future__ import annotations
 
@@ -24,58 +24,64 @@ T = TypeVar("T")
 
 @frozen
 class ProcessGroup:
-    """A group of `size` ranks, of which this process is number `rank`.
+    """A group of `size` ranks, of which this process is rank `rank`.
 
-    The collectives are what layers and the worker call; alone, each returns its input. A group of
-    several ranks is a subclass with real ones.
+    Layers and the worker call its collectives. In a group of one rank, each returns its input;
+    groups of several ranks are a subclass that implements them.
     """
 
     rank: int = 0
     size: int = 1
-    #: Layers of each rank where they run one after the other; none: as equal as possible.
+    #: Layers of each pipeline stage; empty for an even split.
     layers: tuple[int, ...] = field(default=(), kw_only=True)
-    #: What says how many ranks there are, for people.
+    #: Flag that sets the number of ranks, for messages.
     flag: str = field(default="tensor_parallel_size", kw_only=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, on each of them."""
-        return self._alone(x)
+        """Return the sum over all ranks, on each rank."""
+        return self._single_rank(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' tensors side by side along the last dimension, on each of them."""
-        return self._alone(x)
+        """Return all ranks' tensors concatenated along the last dimension, on each rank."""
+        return self._single_rank(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of the sum over all ranks, which all have equally many."""
-        return self._alone(x)
+        """Return this rank's rows of the sum over all ranks; all ranks have equally many rows."""
+        return self._single_rank(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """What rank `source` has, on each of them; x: of the shape to come elsewhere."""
-        return self._alone(x)
+        """Return the tensor of rank `source`, on each rank. x: on other ranks, a tensor of that
+        shape.
+        """
+        return self._single_rank(x)
 
     def send(self, x: Tensor, target: int) -> Tensor:
-        """Give a tensor to rank `target`, which receives it."""
-        return self._alone(x)
+        """Send a tensor to rank `target`."""
+        return self._single_rank(x)
 
     def recv(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` sends; x: of the shape to come."""
-        return self._alone(x)
+        """Receive a tensor from rank `source`. x: a tensor of that shape."""
+        return self._single_rank(x)
 
     def pass_on(self, tensors: Sequence[Tensor]) -> None:
-        """Give tensors to the next rank, whatever their shapes."""
-        self._alone(tensors)
+        """Send tensors of any shapes to the next rank."""
+        self._single_rank(tensors)
 
     def take_over(self) -> tuple[Tensor, ...]:
-        """What the rank before passed on."""
-        return self._alone(())
+        """Receive the tensors that the previous rank passed on."""
+        return self._single_rank(())
 
     def part(self, total: int, what: str) -> int:
-        """This rank's share of `total`. Raises UnsupportedError if it cannot be cut evenly."""
+        """Return this rank's share of `total`. Raises UnsupportedError if it cannot be split
+        evenly.
+        """
         return self.shard(total, what).size
 
     def shard(self, total: int, what: str, least: int | None = None) -> Shard:
-        """Where that share lies. least: what cannot be cut any more (the channels of a head of
-        keys); where ranks are more than there are of these, several ranks hold the same.
+        """Return the position of this rank's share.
+
+        least: the smallest unit (the channels of a KV head); with more ranks than units, several
+        ranks hold the same one.
         """
         pieces, ranks = total // (least or 1), self.size
         if least is not None and pieces < ranks and ranks % pieces == 0:
@@ -83,14 +89,15 @@ class ProcessGroup:
         if pieces % ranks:
             unit = "" if least in (None, 1) else f" in pieces of {least}"
             raise UnsupportedError(
-                f"{self.flag}: {what}: {total}{unit} cannot be cut for {ranks} ranks"
+                f"{self.flag}: {what}: {total}{unit} cannot be split across {ranks} ranks"
             )
         size = total // ranks
         return Shard(self.rank * size, size, total)
 
     def stage(self, layers: int) -> range:
-        """The layers of this rank where they run one rank after the other, the first ones more.
-        Raises UnsupportedError if those that are given are not all of them.
+        """Return the layers of this pipeline stage; earlier stages get more if the split is uneven.
+
+        Raises UnsupportedError if the configured partition does not add up to all layers.
         """
         if self.layers:
             if len(self.layers) != self.size or sum(self.layers) != layers:
@@ -106,38 +113,38 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """Whether nobody is before this rank."""
+        """Whether this is the first rank."""
         return self.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether nobody is after it."""
+        """Whether this is the last rank."""
         return self.rank == self.size - 1
 
-    def _alone(self, x: T) -> T:
+    def _single_rank(self, x: T) -> T:
         if self.size > 1:
-            raise UnsupportedError(f"collectives between {self.size} ranks: not yet")
+            raise UnsupportedError(f"collectives between {self.size} ranks are not supported yet")
         return x
 
 
 class SpreadExperts(Protocol):
-    """How tokens reach experts that are spread over ranks."""
+    """Distributes tokens to experts on several ranks."""
 
     def layer(self, fused: Callable[..., Tensor], own: Shard, name: str) -> Callable[..., Tensor]:
-        """The op `fused_experts` for a layer's experts, of which this rank loads `own`."""
+        """Return the op `fused_experts` for a layer's experts, of which this rank holds `own`."""
 
     def report(self) -> np.ndarray | None:
-        """[experts] int64: tokens that chose each since the last report, in all layers."""
+        """Return [experts] int64: tokens routed to each since the last report, over all layers."""
 
 
 @frozen
 class Mesh:
-    """The groups of this process, by what their ranks share.
+    """The process groups of this process.
 
-    tensor: each layer; pipeline: the model, some layers each; data: the experts, while each has
-    requests of its own; expert: the experts of a layer; context: the tokens of a sequence; world:
-    the model, so all of tensor and pipeline. spread: None where each rank computes the experts that
-    it loads.
+    tensor: ranks that share each layer. pipeline: ranks with some layers each. data: ranks that
+    share experts but have their own requests. expert: ranks that share a layer's experts. context:
+    ranks that share a sequence's tokens. world: all ranks of the model. spread: None if each rank
+    computes the experts that it holds.
     """
 
     tensor: ProcessGroup = field(factory=ProcessGroup)
@@ -150,17 +157,21 @@ class Mesh:
 
     @property
     def gives(self) -> bool:
-        """Whether this rank has the logits, samples, and gives a step's result."""
+        """Whether this rank has the logits, samples, and returns a step's result."""
         return self.pipeline.last and self.tensor.first
 
     def cut_cache(self, spec: AttentionSpec, copies: int, what: str) -> AttentionSpec:
-        """The spec of a layer whose cache `copies` ranks of `tensor` would hold alike: `partial` if
-        each holds some of the tokens instead. Raises UnsupportedError if it cannot be cut.
+        """Return the spec of a layer whose cache would be replicated on `copies` ranks: `partial`
+        if each rank holds some of the tokens instead.
+
+        Raises UnsupportedError if the cache cannot be split.
         """
         return spec
 
     def attention(
         self, spec: AttentionSpec, choose: Callable[[AttentionSpec], AttentionBackend]
     ) -> AttentionBackend:
-        """The backend for layers of a spec; choose: the one for what a single rank attends to."""
+        """Return the backend for layers of a spec. choose: returns the backend for one rank's
+        part.
+        """
         return choose(spec)

@@ -1,1 +1,3 @@
-"""What plugin authors test with: tiny checkpoints, fakes and a contract kit per kind of driver."""
+"""Test support for plugin authors: tiny checkpoints, fakes and a contract kit per kind of
+driver.
+"""

@@ -1,7 +1,7 @@
-"""A bank of low-rank adapters, as plain as can be: what the seam has to carry, and no speed.
+"""A minimal bank of low-rank adapters, and the contract kit for adapter banks.
 
-An adapter is a safetensors file with, for each layer that it changes, `NAME.down` [rank, inputs]
-and `NAME.up` [outputs, rank]; a pair of expert stacks goes by the name of the first.
+An adapter is a safetensors file with `NAME.down` [rank, inputs] and `NAME.up` [outputs, rank] for
+each layer that it changes; a pair of expert stacks uses the name of the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AdapterSession", "FakeAdapters", "FakeAdaptersConfig", "check_bank",
 
 @frozen
 class FakeAdaptersConfig:
-    """`slots`: adapters in one step; `rank` of all of them; `kinds` of layers that they change."""
+    """`slots`: adapters per step. `rank`: of all adapters. `kinds`: layers that they change."""
 
     slots: int = 2
     rank: int = 2
@@ -40,7 +40,7 @@ class FakeAdaptersConfig:
 
 
 class FakeAdapters(AdapterBank):
-    """Adds up(down(x)) of each token's slot to what a layer gives."""
+    """Adds up(down(x)) of each token's slot to the output of a layer."""
 
     name = "fake"
     api = 1
@@ -88,7 +88,7 @@ class FakeAdapters(AdapterBank):
         from safetensors.torch import load_file
 
         if not path.is_file():
-            raise CheckpointError(f"{path}: there is no such file")
+            raise CheckpointError(f"{path}: file not found")
         tensors = load_file(path)
         for key, tensor in tensors.items():
             layer, _, side = key.rpartition(".")
@@ -106,7 +106,7 @@ class FakeAdapters(AdapterBank):
 
     def _find(self, name: str) -> dict[str, Tensor]:
         if name not in self._added:
-            raise EngineError(f"there is no adapter {name!r}")
+            raise EngineError(f"no adapter {name!r}")
         return self._added[name]
 
     def prepare(self, name: str) -> None:
@@ -115,9 +115,9 @@ class FakeAdapters(AdapterBank):
     def fill(self, slot: int, name: str) -> None:
         tensors = self._find(name)
         for layer, pair in self.layers.items():
-            for side, held in (("down", pair.down), ("up", pair.up)):
-                given = tensors.get(f"{layer}.{side}")
-                held[slot] = 0 if given is None else given.to(held)
+            for side, stacked in (("down", pair.down), ("up", pair.up)):
+                tensor = tensors.get(f"{layer}.{side}")
+                stacked[slot] = 0 if tensor is None else tensor.to(stacked)
 
     def begin(self, slots: Tensor | None) -> None:
         self.current = slots
@@ -132,7 +132,7 @@ class _Pair(AdaptedLayer):
     up: Tensor
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """x: [tokens, inputs], out: [tokens, outputs]."""
+        """Add the adapters' output to `out`; x: [tokens, inputs], out: [tokens, outputs]."""
         slots = self.bank.current
         if slots is None:
             return out
@@ -153,38 +153,38 @@ class _Pair(AdaptedLayer):
 
 
 class AdapterSession(Session):
-    """A session in fp32 with a bank of adapters; rows of a step use the slots that they are given.
+    """An fp32 session with a bank of adapters; each row of a step uses a slot.
 
-    tables: the bank's options; flags: those of the engine.
+    bank: name of the driver; options: its settings. flags: those of the engine.
     """
 
     def __init__(self, path: str | Path, *, bank: str = "lora", flags: Any = None, **options: Any):
         tables = {"adapters": {bank: options}}
-        given = {"device": "cpu", "dtype": "float32", **(flags or {})}
-        super().__init__(path, plugin_config=tables, **given)
+        settings = {"device": "cpu", "dtype": "float32", **(flags or {})}
+        super().__init__(path, plugin_config=tables, **settings)
         if self.loaded.adapters is None:
             raise EngineError("the session has no bank")
         self.bank: AdapterBank = self.loaded.adapters
 
     def fill(self, slot: int, name: str, path: Path) -> None:
-        """Add an adapter and put it into a slot."""
+        """Add an adapter and load it into a slot."""
         self.bank.add(name, path)
         self.bank.fill(slot, name)
 
     @torch.inference_mode()
     def run(self, work: Mapping[int, Sequence[int]], slots: Mapping[int, int]) -> dict[int, Tensor]:
-        """Run prompts, each with its row's slot: row -> log probabilities [tokens, vocabulary]."""
+        """Run prompts with their rows' slots: row -> log probabilities [tokens, vocabulary]."""
         each = [slots.get(row, 0) for row, tokens in work.items() for _ in tokens]
-        given = torch.tensor(each, dtype=torch.int32) if any(each) else None
-        self.bank.begin(given)
+        token_slots = torch.tensor(each, dtype=torch.int32) if any(each) else None
+        self.bank.begin(token_slots)
         hidden = self.hidden(work)
         for row in work:
             self.release(row)
-        self.bank.begin(given)
+        self.bank.begin(token_slots)
         logits = self.model.logits(torch.cat(list(hidden.values())))
         counts = [len(tokens) for tokens in work.values()]
-        found = torch.split(logits.float().log_softmax(-1), counts)
-        return dict(zip(work, found, strict=True))
+        logprobs = torch.split(logits.float().log_softmax(-1), counts)
+        return dict(zip(work, logprobs, strict=True))
 
 
 def write_lora(
@@ -194,7 +194,7 @@ def write_lora(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """A PEFT folder: module -> (inputs, outputs), filled at random, or its two tensors."""
+    """Write a PEFT folder: module -> (inputs, outputs) for random tensors, or its two tensors."""
     from safetensors.torch import save_file
 
     draw = torch.Generator().manual_seed(seed)
@@ -208,13 +208,14 @@ def write_lora(
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.as_tensor(up)
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **config}
-    (path / "adapter_config.json").write_text(json.dumps(said))
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **config}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
 
 
 def check_bank(driver: type[AdapterBank]) -> None:
-    """The kit of banks: without adapters layers are as they are, and what is wrong is named.
+    """Run the contract kit for banks: layers without adapters are unchanged, and errors are
+    specific.
 
     Raises AssertionError with what was expected.
     """
@@ -238,8 +239,8 @@ def check_bank(driver: type[AdapterBank]) -> None:
         x, out = torch.randn(4, 8), torch.randn(4, 8)
         for slots in (None, torch.zeros(4, dtype=torch.int32)):
             bank.begin(slots)
-            given = around(lambda *_, **__: out.clone(), x, x, x, gate_up, down)
-            assert torch.equal(given, out), "experts are as they are where no token has an adapter"
+            result = around(lambda *_, **__: out.clone(), x, x, x, gate_up, down)
+            assert torch.equal(result, out), "experts must be unchanged for tokens without adapters"
     wrong: tuple[tuple[Callable[[], None], type[Exception]], ...] = (
         (lambda: bank.add("a", Path("no such folder")), CheckpointError),
         (lambda: bank.fill(1, "a"), EngineError),
@@ -250,7 +251,7 @@ def check_bank(driver: type[AdapterBank]) -> None:
             ask()
         except expected:
             continue
-        raise AssertionError(f"{expected.__name__} was expected of an adapter that is not there")
+        raise AssertionError(f"{expected.__name__} was expected for an unknown adapter")
 
 
 def _linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -268,8 +269,10 @@ def _check_layer(bank: AdapterBank, spec: LinearSpec) -> None:
     for slots in (None, torch.zeros(4, dtype=torch.int32)):
         bank.begin(slots)
         if table:
-            found, expected = around.embed(weight.__getitem__, ids), weight[ids]
+            result, expected = around.embed(weight.__getitem__, ids), weight[ids]
         else:
             expected = _linear(weight, x, bias)
-            found = around.apply(partial(_linear, weight), x, bias)
-        assert torch.equal(found, expected), f"{spec.kind}: as it is where no token has an adapter"
+            result = around.apply(partial(_linear, weight), x, bias)
+        assert torch.equal(result, expected), (
+            f"{spec.kind}: must be unchanged for tokens without adapters"
+        )

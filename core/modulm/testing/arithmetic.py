@@ -1,4 +1,4 @@
-"""The arithmetic of the fake model: a token is a hash of all that its groups can see."""
+"""Arithmetic of the fake model: a token is a hash of everything that its cache groups can see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _powers(count: int) -> np.ndarray:
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """The finaliser of splitmix64: every input bit affects every output bit."""
     mask = (1 << 64) - 1
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
@@ -27,7 +27,7 @@ def mix(value: int) -> int:
 
 
 def digest_of(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
-    """Hash of what each group can see: (first position, tokens from there on) per group."""
+    """Hash what each group can see: (first position, tokens from there on) per group."""
     total = 0
     for first, tokens in parts:
         powers = _powers(first + len(tokens))[first:]
@@ -38,14 +38,14 @@ def digest_of(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
 
 
 def token_of(digest: int, vocabulary: int, reserved: int) -> int:
-    """The token that a digest stands for; never one below `reserved`."""
+    """Return the token for a digest; never below `reserved`."""
     return reserved + digest % (vocabulary - reserved)
 
 
 def encoded_tokens(item: MediaItem) -> list[int]:
-    """What stands in the fake model's cache for the tokens of an item."""
+    """Return the fake cache entries for the tokens of an item."""
     if not item.encoded:
         parts = (item.hash[at : at + DIGEST] for at in range(0, len(item.hash), DIGEST))
         return [600 + mix(int.from_bytes(part, "little")) % 1000 for part in parts]
     seed = int.from_bytes(item.hash, "little")
-    return [600 + mix(seed + place) % 1000 for place in range(item.length)]
+    return [600 + mix(seed + i) % 1000 for i in range(item.length)]

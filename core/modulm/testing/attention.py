@@ -5,10 +5,10 @@
     def test_contract():
         check_attention(MyAttention)
 
-Rows of every mix of lengths are stepped through random blocks, for each kind of layer and format
-of the cache that the backend does not refuse, and compared with `ReferenceAttention` over a cache
-of its own. Plans that can be recorded are: steps repeated from an earlier plan give the same bits.
-Without a machine that the backend runs on nothing is checked.
+Steps over rows of mixed lengths run on random blocks, for each kind of layer and cache format that
+the backend supports, and are compared with `ReferenceAttention` on its own cache. If plans can be
+recorded, steps that are replayed from an earlier plan must give the same bits. Nothing is checked
+on a machine that the backend does not run on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BASE = AttentionSpec(
     heads=4, kv_heads=2, head_dim=64, scale=0.125, dtype="float32", kv_dtype="float32"
 )
 
-#: What is tried: one entry per thing that a layer can ask for.
+#: Kinds of layers: one entry per feature that a layer can require.
 SPECS: Mapping[str, AttentionSpec] = {
     "grouped heads": _BASE,
     "as many kv heads": evolve(_BASE, kv_heads=4),
@@ -77,10 +77,10 @@ SPECS: Mapping[str, AttentionSpec] = {
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
-#: Formats of the cache that are smaller than the layer's, and what rounding may cost besides.
+#: Cache formats narrower than the layer's dtype -> additional tolerance for rounding.
 _NARROW = {"int8": 5e-2, "float8_e4m3fn": 5e-2, "float8_e5m2": 5e-2}
 
-#: Tokens of rows 0 to 4 in each step: prompts whole and in chunks beside rows that decode.
+#: Tokens of rows 0 to 4 in each step: whole and chunked prompts beside decoding rows.
 _STEPS: Sequence[Sequence[int]] = (
     (40, 1, 0, 7, 0),
     (1, 1, 33, 20, 0),
@@ -91,10 +91,10 @@ _STEPS: Sequence[Sequence[int]] = (
 _ROWS = 5
 _QUICK = 3
 _LENGTH = 128
-#: In place of the log of nothing.
+#: Replaces the logarithm of zero.
 _NOTHING = -1e4
 
-#: Features of layers that do not ask for `forward_qkv`.
+#: Features of layers that never use `forward_qkv`.
 _UNFUSED = {"latent", "value_dim", "scales", "selection", "spans", "cross", "picks", "partial"}
 
 
@@ -105,10 +105,10 @@ def check_attention(
     quick: bool = False,
     **options: Any,
 ) -> None:
-    """Run the whole kit on `platform`, or on the one here that names the backend.
+    """Run the kit on `platform`, or on the platform of this machine that lists the backend.
 
-    `only`: the kinds of layers to try, of SPECS. `quick` takes fewer steps of each, for kernels
-    that are interpreted. Raises AssertionError with what was expected.
+    only: kinds of layers to check, of SPECS. quick: run fewer steps, for interpreted kernels.
+    Raises AssertionError with what was expected.
     """
     assert backend.name, "the backend has no name"
     platform = platform or _find_platform(backend)
@@ -119,25 +119,25 @@ def check_attention(
         "features are fields of AttentionSpec"
     )
     refused = backend.refuses(evolve(_BASE, kv_dtype="unheard_of"), platform, ops)
-    assert refused, "rejects() takes a kv_dtype that does not exist"
+    assert refused, "rejects() accepts an unknown kv_dtype"
     formats = [(dtype, dtype) for dtype in platform.dtypes]
     formats += [(platform.dtypes[0], narrow) for narrow in _NARROW]
     accepted = 0
-    for dtype, kept in formats:
+    for dtype, kv_dtype in formats:
         for what in only:
-            spec = evolve(SPECS[what], dtype=dtype, kv_dtype=kept)
+            spec = evolve(SPECS[what], dtype=dtype, kv_dtype=kv_dtype)
             reason = backend.refuses(spec, platform, ops)
             assert reason is None or reason, f"rejects() gives an empty reason for {what}"
             if reason is None:
                 accepted += 1
-                name = f"{what} in {dtype}, kept in {kept}"
+                name = f"{what} in {dtype}, cache in {kv_dtype}"
                 _check_spec(_Case(backend, platform, ops, spec, name, options, quick))
     assert accepted, f"{backend.name} rejects every kind of layer on {platform.name}"
 
 
 @frozen(eq=False)
 class _Case:
-    """One spec on one platform: `what` names it in messages."""
+    """One spec on one platform; `what` names it in messages."""
 
     driver: type[AttentionBackend]
     platform: Platform
@@ -150,7 +150,7 @@ class _Case:
     def layouts(
         self, backend: AttentionBackend, blocks: int, steps: Sequence[Sequence[int]] = _STEPS
     ) -> Iterator[StepLayout]:
-        """The steps to take."""
+        """Yield the layouts of the steps."""
         most = _QUICK if self.quick else len(steps)
         return _layouts(backend.block_size, blocks, self.spec, steps[:most])
 
@@ -160,40 +160,40 @@ class _Case:
         return self.driver(self.spec, self.platform, self.ops, size, self.options)
 
     def tensor(self, *shape: int, seed: int) -> Tensor:
-        """Random numbers in the layer's dtype, the same for the same seed."""
+        """Return random numbers in the layer's dtype, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
-        made = torch.randn(shape, generator=generator)
-        return made.to(getattr(torch, self.spec.dtype)).to(self.platform.device)
+        numbers = torch.randn(shape, generator=generator)
+        return numbers.to(getattr(torch, self.spec.dtype)).to(self.platform.device)
 
-    def compare(self, found: Tensor, expected: Tensor, where: str) -> None:
-        worst = (found.float() - expected.float()).abs().max().item()
+    def compare(self, actual: Tensor, expected: Tensor, where: str) -> None:
+        worst = (actual.float() - expected.float()).abs().max().item()
         bound = max(_TOLERANCE[self.spec.dtype], _NARROW.get(self.spec.kv_dtype, 0.0))
-        assert worst <= bound, f"{self.what}, {where}: differs from the twin by {worst:.2g}"
+        assert worst <= bound, f"{self.what}, {where}: differs from the reference by {worst:.2g}"
 
     def values(self) -> int:
-        """The size of a head's values."""
+        """Return the size of a head's values."""
         return self.spec.latent or self.spec.value_dim or self.spec.head_dim
 
     def width(self) -> int:
-        """Numbers that the reference keeps of one token and head."""
-        own = self.spec.latent or self.spec.picks
-        return self.spec.head_dim if own else self.spec.head_dim + self.values()
+        """Return the numbers that the reference cache holds per token and head."""
+        keys_only = self.spec.latent or self.spec.picks
+        return self.spec.head_dim if keys_only else self.spec.head_dim + self.values()
 
     def out(self, q: Tensor) -> Tensor:
-        """What the backend fills."""
+        """Return an output tensor for the backend."""
         if self.spec.picks:
             return q.new_empty(q.shape[0], 1, self.spec.picks, dtype=torch.int32)
         return q.new_empty(*q.shape[:2], self.values())
 
     def qkv(self, step: StepLayout, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values for a step."""
+        """Return queries, keys and values for a step."""
         spec, keys = self.spec, len(step.slots)
         q = self.tensor(int(step.query_starts[-1]), spec.heads, spec.head_dim, seed=3 * seed)
         k = self.tensor(keys, spec.kv_heads, spec.head_dim, seed=3 * seed + 1)
         return q, k, self.tensor(keys, spec.kv_heads, self.values(), seed=3 * seed + 2)
 
     def inputs(self, step: StepLayout) -> AttentionInputs:
-        """What a layer of the spec would bring; the same in every step but for `selected`."""
+        """Return the inputs of a layer with this spec; the same in each step except `selected`."""
         spec, device = self.spec, self.platform.device
         draw = torch.Generator().manual_seed(7)
         heads = torch.rand(2, spec.heads, generator=draw).to(device)
@@ -210,44 +210,48 @@ class _Case:
         )
 
     def _selected(self, step: StepLayout) -> Tensor:
-        """[tokens, kv_heads, 3]: each query's own run, an earlier one, and none."""
-        own = _positions(step).view(-1, 1, 1).expand(-1, self.spec.kv_heads, 1)
-        own = own // self.spec.selection
-        earlier = own * torch.arange(1, self.spec.kv_heads + 1).view(1, -1, 1) // 3
-        earlier = earlier.masked_fill(earlier == own, -1)
-        chosen = torch.cat([own, earlier, torch.full_like(own, -1)], -1)
+        """Return [tokens, kv_heads, 3]: each query's own run, an earlier one, and none."""
+        current = _positions(step).view(-1, 1, 1).expand(-1, self.spec.kv_heads, 1)
+        current = current // self.spec.selection
+        earlier = current * torch.arange(1, self.spec.kv_heads + 1).view(1, -1, 1) // 3
+        earlier = earlier.masked_fill(earlier == current, -1)
+        chosen = torch.cat([current, earlier, torch.full_like(current, -1)], -1)
         return chosen.int().to(self.platform.device)
 
     def _biases(self) -> Tensor:
-        """[heads, 20], of either sign: rows are longer than that."""
+        """Return [heads, 20] biases of both signs; rows are longer than 20."""
         draw = torch.Generator().manual_seed(9)
-        made = 2 * torch.randn(self.spec.heads, 20, generator=draw)
-        return made.to(self.platform.device)
+        biases = 2 * torch.randn(self.spec.heads, 20, generator=draw)
+        return biases.to(self.platform.device)
 
     def _lse(self, step: StepLayout) -> Tensor:
         return torch.zeros(int(step.query_starts[-1]), self.spec.heads, device=self.platform.device)
 
     def _head_weights(self, step: StepLayout) -> Tensor:
-        """[tokens, heads], of either sign."""
+        """Return [tokens, heads] weights of both signs."""
         draw = torch.Generator().manual_seed(8)
-        made = torch.randn(int(step.query_starts[-1]), self.spec.heads, generator=draw)
-        return made.to(self.platform.device)
+        weights = torch.randn(int(step.query_starts[-1]), self.spec.heads, generator=draw)
+        return weights.to(self.platform.device)
 
     def caches(self, count: int, blocks: int) -> tuple[AttentionBackend, list[Tensor]]:
-        """A backend and caches of its layout, zeroed."""
+        """Return a backend and zeroed caches in its layout."""
         backend = self.make()
         layout = backend.layout(blocks)
-        kept, device = getattr(torch, layout.dtype), self.platform.device
-        return backend, [torch.zeros(layout.shape, dtype=kept, device=device) for _ in range(count)]
+        dtype, device = getattr(torch, layout.dtype), self.platform.device
+        return backend, [
+            torch.zeros(layout.shape, dtype=dtype, device=device) for _ in range(count)
+        ]
 
     def blocks(self, backend: AttentionBackend) -> int:
-        """Blocks of a pool for all rows."""
+        """Return the blocks of a pool for all rows."""
         return 1 + _ROWS * -(-_LENGTH // backend.block_size)
 
-    def kept(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """x: [tokens, heads, size] as the cache gives it back (see `AttentionSpec.kv_dtype`)."""
+    def rounded(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return x [tokens, heads, size] as the cache would return it (see
+        `AttentionSpec.kv_dtype`).
+        """
         if scale is not None:
-            return (self.kept(x / scale[:, None]) * scale[:, None]).to(x.dtype)
+            return (self.rounded(x / scale[:, None]) * scale[:, None]).to(x.dtype)
         if self.spec.kv_dtype == "int8":
             scale = x.float().abs().amax(-1, keepdim=True) / 127
             return (torch.round(x.float() / scale.clamp_min(1e-30)) * scale).to(x.dtype)
@@ -281,13 +285,13 @@ def _compare_step(
     seed: int,
     where: str,
 ) -> None:
-    """One step by the backend and by the reference, whose cache comes second."""
+    """Run one step with the backend and with the reference, whose cache is the second."""
     cache, mirror = caches
     (q, k, v), inputs = case.qkv(step, seed), case.inputs(step)
     out = case.out(q)
     backend.forward(q.clone(), k.clone(), v.clone(), cache, backend.plan(step), out, inputs)
     plan = ReferencePlan.of(step, mirror.device)
-    write_kv(case.kept(k, inputs.k_scale), case.kept(v, inputs.v_scale), mirror, plan.slots)
+    write_kv(case.rounded(k, inputs.k_scale), case.rounded(v, inputs.v_scale), mirror, plan.slots)
     if case.spec.picks:
         _compare_picks(case, q, mirror, plan, out, inputs, where)
         return
@@ -296,8 +300,8 @@ def _compare_step(
         unscaled = evolve(unscaled, lse=torch.zeros_like(inputs.lse))
     case.compare(out, attend(case.spec, q, mirror, plan, torch.empty_like(out), unscaled), where)
     if inputs.lse is not None and unscaled.lse is not None:
-        found, wanted = (lse.clamp_min(_NOTHING) for lse in (inputs.lse, unscaled.lse))
-        case.compare(found, wanted, f"{where}, log of the sum")
+        actual, expected = (lse.clamp_min(_NOTHING) for lse in (inputs.lse, unscaled.lse))
+        case.compare(actual, expected, f"{where}, log of the sum")
 
 
 def _compare_picks(
@@ -309,24 +313,30 @@ def _compare_picks(
     inputs: AttentionInputs,
     where: str,
 ) -> None:
-    """The tokens picked are of the highest scores; which of almost equal ones is left open."""
+    """Check that the picked tokens have the highest scores; ties may be broken either way."""
     for row, (first, end) in enumerate(itertools.pairwise(plan.query_starts.tolist())):
         scores = pick_scores(case.spec, q, mirror, plan, row, inputs)
         for query, picked in zip(scores, out[first:end, 0].long(), strict=True):
             seen = int(query.isfinite().sum())
             count = min(case.spec.picks, seen)
             missing = case.spec.picks - count
-            assert bool((picked[:missing] == -1).all()), f"{case.what}, {where}: no -1 first"
-            places = picked[missing:]
-            assert bool((places.diff() > 0).all()), f"{case.what}, {where}: not in order"
-            assert not count or 0 <= int(places[0]) <= int(places[-1]) < seen, (
-                f"{case.what}, {where}: a token that the query does not see"
+            assert bool((picked[:missing] == -1).all()), (
+                f"{case.what}, {where}: missing picks must be -1 and come first"
             )
-            case.compare(query[places].sort().values, query.topk(count).values.sort().values, where)
+            positions = picked[missing:]
+            assert bool((positions.diff() > 0).all()), (
+                f"{case.what}, {where}: picks are not in order"
+            )
+            assert not count or 0 <= int(positions[0]) <= int(positions[-1]) < seen, (
+                f"{case.what}, {where}: picked a token that the query may not see"
+            )
+            case.compare(
+                query[positions].sort().values, query.topk(count).values.sort().values, where
+            )
 
 
 def _check_layout(case: _Case, block_bytes: int, cache: Tensor, blocks: int) -> None:
-    assert cache.shape[0] == blocks, f"{case.what}: blocks are not the first dimension of the cache"
+    assert cache.shape[0] == blocks, f"{case.what}: blocks must be the first dimension of the cache"
     assert block_bytes * blocks == cache.nbytes, (
         f"{case.what}: {blocks} blocks of {block_bytes} bytes are not {cache.nbytes} bytes"
     )
@@ -335,80 +345,88 @@ def _check_layout(case: _Case, block_bytes: int, cache: Tensor, blocks: int) -> 
 def _layouts(
     block_size: int, blocks: int, spec: AttentionSpec, steps: Sequence[Sequence[int]] = _STEPS
 ) -> Iterator[StepLayout]:
-    """The steps, over blocks in random order; a row that gets no token is not in the step."""
+    """Yield the steps, over blocks in random order; rows without tokens are not in a step."""
     window = spec.window
     order = 1 + np.random.default_rng(0).permutation(blocks - 1).astype(np.int32)
     tables = order.reshape(_ROWS, -1)
     done = np.zeros(_ROWS, dtype=np.int64)
     for counts in steps:
         rows = np.flatnonzero(counts)
-        taken = np.asarray(counts)[rows]
-        ends = done[rows] + taken
+        row_counts = np.asarray(counts)[rows]
+        ends = done[rows] + row_counts
         table = tables[rows].copy()
         columns = np.arange(table.shape[1])
         table[columns >= -(-ends[:, None] // block_size)] = 0
         if window is not None:
             table[columns < (np.maximum(done[rows] - window + 1, 0) // block_size)[:, None]] = 0
-        places = [np.arange(start, end) for start, end in zip(done[rows], ends, strict=True)]
+        positions = [np.arange(start, end) for start, end in zip(done[rows], ends, strict=True)]
         slots = [
-            row[place // block_size].astype(np.int64) * block_size + place % block_size
-            for row, place in zip(table, places, strict=True)
+            row[position // block_size].astype(np.int64) * block_size + position % block_size
+            for row, position in zip(table, positions, strict=True)
         ]
         step = StepLayout(
             block_size,
             table,
-            np.concatenate([[0], np.cumsum(taken)]).astype(np.int32),
+            np.concatenate([[0], np.cumsum(row_counts)]).astype(np.int32),
             ends.astype(np.int32),
             np.concatenate(slots),
         )
         if spec.spans:
             step = evolve(step, spans=_spans(done[rows], ends))
         if spec.partial:
-            step = _halved(step, places)
+            step = _halved(step, positions)
         yield _crossed(step, tables[rows], rows, done[rows] == 0) if spec.cross else step
         done[rows] = ends
 
 
-def _halved(step: StepLayout, places: Sequence[np.ndarray]) -> StepLayout:
-    """The step of a rank that keeps every second token of a row, from the second one on."""
+def _halved(step: StepLayout, positions: Sequence[np.ndarray]) -> StepLayout:
+    """Return the step of a rank that caches every second token of a row, starting with the
+    second.
+    """
     size = step.block_size
     slots = [
-        np.where(place % 2, row[place // 2 // size].astype(np.int64) * size + place // 2 % size, 0)
-        for row, place in zip(step.block_tables, places, strict=True)
+        np.where(
+            position % 2,
+            row[position // 2 // size].astype(np.int64) * size + position // 2 % size,
+            0,
+        )
+        for row, position in zip(step.block_tables, positions, strict=True)
     ]
     return evolve(
         step,
         context_lens=step.context_lens // 2,
         slots=np.concatenate(slots),
-        seen=((np.concatenate(places) + 1) // 2).astype(np.int32),
+        seen=((np.concatenate(positions) + 1) // 2).astype(np.int32),
     )
 
 
 def _spans(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Two spans in each row with room for them, one of them up to its last token."""
-    found = [
+    """Return two spans in each row that is long enough, one of them ending at its last token."""
+    spans = [
         (row, first, last)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
         if end - start > 6
         for first, last in ((start + 1, start + 4), (end - 2, end))
     ]
-    return np.array(found, dtype=np.int32).reshape(-1, 3)
+    return np.array(spans, dtype=np.int32).reshape(-1, 3)
 
 
 def _crossed(step: StepLayout, tables: np.ndarray, rows: np.ndarray, new: np.ndarray) -> StepLayout:
-    """The step of a layer whose keys are an encoder's: written when a row begins, then kept."""
+    """Return the step of a cross-attention layer, whose keys are written when a row begins."""
     lengths, size = 3 + 9 * rows, step.block_size
-    places = [np.arange(length if first else 0) for length, first in zip(lengths, new, strict=True)]
+    positions = [
+        np.arange(length if first else 0) for length, first in zip(lengths, new, strict=True)
+    ]
     slots = [
-        table[place // size].astype(np.int64) * size + place % size
-        for table, place in zip(tables, places, strict=True)
+        table[position // size].astype(np.int64) * size + position % size
+        for table, position in zip(tables, positions, strict=True)
     ]
     lens = lengths.astype(np.int32)
     return evolve(step, block_tables=tables.copy(), slots=np.concatenate(slots), encoder_lens=lens)
 
 
 def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: Tensor) -> None:
-    """A row whose blocks were copied elsewhere goes on there as it would have here."""
+    """Check that a row continues identically after its blocks are copied elsewhere."""
     size = backend.block_size
     used = -(-2 * size // size)
     source = np.arange(1, 1 + used)
@@ -433,7 +451,7 @@ def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: T
 
 
 def _check_recorded(case: _Case) -> None:
-    """A recorder copies the tensors of later plans into those of an earlier one, and no more."""
+    """Check that replaying a plan needs only the listed tensors of later plans."""
     steps = [[1] * _ROWS for _ in range(40)]
     blocks = case.blocks(case.make())
     backend, (direct, repeated) = case.caches(2, blocks)
@@ -453,12 +471,14 @@ def _check_recorded(case: _Case) -> None:
             (plan, programs[key].step), (direct, repeated), outs, strict=True
         ):
             backend.forward(q.clone(), k.clone(), v.clone(), cache, used, out, inputs)
-        assert torch.equal(*outs), f"{case.what}: step {number}, repeated, gives other bits"
-    assert len(programs) < len(steps), f"{case.what}: no two plans are alike, none is repeated"
+        assert torch.equal(*outs), f"{case.what}: step {number}, replayed, gives different bits"
+    assert len(programs) < len(steps), (
+        f"{case.what}: no two plans have the same key, so none is replayed"
+    )
 
 
 def _check_fused(case: _Case) -> None:
-    """`forward_qkv`, if the backend has it, is split, norm, rotation and `forward`."""
+    """Check that `forward_qkv`, if implemented, equals split, norm, rotation and `forward`."""
     spec, device = case.spec, case.platform.device
     size = spec.head_dim
     kinds = (
@@ -496,7 +516,7 @@ def _check_fused(case: _Case) -> None:
 def _prepared(
     qkv: Tensor, positions: Tensor, prepare: QKVPrepare, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `forward_qkv` does before it attends, with the twins."""
+    """Do what `forward_qkv` does before attention, with the twins."""
     heads = torch.unflatten(qkv, -1, (-1, spec.head_dim))
     q, k, v = (
         part.contiguous()
@@ -519,17 +539,17 @@ def _positions(step: StepLayout) -> Tensor:
 
 
 def _bind(platform: Platform) -> Ops:
-    """The op table that an engine here would have."""
+    """Return the op table that an engine would use on the platform."""
     chosen = defaults.choose_kernels(manager.current(), platform)
     return bind([provider() for provider in chosen.driver])
 
 
 def _find_platform(backend: type[AttentionBackend]) -> Platform | None:
-    """A platform of this machine that would use the backend."""
+    """Return a platform of this machine that would use the backend."""
     plugins = manager.current()
     for declared in plugins.names("platforms"):
         driver = plugins.load_declared(declared)
         if backend.name in driver.attention and driver.probe().score > 0:
-            made: Platform = driver()
-            return made
+            platform: Platform = driver()
+            return platform
     return None

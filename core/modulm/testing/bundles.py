@@ -1,6 +1,6 @@
-"""A checkpoint that is one file: weights, configuration, tokenizer and chat template.
+"""A checkpoint in one file: weights, configuration, tokenizer and chat template.
 
-The file is safetensors with the texts of the others in its metadata, under their names.
+The file is safetensors, with the contents of the other files in its metadata under their names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SUFFIX = ".bundle"
 
 
 class BundleLoader(WeightLoader):
-    """Reads what `write_bundle` writes."""
+    """Reads files written by `write_bundle`."""
 
     name = "bundle"
     api = 1
 
     @classmethod
     def opens(cls, path: Path) -> str | None:
-        return "it is a bundle" if path.is_file() and path.suffix == _SUFFIX else None
+        return "a bundle" if path.is_file() and path.suffix == _SUFFIX else None
 
     def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:
         super().__init__(path, options)
@@ -37,7 +37,7 @@ class BundleLoader(WeightLoader):
             with safe_open(path, framework="pt") as opened:
                 self._texts: Mapping[str, str] = opened.metadata() or {}
         except Exception as error:
-            raise CheckpointError(f"{path}: no bundle: {error}") from error
+            raise CheckpointError(f"{path}: not a bundle: {error}") from error
 
     def configuration(self) -> Mapping[str, object] | None:
         return self._table("config.json")
@@ -56,14 +56,14 @@ class BundleLoader(WeightLoader):
         return table
 
     def index(self) -> Mapping[str, StoredTensor]:
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         with safe_open(self.path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 tensor = opened.get_tensor(name)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 shape, file = tuple(tensor.shape), self.path.name
-                found[name] = StoredTensor(name, shape, dtype, file, tensor.nbytes)
-        return found
+                tensors[name] = StoredTensor(name, shape, dtype, file, tensor.nbytes)
+        return tensors
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(self.path, framework="pt") as opened:
@@ -72,7 +72,7 @@ class BundleLoader(WeightLoader):
 
 
 def write_bundle(folder: Path, file: Path) -> Path:
-    """Put all of a checkpoint's folder into one file; its tensors must be in one, too."""
+    """Pack a checkpoint's folder, with a single weight file, into one file."""
     texts = {f.name: f.read_text("utf-8") for f in folder.iterdir() if f.suffix != ".safetensors"}
     save_file(load_file(folder / "model.safetensors"), file.with_suffix(_SUFFIX), texts)
     return file.with_suffix(_SUFFIX)

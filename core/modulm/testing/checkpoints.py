@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHAT_TEMPLATE", "make_tiny", "make_tokenizer", "split"]
 
-#: ChatML with Hermes tool calls and a think block that `enable_thinking=False` closes at once.
+#: ChatML with Hermes tool calls and a think block that `enable_thinking=False` closes immediately.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{- '<|im_start|>system\\n' -}}
@@ -59,10 +59,10 @@ _FINAL_NORMS = (
     "norm_f.weight",
 )
 
-#: Buffers of routers, zero until a model is trained.
+#: Buffers of routers, which are zero in an untrained model.
 _CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 
-#: Used where no installed driver says what a tiny model of an architecture looks like.
+#: Default configuration for architectures without an installed driver.
 _SMALL: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -85,12 +85,13 @@ def make_tiny(
 ) -> Path:
     """Write a random checkpoint of a transformers architecture to the folder `path`.
 
-    The shape comes from the driver's `tiny()` where one is installed, then from the overrides
-    (config.json keys). Weights are scaled so that greedy decoding wanders through the vocabulary;
-    norms and biases are random too, since a bug in an all-ones norm would not show. `dtype` is that
-    of parameters; what is computed and stored besides stays fp32. The folder
-    holds config.json, model.safetensors (or `shards` files with an index), a trained byte-level
-    BPE tokenizer of `vocab` entries with a ChatML template, and generation_config.json.
+    The configuration comes from the driver's `tiny()` if one is installed, then from the overrides
+    (config.json keys). Weights are scaled so that greedy decoding visits many tokens; norms and
+    biases are random too, since a bug would not show in an all-ones norm. `dtype` is that of
+    parameters; buffers stay fp32.
+
+    The folder holds config.json, model.safetensors (or `shards` files with an index), a trained
+    byte-level BPE tokenizer of `vocab` entries with a ChatML template, and generation_config.json.
     """
     import torch
     import transformers
@@ -124,8 +125,8 @@ def make_tiny(
 def make_tokenizer(path: str | Path, *, vocab: int = 512) -> Path:
     """Write a byte-level BPE tokenizer of exactly `vocab` entries (at least 270) to `path`.
 
-    Ids 0, 1 and 2 are <|endoftext|>, <|im_start|> and <|im_end|> (which ends a turn); the last
-    four are the think and tool-call markers, which are text to a parser and so not special.
+    Ids 0, 1 and 2 are <|endoftext|>, <|im_start|> and <|im_end|> (which ends a turn). The last four
+    ids are the think and tool-call markers, which are not special, since parsers read them as text.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -143,7 +144,7 @@ def make_tokenizer(path: str | Path, *, vocab: int = 512) -> Path:
 
 @cache
 def _trained(vocab: int) -> str:
-    """The tokenizer of that size, as JSON; one training serves all checkpoints of a process."""
+    """Return the tokenizer of that size, as JSON; trained once per process."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -163,7 +164,7 @@ def _trained(vocab: int) -> str:
 
 
 def _shape(architecture: str) -> Mapping[str, Any]:
-    """The driver's own idea of a tiny config, or a generic decoder's."""
+    """Return the driver's tiny config, or that of a generic decoder."""
     from modulm.errors import PluginNotFound
     from modulm.plugins import manager
 
@@ -176,10 +177,10 @@ def _shape(architecture: str) -> Mapping[str, Any]:
 
 
 def _randomise(model: torch.nn.Module) -> None:
-    """Weights with about unit gain per layer, logits with a spread of about 3.
+    """Set weights with about unit gain per layer and logits with a spread of about 3.
 
-    With tied embeddings the residual stream points at the token it came from and greedy decoding
-    would repeat it for ever; a final norm of mixed signs takes that correlation away.
+    With tied embeddings, the residual stream points at the token it came from, and greedy decoding
+    would repeat it forever; a final norm of mixed signs removes that correlation.
     """
     import torch
 
@@ -201,7 +202,7 @@ def _randomise(model: torch.nn.Module) -> None:
 
 
 def split(folder: Path, shards: int) -> None:
-    """Cut model.safetensors into `shards` files with an index, in name order."""
+    """Split model.safetensors into `shards` files with an index, in name order."""
     from safetensors.torch import load_file, save_file
 
     whole = folder / "model.safetensors"
@@ -220,7 +221,7 @@ def split(folder: Path, shards: int) -> None:
 
 
 def _corpus(vocab: int) -> list[str]:
-    """English-looking lines with enough distinct words for `vocab` entries."""
+    """Return English-like lines with enough distinct words for `vocab` entries."""
     plain = [
         "The capital of France is Paris, and the capital of Japan is Tokyo.",
         "Hello! How are you today? I am fine, thank you very much.",

@@ -1,4 +1,4 @@
-"""A KV connector whose other place is a dict, with delays, hesitation and failures."""
+"""A KV connector that stores blocks in a dict, with optional delays, retries and failures."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class _Options:
 
 @define(eq=False)
 class FakeConnector(KVConnector):
-    """`store`: name -> the tensors of a block, per group. delay: id -> how often `ended` is asked
-    before a transfer has ended; fails: id -> whether it fails; hesitates: (request, how often it
-    was asked for) -> whether the index says "later".
+    """Stores blocks in memory.
+
+    `store`: name -> tensors of a block, per group. delay: transfer id -> polls before it ends.
+    fails: transfer id -> whether it fails. hesitates: (request, earlier lookups) -> whether the
+    index answers "later".
     """
 
     name: ClassVar[str] = "fake"
@@ -54,13 +56,13 @@ class FakeConnector(KVConnector):
 class _Index(KVIndex):
     def __init__(self, connector: FakeConnector) -> None:
         self._connector = connector
-        self._asked: dict[str, int] = {}
+        self._lookups: dict[str, int] = {}
         self._stored: set[bytes] = set(connector.store)
 
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:
-        asked = self._asked.get(request, 0)
-        self._asked[request] = asked + 1
-        if self._connector.hesitates(request, asked):
+        lookups = self._lookups.get(request, 0)
+        self._lookups[request] = lookups + 1
+        if self._connector.hesitates(request, lookups):
             return None
         stored = [name in self._stored for name in names]
         return stored.index(False) if False in stored else len(stored)
@@ -70,7 +72,9 @@ class _Index(KVIndex):
 
 
 class _Mover(KVMover):
-    """Loads leave garbage until they have ended; saves read their blocks when they end."""
+    """Loads fill their blocks with garbage until they end; saves read their blocks when they
+    end.
+    """
 
     def __init__(self, connector: FakeConnector) -> None:
         self._connector = connector
@@ -86,22 +90,22 @@ class _Mover(KVMover):
         for load, transfers in ((True, plan.loads), (False, plan.saves)):
             for transfer in transfers:
                 if any(0 in blocks for blocks in transfer.blocks):
-                    raise EngineError(f"transfer {transfer.id} has the null block")
+                    raise EngineError(f"transfer {transfer.id} includes the null block")
                 if load:
                     self._put(transfer, None)
                 self._open.append((self._connector.delay(transfer.id), load, transfer))
 
     def ended(self) -> TransferResult:
-        done, failed, left = [], [], []
+        done, failed, unfinished = [], [], []
         for delay, load, transfer in self._open:
             if delay:
-                left.append((delay - 1, load, transfer))
+                unfinished.append((delay - 1, load, transfer))
             elif self._connector.fails(transfer.id):
                 failed.append((transfer.id, "on purpose"))
             else:
                 self._move(load, transfer)
                 done.append(transfer.id)
-        self._open = left
+        self._open = unfinished
         return TransferResult(tuple(done), tuple(failed))
 
     def _move(self, load: bool, transfer: BlockTransfer) -> None:
@@ -109,14 +113,14 @@ class _Mover(KVMover):
         if load:
             self._put(transfer, [store[name] for name in transfer.names])
             return
-        for place, name in enumerate(transfer.names):
+        for i, name in enumerate(transfer.names):
             store[name] = tuple(
-                tuple(cache[transfer.blocks[group][place]].clone() for cache in caches)
+                tuple(cache[transfer.blocks[group][i]].clone() for cache in caches)
                 for group, caches in self._caches.items()
             )
 
     def _put(self, transfer: BlockTransfer, content: list[Blocks] | None) -> None:
         for group, caches in self._caches.items():
-            for place, block in enumerate(transfer.blocks[group]):
+            for i, block in enumerate(transfer.blocks[group]):
                 for index, cache in enumerate(caches):
-                    cache[block] = -7 if content is None else content[place][group][index]
+                    cache[block] = -7 if content is None else content[i][group][index]

@@ -1,4 +1,4 @@
-"""Drafters for tests, which change no token whatever they propose, and an executor with one."""
+"""Fake drafters, whose proposals must never change the output, and an executor that uses one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "wrong",
 ]
 
-#: (a row's tokens so far, those that will come) -> drafts
+#: (a row's tokens so far, the tokens that will follow) -> drafts
 Propose = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
 
@@ -44,13 +44,13 @@ def wrong(history: Sequence[int], coming: Sequence[int]) -> Sequence[int]:
 
 
 def mixed(history: Sequence[int], coming: Sequence[int]) -> Sequence[int]:
-    """Right up to a place that depends on the history, and of any length."""
+    """Correct up to a point that depends on the history, and of any length."""
     good = sum(history) % (len(coming) + 1)
     return [*coming[:good], *wrong(history, coming[good:])][: len(history) % 7]
 
 
 def adversarial(history: Sequence[int], coming: Sequence[int]) -> Sequence[int]:
-    """Too many, and tokens that do not exist."""
+    """Too many drafts, with tokens that do not exist."""
     return [[*coming, *range(60)], [*coming[:1], -1, 3], [*coming[:2], 10**12], [0] * 9][
         len(history) % 4
     ]
@@ -62,9 +62,11 @@ class _Nothing:
 
 
 class FakeDrafter(Drafter):
-    """Proposes what a function says. references: whole sequences, prompt included, in which a
-    row's history is looked up. fails_at: the call that raises. `steps` keeps what it was shown, and
-    `ran` the token before last of each history and the one that the batch has at the row's place.
+    """Proposes the result of a function.
+
+    references: complete sequences, prompts included, in which a row's history is looked up.
+    fails_at: the call that raises. `steps` records the steps that it received, and `ran` the
+    second-last token of each history with the token that the batch has at the row's index.
     """
 
     name: ClassVar[str] = "fake"
@@ -114,7 +116,7 @@ class FakeDrafter(Drafter):
 
 
 class DraftingExecutor(Executor):
-    """A worker in this process, with a drafter that the test made: `drafting_executor`."""
+    """A worker in this process with a drafter that the test created; see `drafting_executor`."""
 
     name: ClassVar[str] = "drafting"
     api: ClassVar[int | tuple[int, int]] = 3
@@ -147,5 +149,5 @@ class DraftingExecutor(Executor):
 
 
 def drafting_executor(drafter: Drafter) -> type[DraftingExecutor]:
-    """An executor to register whose worker has the drafter."""
+    """Return an executor class, for registration, whose worker uses the drafter."""
     return type("Drafting", (DraftingExecutor,), {"drafter": drafter})

@@ -1,6 +1,6 @@
-"""The contract kit for encoders: vectors and classes as transformers has them.
+"""The contract kit for encoders: hidden states and classes are compared with transformers.
 
-A tiny random checkpoint is run over rows of different lengths, together and one by one, in fp32.
+A tiny random checkpoint runs over rows of different lengths, together and one by one, in fp32.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def check_encoder(driver: type[Model], **flags: Any) -> None:
         folder = make_tiny(Path(name) / "whole", architecture)
         settings = {"device": "cpu", "dtype": "float32", **flags}
         session = Session(folder, **settings)
-        assert session.model.caches == (), "an encoder keeps nothing between steps"
+        assert session.model.caches == (), "an encoder must not cache anything between steps"
         rng = random.Random(1)
         vocabulary = session.loaded.vocabulary
         rows = {r: [rng.randrange(3, vocabulary) for _ in range(n)] for r, n in enumerate(_LENGTHS)}
-        found = session.hidden(rows)
+        hidden = session.hidden(rows)
         for row, tokens in rows.items():
             expected, classes = _reference(architecture, folder, tokens)
-            _compare(found[row], expected, f"hidden states of {len(tokens)} tokens, transformers")
+            _compare(hidden[row], expected, f"hidden states of {len(tokens)} tokens, transformers")
             session.release(row)
             _compare(session.hidden({row: tokens})[row], expected, "a row by itself")
             if classes is not None:
-                _compare(_classes(session.model, found[row]), classes, "classes, transformers")
+                _compare(_classes(session.model, hidden[row]), classes, "classes, transformers")
 
 
 def _classes(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    """[n, classes]: n is 1, or the number of tokens where each has its own classes."""
+    """Return [n, classes]; n is 1, or the number of tokens if each has classes."""
     if "token_classify" not in model.tasks:
         pooled = {"CLS": hidden[:1], "LAST": hidden[-1:], "MEAN": hidden.mean(0, keepdim=True)}
         hidden = pooled[model.pooling]
@@ -71,7 +71,7 @@ def _reference(
     return states, output.logits.reshape(-1, output.logits.shape[-1])
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
-    worst = (found - expected).abs().max().item()
+def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape}, not {expected.shape}"
+    worst = (actual - expected).abs().max().item()
     assert worst <= TOLERANCE, f"{what}: differ by {worst:.2g} > {TOLERANCE}"

@@ -1,9 +1,9 @@
-"""A quantized format that nobody publishes, with everything that published ones have.
+"""A fictitious quantization format with all the features of published ones.
 
-`FakeFormat` holds int8 codes, stored input-major; a scale for each fused part; a scale for each
-block of 128 outputs and 32 inputs; an exponent for each input, which the parts of a fused layer
-share; and perhaps a scale of activations that it has no use for. Scales are powers of two, so that
-`write_format` can say in a plain checkpoint exactly what the weights are.
+`FakeFormat` holds int8 codes, stored input-major; a scale per fused part; a scale per block of 128
+outputs and 32 inputs; an exponent per input, which the parts of a fused layer share; and optionally
+an unused activation scale. Scales are powers of two, so `write_format` can write an exactly equal
+plain checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FakeFormatConfig:
 
 
 class FakeFormat(QuantizationMethod):
-    """Reads the format into the weights that it stands for."""
+    """Dequantizes the format while loading."""
 
     name = "fake"
     api = 2
@@ -51,19 +51,19 @@ class FakeFormat(QuantizationMethod):
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
-        named = (checkpoint.quantization or {}).get("quant_method") == cls.name
-        return "config.json says so" if named else None
+        claimed = (checkpoint.quantization or {}).get("quant_method") == cls.name
+        return "config.json has quant_method fake" if claimed else None
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         return (
             None
             if spec.kind in (LinearKind.LINEAR, LinearKind.EXPERT)
-            else f"{cls.name} has no {spec.kind}"
+            else f"{cls.name} does not support {spec.kind}"
         )
 
     def rename(self, name: str) -> str | None:
-        """Files of the format call the blocks' scales the inverse of what they are."""
+        """Map stored names to parameters: files call the blocks' scales their inverse."""
         return name.replace(".block_scale_inv", ".block_scale")
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
@@ -88,7 +88,7 @@ class FakeFormat(QuantizationMethod):
             layer.packed = self.ops.pack_linear(weight)
 
     def _weight(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
-        """[outputs, inputs] fp32, experts in front."""
+        """Return [outputs, inputs] fp32, preceded by experts."""
         rows, columns = spec.output_block(ROWS), spec.input_block(COLUMNS)
         stored = layer.get_parameter("block_scale")
         tall = stored.repeat_interleave(rows, -2)[..., : spec.outputs, :]
@@ -116,7 +116,7 @@ class FakeFormat(QuantizationMethod):
 
 
 def encode(outputs: int, inputs: int, exponent: Tensor, parts: int = 1) -> dict[str, Tensor]:
-    """Random tensors of one linear map as the format stores it, the names without its path."""
+    """Return random tensors of a linear layer as the format stores it, named without its path."""
     grid = (-(-outputs // ROWS), -(-inputs // COLUMNS))
     return {
         "weight": torch.randint(-8, 8, (inputs, outputs), dtype=torch.int8),
@@ -127,7 +127,9 @@ def encode(outputs: int, inputs: int, exponent: Tensor, parts: int = 1) -> dict[
 
 
 def stored_weight(stored: Mapping[str, Tensor], sizes: tuple[int, ...] = ()) -> Tensor:
-    """[outputs, inputs] fp32 that tensors of `encode` stand for; sizes: outputs of its parts."""
+    """Return the [outputs, inputs] fp32 weight that tensors of `encode` represent. sizes: outputs
+    of its parts.
+    """
     codes = stored["weight"].T.float()
     rows = torch.arange(codes.shape[0]) // ROWS
     columns = torch.arange(codes.shape[1]) // COLUMNS
@@ -138,10 +140,10 @@ def stored_weight(stored: Mapping[str, Tensor], sizes: tuple[int, ...] = ()) -> 
 
 
 def write_format(plain: Path, target: Path, layers: str) -> None:
-    """Copy a checkpoint to `target` in the format, and make `plain` say what that stands for.
+    """Copy a checkpoint to `target` in the format, and write the equal weights to `plain`.
 
-    The weights whose name matches `layers` are new, random ones. Those of layers that read the
-    same, which may be fused, share their exponents.
+    The weights whose name matches `layers` are new, random ones. Layers with the same input, which
+    may be fused, share their exponents.
     """
     from safetensors.torch import load_file, save_file
 

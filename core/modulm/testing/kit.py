@@ -1,14 +1,15 @@
-"""One door to the contract kits: does a driver keep the contract of its kind?
+"""Entry point to the contract kits: check that a driver satisfies the contract of its kind.
 
     from modulm.testing import kit
 
     def test_contract():
         kit.check("attention", MyBackend)
 
-Pass the class itself. The kit of the kind is named in `KITS`; it may also be called directly, as
-`modulm.testing.platform.check_platform(MyPlatform)`, where it takes more arguments. A kit raises
-AssertionError with what was expected; for kinds without one, `check` makes sure of what every
-driver must have: the contract's class, nothing abstract left, a contract version.
+Pass the class itself. `KITS` names the kit of each kind; it can also be called directly, for
+example as `modulm.testing.platform.check_platform(MyPlatform)`, where it accepts more arguments. A
+kit raises AssertionError with what was expected. For kinds without a kit, `check` verifies what
+every driver must have: the contract's class, no abstract methods, a contract version.
+
 `modulm plugins doctor` runs the same kits over everything that is installed.
 """
 
@@ -26,7 +27,7 @@ from modulm.plugins.manager import check_driver
 
 __all__ = ["KITS", "check", "has_kit"]
 
-#: Kind -> the function that checks a driver of it.
+#: Kind -> function that checks a driver.
 KITS: Mapping[str, str] = MappingProxyType(
     {
         "models": "modulm.testing.models:check_model",
@@ -41,12 +42,12 @@ KITS: Mapping[str, str] = MappingProxyType(
 
 
 def has_kit(kind: str) -> bool:
-    """Whether drivers of the kind have a contract at all."""
+    """Whether drivers of the kind have a contract."""
     return find_kind(kind).contract is not None
 
 
 def check(kind: str, driver: type, **more: Any) -> None:
-    """Run the kit of `kind` on a driver class; `more` goes to it (models: `oracle=`).
+    """Run the kit of `kind` on a driver class; `more` are arguments of the kit (models: `oracle=`).
 
     Raises AssertionError for a broken contract, PluginIncompatible for a wrong contract version,
     PluginBroken for something that is not a driver of the kind.

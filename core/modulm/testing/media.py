@@ -1,7 +1,7 @@
-"""A model that takes media, for tests: its encoder looks words up in its own embedding table.
+"""A test model with media inputs, whose encoder looks words up in its own embedding table.
 
-So a prompt with items gives the same logits as the prompt in which the items' words stand
-themselves, whatever the steps cut, the caches keep and the scheduler puts off.
+A prompt with items therefore gives the same logits as a prompt with the items' words in place,
+however steps are split, caches are reused and encoding is scheduled.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from modulm.contracts.model import Model
 
 __all__ = ["LAYERS", "PLACEHOLDER", "item_of", "place_items", "run_layers", "seeing"]
 
-#: The token that stands in a prompt where an item's words are to be put.
+#: Placeholder token for an item's words in a prompt.
 PLACEHOLDER = 3
-#: Of the fake executor's encoder.
+#: Layers of the fake executor's encoder.
 LAYERS = 3
 
 
 def seeing(base: type[Model]) -> type[Model]:
-    """The decoder with an encoder of media, in pieces of a word. `encoded` counts the items that it
-    has encoded.
+    """Return the decoder with a media encoder that works in pieces of one word. `encoded` records
+    the items that it has encoded.
     """
 
     class Seeing(base):  # type: ignore[valid-type, misc]
@@ -49,29 +49,33 @@ def seeing(base: type[Model]) -> type[Model]:
     return Seeing
 
 
-def run_layers(begun: dict[bytes, int], sizes: Mapping[bytes, int], rows: int) -> tuple[bytes, ...]:
-    """Take items through their layers until so many rows went through one (0: to their ends); those
-    that are done. begun: hash -> layers that are left; sizes: hash -> rows.
+def run_layers(
+    layers_left: dict[bytes, int], sizes: Mapping[bytes, int], rows: int
+) -> tuple[bytes, ...]:
+    """Run items through their layers until `rows` rows went through one (0: to the end); return the
+    finished items.
+
+    layers_left: hash -> remaining layers. sizes: hash -> rows.
     """
-    before, ran = set(begun), 0
-    while begun and (not rows or ran < rows):
-        hashed = next(iter(begun))
+    before, ran = set(layers_left), 0
+    while layers_left and (not rows or ran < rows):
+        hashed = next(iter(layers_left))
         ran += sizes[hashed]
-        begun[hashed] -= 1
-        if not begun[hashed]:
-            del begun[hashed]
-    return tuple(before - begun.keys())
+        layers_left[hashed] -= 1
+        if not layers_left[hashed]:
+            del layers_left[hashed]
+    return tuple(before - layers_left.keys())
 
 
 def item_of(words: Sequence[int], start: int) -> MediaItem:
-    """An item of these words, whose placeholders begin at token `start` of the prompt."""
+    """Return an item of these words, whose placeholders begin at token `start` of the prompt."""
     array = np.array(words, dtype=np.int64)
     digest = hashlib.sha256(array.tobytes()).digest()
     return MediaItem("image", digest, start, len(words), {"words": array})
 
 
 def place_items(prompt: Sequence[int | Sequence[int]]) -> tuple[list[int], tuple[MediaItem, ...]]:
-    """(tokens, items) of a prompt in which lists of words stand for items."""
+    """Return (tokens, items) of a prompt in which lists of words stand for items."""
     tokens: list[int] = []
     items: list[MediaItem] = []
     for part in prompt:

@@ -5,11 +5,10 @@
     def test_contract():
         check_model(MyForCausalLM)
 
-A tiny random checkpoint of the driver's `tiny()` is written with transformers, whose own
-implementation is the oracle. In fp32, whole vocabularies of log probabilities are compared.
-
-Results do not depend on the batch to the last bit: a matrix product of one row and of many add
-up in different orders. The bound here is 1e-4; a wrong mask, position or norm is far outside it.
+A tiny random checkpoint of the driver's `tiny()` is written with transformers, whose implementation
+is the oracle. Log probabilities over the whole vocabulary are compared in fp32. Results may depend
+on the batch in their last bits, since a matrix product of one row and of many is summed in
+different orders. The tolerance is 1e-4; a wrong mask, position or norm exceeds it by far.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ _PROMPTS = (37, 5, 1)
 
 
 def check_model(driver: type[Model], *, oracle: Oracle | None = None, **flags: Any) -> None:
-    """Run the whole kit; `flags` go to the engine's configuration.
+    """Run the kit; `flags` go to the engine's configuration.
 
-    `oracle` is what to compare with in place of transformers, else the one that the driver names.
+    oracle: compared with instead of transformers; by default the oracle that the driver names.
     Raises AssertionError with what was expected. Encoders have a kit of their own.
     """
     if "generate" not in driver.tasks:
         check_encoder(driver, **flags)
         return
     with tempfile.TemporaryDirectory() as name, _offering(driver):
-        own = oracle or oracle_of(driver)
-        folder = tiny_folder(driver, Path(name) / "whole", oracle=own)
-        check_equals_transformers(folder, reference=own or "eager", **flags)
+        driver_oracle = oracle or oracle_of(driver)
+        folder = tiny_folder(driver, Path(name) / "whole", oracle=driver_oracle)
+        check_equals_transformers(folder, reference=driver_oracle or "eager", **flags)
         check_steps(folder, **flags)
-        check_storage(driver, folder, Path(name), oracle=own, **flags)
+        check_storage(driver, folder, Path(name), oracle=driver_oracle, **flags)
 
 
 def tiny_folder(
     driver: type[Model], path: Path, *, oracle: Oracle | None = None, **settings: Any
 ) -> Path:
-    """A tiny checkpoint of the driver's architecture, by transformers or by an oracle.
+    """Write a tiny checkpoint of the driver's architecture, with transformers or with an oracle.
 
-    `settings` as in `make_tiny`; an oracle's takes `dtype` and `shards`.
+    `settings` are those of `make_tiny`; with an oracle, `dtype` and `shards` are supported.
     """
     if oracle is not None:
         return write_tiny(driver, oracle, path, **settings)
@@ -75,27 +74,27 @@ def tiny_folder(
 def check_equals_transformers(
     folder: Path, *, steps: int = _STEPS, reference: str | Oracle = "eager", **flags: Any
 ) -> None:
-    """Greedy tokens, and the log probabilities of all tokens on the way, as transformers has.
+    """Compare greedy tokens and the log probabilities of all tokens with transformers.
 
-    `reference` names the attention that transformers computes them with, or is an oracle that
-    computes them in its place.
+    reference: the attention implementation that transformers uses, or an oracle that replaces
+    transformers.
     """
     whose = "transformers" if isinstance(reference, str) else "the oracle"
     session = _session(folder, **flags)
     prompts = _prompts(session)
-    found = session.greedy(prompts, steps)
-    texts = [[*prompts[row], *tokens[:-1]] for row, (tokens, _) in found.items()]
+    results = session.greedy(prompts, steps)
+    texts = [[*prompts[row], *tokens[:-1]] for row, (tokens, _) in results.items()]
     references = _references(folder, texts, reference)
-    for (row, (tokens, logprobs)), expected in zip(found.items(), references, strict=True):
+    for (row, (tokens, logprobs)), expected in zip(results.items(), references, strict=True):
         _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, {whose}")
         best = expected[len(prompts[row]) - 1 :].argmax(-1).tolist()
         assert tokens == best, f"greedy tokens differ from those of {whose}: {tokens} and {best}"
-    seen = {token for tokens, _ in found.values() for token in tokens}
-    assert len(seen) > 3, f"the tiny model only ever says {seen}: nothing is tested by that"
+    seen = {token for tokens, _ in results.values() for token in tokens}
+    assert len(seen) > 3, f"the tiny model only generates {seen}, which tests nothing"
 
 
 def check_steps(folder: Path, **flags: Any) -> None:
-    """However prompts are cut and rows are batched, and in blocks used before: the same."""
+    """Check that results do not depend on chunking and batching, including in reused blocks."""
     session = _session(folder, **flags)
     prompts = _prompts(session)
     whole = session.greedy(prompts, 8)
@@ -110,19 +109,19 @@ def check_steps(folder: Path, **flags: Any) -> None:
 
 
 def check_storage(
-    driver: type[Model], folder: Path, place: Path, *, oracle: Oracle | None = None, **flags: Any
+    driver: type[Model], folder: Path, root: Path, *, oracle: Oracle | None = None, **flags: Any
 ) -> None:
-    """Shards load as one file does, and bf16 weights as those numbers in fp32."""
+    """Check that shards load like a single file, and bf16 weights like the same numbers in fp32."""
     session = _session(folder, **flags)
     prompt = _prompts(session)[0]
     whole = session.step({0: prompt})[0]
-    cut = tiny_folder(driver, place / "parts", oracle=oracle, shards=3)
+    cut = tiny_folder(driver, root / "parts", oracle=oracle, shards=3)
     parts = _session(cut, **flags).step({0: prompt})[0]
-    assert torch.equal(whole, parts), "three shards give other numbers than one file"
-    half = tiny_folder(driver, place / "half", oracle=oracle, dtype="bfloat16")
-    found = _session(half, **flags).step({0: prompt})[0]
+    assert torch.equal(whole, parts), "three shards give different numbers than one file"
+    half = tiny_folder(driver, root / "half", oracle=oracle, dtype="bfloat16")
+    logprobs = _session(half, **flags).step({0: prompt})[0]
     (expected,) = _references(half, [prompt], oracle or "eager")
-    _compare(found, expected, "bf16 weights computed in fp32, the reference")
+    _compare(logprobs, expected, "bf16 weights computed in fp32, the reference")
 
 
 def _check_mixed(
@@ -130,12 +129,12 @@ def _check_mixed(
     prompts: Mapping[int, Sequence[int]],
     whole: Mapping[int, tuple[list[int], torch.Tensor]],
 ) -> None:
-    """A step in which one row prefills, one is in the middle of its prompt and one decodes."""
+    """Check a step in which one row prefills, one is inside its prompt and one decodes."""
     first, second, third = prompts
     tokens, expected = whole[third]
     session.step({third: prompts[third], second: prompts[second][:2]})
-    found = session.step({first: prompts[first], second: prompts[second][2:], third: tokens[:1]})
-    for row, logprobs in found.items():
+    results = session.step({first: prompts[first], second: prompts[second][2:], third: tokens[:1]})
+    for row, logprobs in results.items():
         length = len(prompts[row])
         part = {first: slice(0, length), second: slice(2, length), third: slice(1, 2)}[row]
         _compare(logprobs, whole[row][1][part], "a mixed step")
@@ -163,7 +162,9 @@ def _prompts(session: Session) -> dict[int, list[int]]:
 def _references(
     folder: Path, texts: Sequence[Sequence[int]], reference: str | Oracle = "eager"
 ) -> list[torch.Tensor]:
-    """The reference's log probabilities [tokens, vocabulary] of each text, in one pass in fp32."""
+    """Return the reference's log probabilities [tokens, vocabulary] of each text, in one fp32
+    pass.
+    """
     if not isinstance(reference, str):
         return [logprobs_of(reference, folder, tokens) for tokens in texts]
     import transformers
@@ -177,30 +178,30 @@ def _references(
 
 
 def _same(
-    found: Mapping[int, tuple[list[int], torch.Tensor]],
+    actual: Mapping[int, tuple[list[int], torch.Tensor]],
     expected: Mapping[int, tuple[list[int], torch.Tensor]],
     what: str,
 ) -> None:
     for row, (tokens, logprobs) in expected.items():
-        _compare(found[row][1], logprobs, what)
-        assert found[row][0] == tokens, f"{what}: other tokens: {found[row][0]}, not {tokens}"
+        _compare(actual[row][1], logprobs, what)
+        assert actual[row][0] == tokens, f"{what}: different tokens: {actual[row][0]}, not {tokens}"
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.shape == expected.shape, f"{what}: {found.shape} log probabilities"
-    worst = (found - expected).abs().max().item()
+def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} log probabilities"
+    worst = (actual - expected).abs().max().item()
     assert worst <= TOLERANCE, f"{what}: log probabilities differ by {worst:.2g} > {TOLERANCE}"
 
 
 def _architecture(driver: type[Model]) -> str:
     architectures = driver.tiny().get("architectures")
-    assert architectures, "tiny() names no architecture"
+    assert architectures, "tiny() has no architectures"
     name: str = architectures[0]
     return name
 
 
 def _offering(driver: type[Model]) -> Any:
-    """The installed plugins with this driver in front, while the kit runs."""
+    """Return the installed plugins with this driver taking precedence."""
     plugins = manager.PluginManager()
     plugins.register("models", _architecture(driver), driver)
     return manager.using(plugins)

@@ -1,4 +1,4 @@
-"""What the kit for models compares with where transformers has no such model.
+"""Oracles: reference implementations for the model kit, if transformers has no such model.
 
     class Mine:  # in modulm_foo/oracle.py, which serving does not import
         def weights(self, config): ...  # name in the checkpoint -> random fp32 tensor
@@ -8,7 +8,7 @@
         oracle = "modulm_foo.oracle:Mine"
 
 `kit.check("models", FooForCausalLM)` and `modulm plugins doctor` use it; `check_model(driver,
-oracle=Mine())` takes one as it is.
+oracle=Mine())` takes an instance.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _VOCABULARY = 512
 
 
 class Oracle(Protocol):
-    """An implementation of the model that owes nothing to the driver: plain, slow and whole."""
+    """An implementation of the model that shares no code with the driver: plain and complete."""
 
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """Random weights in fp32 of the driver's `tiny()`, by their names in a checkpoint.
+        """Return random fp32 weights for the driver's `tiny()`, by their names in a checkpoint.
 
-        Norms and biases are random too: one of ones does not show that it is left out.
+        Norms and biases must be random, too; a norm of ones does not show that it is missing.
         """
         ...
 
@@ -48,23 +48,23 @@ class Oracle(Protocol):
         weights: Mapping[str, torch.Tensor],
         tokens: Sequence[int],
     ) -> torch.Tensor:
-        """Logits of every position of one sequence, [tokens, vocabulary] in fp32."""
+        """Return the logits of every position of one sequence, [tokens, vocabulary] in fp32."""
         ...
 
 
 def oracle_of(driver: type[Model]) -> Oracle | None:
-    """The oracle that a driver names, made; None where transformers is it."""
+    """Create the oracle that a driver names; None if transformers is the oracle."""
     if not driver.oracle:
         return None
     module, _, name = driver.oracle.partition(":")
-    made: Oracle = getattr(import_module(module), name)()
-    return made
+    oracle: Oracle = getattr(import_module(module), name)()
+    return oracle
 
 
 def write_tiny(
     driver: type[Model], oracle: Oracle, folder: Path, *, dtype: str = "float32", shards: int = 1
 ) -> Path:
-    """A checkpoint of the driver's `tiny()` with the oracle's weights, laid out like others."""
+    """Write a checkpoint of the driver's `tiny()` with the oracle's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     config = {"vocab_size": _VOCABULARY, **ids, **driver.tiny(), "dtype": dtype}
@@ -81,7 +81,7 @@ def write_tiny(
 
 
 def logprobs_of(oracle: Oracle, folder: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """The oracle's log probabilities [tokens, vocabulary] with the weights that are stored."""
+    """Return the oracle's log probabilities [tokens, vocabulary] with the stored weights."""
     config = json.loads((folder / "config.json").read_text())
     weights = {
         name: tensor.float()

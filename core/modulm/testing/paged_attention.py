@@ -1,8 +1,8 @@
-"""Attention over paged memory, row by row in plain torch: what every backend is compared with.
+"""Reference paged attention, row by row in plain torch, for comparison with every backend.
 
-The cache of a layer is one tensor [blocks, block size, kv_heads, head_dim + value_dim]: a token's
-key beside its value. A latent cache is [blocks, block size, 1, head_dim], and its values are the
-first entries of its keys; that of a layer which picks has no values at all.
+A layer's cache is a tensor [blocks, block size, kv_heads, head_dim + value_dim] with a token's key
+beside its value. A latent cache is [blocks, block size, 1, head_dim], and its values are the first
+entries of its keys; the cache of a layer that picks tokens has no values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReferencePlan(AttentionPlan):
 
     @classmethod
     def of(cls, step: StepLayout, device: torch.device) -> ReferencePlan:
-        """The layout on a device."""
+        """Copy the layout to a device."""
         arrays = (step.block_tables, step.query_starts, step.context_lens, step.slots)
         more = (step.spans, step.encoder_lens, step.seen)
         return cls(
@@ -66,8 +66,8 @@ class ReferencePlan(AttentionPlan):
         return tuple(tensor is None for tensor in self._more)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.query_starts, self.context_lens, self.slots, *self._more)
-        return tuple(tensor for tensor in found if tensor is not None)
+        listed = (self.query_starts, self.context_lens, self.slots, *self._more)
+        return tuple(tensor for tensor in listed if tensor is not None)
 
     @property
     def _more(self) -> tuple[Tensor | None, ...]:
@@ -77,14 +77,14 @@ class ReferencePlan(AttentionPlan):
         return (self.block_tables,)
 
     def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> ReferencePlan:
-        left = iter(tensors)
-        made = (next(left), next(left), next(left))
-        more = (None if tensor is None else next(left) for tensor in self._more)
-        return ReferencePlan(tables[0], *made, *more)
+        remaining = iter(tensors)
+        required = (next(remaining), next(remaining), next(remaining))
+        more = (None if tensor is None else next(remaining) for tensor in self._more)
+        return ReferencePlan(tables[0], *required, *more)
 
 
 class ReferenceAttention(AttentionBackend):
-    """A backend that has every feature of the contract, in floats of any width, and no speed."""
+    """A slow backend with every feature of the contract, for caches in floats."""
 
     name = "reference"
     api = 3
@@ -109,9 +109,9 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
-        kept = getattr(torch, spec.kv_dtype, None)
-        if not isinstance(kept, torch.dtype) or not kept.is_floating_point:
-            return f"keeps keys and values in floats, not {spec.kv_dtype}"
+        dtype = getattr(torch, spec.kv_dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            return f"supports KV caches in floats, not {spec.kv_dtype}"
         return None
 
     def layout(self, blocks: int) -> KVLayout:
@@ -146,9 +146,9 @@ class ReferenceAttention(AttentionBackend):
 
 
 def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Put keys [tokens, kv_heads, head_dim] and values at their slots [tokens] int64.
+    """Write keys [tokens, kv_heads, head_dim] and values to their slots [tokens] int64.
 
-    Values are ignored where the cache is as wide as a key (a latent cache).
+    Values are ignored if the cache is as wide as a key (a latent cache).
     """
     flat = cache.view(-1, *cache.shape[2:])
     size = k.shape[-1]
@@ -171,7 +171,7 @@ def paged_attention(
     alibi: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """`attend` with the arguments that kernels take; window 0: none."""
+    """Call `attend` with the arguments that kernels take; window 0 means none."""
     spec = AttentionSpec(
         q.shape[1],
         cache.shape[2],
@@ -195,27 +195,27 @@ def attend(
     out: Tensor,
     inputs: AttentionInputs = PLAIN,
 ) -> Tensor:
-    """Fill `out` from a cache that holds the step's keys already; shapes as in the contract."""
+    """Fill `out` from a cache that already holds the step's keys; shapes as in the contract."""
     starts = plan.query_starts.tolist()
     ends = plan.context_lens if plan.encoder_lens is None else plan.encoder_lens
     for row, length in enumerate(ends.tolist()):
-        own = slice(starts[row], starts[row + 1])
-        if own.start == own.stop:
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.start == tokens.stop:
             continue
         blocks = plan.block_tables[row][: -(-length // cache.shape[1])].long()
-        held = cache[blocks].flatten(0, 1)[:length].float()
-        keys, values = held[..., : q.shape[2]], held[..., q.shape[2] :]
-        if held.shape[2] == q.shape[2]:
-            values = held[..., : out.shape[2]]
+        entries = cache[blocks].flatten(0, 1)[:length].float()
+        keys, values = entries[..., : q.shape[2]], entries[..., q.shape[2] :]
+        if entries.shape[2] == q.shape[2]:
+            values = entries[..., : out.shape[2]]
         if inputs.k_scale is not None and inputs.v_scale is not None:
             keys, values = keys * inputs.k_scale[:, None], values * inputs.v_scale[:, None]
         group = q.shape[1] // keys.shape[1]
         keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[own].float() * spec.scale, keys)
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float() * spec.scale, keys)
         if spec.softcap > 0:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         last = int(plan.context_lens[row])
-        queries = torch.arange(last - (own.stop - own.start), last, device=q.device)
+        queries = torch.arange(last - (tokens.stop - tokens.start), last, device=q.device)
         distance = queries[:, None] - torch.arange(length, device=q.device)
         if inputs.alibi is not None:
             scores -= inputs.alibi[:, None, None] * distance
@@ -223,15 +223,15 @@ def attend(
             scores += inputs.biases[:, distance.clamp(0, inputs.biases.shape[1] - 1)]
         visible = _visible(spec, plan, row, distance)
         if inputs.selected is not None:
-            visible = visible & _selected(spec, inputs.selected[own], length, q.shape[1])
+            visible = visible & _selected(spec, inputs.selected[tokens], length, q.shape[1])
         scores = scores.masked_fill(~visible, -torch.inf)
         if inputs.sinks is not None:
             column = inputs.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, column], dim=-1)
         if inputs.lse is not None:
-            inputs.lse[own] = scores.logsumexp(-1).transpose(0, 1)
+            inputs.lse[tokens] = scores.logsumexp(-1).transpose(0, 1)
         weights = scores.softmax(-1)[..., :length].nan_to_num(0.0)
-        out[own] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
     return out
 
 
@@ -243,15 +243,17 @@ def pick(
     out: Tensor,
     inputs: AttentionInputs,
 ) -> Tensor:
-    """Fill `out` [tokens, 1, picks] for a spec that picks; the cache holds the step's keys."""
+    """Fill `out` [tokens, 1, picks] for a spec that picks tokens; the cache holds the step's
+    keys.
+    """
     starts = plan.query_starts.tolist()
     for row in range(len(starts) - 1):
-        own = slice(starts[row], starts[row + 1])
+        tokens = slice(starts[row], starts[row + 1])
         scores = pick_scores(spec, q, cache, plan, row, inputs)
-        found = scores.topk(min(spec.picks, scores.shape[1]), -1)
-        places = found.indices.masked_fill(found.values.isneginf(), -1).sort(-1).values
-        out[own] = -1
-        out[own, 0, spec.picks - places.shape[1] :] = places.to(out.dtype)
+        best = scores.topk(min(spec.picks, scores.shape[1]), -1)
+        positions = best.indices.masked_fill(best.values.isneginf(), -1).sort(-1).values
+        out[tokens] = -1
+        out[tokens, 0, spec.picks - positions.shape[1] :] = positions.to(out.dtype)
     return out
 
 
@@ -263,23 +265,25 @@ def pick_scores(
     row: int,
     inputs: AttentionInputs,
 ) -> Tensor:
-    """By what the queries of one row pick: [queries, keys] fp32, -inf where they see nothing."""
+    """Return the selection scores of one row's queries: [queries, keys] fp32, -inf for invisible
+    keys.
+    """
     weights = inputs.head_weights
     if weights is None:
-        raise ValueError("a layer that picks brings head_weights")
-    own = slice(*plan.query_starts[row : row + 2].tolist())
+        raise ValueError("a layer that picks tokens must pass head_weights")
+    tokens = slice(*plan.query_starts[row : row + 2].tolist())
     length = int(plan.context_lens[row])
     blocks = plan.block_tables[row][: -(-length // cache.shape[1])].long()
     keys = cache[blocks].flatten(0, 1)[:length, 0].float()
-    meeting = torch.einsum("qhd,kd->qhk", q[own].float() * spec.scale, keys).relu()
-    scores = torch.einsum("qh,qhk->qk", weights[own], meeting)
+    meeting = torch.einsum("qhd,kd->qhk", q[tokens].float() * spec.scale, keys).relu()
+    scores = torch.einsum("qh,qhk->qk", weights[tokens], meeting)
     queries = torch.arange(length - len(scores), length, device=q.device)
     later = torch.arange(length, device=q.device) > queries[:, None]
     return scores.masked_fill(later, -torch.inf)
 
 
 def _visible(spec: AttentionSpec, plan: ReferencePlan, row: int, distance: Tensor) -> Tensor:
-    """[queries, keys] bool of one row; distance: position of the query less that of the key."""
+    """Return [queries, keys] bool of one row. distance: query position minus key position."""
     visible = torch.ones_like(distance, dtype=torch.bool)
     if spec.cross:
         return visible
@@ -293,15 +297,15 @@ def _visible(spec: AttentionSpec, plan: ReferencePlan, row: int, distance: Tenso
         visible &= distance.abs() < spec.window
     keys = torch.arange(distance.shape[1], device=distance.device)
     queries = distance[:, :1] + keys[:1]
-    for place, first, end in () if plan.spans is None else plan.spans.tolist():
-        if place == row:
+    for span_row, first, end in () if plan.spans is None else plan.spans.tolist():
+        if span_row == row:
             inside = [(first <= at) & (at < end) for at in (queries, keys)]
             visible |= inside[0] & inside[1]
     return visible
 
 
 def _selected(spec: AttentionSpec, selected: Tensor, length: int, heads: int) -> Tensor:
-    """[heads, queries, keys] bool; selected: [queries, kv_heads or 1, n]."""
+    """Return [heads, queries, keys] bool. selected: [queries, kv_heads or 1, n]."""
     runs = torch.arange(length, device=selected.device) // spec.selection
     chosen = (selected.unsqueeze(-1) == runs).any(2).transpose(0, 1)
     return chosen.repeat_interleave(heads // len(chosen), 0)
@@ -321,10 +325,9 @@ def qkv_prepare(
     neox: bool = True,
     norm_offset: float = 0.0,
 ) -> Tensor:
-    """What `AttentionBackend.forward_qkv` does before it attends, in plain torch.
+    """Do what `AttentionBackend.forward_qkv` does before attention, in plain torch.
 
-    Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
-
+    Split, normalise per head, rotate, and write keys and values to the cache; returns the queries.
     qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> [T, Hq, D].
     """
     size = qkv.shape[-1] // (heads + 2 * kv_heads)

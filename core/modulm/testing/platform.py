@@ -5,7 +5,7 @@
     def test_contract():
         check_platform(MyPlatform)
 
-What needs the device itself is checked only where `probe` finds it.
+Checks that need the device run only if `probe` finds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["check_platform"]
 
 
 def check_platform(platform: type[Platform]) -> None:
-    """Run the whole kit. Raises AssertionError with what was expected."""
+    """Run the kit. Raises AssertionError with what was expected."""
     _check_class(platform)
     if platform.probe().score > 0:
         _check_device(platform())
@@ -33,7 +33,7 @@ def _check_class(platform: type[Platform]) -> None:
     assert isinstance(probe, Probe), f"probe() gave {probe!r}, not a Probe"
     assert probe.score >= 0, f"probe score {probe.score} is negative"
     assert probe.reason, "probe() gives no reason"
-    assert platform.probe() == probe, "probe() gives two answers on one machine"
+    assert platform.probe() == probe, "probe() gives different results on the same machine"
     assert platform.name, "the platform has no name"
     for field in ("attention", "kernels"):
         names = getattr(platform, field)
@@ -55,7 +55,7 @@ def _check_device(platform: Platform) -> None:
     platform.start()
     memory = platform.memory()
     assert isinstance(memory, Memory), f"memory() gave {memory!r}"
-    assert 0 <= memory.free <= memory.total, f"memory() makes no sense: {memory}"
+    assert 0 <= memory.free <= memory.total, f"memory() is inconsistent: {memory}"
     assert isinstance(platform.device, torch.device), f"device is {platform.device!r}"
     assert platform.dtypes, "dtypes is empty"
     for name in platform.dtypes:
@@ -69,13 +69,13 @@ def _check_device(platform: Platform) -> None:
 
 
 def _check_dtype(platform: Platform, name: str) -> None:
-    """Multiply two small matrices in the dtype: exact in every dtype, as all values are small."""
+    """Multiply two small matrices in the dtype; the result is exact in every dtype."""
     import torch
 
     dtype = getattr(torch, name, None)
-    assert isinstance(dtype, torch.dtype), f"{name!r} in dtypes is no torch dtype"
+    assert isinstance(dtype, torch.dtype), f"{name!r} in dtypes is not a torch dtype"
     left = torch.eye(8, dtype=dtype, device=platform.device)
     right = torch.full((8, 8), 2.0, dtype=dtype, device=platform.device)
     product: torch.Tensor = left @ right
     platform.synchronize()
-    assert product.cpu().float().eq(2.0).all(), f"a product in {name} comes out wrong"
+    assert product.cpu().float().eq(2.0).all(), f"a product in {name} is wrong"

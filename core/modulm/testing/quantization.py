@@ -5,10 +5,10 @@
     def test_contract():
         check_quantization(MyMethod)
 
-A layer of each kind that the method does not reject is made, filled with random numbers in the
-shapes that `create` asks for, finished and applied; the oracle is a plain product with what
-`dequantize` gives. What is optional is left out, as by a checkpoint that lacks it. Where random
-numbers make no sense, pass `fill`, which is asked for everything.
+For each kind of layer that the method supports, a layer is created, filled with random numbers in
+the shapes of `create`, finished and applied; the oracle is a plain product with the result of
+`dequantize`. Optional parameters are omitted, as by a checkpoint that lacks them. If random numbers
+are not valid, pass `fill`, which is called for every parameter.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def check_quantization(
     config: Mapping[str, Any] | None = None,
     fill: Fill | None = None,
 ) -> None:
-    """Run the whole kit; `config` are the method's settings, its `EXAMPLE` if None.
+    """Run the kit. config: the method's settings, its `EXAMPLE` if None.
 
     Raises AssertionError with what was expected.
     """
     assert method.name, "the method has no name"
     plain = CheckpointInfo(config={"architectures": ["Any"]})
     foreign = evolve(plain, quantization={"quant_method": "unheard_of"})
-    assert not method.claims(foreign), "claims() takes a checkpoint of another method"
+    assert not method.claims(foreign), "claims() accepts a checkpoint of another method"
     assert method.claims(plain) is None or method.name == "none", (
-        "claims() takes a checkpoint that is not quantized"
+        "claims() accepts a checkpoint that is not quantized"
     )
     platform = platform or manager.current().load("platforms", "cpu")()
-    given = method.EXAMPLE if config is None else config
-    made = method(structure(given, method.Config, "kit"), platform, bind())
-    held = 0
+    settings = method.EXAMPLE if config is None else config
+    instance = method(structure(settings, method.Config, "kit"), platform, bind())
+    supported = 0
     for dtype in platform.dtypes:
         for what, base in _LAYERS.items():
             spec = evolve(base, dtype=dtype)
-            reason = made.rejects(spec, platform) or made.declines(spec)
+            reason = instance.rejects(spec, platform) or instance.declines(spec)
             assert reason is None or reason, f"rejects() gives an empty reason for {what}"
             if reason is None:
-                held += 1
-                _check_layer(made, spec, f"{what} in {dtype}", fill or _random)
-    assert held, f"{method.name} rejects every kind of layer on {platform.name}"
+                supported += 1
+                _check_layer(instance, spec, f"{what} in {dtype}", fill or _random)
+    assert supported, f"{method.name} rejects every kind of layer on {platform.name}"
 
 
 def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: Fill) -> None:
@@ -108,21 +108,21 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
     if spec.experts:
         stack: Any = method.experts(layer)
         for expert in range(spec.experts):
-            found = stack[expert].float()
-            _close(found, weight[expert], spec.dtype, f"{what}: experts()[{expert}]")
+            result = stack[expert].float()
+            _close(result, weight[expert], spec.dtype, f"{what}: experts()[{expert}]")
         return
     bias = torch.randn(spec.outputs, device=device, dtype=dtype) if spec.bias else None
-    # Random codes may be weights of any size, and float16 ends at 65,504.
+    # Random codes may give large weights, and float16 ends at 65,504.
     x *= min(1.0, 1e4 / max((x.float() @ weight.T).abs().max().item(), 1e-6))
     expected = x.float() @ weight.T + (0.0 if bias is None else bias.float())
     for rows in (9, 1):
-        found = method.apply(layer, x[:rows], bias)
-        assert found.dtype == dtype, f"{what}: apply() gives {found.dtype}"
-        _close(found, expected[:rows], spec.dtype, f"{what}: apply() on {rows} rows")
+        result = method.apply(layer, x[:rows], bias)
+        assert result.dtype == dtype, f"{what}: apply() gives {result.dtype}"
+        _close(result, expected[:rows], spec.dtype, f"{what}: apply() on {rows} rows")
 
 
 def _random(spec: LinearSpec, name: str, param: ParamSpec) -> Tensor:
-    """Small normal numbers; scales are positive, whole numbers are any bits.
+    """Return small normal numbers; scales are positive, integers are random bits.
 
     Scales in bytes are exponents of 2 plus 127, as in microscaling formats.
     """
@@ -133,11 +133,11 @@ def _random(spec: LinearSpec, name: str, param: ParamSpec) -> Tensor:
         limits = torch.iinfo(dtype)
         return torch.randint(limits.min, limits.max, param.shape(spec), dtype=dtype)
     size = float(spec.inputs**-0.5)
-    if "scale" in name:  # far from 0: some are divided by
+    if "scale" in name:  # far from 0, since some divide
         return (size * (torch.rand(param.shape(spec)) + 0.5)).to(dtype)
     return (size * torch.randn(param.shape(spec))).to(dtype)
 
 
-def _close(found: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    worst = (found.float() - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
+def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    worst = (actual.float() - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
     assert worst <= _TOLERANCE[dtype], f"{what}: differs from the plain product by {worst:.2g}"

@@ -1,8 +1,8 @@
-"""A platform that poses as a device with a queue, on the processor.
+"""A CPU platform that behaves like an asynchronous device with a queue.
 
-Nothing that is launched inside of `queue()` is done before its result is waited for: operations
-give tensors full of nonsense, which are filled in later. Whoever looks at a value from the host in
-between gets a HostRead error, and so does an operation whose shape depends on values.
+Work that is launched inside `queue()` runs only when its result is waited for: operations return
+tensors of garbage, which are filled later. Reading a value from the host in between raises
+HostRead, and so does an operation whose output shape depends on values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _READS = frozenset(
 
 
 class HostRead(EngineError):
-    """The host looked at a value that the device has not computed yet."""
+    """The host read a value that the device has not computed yet."""
 
 
 class Queue:
-    """Work in order. unread: results that nobody has waited for; `ahead` counts the launches that
-    found some. closed: why no work may come now, nor be waited for.
+    """Work in order.
+
+    unread: results that nobody has waited for; `ahead` counts launches while there were some.
+    closed: why no work may be added or waited for now.
     """
 
     def __init__(self) -> None:
@@ -53,18 +55,18 @@ class Queue:
         self.closed = ""
 
     def put(self, work: Callable[[], object]) -> int:
-        """How much has to be done until this is."""
+        """Add work; return the position up to which the queue must run to complete it."""
         self._open()
         self._work.append(work)
         return self._done + len(self._work)
 
     @property
     def ordered(self) -> int:
-        """How much has ever been put."""
+        """The number of items ever added."""
         return self._done + len(self._work)
 
     def drain(self, until: int) -> None:
-        """Do the work up to there."""
+        """Run the work up to a position."""
         self._open()
         with really(), torch.inference_mode():
             while self._done < until:
@@ -78,21 +80,21 @@ class Queue:
 
 @contextmanager
 def really() -> Iterator[None]:
-    """Operations are done at once, as if nobody posed."""
+    """Run operations immediately, as on a real CPU."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def nonsense(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape on the processor, of values that nobody can have meant."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    return made.fill_(
-        torch.nan if made.is_floating_point() else 1 if made.dtype == torch.bool else -77
+    """Return a CPU tensor of the same shape filled with invalid values."""
+    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return tensor.fill_(
+        torch.nan if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -77
     )
 
 
 class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on tensors go to the queue; views and new tensors are made at once."""
+    """Queue operations on tensors; views and new tensors are created immediately."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,20 +119,20 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._filled_later(func, args, kwargs)
 
     def _filled_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        placed = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
+        meta_kwargs = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
         try:
-            shapes = func(*on_meta(args), **on_meta(placed))
+            shapes = func(*on_meta(args), **on_meta(meta_kwargs))
         except (RuntimeError, NotImplementedError) as error:
-            raise HostRead(f"{func}: what it gives depends on values: {error}"[:300]) from error
-        given = tree_map_only(torch.Tensor, nonsense, shapes)
+            raise HostRead(f"{func}: its output shape depends on values: {error}"[:300]) from error
+        outputs = tree_map_only(torch.Tensor, nonsense, shapes)
 
         def fill() -> None:
-            made = func(*args, **kwargs)
-            for target, value in zip(listed(given), listed(made), strict=True):
+            results = func(*args, **kwargs)
+            for target, value in zip(listed(outputs), listed(results), strict=True):
                 target.copy_(value)
 
         self._queue.put(fill)
-        return given
+        return outputs
 
 
 def holds_tensor(value: Any) -> bool:
@@ -152,19 +154,19 @@ def listed(value: Any) -> list[torch.Tensor]:
 
 
 def written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments that the operation writes to, as it returns them."""
-    found = [
-        args[place] if place < len(args) else kwargs[argument.name]
-        for place, argument in enumerate(schema.arguments)
+    """Return the arguments that the operation writes to, as it returns them."""
+    targets = [
+        args[i] if i < len(args) else kwargs[argument.name]
+        for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if not schema.returns:
         return None
-    return found[0] if len(schema.returns) == 1 else tuple(found)
+    return targets[0] if len(schema.returns) == 1 else tuple(targets)
 
 
 class _NoReads(TorchFunctionMode):
-    """Refuses to bring values to the host. Arrays are copied on their way to a tensor."""
+    """Raises HostRead for reads by the host. Arrays are copied when they become tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -217,7 +219,7 @@ class QueuedPlatform(Platform):
     api: ClassVar[int | tuple[int, int]] = 1
     attention: ClassVar[tuple[str, ...]] = ("sdpa",)
     queued: ClassVar[bool] = True
-    #: The queue of the platform that was made last.
+    #: The queue of the most recently created platform.
     work: ClassVar[Queue] = Queue()
 
     def __init__(self) -> None:
@@ -225,7 +227,7 @@ class QueuedPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Probe:
-        return Probe(1, "processors pose as a device with a queue")
+        return Probe(1, "the CPU behaves like a device with a queue")
 
     @property
     def device(self) -> torch.device:

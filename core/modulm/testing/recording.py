@@ -1,4 +1,4 @@
-"""A kernel provider that repeats steps on any device, as a recorder of graphs would."""
+"""A kernel provider that replays steps on any device, like a graph recorder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Repeater", "RepeatingKernels"]
 class Repeater:
     """Runs a step on the first batch of its signature, with the later batch's tensors copied in.
 
-    Whatever a batch or a plan does not list among its tensors, tables and key stays that of the
-    first batch, as in a CUDA graph: the results are wrong if it mattered. recorded, repeated: how
-    many steps; passed: those that could not be recorded.
+    Whatever a batch or plan does not list in its tensors, tables and key keeps the first batch's
+    value, as in a CUDA graph, so results are wrong if it mattered. recorded, repeated: number of
+    steps. passed: steps that could not be recorded.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -36,17 +36,17 @@ class Repeater:
         if key is None:
             self.passed += 1
             return self._forward(batch)
-        found = self._recorded.get(key)
-        if found is None:
-            found = self._recorded[key] = FixedInputs(batch)
+        inputs = self._recorded.get(key)
+        if inputs is None:
+            inputs = self._recorded[key] = FixedInputs(batch)
         else:
             self.repeated += 1
-            found.put(batch)
-        return self._forward(found.step)
+            inputs.put(batch)
+        return self._forward(inputs.step)
 
 
 class RepeatingKernels(KernelProvider):
-    """No ops of its own; `repeaters` has one entry per model."""
+    """A provider without ops; `repeaters` has one entry per model."""
 
     name = "repeating"
     api = 1
@@ -56,7 +56,7 @@ class RepeatingKernels(KernelProvider):
 
     @classmethod
     def probe(cls, platform: Platform) -> Probe:
-        return Probe(1, "torch is everywhere")
+        return Probe(1, "torch is always available")
 
     def ops(self) -> Mapping[str, Op]:
         return {}

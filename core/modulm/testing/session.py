@@ -1,6 +1,6 @@
-"""A model run by hand: loads a checkpoint and steps it over rows, without scheduler or sampler.
+"""Run a model by hand: load a checkpoint and step it over rows, without scheduler or sampler.
 
-What the kits compare is the model's own arithmetic, on the engine's real batches and caches.
+The contract kits use it to compare the model's arithmetic on the engine's real batches and caches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Session"]
 
 
 class Session:
-    """A loaded model with caches for `rows` sequences whose blocks lie in random order.
+    """A loaded model with caches for `rows` sequences, whose blocks are in random order.
 
-    Flags are those of EngineConfig. A row starts anew after `release`, in the same blocks, with
-    whatever they hold.
+    Flags are those of EngineConfig. After `release`, a row starts anew in the same blocks, which
+    keep their content.
     """
 
     def __init__(self, path: str | Path, *, rows: int = 4, seed: int = 0, **flags: Any) -> None:
@@ -82,42 +82,42 @@ class Session:
             tables=tuple(self._table(i, rows, starts) for i in range(len(self._tables))),
             samples=np.ones(len(rows), dtype=bool),
         )
-        places = np.cumsum(counts) - 1
-        hidden = self.model.forward(self._builder.build(plan, places))
+        last_tokens = np.cumsum(counts) - 1
+        hidden = self.model.forward(self._builder.build(plan, last_tokens))
         self.done[rows] += counts
         return dict(zip(work, torch.split(hidden, counts.tolist()), strict=True))
 
     def release(self, row: int) -> None:
-        """The row's sequence is over; the next step on it starts at position 0."""
+        """End the row's sequence; its next step starts at position 0."""
         self.done[row] = 0
 
     def greedy(
         self, prompts: Mapping[int, Sequence[int]], count: int, *, chunk: int | None = None
     ) -> dict[int, tuple[list[int], torch.Tensor]]:
-        """Continue each prompt by `count` best tokens; `chunk` cuts prompts into such pieces.
+        """Continue each prompt by `count` greedy tokens. chunk: tokens of a prompt per step.
 
-        row -> (the new tokens, log probabilities [prompt + count - 1, vocabulary]).
+        Returns row -> (new tokens, log probabilities [prompt + count - 1, vocabulary]).
         """
         pieces: dict[int, list[torch.Tensor]] = {row: [] for row in prompts}
-        left = {row: list(prompt) for row, prompt in prompts.items()}
-        made: dict[int, list[int]] = {row: [] for row in prompts}
-        while left:
-            work = {row: tokens[: chunk or len(tokens)] for row, tokens in left.items()}
+        remaining = {row: list(prompt) for row, prompt in prompts.items()}
+        generated: dict[int, list[int]] = {row: [] for row in prompts}
+        while remaining:
+            work = {row: tokens[: chunk or len(tokens)] for row, tokens in remaining.items()}
             for row, logprobs in self.step(work).items():
                 pieces[row].append(logprobs)
-                left[row] = left[row][len(work[row]) :]
-                if not left[row]:
-                    made[row].append(int(logprobs[-1].argmax()))
-                    left[row] = made[row][-1:]
-                if len(made[row]) == count:
-                    del left[row]
-        return {row: (made[row], torch.cat(pieces[row])) for row in prompts}
+                remaining[row] = remaining[row][len(work[row]) :]
+                if not remaining[row]:
+                    generated[row].append(int(logprobs[-1].argmax()))
+                    remaining[row] = generated[row][-1:]
+                if len(generated[row]) == count:
+                    del remaining[row]
+        return {row: (generated[row], torch.cat(pieces[row])) for row in prompts}
 
     def _table(self, index: int, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """The rows' block tables; blocks that have left a window are the null block."""
+        """Return the rows' block tables; blocks outside the window are the null block."""
         table: np.ndarray = self._tables[index][rows].copy()
         group = self.loaded.groups[index]
         if group.window is not None:
-            gone = np.maximum(starts - group.window + 1, 0) // group.block_size
-            table[np.arange(table.shape[1]) < gone[:, None]] = 0
+            expired = np.maximum(starts - group.window + 1, 0) // group.block_size
+            table[np.arange(table.shape[1]) < expired[:, None]] = 0
         return table

@@ -1,4 +1,6 @@
-"""Random requests that arrive late, begin alike, stop and are aborted; and what became of them."""
+"""Random requests that arrive over time, share prefixes, stop and are aborted; and their
+outcomes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ EOS = 1
 
 @frozen(eq=False)
 class Arrival:
-    """A request, the tick at which it comes, and the one at which it is aborted, if it is."""
+    """A request, the tick at which it arrives, and the tick at which it is aborted, if any."""
 
     request: Request
     tick: int
@@ -30,7 +32,7 @@ class Arrival:
 
 @frozen
 class Outcome:
-    """What a request got: tokens, the ids of each token's logprobs, how it ended."""
+    """What a request received: tokens, the ids of each token's logprobs, and how it ended."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[tuple[int, ...], ...]
@@ -41,7 +43,7 @@ class Outcome:
 def random_workload(
     draw: random.Random, longest: int = 40
 ) -> tuple[list[Arrival], dict[str, Script]]:
-    """Up to nine requests and the scripts of those that end by a stop id."""
+    """Return up to nine requests, and the scripts of those that end by a stop id."""
     stem = [draw.randint(8, 60) for _ in range(draw.randint(1, longest))]
     arrivals, scripts = [], {}
     for number in range(draw.randint(1, 9)):
@@ -70,7 +72,7 @@ def random_workload(
 def run_workload(
     engine: EngineLoop, arrivals: Sequence[Arrival], aborts: bool = True, most: int = 3000
 ) -> set[str]:
-    """Tick until everything has ended; the names of those that were aborted."""
+    """Tick until everything has ended; return the names of aborted requests."""
     waiting = sorted(arrivals, key=lambda arrival: arrival.tick)
     aborted: set[str] = set()
     step = 0
@@ -90,17 +92,17 @@ def run_workload(
 
 
 def outcomes(seen: Recorder) -> Mapping[str, Outcome]:
-    """By request, what it was told."""
+    """Return the outcome of each request."""
     logprobs: dict[str, list[tuple[int, ...]]] = {}
     for events in seen.steps:
         for name, entries in events.logprobs.items():
             logprobs.setdefault(name, []).extend(tuple(e.ids.tolist()) for e in entries)
     none = Finish("", "abort")
-    found = {}
+    results = {}
     for name in {*seen.tokens, *seen.finished}:
         finish = seen.finished.get(name, none)
-        found[name] = Outcome(
+        results[name] = Outcome(
             tuple(seen.tokens.get(name, ())), tuple(logprobs.get(name, ())), finish.reason,
             finish.stop,
         )  # fmt: skip
-    return found
+    return results

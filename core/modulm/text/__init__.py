@@ -1,1 +1,1 @@
-"""Text on its way to tokens and back: tokenizer, chat templates, detokenizer, stop strings."""
+"""Text processing: tokenizer, detokenizer, stop strings."""

@@ -1,8 +1,8 @@
-"""Token ids to text, a few at a time, never cutting a character in two.
+"""Incremental detokenization that never splits a character.
 
-The pieces joined are what decoding everything at once gives. A tokenizer of bytes is decoded
-through a table and an incremental UTF-8 decoder, so that a token costs the same however long the
-text is; others are decoded in a short window that ends at a safe place.
+The concatenated pieces equal the text of decoding all ids at once. A byte-level tokenizer is
+decoded through a table and an incremental UTF-8 decoder, so the cost per token does not depend on
+the length of the text. Others are decoded in a short window that ends at a safe position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Detokenizer", "piece_bytes"]
 
-#: Prompt tokens that a window starts with: enough for a decoder that looks at its left neighbour.
+#: Prompt tokens at the start of a window: enough for decoders that depend on the previous token.
 _CONTEXT = 6
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -33,9 +33,9 @@ class _Strategy(Protocol):
 class Detokenizer:
     """Decodes the output of one sequence.
 
-    prompt_ids: the prompt's ids (its end is enough), for decoders that depend on what is to the
-    left. Special tokens are left out when `skip_special_tokens`; else, with
-    `spaces_between_special_tokens=False`, no space is put between two that follow each other.
+    prompt_ids: the prompt's ids, of which the end suffices, for decoders that depend on the
+    preceding tokens. skip_special_tokens: omit special tokens. spaces_between_special_tokens: if
+    False, adjacent special tokens are joined without a space.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Detokenizer:
             self._strategy = _Bytes(table, prompt_ids, skip_special_tokens)
 
     def feed(self, ids: Sequence[int]) -> str:
-        """More ids -> the text that is complete."""
+        """Add ids and return the text that is complete."""
         return self._strategy.feed(ids)
 
     def finish(self) -> str:
-        """The rest: U+FFFD for bytes that never became a character."""
+        """Return the remaining text, with U+FFFD for incomplete characters."""
         return self._strategy.finish()
 
 
 class _Pieces:
-    """Bytes of each token of a byte-level tokenizer, looked up when first needed."""
+    """Bytes of each token of a byte-level tokenizer, cached on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -79,7 +79,7 @@ class _Pieces:
         return known
 
 
-#: One table per tokenizer; a tokenizer without one is known to need windows.
+#: One table per tokenizer; None for tokenizers that need windows.
 _TABLES: WeakKeyDictionary[Tokenizer, _Pieces | None] = WeakKeyDictionary()
 
 
@@ -90,7 +90,7 @@ def _pieces(tokenizer: Tokenizer) -> _Pieces | None:
 
 
 def _byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether decoding is: join the tokens, read their letters as bytes."""
+    """Whether decoding means joining tokens and mapping their letters to bytes."""
     core = tokenizer.core
     if core is None:
         return tokenizer.spelling == "byte_level"
@@ -100,7 +100,9 @@ def _byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _letters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, others are moved up."""
+    """Return the alphabet of byte-level BPE: printable bytes are letters themselves, others are
+    shifted.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): b for i, b in enumerate(moved)}
@@ -110,7 +112,7 @@ _LETTERS = _letters()
 
 
 def piece_bytes(token: str) -> bytes:
-    """A token with a letter that is not in the alphabet was added as text and stands for it."""
+    """Return the bytes of a token. A token with a letter outside the alphabet was added as text."""
     try:
         return bytes([_LETTERS[letter] for letter in token])
     except KeyError:
@@ -133,7 +135,7 @@ class _Bytes:
 
 
 class _Window:
-    """`_ids` is the window; its first `_done` ids are out already, and are kept as context."""
+    """`_ids` is the window. Its first `_done` ids are already decoded and kept as context."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: bool, spaces: bool
@@ -163,7 +165,7 @@ class _Window:
         return self._emit(self._fresh()) if len(self._ids) > self._done else ""
 
     def _fresh(self) -> str:
-        """What the window's new ids add to the text of its old ones."""
+        """Return the text that the window's new ids add."""
         decode = self._tokenizer.decode
         before = decode(self._ids[: self._done], self._skip)
         return decode(self._ids, self._skip)[len(before) :]
@@ -176,6 +178,6 @@ class _Window:
         return text
 
     def _special_pair(self) -> bool:
-        """Whether the newest id and the one before it are both special."""
+        """Whether the last two ids are both special."""
         special = self._tokenizer.special_ids
         return len(self._ids) > 1 and all(index in special for index in self._ids[-2:])

@@ -1,7 +1,7 @@
-"""Tokenizers as checkpoints bring them, behind one small surface.
+"""Tokenizers of checkpoints behind one interface.
 
-A checkpoint whose tokenizer.json says everything is opened with the `tokenizers` package alone,
-which is about half a second quicker than importing transformers; others go through AutoTokenizer.
+If tokenizer.json is sufficient, it is opened with the `tokenizers` package, about half a second
+faster than importing transformers. Others are opened with AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
     "refuse_code", "stop_ids", "token_shares", "tokenizer_settings",
 ]  # fmt: skip
 
-#: Tokenizer classes that add nothing to what tokenizer.json says.
+#: Tokenizer classes that add nothing to tokenizer.json.
 _PLAIN = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
-#: Characters, or tokens, up to which the GIL is held: a hand-over costs more than that.
+#: Characters or tokens up to which the GIL is held: releasing it costs more.
 _SHORT = 1_000
-#: The most bytes of a tokenizer.json, several times the largest that is published, and files that
-#: hold a vocabulary.
+#: Maximum bytes of a tokenizer.json, several times the largest published one; names of vocabulary
+#: files.
 _LARGEST = 128 << 20
 _VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json", "merges.txt")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -42,13 +42,15 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """A panic of the Rust library, which is no Exception, becomes the request's error."""
+    """Convert a panic of the Rust library, which is not an Exception, to a RequestError."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise RequestError(f"the tokenizer cannot read the text: {error}"[:200], "prompt") from None
+        raise RequestError(
+            f"the tokenizer cannot encode the text: {error}"[:200], "prompt"
+        ) from None
 
 
 class _RustCodec(Codec):
@@ -60,10 +62,10 @@ class _RustCodec(Codec):
     def encode(self, text: str, special: bool) -> list[int]:
         with _no_panic():
             if len(text) <= _SHORT:
-                found = self.core.encode(text, add_special_tokens=special)
+                encoding = self.core.encode(text, add_special_tokens=special)
             else:
-                (found,) = self.core.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = found.ids
+                (encoding,) = self.core.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def fit(
@@ -72,19 +74,19 @@ class _RustCodec(Codec):
         second = texts[1] if len(texts) > 1 else None
         with _no_panic():
             if sum(map(len, texts)) <= _SHORT:
-                found = self.core.encode(texts[0], second, add_special_tokens=special)
+                encoding = self.core.encode(texts[0], second, add_special_tokens=special)
             else:
-                given = texts[0] if second is None else (texts[0], second)
-                (found,) = self.core.encode_batch([given], add_special_tokens=special)
-        if limit is not None and len(found.ids) > limit:
+                pair = texts[0] if second is None else (texts[0], second)
+                (encoding,) = self.core.encode_batch([pair], add_special_tokens=special)
+        if limit is not None and len(encoding.ids) > limit:
             added = self.core.num_special_tokens_to_add(second is not None) if special else 0
             parts = self.core.encode_batch(list(texts), add_special_tokens=False)
             shares = token_shares([len(part.ids) for part in parts], limit - added)
             for part, share in zip(parts, shares, strict=True):
                 part.truncate(share, direction=side)
             cut = parts[1] if second is not None else None
-            found = self.core.post_process(parts[0], cut, special)
-        return found.ids, found.type_ids
+            encoding = self.core.post_process(parts[0], cut, special)
+        return encoding.ids, encoding.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if len(ids) <= _SHORT:
@@ -110,7 +112,7 @@ class _RustCodec(Codec):
 
 
 def token_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of each text are kept, so that the longer of two is cut first."""
+    """Return how many tokens of each text to keep, so that the longer of two is truncated first."""
     room = max(room, 0)
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
@@ -126,20 +128,20 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     stored: TokenizerFiles | None = None,
 ) -> Tokenizer:
-    """The tokenizer of the checkpoint folder or Hugging Face id `path`, or the `stored` one.
+    """Load the tokenizer of a checkpoint folder or Hugging Face id, or the `stored` one.
 
-    mode: `hf` is the Rust implementation where there is one, another name an installed loader's;
-    `auto` is `hf` unless a loader claims a folder without tokenizer.json or a chat template.
-    Raises CheckpointError when files are missing or broken, PluginNotFound for an unknown mode,
-    ConfigError when the tokenizer would need code from the checkpoint and `trust_remote_code` is
+    mode: `hf` selects the Rust implementation if there is one, another name selects an installed
+    loader; `auto` is `hf` unless a loader claims a folder without tokenizer.json or without a chat
+    template. Raises CheckpointError if files are missing or broken, PluginNotFound for an unknown
+    mode, and ConfigError if the tokenizer needs code from the checkpoint and `trust_remote_code` is
     off.
     """
     folder = Path(path)
     if stored is not None:
         return _open_stored(stored, folder)
     settings = tokenizer_settings(folder) if folder.is_dir() else {}
-    told = settings.get("chat_template") and (folder / "tokenizer.json").is_file()
-    if mode not in ("auto", "hf") or (mode == "auto" and folder.is_dir() and not told):
+    complete = settings.get("chat_template") and (folder / "tokenizer.json").is_file()
+    if mode not in ("auto", "hf") or (mode == "auto" and folder.is_dir() and not complete):
         loader = choose_tokenizer(manager.current(), folder, mode).driver
         if loader is not None:
             opened: Tokenizer = loader.open(str(path), revision, trust_remote_code)
@@ -177,8 +179,8 @@ def _open_stored(stored: TokenizerFiles, file: Path) -> Tokenizer:
     def open_backend() -> Any:
         from transformers import PreTrainedTokenizerFast
 
-        named = {key: stored.settings[key] for key in _SPECIAL if stored.settings.get(key)}
-        return PreTrainedTokenizerFast(tokenizer_object=core, **named)
+        special = {key: stored.settings[key] for key in _SPECIAL if stored.settings.get(key)}
+        return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
     return build_tokenizer(_RustCodec(core), stored.settings, file, str(file), open_backend)
 
@@ -186,9 +188,9 @@ def _open_stored(stored: TokenizerFiles, file: Path) -> Tokenizer:
 def build_tokenizer(
     codec: Codec, settings: Mapping[str, Any], folder: Path, name: str, opens: Callable[[], Any]
 ) -> Tokenizer:
-    """A tokenizer around a vocabulary.
+    """Build a tokenizer around a vocabulary.
 
-    settings: as tokenizer_config.json has them. opens: makes the `backend`.
+    settings: as in tokenizer_config.json. opens: creates the `backend`.
     """
     special = {key: _text(settings[key]) for key in _SPECIAL if settings.get(key)}
     return Tokenizer(
@@ -203,16 +205,16 @@ def build_tokenizer(
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what older and newer layouts keep in files beside it."""
+    """Return tokenizer_config.json, merged with the additional files of older and newer layouts."""
     settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
     single = folder / "chat_template.jinja"
     if single.is_file():
         settings["chat_template"] = _read(single)
     extra = folder / "additional_chat_templates"
     if extra.is_dir():
-        named = {"default": settings.get("chat_template") or ""}
-        named |= {file.stem: _read(file) for file in sorted(extra.glob("*.jinja"))}
-        settings["chat_template"] = named
+        templates = {"default": settings.get("chat_template") or ""}
+        templates |= {file.stem: _read(file) for file in sorted(extra.glob("*.jinja"))}
+        settings["chat_template"] = templates
     return settings
 
 
@@ -220,7 +222,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+        raise CheckpointError(f"{file}: not UTF-8 text: {error}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -231,12 +233,12 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: an object is expected, not {type(value).__name__}")
+        raise CheckpointError(f"{file}: must be an object, not {type(value).__name__}")
     return value
 
 
 def refuse_code(path: str | Path, settings: Mapping[str, Any], trusted: bool) -> None:
-    """Raise ConfigError if a table names code for the tokenizer and code is not trusted."""
+    """Raise ConfigError if the settings name code for the tokenizer and code is not trusted."""
     auto = settings.get("auto_map")
     if not trusted and isinstance(auto, dict) and "AutoTokenizer" in auto:
         raise _untrusted(path)
@@ -251,16 +253,16 @@ def _untrusted(path: str | Path) -> ConfigError:
 
 
 def _check_size(file: Path) -> None:
-    """Raise CheckpointError for a file of a size from which reading it takes minutes."""
+    """Raise CheckpointError for files that would take minutes to read."""
     size = file.stat().st_size if file.is_file() else 0
     if size > _LARGEST:
         raise CheckpointError(
-            f"{file}: has {size >> 20} MiB; tokenizers of up to {_LARGEST >> 20} MiB are read"
+            f"{file}: has {size >> 20} MiB; at most {_LARGEST >> 20} MiB are supported"
         )
 
 
 def _plain_core(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
-    """The Rust tokenizer, if tokenizer.json alone says all that transformers would do."""
+    """Return the Rust tokenizer, if tokenizer.json alone gives the same result as transformers."""
     file = folder / "tokenizer.json"
     overrides = any(settings.get(key) is not None for key in ("add_bos_token", "add_eos_token"))
     plain = (
@@ -274,16 +276,18 @@ def _plain_core(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokeniz
         core = Core.from_file(str(file))
     except Exception as error:
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-    wanted = {_text(token) for token in settings.get("additional_special_tokens") or ()}
-    wanted |= {_text(settings[key]) for key in _SPECIAL if settings.get(key)}
-    held = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
-    return core if wanted <= held else None
+    expected = {_text(token) for token in settings.get("additional_special_tokens") or ()}
+    expected |= {_text(settings[key]) for key in _SPECIAL if settings.get(key)}
+    special = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    return core if expected <= special else None
 
 
 def open_transformers(
     path: str | Path, revision: str | None, trust_remote_code: bool, fast: bool = True
 ) -> Any:
-    """transformers' tokenizer. Raises CheckpointError, or ConfigError for code of a checkpoint."""
+    """Open a tokenizer with transformers. Raises CheckpointError, or ConfigError for a checkpoint's
+    code.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -296,15 +300,15 @@ def open_transformers(
         folder = Path(path)
         if folder.is_dir() and not any(any(folder.glob(name)) for name in _VOCABULARIES):
             raise CheckpointError(
-                f"{path}: there is no tokenizer, tokenizer.json is missing: --tokenizer may name "
-                "another folder, and --skip-tokenizer-init does without one"
+                f"{path}: no tokenizer found (tokenizer.json is missing): use --tokenizer to name "
+                "another folder, or --skip-tokenizer-init to run without one"
             ) from error
-        told = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path}: no tokenizer could be loaded: {told}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path}: no tokenizer could be loaded: {reason}") from error
 
 
 def _text(token: Any) -> str:
-    """A token given as text or as the object of an added token."""
+    """Return the text of a token, which is a string or an added-token object."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
@@ -317,10 +321,10 @@ def chat_templates(value: Any) -> str | Mapping[str, str] | None:
 
 
 def stop_ids(codec: Codec, special: Mapping[str, str], folder: Path) -> tuple[int, ...]:
-    """Ids that end a turn: the end-of-sequence token, and what generation_config.json adds."""
+    """Return the ids that end a turn: the EOS token, and those in generation_config.json."""
     eos = codec.index(special["eos_token"]) if "eos_token" in special else None
-    found = [] if eos is None else [eos]
+    ids = [] if eos is None else [eos]
     more = _json(folder / "generation_config.json").get("eos_token_id")
     listed = more if isinstance(more, list) else [more]
-    found += [index for index in listed if isinstance(index, int) and 0 <= index < codec.size()]
-    return tuple(dict.fromkeys(found))
+    ids += [index for index in listed if isinstance(index, int) and 0 <= index < codec.size()]
+    return tuple(dict.fromkeys(ids))

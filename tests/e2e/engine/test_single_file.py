@@ -58,5 +58,5 @@ def test_a_file_that_nobody_reads(tmp_path):
 
 def test_a_broken_bundle_is_named(tmp_path):
     (tmp_path / "model.bundle").write_bytes(b"nothing at all")
-    with pytest.raises(CheckpointError, match=r"model\.bundle: no bundle"):
+    with pytest.raises(CheckpointError, match=r"model\.bundle: not a bundle"):
         LLM(str(tmp_path / "model.bundle"), **SETTINGS)

@@ -113,4 +113,4 @@ def test_explain_says_why_and_what_else_there_was(folder: Path) -> None:
     assert "tool parser: minimax_m2 (the chat template writes <minimax:tool_call>)" in lines
     assert any(line.startswith("  deepseek_r1") and "fits less" in line for line in lines)
     result = CliRunner().invoke(cli, ["explain", str(folder), "--tool-call-parser", "none"])
-    assert "tool parser: nothing (switched off by flag)" in result.output.splitlines()
+    assert "tool parser: nothing (disabled by flag)" in result.output.splitlines()

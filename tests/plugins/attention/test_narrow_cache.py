@@ -160,7 +160,7 @@ def test_scales_of_latent_attention(tmp_path, backend):
 
 
 def test_scales_are_found_for_eight_bit_floats_alone(plain):
-    with pytest.raises(ModulmError, match="calculate_kv_scales.*goes with --kv-cache-dtype fp8"):
+    with pytest.raises(ModulmError, match="calculate_kv_scales.*needs --kv-cache-dtype fp8"):
         scores(plain, attention_backend="sdpa", calculate_kv_scales=True)
 
 

@@ -68,7 +68,7 @@ class HidingAttention(ReferenceAttention):
 
 
 def test_a_plan_that_hides_what_changes_fails_the_kit(cpu):
-    with pytest.raises(AssertionError, match="repeated, gives other bits"):
+    with pytest.raises(AssertionError, match="replayed, gives different bits"):
         check_attention(HidingAttention, cpu)
 
 

@@ -166,7 +166,7 @@ def test_the_parsers_of_a_family(name: str, tmp_path: Path) -> None:
     decisions = decide(tmp_path, template_of(name), of(model_type, architecture))
     assert [decision.winner for decision in decisions] == wanted, decisions
     for decision in decisions:
-        assert "would fit as well" not in decision.reason
+        assert "fit as well" not in decision.reason
         assert (decision.winner is None) == ("no installed parser" in decision.reason)
 
 
@@ -346,7 +346,7 @@ def test_who_reads_whole_messages_stands_beside_nobody_else(tmp_path: Path) -> N
     beside = fitting_parser(kind, offers()[kind], evidence, PLUGINS, "hermes")
     assert beside.winner == "qwen3"
     assert {v.name: v.reason for v in beside.candidates}["hf"] == (
-        "reads whole messages, so not beside hermes"
+        "reads whole messages, so it cannot be combined with hermes"
     )
 
 
@@ -388,13 +388,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_package_from_elsewhere_takes_part(elsewhere: Callable[..., Decision]) -> None:
     equal = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>", "</tool_call>"]')
     assert equal.winner == "box"
-    assert "hermes would fit as well; box_parser_0_" in equal.reason
+    assert "hermes fit as well; box_parser_0_" in equal.reason
     more = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>", "</tool_call>", "<tools>"]')
     assert more.winner == "box"
     assert "would fit" not in more.reason
     less = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>"]')
     assert less.winner == "hermes"
-    assert Verdict("box", "fits less: the chat template writes <tool_call>") in less.candidates
+    assert Verdict("box", "fits less well: the chat template writes <tool_call>") in less.candidates
     absent = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>", "<box>"]')
     assert absent.winner == "hermes"
     assert Verdict("box", "the chat template does not write <box>") in absent.candidates
@@ -437,7 +437,7 @@ def test_flags_decide(given: str | None, tmp_path: Path) -> None:
     )
     decisions = parser_decisions(both, PLUGINS)
     assert [(d.winner, d.reason) for d in decisions] == [
-        ("mistral", "given by flag"), ("glm45", "given by flag"),
+        ("mistral", "set by flag"), ("glm45", "set by flag"),
     ]  # fmt: skip
 
 
@@ -461,7 +461,7 @@ def test_the_others_are_named_with_their_reasons(tmp_path: Path) -> None:
     tool, _ = decide(tmp_path, template_of("qwen3_5"), QWEN)
     verdicts = {verdict.name: verdict.reason for verdict in tool.candidates}
     assert verdicts["qwen3_coder"] is None
-    assert verdicts["hermes"] == "fits less: the chat template writes <tool_call> </tool_call>"
-    assert verdicts["mimo"].startswith("neither template nor model says mimo")
+    assert verdicts["hermes"] == "fits less well: the chat template writes <tool_call> </tool_call>"
+    assert verdicts["mimo"].startswith("neither template nor model has mimo")
     assert verdicts["glm45"] == "the chat template does not write <arg_key>"
     assert "apertus" not in verdicts, "nothing at all tells of it"

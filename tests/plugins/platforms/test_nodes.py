@@ -76,7 +76,7 @@ def test_flags_say_where(flags, binding):
     ("flags", "message"),
     [
         ({"numa_bind_nodes": [0, 1]}, "numa_bind_nodes.*2 entries for 1 worker"),
-        ({"numa_bind_cpus": ["0-x"]}, "numa_bind_cpus.*'0-x' is no list of cores"),
+        ({"numa_bind_cpus": ["0-x"]}, "numa_bind_cpus.*'0-x' is not a list of cores"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):

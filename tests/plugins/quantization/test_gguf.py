@@ -196,8 +196,8 @@ def test_layers_of_blocks_are_packed(mixed):
     """None is made anew in each step, and the head's weight is the table."""
     session = Session(mixed[0], device="cpu", dtype="bfloat16")
     modules = dict(session.model.named_modules())
-    held = [one for module in modules.values() for one in getattr(module, "held", ())]
-    assert {type(one.weight).__name__ for one in held} == {"PackedLinear"}
+    parts = [one for module in modules.values() for one in getattr(module, "quantized", ())]
+    assert {type(one.weight).__name__ for one in parts} == {"PackedLinear"}
     assert session.model.embed.table is session.model.head.quantized[0].weight
 
 
@@ -351,7 +351,7 @@ BAD = {
         "ffn_up.weight: Q8_0 .* truncated",
     ),
     "overlapping": (lambda d: patched(d, TENSOR, "<Q", 0, 24), "overlaps"),
-    "cut short": (lambda d: d[:-1000], "takes .* bytes from .*, and the file has"),
+    "cut short": (lambda d: d[:-1000], "takes .* bytes from .*, but the file has"),
     "cut in the header": (lambda d: d[:900], "truncated|do not fit|exceeds the remaining bytes"),
     "a missing tensor": (
         lambda d: d.replace(TENSOR, b"blk.0.ffn_un.weight"),

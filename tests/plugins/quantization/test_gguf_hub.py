@@ -150,7 +150,7 @@ def test_all_pieces_of_a_model_are_fetched(hub, tmp_path):
             r"Q2_K: no file has this type; available: BF16, Q4_K_M, Q8_0, UD-Q4_K_M",
         ),
         ("someone/plain:Q8_0", r"someone/plain:Q8_0: no installed loader knows of parts"),
-        ("someone/nobody:Q8_0", "there is no model 'someone/nobody' on the hub"),
+        ("someone/nobody:Q8_0", "no model 'someone/nobody' on the hub"),
         ("someone/some-gguf:", "is neither a folder nor a hub id"),
         ("../some:Q8_0", "is neither a folder nor a hub id"),
     ],

@@ -137,7 +137,7 @@ def test_patterns_by_part():
     [
         ({"linear": "int5"}, "unknown scheme 'int5'; known: int8"),
         ({"moe": {"activation": "mxfp8"}}, "known: int8, bf16"),
-        ({"moe": {"wieght": "int8"}}, "not wieght"),
+        ({"moe": {"wieght": "int8"}}, "unknown keys: wieght"),
         ({"targets": {"k": "no"}}, "unknown scheme 'no'"),
         ({"activations": "int3"}, "activations"),
     ],

@@ -226,7 +226,7 @@ def test_two_packages_with_one_flag_are_an_error_that_names_both() -> None:
     from modulm.plugins import register
 
     register("flags", "again", Again)
-    with pytest.raises(PluginConflict, match="--dice is brought by"):
+    with pytest.raises(PluginConflict, match="--dice is defined by"):
         EngineConfig.from_keywords(dice=1)
 
 
@@ -236,7 +236,7 @@ def test_flags_that_cannot_be_loaded_are_left_out_and_named(target: str) -> None
     manager.register("flags", "broken", target)
     with using(manager):
         assert EngineConfig.from_keywords(seed=1).model.seed == 1
-        with pytest.raises(ConfigError, match=f"is no flag.*{target}"):
+        with pytest.raises(ConfigError, match=f"is not a flag.*{target}"):
             EngineConfig.from_keywords(broken_flag=1)
 
 
@@ -260,7 +260,7 @@ def test_other_names_of_a_flag_work() -> None:
 
 
 def test_two_names_of_one_flag_must_agree() -> None:
-    with pytest.raises(ConfigError, match="given twice"):
+    with pytest.raises(ConfigError, match="set twice"):
         EngineConfig.from_keywords(model_tag="x", model="y")
 
 

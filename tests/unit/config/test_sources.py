@@ -40,7 +40,7 @@ def test_command_line_beats_file_beats_environment_beats_default(tmp_path: Path)
         "max_num_seqs": f"file {tmp_path / 'flags.yaml'}",
         "seed": "MODULM_SEED",
     }
-    assert joined.given == {"port", "max_num_seqs", "seed"}
+    assert joined.explicit == {"port", "max_num_seqs", "seed"}
 
 
 def test_keywords_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
 @pytest.mark.parametrize(
     ("caches", "sizes", "words"),
     [
-        ([CacheSpec("i", INDEX, follows="a")], (16,), "i follows a: no earlier attention layer"),
+        ([CacheSpec("i", INDEX, follows="a")], (16,), "i: a is not an earlier attention layer"),
         (
             [CacheSpec("a", STATE), CacheSpec("i", INDEX, follows="a")],
             (16,),
@@ -104,7 +104,7 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
         (
             [CacheSpec("a", evolve(SPEC, window=8)), CacheSpec("i", INDEX, follows="a")],
             (16, 16),
-            "i looks back beyond the window of a",
+            "i attends beyond the window of a",
         ),
         (
             [CacheSpec("a", SPEC), CacheSpec("i", INDEX, follows="a")],

@@ -29,7 +29,7 @@ def config(**flags):
         (errors.GatedRepoError("no", response=RESPONSE), "is gated: accept its terms"),
         (
             errors.RepositoryNotFoundError("no", response=RESPONSE),
-            "there is no model 'someone/some",
+            "no model 'someone/some",
         ),
         (errors.RevisionNotFoundError("no", response=RESPONSE), "has no revision 'v9'"),
         (errors.LocalEntryNotFoundError("no"), "not in the local cache and the hub cannot be"),

@@ -154,7 +154,7 @@ def test_dummy_weights_need_only_a_config(folder):
 
 
 def test_a_folder_without_config(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
+    with pytest.raises(CheckpointError, match=r"config\.json: file not found"):
         load(tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_a_name_that_is_nothing():
 
 
 def test_a_length_beyond_the_checkpoint_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"max_model_len: 1000 is more than the 256"):
+    with pytest.raises(ConfigError, match=r"max_model_len: 1000 is more than 256"):
         load(folder, max_model_len=1000)
     assert load(folder, max_model_len=100).max_model_len == 100
 
@@ -201,7 +201,7 @@ def test_a_quantized_checkpoint_without_its_method(folder):
 def test_weights_that_do_not_fit_into_memory(folder, monkeypatch):
     driver = manager.current().load("platforms", "cpu")
     monkeypatch.setattr(driver, "memory", lambda self: Memory(total=2**20, free=1000))
-    with pytest.raises(CheckpointError, match=r"the weights take .* GiB free"):
+    with pytest.raises(CheckpointError, match=r"the weights need .* GiB free"):
         load(folder)
 
 

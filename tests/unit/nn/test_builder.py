@@ -91,7 +91,7 @@ def test_experts_stack_what_is_stored_one_by_one():
 
 
 def test_what_cannot_be_cut_evenly_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"layer\.up: 7 cannot be cut for 2 ranks"):
+    with pytest.raises(UnsupportedError, match=r"layer\.up: 7 cannot be split across 2 ranks"):
         builder(0, 2).at("layer").linear("up", 6, 7)
 
 

@@ -238,7 +238,7 @@ def test_a_folder_without_a_tokenizer_is_named(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for name in left:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"there is no tokenizer, tokenizer\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer found .tokenizer\.json is missing"):
         load_tokenizer(tmp_path)
 
 

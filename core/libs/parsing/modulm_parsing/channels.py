@@ -1,4 +1,4 @@
-"""Formats in which a turn is made of messages, each with a header that says for whom it is."""
+"""Formats in which a turn consists of messages with headers that name recipient and channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PARTS = markers(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 
 @frozen
 class Header:
-    """For whom a message is, on which channel, and what its body is."""
+    """Recipient, channel and content type of a message."""
 
     recipient: str | None = None
     channel: str | None = None
@@ -37,15 +37,15 @@ class Header:
 class ChannelReader(MessageReader):
     """Reads `<|start|>assistant to=WHOM<|channel|>NAME <|constrain|>TYPE<|message|>BODY<|end|>`.
 
-    Every part of a header may be missing but `<|message|>`; the first message of a turn begins
-    where the prompt ended. A message whose end is missing ends where the next header begins.
+    Every part of a header except `<|message|>` is optional; the first message of a turn begins
+    where the prompt ended. A message without an end marker ends where the next header begins.
     """
 
-    #: What ends a message.
+    #: Markers that end a message.
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>")
-    #: The header of what the user is to read.
+    #: The header of messages for the user.
     answer: ClassVar[str] = f"{CHANNEL}final{MESSAGE}"
-    #: What begins a header behind a message, or in it where its end is missing.
+    #: Markers that begin a header after a message, or inside it if its end is missing.
     inner: ClassVar[tuple[str, ...]] = (START, CHANNEL)
 
     def __init__(
@@ -55,11 +55,11 @@ class ChannelReader(MessageReader):
         reasoning: ReasoningFormat | None = None,
     ) -> None:
         super().__init__(context, tools, reasoning)
-        self.header: Header | None = None  # of the message whose body is being read
-        self.rounds = 0  # thoughts that this turn has begun
-        begun = _begun(context)
-        if begun:
-            self.source.push(begun)
+        self.header: Header | None = None  # of the current message
+        self.rounds = 0  # number of reasoning messages in this turn
+        prompted = _prompted_header(context)
+        if prompted:
+            self.source.push(prompted)
             next(self._steps, None)
 
     @staticmethod
@@ -70,20 +70,20 @@ class ChannelReader(MessageReader):
     @staticmethod
     @abstractmethod
     def called(header: Header) -> str | None:
-        """The tool that a message is for."""
+        """The tool that a message is addressed to."""
 
     @staticmethod
     def is_dropped(header: Header) -> bool:
-        """Whether a message is for nobody."""
+        """Whether a message is discarded."""
         return False
 
     def body(self) -> Steps[None]:
         source = self.source
-        found: list[Header] = []
-        yield from self._first(found)
-        words = markers(*self.ends, *self.inner)
+        headers: list[Header] = []
+        yield from self._first(headers)
+        boundaries = markers(*self.ends, *self.inner)
         while True:
-            self.header = header = found[-1] if found else None
+            self.header = header = headers[-1] if headers else None
             self.rounds += header is not None and self.is_thought(header)
             emit = self._writer(header)
             if header is not None:
@@ -91,44 +91,44 @@ class ChannelReader(MessageReader):
                 if self.called(header) is not None and isinstance(self.tools, ChannelTools):
                     name = self.called(header) or ""
                     yield from self.attempt(self.tools.message(self, name), "", emit)
-            word = yield from source.until(words, emit, quotes=True)
+            word = yield from source.until(boundaries, emit, quotes=True)
             while word is not None and word not in self.ends:
-                before = len(found)
-                yield from self.attempt(self._header(word, found), word, emit)
-                if len(found) > before:
+                before = len(headers)
+                yield from self.attempt(self._header(word, headers), word, emit)
+                if len(headers) > before:
                     break
-                word = yield from source.until(words, emit, quotes=True)
+                word = yield from source.until(boundaries, emit, quotes=True)
             if word is None:
                 return
             if word in self.ends:
                 self.header = None
-                found.clear()
+                headers.clear()
                 self.layout()
-                yield from self._first(found)
+                yield from self._first(headers)
             self.layout()
 
-    def _first(self, found: list[Header]) -> Steps[None]:
-        """A header where a message may begin."""
+    def _first(self, headers: list[Header]) -> Steps[None]:
+        """Read a header where a message may begin."""
         with suppress(Ended):
             space = yield from self.source.space()
             word = yield from self.source.expect(_HEADS)
             if word is None:
                 self.content(space)
             else:
-                yield from self.attempt(self._header(word, found), space + word, self.content)
+                yield from self.attempt(self._header(word, headers), space + word, self.content)
 
-    def _header(self, word: str, found: list[Header]) -> Steps[None]:
-        """The rest of a header."""
+    def _header(self, word: str, headers: list[Header]) -> Steps[None]:
+        """Read the rest of a header."""
         header = yield from _read_header(self.source, word)
-        held = "".join(self.source.held or ())
-        self.source.held = None
-        found.append(header)
+        text = "".join(self.source.unconfirmed or ())
+        self.source.unconfirmed = None
+        headers.append(header)
         self.thinking = self.thoughts is not None and self.is_thought(header)
         if self.called(header) is not None and self.tools is None:
-            self.content(held)  # nobody here reads calls: they stay as they are written
+            self.content(text)  # no tool parser: calls stay text as written
 
     def _writer(self, header: Header | None) -> Callable[[str], None]:
-        """Where the text of a message goes."""
+        """The function that receives the text of a message."""
         if header is not None and self.is_dropped(header):
             return _ignore
         if header is not None and self.is_thought(header):
@@ -141,7 +141,7 @@ def _ignore(text: str) -> None:
 
 
 def _read_header(source: Source, opener: str) -> Steps[Header]:
-    """The rest of a header, behind its first part. Raises NotACall."""
+    """Read a header after its first part. Raises NotACall."""
     parts: dict[str, str] = {}
     word: str | None = opener
     while word != MESSAGE:
@@ -155,8 +155,8 @@ def _read_header(source: Source, opener: str) -> Steps[Header]:
     return Header(parts.get("to="), parts.get(CHANNEL), kind)
 
 
-def _begun(context: ParseContext) -> str:
-    """What the prompt has written of the turn's first header, or all of it."""
+def _prompted_header(context: ParseContext) -> str:
+    """The part of the turn's first header that the prompt contains."""
     tail = context.prompt_tail or ""
     if _ASSISTANT not in tail:
         return ""
@@ -182,12 +182,12 @@ class ChannelTools(ToolFormat):
         """Read the body of a message to the tool `name`. Raises NotACall."""
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """Nothing opens a region outside of a message."""
+        """No marker opens a region outside of messages."""
         yield from ()
 
 
 class ChannelReasoning(ReasoningFormat):
-    """Messages that are thoughts. Until the header of the answer is there, the model thinks."""
+    """Messages that are reasoning. The model is reasoning until the answer's header arrives."""
 
     tells_end = True
     reader: type[ChannelReader]
@@ -197,10 +197,10 @@ class ChannelReasoning(ReasoningFormat):
         return (START, MESSAGE, CHANNEL, CONSTRAIN, *self.reader.ends)
 
     def ending(self, message: MessageReader) -> str | None:
-        """The end of a thought and the beginning of another message.
+        """The text that ends a thought and starts another message.
 
-        What kind of one is left to the model, so that it may call; if it is a thought again, the
-        answer's header comes with it.
+        The model chooses the kind of the next message, so that it may call a tool. If that is a
+        thought again, the answer's header is forced as well.
         """
         if not isinstance(message, ChannelReader):
             return None
@@ -212,19 +212,19 @@ class ChannelReasoning(ReasoningFormat):
     @property
     def opened(self) -> bool:
         source = Source()
-        source.push(_begun(self.context))
+        source.push(_prompted_header(self.context))
         source.final = True
-        found: list[Header] = []
+        headers: list[Header] = []
 
         def read() -> Steps[None]:
             word = yield from source.expect(_HEADS)
             if word is not None:
-                found.append((yield from _read_header(source, word)))
+                headers.append((yield from _read_header(source, word)))
 
         with suppress(NotACall):
             next(read(), None)
-        return not found or self.reader.is_thought(found[0])
+        return not headers or self.reader.is_thought(headers[0])
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """Nothing opens a region outside of a message."""
+        """No marker opens a region outside of messages."""
         yield from ()

@@ -1,7 +1,7 @@
-"""Which parsers read a model's text: by flag, as a plugin chooses, or by what fits its checkpoint.
+"""Which parsers read a model's text: set by flag, chosen by a plugin, or fitted to the checkpoint.
 
-A plugin that answers `modulm_choose_parser` is asked first. Else the parser of which the
-checkpoint's chat template, tokens and model type say most is taken (`fitting`).
+Plugins that implement `modulm_choose_parser` decide first. Otherwise the parser that best fits the
+checkpoint's chat template, tokens and model type is used (`fitting`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 _KINDS = ("tool_parsers", "reasoning_parsers")
-_NOTHING = "nothing tells of it"
+_NOTHING = "no evidence for it"
 
 
 def with_declared_parsers(config: EngineConfig, plugins: PluginManager) -> EngineConfig:
-    """The configuration with the parsers that fit the checkpoint; what the user gave stays.
+    """The configuration with parsers that fit the checkpoint; user settings take precedence.
 
-    Raises ConfigError if the model must be able to call tools and no parser is known for it.
+    Raises ConfigError if tool calls are required and no parser is known for the model.
     """
     return with_parsers(config, parser_decisions(config, plugins))
 
 
 def with_parsers(config: EngineConfig, decisions: tuple[Decision, Decision]) -> EngineConfig:
-    """The configuration with what was decided; see `with_declared_parsers`."""
+    """The configuration with the decisions applied; see `with_declared_parsers`."""
     tool, reasoning = (decision.winner for decision in decisions)
     flags: dict[str, Any] = {}
     if config.structured_outputs.reasoning_parser is None and reasoning is not None:
@@ -52,52 +52,53 @@ def with_parsers(config: EngineConfig, decisions: tuple[Decision, Decision]) -> 
     elif config.tool_calls.enable_auto_tool_choice and tool is None:
         raise ConfigError(
             "tool_call_parser",
-            f"enable_auto_tool_choice needs one, and for {config.model.model} "
-            f"{decisions[0].reason}: name it, see `modulm plugins list tool_parsers`",
+            f"required by enable_auto_tool_choice, but for {config.model.model} "
+            f"{decisions[0].reason}. Set one; see `modulm plugins list tool_parsers`",
         )
     return config.with_(**flags)
 
 
 def parser_decisions(config: EngineConfig, plugins: PluginManager) -> tuple[Decision, Decision]:
-    """Which tool parser and which reasoning parser, and why."""
+    """Choose the tool parser and the reasoning parser, with reasons."""
     flags = config.tool_calls.tool_call_parser, config.structured_outputs.reasoning_parser
-    given = dict(zip(_KINDS, flags, strict=True))
-    found = {kind: _given(kind, name) for kind, name in given.items() if name is not None}
-    if len(found) < len(_KINDS):
+    names = dict(zip(_KINDS, flags, strict=True))
+    decisions = {
+        kind: _flag_decision(kind, name) for kind, name in names.items() if name is not None
+    }
+    if len(decisions) < len(_KINDS):
         checkpoint = open_checkpoint(config, plugins)
         for kind in _KINDS:
-            if kind not in found:
-                found[kind] = choose_parser(plugins, kind, checkpoint.info)
-        open_kinds = [kind for kind in _KINDS if given[kind] is None and not found[kind].winner]
+            if kind not in decisions:
+                decisions[kind] = choose_parser(plugins, kind, checkpoint.info)
+        open_kinds = [kind for kind in _KINDS if names[kind] is None and not decisions[kind].winner]
         if open_kinds:
             evidence, offers = evidence_of(config, checkpoint), offers_of(plugins)
-            settled = [d.winner for kind, d in found.items() if kind not in open_kinds]
+            settled = [d.winner for kind, d in decisions.items() if kind not in open_kinds]
             beside = settled[0] if settled else None
             for kind in open_kinds:
-                found[kind] = fitting_parser(kind, offers[kind], evidence, plugins, beside)
-    return found["tool_parsers"], found["reasoning_parsers"]
+                decisions[kind] = fitting_parser(kind, offers[kind], evidence, plugins, beside)
+    return decisions["tool_parsers"], decisions["reasoning_parsers"]
 
 
 def choose_parser(plugins: PluginManager, kind: str, checkpoint: CheckpointInfo) -> Decision:
     """The parser that a plugin chooses for a checkpoint by its hook, or none.
 
-    `kind` is "tool_parsers" or "reasoning_parsers". Who switched a parser off does not want it
-    chosen either.
+    `kind` is "tool_parsers" or "reasoning_parsers". A parser that is disabled is not chosen.
     """
     noun = find_kind(kind).noun
     choice = plugins.hook.modulm_choose_parser(kind=kind, checkpoint=checkpoint)
     if choice is None or plugins.switched_off(kind, choice.name) is not None:
-        return Decision(noun, (), None, "no flag, and no plugin chooses one")
+        return Decision(noun, (), None, "no flag is set and no plugin chooses one")
     reason = f"{choice}{plugins.stand_in(plugins.find(kind, choice.name))}"
     return Decision(noun, (Verdict(choice.name),), choice.name, reason)
 
 
-def _given(kind: str, name: str) -> Decision:
-    """The user's choice; an empty name switches the parser off."""
+def _flag_decision(kind: str, name: str) -> Decision:
+    """The user's choice; an empty name disables the parser."""
     noun = find_kind(kind).noun
     if not name:
-        return Decision(noun, (), None, "switched off by flag")
-    return Decision(noun, (Verdict(name),), name, "given by flag")
+        return Decision(noun, (), None, "disabled by flag")
+    return Decision(noun, (Verdict(name),), name, "set by flag")
 
 
 def fitting_parser(
@@ -107,12 +108,12 @@ def fitting_parser(
     plugins: PluginManager,
     beside: str | None = None,
 ) -> Decision:
-    """The parser that fits best. beside: the parser of the other kind, if that is settled.
+    """The parser that fits best. beside: the parser of the other kind, if it is decided.
 
-    Of two that fit equally a package of somebody else's comes first, then the first by name.
+    On ties, third-party packages come first, then the alphabetical order.
     """
     verdicts = [(offer, _verdict(offer, kind, evidence, beside)) for offer in offers]
-    fitting = [(offer, found) for offer, found in verdicts if isinstance(found, Match)]
+    fitting = [(offer, match_) for offer, match_ in verdicts if isinstance(match_, Match)]
     fitting.sort(key=lambda each: (each[1].rank, each[0].foreign), reverse=True)
     near = [Verdict(o.name, v) for o, v in verdicts if isinstance(v, str) and v != _NOTHING]
     while fitting and (broken := _broken(plugins, fitting[0][0])):
@@ -121,28 +122,30 @@ def fitting_parser(
     if not fitting:
         return Decision(noun, tuple(near), None, _silent(evidence, kind))
     (winner, best), *others = fitting
-    equal = [offer.name for offer, found in others if found.rank == best.rank]
+    equal = [offer.name for offer, match_ in others if match_.rank == best.rank]
     reason = best.reason
     if equal:
-        reason += f"; {', '.join(equal)} would fit as well"
+        reason += f"; {', '.join(equal)} fit as well"
     if winner.foreign:
         reason += f"; {winner.declaration.origin}"
     weaker = [
-        Verdict(offer.name, None if found.rank == best.rank else f"fits less: {found.reason}")
-        for offer, found in others
+        Verdict(
+            offer.name, None if match_.rank == best.rank else f"fits less well: {match_.reason}"
+        )
+        for offer, match_ in others
     ]
     return Decision(noun, (Verdict(winner.name), *weaker, *near), winner.name, reason)
 
 
 def _verdict(offer: Offer, kind: str, evidence: Evidence, beside: str | None) -> Match | str:
-    found = match(offer.fit, kind, evidence)
-    if isinstance(found, Match) and offer.fit.alone and beside not in (None, offer.name):
-        return f"reads whole messages, so not beside {beside}"
-    return found
+    verdict = match(offer.fit, kind, evidence)
+    if isinstance(verdict, Match) and offer.fit.alone and beside not in (None, offer.name):
+        return f"reads whole messages, so it cannot be combined with {beside}"
+    return verdict
 
 
 def _broken(plugins: PluginManager, offer: Offer) -> str | None:
-    """Why a parser cannot be used; the one that is chosen is imported here."""
+    """Why a parser cannot be used; imports it, so only the chosen one is passed."""
     try:
         plugins.load(offer.declaration.kind, offer.name)
     except PluginError as error:
@@ -157,4 +160,4 @@ def _silent(evidence: Evidence, kind: str) -> str:
         "model type": evidence.models,
     }
     seen = [name for name, value in sources.items() if value]
-    return f"no installed parser's format is told by {', '.join(seen) or 'the checkpoint'}"
+    return f"no installed parser fits {', '.join(seen) or 'the checkpoint'}"

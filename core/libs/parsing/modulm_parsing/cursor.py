@@ -1,4 +1,4 @@
-"""Looking for markers in text that arrives in pieces."""
+"""Search for markers in streamed text."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _OPENERS = " \t\r\n([{<,;:=-"
 class Cursor:
     """Text that has arrived and is not consumed yet.
 
-    `until` gives the text before the next marker, as far as it is certain: a tail that could be
-    the beginning of a marker stays here until more text decides. What stays is never longer than
-    the longest marker, so the work is linear in the text however it is cut.
+    `until` returns the text before the next marker, as far as it is certain: a tail that could
+    begin a marker is held back until more text decides. The held-back text is never longer than the
+    longest marker, so the work is linear in the text, however it is cut.
 
-    A marker that is quoted (a quote mark or backtick opens right before it and the same one
-    follows) is prose about the marker and counts as text.
+    A quoted marker (a quote mark or backtick right before it and the same one right after) counts
+    as text.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._before = ""  # two characters before the text: enough to see an opening quote
+        self._before = ""  # two characters before the text, to recognize an opening quote
 
     def push(self, text: str) -> None:
-        """More text has arrived."""
+        """Append text."""
         self._before = (self._before + self._text[: self._at][-2:])[-2:]
         self._text = self._text[self._at :] + text
         self._at = 0
 
     @property
     def empty(self) -> bool:
-        """Whether everything that arrived is consumed."""
+        """Whether all text is consumed."""
         return self._at >= len(self._text)
 
     def rest(self) -> str:
@@ -43,7 +43,7 @@ class Cursor:
         return self._consume(len(self._text))
 
     def peek(self) -> str:
-        """What is there, unconsumed."""
+        """The unconsumed text."""
         return self._text[self._at :]
 
     def space(self) -> str:
@@ -58,11 +58,11 @@ class Cursor:
         return self._consume(self._at + count)
 
     def back(self, count: int) -> None:
-        """Give back the last `count` characters that were taken since the last `push`."""
+        """Undo the consumption of the last `count` characters since the last `push`."""
         self._at -= count
 
     def starts(self, word: str) -> bool | None:
-        """Whether the text begins with `word`; None while it could still become that."""
+        """Whether the text begins with `word`; None if more text must decide."""
         head = self._text[self._at : self._at + len(word)]
         if head == word:
             return True
@@ -71,8 +71,8 @@ class Cursor:
     def until(self, markers: tuple[str, ...], *, final: bool = False) -> tuple[str, str | None]:
         """Consume text up to and including the first marker: (text before it, the marker).
 
-        The marker is None when none is complete yet; then the text is what certainly precedes
-        any marker. With `final`, no more text will come and nothing is held back.
+        The marker is None if none is complete yet; then the text is what certainly precedes any
+        marker. With `final`, no more text will come and nothing is held back.
         """
         search = _pattern(markers)
         start = self._at
@@ -106,7 +106,7 @@ class Cursor:
         return self._text[end] == quote
 
     def _certain(self, markers: tuple[str, ...], start: int, *, final: bool) -> int:
-        """Where a tail begins that more text could make a marker, also a longer one than it is."""
+        """Index from which more text could make a marker, or a longer one."""
         size = len(self._text)
         if final:
             return size

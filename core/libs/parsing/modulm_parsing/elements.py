@@ -1,8 +1,8 @@
-"""The parts of a structural tag: what grammar backends hold a text to, as JSON.
+"""Elements of structural tags: the JSON with which grammar backends constrain text.
 
-The vocabulary is that of xgrammar's structural tags, of which these are enough for calls. Texts
-that stand side by side are joined and what alternatives begin with in common stands before them:
-backends that read text by lexemes need to see where a free text ends.
+The vocabulary is a subset of xgrammar's structural tags. Adjacent constants are joined, and common
+prefixes of alternatives are factored out, because lexeme-based backends need to see where free text
+ends.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def const(value: str) -> Element:
 
 
 def json_value(schema: Mapping[str, object]) -> Element:
-    """JSON of a schema."""
+    """JSON that conforms to a schema."""
     return {"type": "json_schema", "json_schema": dict(schema)}
 
 
 def free_text(*excludes: str) -> Element:
-    """Any text that holds none of these."""
+    """Any text that contains none of these."""
     return {"type": "any_text", "excludes": list(dict.fromkeys(excludes))}
 
 
 def regex(pattern: str) -> Element:
-    """A text that the expression matches as a whole."""
+    """Text that matches the whole expression."""
     return {"type": "regex", "pattern": pattern}
 
 
 def sequence(*parts: Element) -> Element:
-    """One behind the other."""
+    """The parts one after another."""
     joined: list[Element] = []
     for part in parts:
         for each in part["elements"] if part["type"] == "sequence" else (part,):
@@ -63,36 +63,36 @@ def sequence(*parts: Element) -> Element:
 
 
 def either(*parts: Element) -> Element:
-    """One of these."""
-    several: list[Element] = []
+    """One of the parts."""
+    distinct: list[Element] = []
     for part in parts:
-        several += [part] if part not in several else []
-    if len(several) == 1:
-        return several[0]
-    common = _common([_head(part) for part in several])
+        distinct += [part] if part not in distinct else []
+    if len(distinct) == 1:
+        return distinct[0]
+    common = _common([_head(part) for part in distinct])
     if common:
-        return sequence(const(common), either(*(_without(part, common) for part in several)))
-    others = [part for part in several if part != const("")]
-    found: Element = {"type": "or", "elements": others} if len(others) > 1 else others[0]
-    return found if len(others) == len(several) else optional(found)
+        return sequence(const(common), either(*(_without(part, common) for part in distinct)))
+    others = [part for part in distinct if part != const("")]
+    alternatives: Element = {"type": "or", "elements": others} if len(others) > 1 else others[0]
+    return alternatives if len(others) == len(distinct) else optional(alternatives)
 
 
 def optional(part: Element) -> Element:
-    """This, or nothing."""
+    """The part or nothing."""
     return {"type": "optional", "content": part}
 
 
 def repeat(part: Element, low: int, high: int) -> Element:
-    """This, `low` to `high` times."""
+    """The part, `low` to `high` times."""
     if high == 0:
         return const("")
     return {"type": "repeat", "min": low, "max": high, "content": part}
 
 
 def members(parts: Sequence[tuple[Element, bool]], comma: str) -> Element:
-    """Members with commas between them; (a member, whether it must be there).
+    """Members separated by commas; each part is (member, whether it is required).
 
-    Those that must be there come first: then the commas depend on nothing.
+    Required members come first, so that the commas are unconditional.
     """
     ordered = [part for part, needed in parts if needed]
     loose = [part for part, needed in parts if not needed]
@@ -100,12 +100,12 @@ def members(parts: Sequence[tuple[Element, bool]], comma: str) -> Element:
     if ordered:
         rest = [sequence(const(comma), part) for part in ordered[1:]]
         return sequence(ordered[0], *rest, *tail)
-    heads = [sequence(part, *tail[place + 1 :]) for place, part in enumerate(loose)]
+    heads = [sequence(part, *tail[index + 1 :]) for index, part in enumerate(loose)]
     return either(const(""), *heads)
 
 
 def _common(texts: Sequence[str]) -> str:
-    """What all texts begin with."""
+    """The common prefix of the texts."""
     least, most = min(texts), max(texts)
     same = next((at for at, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
     return least if same is None else least[:same]

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of the format that its model writes: read without a tokenizer."""
+"""What a checkpoint's files reveal about its output format, read without a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evidence", "evidence_of"]
 
-#: How much of tokenizer.json is looked at: its added tokens stand before the vocabulary.
+#: Bytes read of tokenizer.json: the added tokens precede the vocabulary.
 _HEAD = 4 * 1024 * 1024
 _INNER = ("text_config", "llm_config", "language_config")
 _ESCAPES = (('\\"', '"'), ("\\'", "'"), ("\\n", "\n"))
@@ -26,11 +26,11 @@ _ESCAPES = (('\\"', '"'), ("\\'", "'"), ("\\n", "\n"))
 
 @frozen
 class Evidence:
-    """What tells a format. Nothing of it is trusted to be more than text.
+    """Indications of a format. Treated as untrusted text.
 
-    tools, plain: the chat template for requests with tools, and those for any, without escapes;
-    "" where there is none. tokens: added tokens. models: model types and architectures.
-    settings: tokenizer_config.json.
+    tools, plain: chat template for requests with tools, and for all, with escapes resolved; "" if
+    there is none. tokens: added tokens. models: model types and architectures. settings:
+    tokenizer_config.json.
     """
 
     tools: str = ""
@@ -40,26 +40,26 @@ class Evidence:
     settings: Mapping[str, Any] = field(factory=dict)
 
     def template(self, kind: str) -> str:
-        """What is looked at for parsers of a kind."""
+        """The template to examine for parsers of a kind."""
         return self.tools if kind == "tool_parsers" else self.plain
 
 
 def evidence_of(config: EngineConfig, checkpoint: Checkpoint) -> Evidence:
-    """What the files say; `--chat-template` counts in place of the checkpoint's own.
+    """Read the files; `--chat-template` replaces the checkpoint's own.
 
-    Raises CheckpointError for files that cannot be read, ConfigError for such a flag.
+    Raises CheckpointError for unreadable files, ConfigError for that flag.
     """
     folder = Path(config.model.tokenizer or checkpoint.path)
     stored = None if config.model.tokenizer else stored_tokenizer(config, checkpoint.path)
     settings = tokenizer_settings(folder) if stored is None else stored.settings
     head = _head(folder / "tokenizer.json") if stored is None else stored.tokenizer[:_HEAD]
-    given = _given_template(config)
-    held = given or chat_templates(settings.get("chat_template")) or ""
-    named = {"default": held} if isinstance(held, str) else held
-    tools = named.get("tool_use") or named.get("default", "")
+    flag_template = _given_template(config)
+    template = flag_template or chat_templates(settings.get("chat_template")) or ""
+    templates = {"default": template} if isinstance(template, str) else template
+    tools = templates.get("tool_use") or templates.get("default", "")
     return Evidence(
         tools=_plain(tools),
-        plain=_plain("\n".join(named.values())),
+        plain=_plain("\n".join(templates.values())),
         tokens=frozenset(_tokens(settings, head)),
         models=frozenset(_models(checkpoint.config)),
         settings=settings,
@@ -67,16 +67,16 @@ def evidence_of(config: EngineConfig, checkpoint: Checkpoint) -> Evidence:
 
 
 def _plain(template: str) -> str:
-    """A template with the escapes of its strings resolved: markers are written so or so."""
+    """A template with string escapes resolved, since markers may be written either way."""
     for escape, letter in _ESCAPES:
         template = template.replace(escape, letter)
     return template
 
 
 def _given_template(config: EngineConfig) -> str | None:
-    """The template that `--chat-template` names, if a server's flags are known."""
-    given = (value for flag, value in config.values() if flag.name == "chat_template")
-    value = next(given, None)
+    """The template that `--chat-template` names, if the server's flags are present."""
+    values = (value for flag, value in config.values() if flag.name == "chat_template")
+    value = next(values, None)
     if not isinstance(value, str):
         return None
     from modulm_chat.conversation import load_template
@@ -85,11 +85,11 @@ def _given_template(config: EngineConfig) -> str | None:
 
 
 def _models(table: Mapping[str, Any]) -> list[str]:
-    found = []
+    names = []
     for part in (table, *(table.get(key) for key in _INNER)):
         if isinstance(part, Mapping):
-            found += [part.get("model_type"), *(part.get("architectures") or ())]
-    return [name for name in found if isinstance(name, str)]
+            names += [part.get("model_type"), *(part.get("architectures") or ())]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _head(file: Path) -> str:
@@ -101,7 +101,7 @@ def _head(file: Path) -> str:
 
 
 def _tokens(settings: Mapping[str, Any], head: str) -> list[str]:
-    """The text of added tokens, from the settings and from the beginning of tokenizer.json."""
+    """The text of added tokens, from the settings and from the start of tokenizer.json."""
     added: list[Any] = []
     at = head.find('"added_tokens"')
     start = head.find("[", at) if at >= 0 else -1

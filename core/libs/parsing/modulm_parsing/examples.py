@@ -1,4 +1,4 @@
-"""The call that examples of wire formats are written with: `get_weather(city="Oslo", days=3)`."""
+"""The call used in examples of output formats: `get_weather(city="Oslo", days=3)`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ TOOLS: tuple[dict[str, Any], ...] = (
 
 
 def weather(text: str, content: str | None = None, count: int = 1, **changes: Any) -> Example:
-    """An output that calls the tool, `count` times."""
+    """An output that calls the tool `count` times."""
     example = Example(text, content, calls=WEATHER * count, context=ParseContext(tools=TOOLS))
     return evolve(example, **changes)
 
 
 def thought(text: str, **keywords: Any) -> Example:
-    """An output that thinks "Hm." and answers "Hi"; the template's keywords."""
+    """An output with the reasoning "Hm." and the answer "Hi"; the template's keywords."""
     context = ParseContext(template_kwargs=keywords)
     return Example(text, content="Hi", reasoning="Hm.", context=context)

@@ -1,7 +1,8 @@
-"""Which parsers fit a checkpoint, by what their packages declare. No parser is imported for it.
+"""Which parsers fit a checkpoint, by declarations of their packages. No parser is imported.
 
-A package of parsers has a file `fits.toml` beside its `__init__.py`, with a table for each parser
-that may be chosen: `[tool_parsers.NAME]` and `[reasoning_parsers.NAME]`, of the fields of `Fit`.
+A parser package has a file `fits.toml` next to its `__init__.py`, with a table for each parser that
+may be chosen automatically: `[tool_parsers.NAME]` and `[reasoning_parsers.NAME]`, with the fields
+of `Fit`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _FILE = "fits.toml"
 
 @frozen
 class Fit:
-    """What tells that a parser is for a checkpoint.
+    """Evidence that a parser is right for a checkpoint.
 
-    marks: texts that the chat template must all hold. any: texts of which it must hold one, unless
-    the model is one of `models`. without: texts that it must not hold. models: model types or
-    architectures; where there is no template they are enough. shared: others have the same marks,
-    so that one of `any` or `models` is needed. tokens: added tokens that are all enough where
-    the template does not write the format, but takes tools. settings: keys of
-    tokenizer_config.json of which one is enough, before all else. alone: it reads whole messages,
-    so that the tool and the reasoning parser have one name.
+    marks: texts that the chat template must all contain. any: texts of which it must contain one,
+    unless the model is one of `models`. without: texts that it must not contain. models: model
+    types or architectures; sufficient without a template. shared: other formats have the same
+    marks, so one of `any` or `models` is needed. tokens: added tokens that together suffice if the
+    template takes tools without writing the format. settings: keys of tokenizer_config.json of
+    which one suffices; checked first. alone: reads whole messages, so the tool and the reasoning
+    parser must have one name.
     """
 
     marks: tuple[str, ...] = ()
@@ -58,10 +59,10 @@ _FIELDS = frozenset(field.name for field in fields(Fit))
 
 @frozen
 class Match:
-    """How well a parser fits; the greatest one is the most specific.
+    """How well a parser fits; the greatest match is the most specific.
 
     level: 3 for the checkpoint's own description, 2 for its template, 1 for model and tokens.
-    dialect: it is for this very model among those with the same marks. marks, hits: how many.
+    dialect: specific to this model among parsers with the same marks. marks, hits: counts.
     """
 
     level: int
@@ -72,13 +73,13 @@ class Match:
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
-        """What is compared."""
+        """The sort key."""
         return self.level, self.dialect, self.marks, self.hits
 
 
 @frozen
 class Offer:
-    """A parser and what it declares."""
+    """A parser and its declaration."""
 
     declaration: Declaration
     fit: Fit
@@ -89,13 +90,13 @@ class Offer:
 
     @property
     def foreign(self) -> bool:
-        """Whether it comes with a package of somebody else's, who installed it for a reason."""
+        """Whether it belongs to a third-party package, which was installed on purpose."""
         return not is_first_party(self.declaration.distribution)
 
 
 def offers_of(plugins: PluginManager) -> Mapping[str, tuple[Offer, ...]]:
-    """Kind -> the parsers that may be used and say what they are for, by name."""
-    found: dict[str, list[Offer]] = {kind: [] for kind in _KINDS}
+    """Kind -> usable parsers that declare what they fit, by name."""
+    offers_by_kind: dict[str, list[Offer]] = {kind: [] for kind in _KINDS}
     declared = [d for kind in _KINDS for d in plugins.names(kind)]
     tables = {package: _read(package) for package in {_package(d) for d in declared}}
     for declaration in declared:
@@ -107,22 +108,22 @@ def offers_of(plugins: PluginManager) -> Mapping[str, tuple[Offer, ...]]:
         except ValueError as error:
             log.warning("%s: %s: %s", declaration, _FILE, error)
             continue
-        found[declaration.kind].append(Offer(declaration, fit))
-    return {kind: tuple(offers) for kind, offers in found.items()}
+        offers_by_kind[declaration.kind].append(Offer(declaration, fit))
+    return {kind: tuple(offers) for kind, offers in offers_by_kind.items()}
 
 
 def _fit(table: Mapping[str, Any]) -> Fit:
-    """A table as it stands in the file. Raises ValueError that names the key."""
-    given: dict[str, Any] = {}
+    """Parse a table of the file. Raises ValueError that names the key."""
+    fields: dict[str, Any] = {}
     for key, value in table.items():
         if key in ("shared", "alone"):
-            right = isinstance(value, bool)
+            valid = isinstance(value, bool)
         else:
-            right = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
-        if not right or key not in _FIELDS:
-            raise ValueError(f"{key}: no key of a declaration, or not of its type")
-        given[key] = tuple(value) if isinstance(value, list) else value
-    return Fit(**given)
+            valid = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+        if not valid or key not in _FIELDS:
+            raise ValueError(f"{key}: unknown key or wrong type")
+        fields[key] = tuple(value) if isinstance(value, list) else value
+    return Fit(**fields)
 
 
 def _package(declaration: Declaration) -> str:
@@ -130,14 +131,14 @@ def _package(declaration: Declaration) -> str:
 
 
 def _read(package: str) -> Mapping[str, Mapping[str, Any]]:
-    """The declarations of a package, which is found and not imported; none if it has no file."""
+    """The declarations of a package, which is located but not imported; empty without a file."""
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
         return {}
-    places = spec.submodule_search_locations if spec is not None else None
-    for place in places or ():
-        file = join(place, _FILE)
+    locations = spec.submodule_search_locations if spec is not None else None
+    for location in locations or ():
+        file = join(location, _FILE)
         try:
             data: Any = spec.loader.get_data(file)  # type: ignore[union-attr]
             table = tomllib.loads(data.decode())
@@ -152,49 +153,53 @@ def _read(package: str) -> Mapping[str, Mapping[str, Any]]:
 
 def match(fit: Fit, kind: str, evidence: Evidence) -> Match | str:
     """How well a parser fits, or why it does not."""
-    own = [key for key in fit.settings if isinstance(evidence.settings.get(key), Mapping)]
-    if own:
-        return Match(3, True, len(own), 0, f"the checkpoint describes its messages: {own[0]}")
+    described = [key for key in fit.settings if isinstance(evidence.settings.get(key), Mapping)]
+    if described:
+        return Match(
+            3, True, len(described), 0, f"the checkpoint describes its messages: {described[0]}"
+        )
     template = evidence.template(kind)
-    named = sorted(evidence.models.intersection(fit.models))
+    models = sorted(evidence.models.intersection(fit.models))
     if template:
-        written = _written(fit, template, named)
+        written = _written(fit, template, models)
         if isinstance(written, Match):
             return written
         if not (kind == "tool_parsers" and "tools" in template and _has_tokens(fit, evidence)):
             return written
-    elif named:
-        return Match(1, False, 0, len(named), f"there is no template; model {named[0]}")
+    elif models:
+        return Match(1, False, 0, len(models), f"no chat template; model {models[0]}")
     if _has_tokens(fit, evidence):
         return Match(1, False, 0, 0, f"the vocabulary has {' '.join(fit.tokens)}")
-    return "nothing tells of it"
+    return "no evidence for it"
 
 
 def _has_tokens(fit: Fit, evidence: Evidence) -> bool:
     return bool(fit.tokens) and evidence.tokens.issuperset(fit.tokens)
 
 
-def _written(fit: Fit, template: str, named: list[str]) -> Match | str:
-    """What the template says."""
+def _written(fit: Fit, template: str, models: list[str]) -> Match | str:
+    """Evaluate the template."""
     if not fit.marks and not fit.any:
-        return "nothing tells of it"
-    held = [mark for mark in fit.marks if mark in template]
-    if len(held) < len(fit.marks):
+        return "no evidence for it"
+    marks = [mark for mark in fit.marks if mark in template]
+    if len(marks) < len(fit.marks):
         missing = next(mark for mark in fit.marks if mark not in template)
-        return f"the chat template does not write {missing}" if held else "nothing tells of it"
+        return f"the chat template does not write {missing}" if marks else "no evidence for it"
     hits = [word for word in fit.any if word in template]
-    if (fit.any or fit.shared) and not hits and not named:
+    if (fit.any or fit.shared) and not hits and not models:
         needed = [*fit.any, *fit.models]
-        return f"neither template nor model says {' or '.join(needed)}" if held else (
-            "nothing tells of it"
+        return f"neither template nor model has {' or '.join(needed)}" if marks else (
+            "no evidence for it"
         )  # fmt: skip
     unwanted = next(_in(fit.without, template), None)
     if unwanted is not None:
         return f"the chat template writes {unwanted}"
-    words = [*held, *hits]
-    reason = f"the chat template writes {' '.join(words)}" + "".join(f", {name}" for name in named)
-    return Match(2, fit.shared, len(held), len(hits) + len(named), reason)
+    evidence_texts = [*marks, *hits]
+    reason = f"the chat template writes {' '.join(evidence_texts)}" + "".join(
+        f", {name}" for name in models
+    )
+    return Match(2, fit.shared, len(marks), len(hits) + len(models), reason)
 
 
-def _in(words: tuple[str, ...], text: str) -> Iterator[str]:
-    return (word for word in words if word in text)
+def _in(candidates: tuple[str, ...], text: str) -> Iterator[str]:
+    return (word for word in candidates if word in text)

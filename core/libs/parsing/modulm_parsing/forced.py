@@ -1,7 +1,7 @@
-"""Calls that the request forced where no parser knows the model's format: the text is pure JSON.
+"""Forced calls for models without a known format: the text is plain JSON.
 
-With a named tool the text is the arguments object; with `tool_choice="required"` it is an array
-of `{"name": ..., "parameters": {...}}` objects, as in vLLM.
+With a named tool the text is the arguments object; with `tool_choice="required"` it is an array of
+`{"name": ..., "parameters": {...}}` objects, as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["NamedCall", "RequiredCalls"]
 
 
 class NamedCall(ToolFormat):
-    """The whole text is the arguments of the one tool that the request named."""
+    """The whole text is the arguments of the tool that the request named."""
 
     name = "named"
     api = 1
@@ -39,7 +39,7 @@ class NamedCall(ToolFormat):
             message.end_raw()
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """Nothing opens a region."""
+        """No marker opens a region."""
         yield from ()
 
 

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: objects or lists of them, and arguments behind a header."""
+"""Formats with JSON calls: objects, lists of objects, and arguments after a header."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CallKeys", "HeadedCalls", "JsonCalls", "read_arguments", "read_call"
 
 @frozen
 class CallKeys:
-    """What a call's object calls its members.
+    """Keys of a call object.
 
-    needed: an object without arguments is no call. identity: the member that holds the identifier
-    of the call, if the format has one.
+    needed: whether an object without arguments is not a call. identity: the key of the call's
+    identifier, if the format has one.
     """
 
     name: tuple[str, ...] = ("name",)
@@ -29,18 +29,18 @@ class CallKeys:
 
 
 class JsonCalls(ToolFormat):
-    """Calls as JSON objects behind a marker: one, several in a row, or a list of them.
+    """Calls as JSON objects after a marker: one, several in a row, or a list.
 
-    What follows the marker must be a call, else it was prose. A call whose closing marker is
-    missing is complete with its closing brace.
+    If no call follows the marker, it was prose. Without its closing marker, a call is complete with
+    its closing brace.
     """
 
-    #: Markers behind the calls. White space around them is layout.
+    #: Markers after the calls. White space around them is layout.
     closers: tuple[str, ...] = ()
     keys = CallKeys()
-    #: Between two objects outside of a list.
+    #: Separator between two objects outside of a list.
     separators = ""
-    #: What a message may begin with that is nothing but calls, without a marker: "{" or "[".
+    #: First character of a message that consists only of calls without a marker: "{" or "[".
     bare = ""
 
     @property
@@ -86,7 +86,7 @@ class JsonCalls(ToolFormat):
             yield from message.optional(*self.closers)
 
     def listed(self, message: MessageReader) -> Steps[None]:
-        """The calls of a list, behind its opening bracket."""
+        """Read the calls of a list, after its opening bracket."""
         source = message.source
         before = message.calls
         while True:
@@ -104,7 +104,7 @@ class JsonCalls(ToolFormat):
                 return
 
     def in_a_row(self, message: MessageReader) -> Steps[None]:
-        """One object, and those that follow it."""
+        """Read one object and those that follow it."""
         source = message.source
         while True:
             yield from self.call(message)
@@ -122,17 +122,17 @@ class JsonCalls(ToolFormat):
 
 
 def read_call(message: MessageReader, keys: CallKeys) -> Steps[None]:
-    """A call that is one object."""
+    """Read a call that is one object."""
     members = _Members(keys, message)
     yield from read_members(message.source, members.read)
     members.end()
 
 
 class _Members:
-    """The members of one call's object, in any order: a name, arguments, perhaps an identifier.
+    """The members of a call object, in any order: name, arguments, optionally an identifier.
 
-    Arguments that come before the name wait for it. Arguments written as a string that holds an
-    object are unwrapped.
+    Arguments before the name are buffered. Arguments written as a string that contains an object
+    are unwrapped.
     """
 
     def __init__(self, keys: CallKeys, message: MessageReader) -> None:
@@ -141,18 +141,18 @@ class _Members:
         self.name: str | None = None
         self.identity: str | None = None
         self.early: list[str] = []
-        self.given = False  # there were arguments
-        self.told = False
+        self.has_arguments = False  # whether there were arguments
+        self.started = False
 
     def read(self, key: str) -> Steps[None]:
-        """The value of one member."""
+        """Read the value of one member."""
         source = self.message.source
         if key in self.keys.name and self.name is None:
             self.name = yield from read_string(source)
-            if self.given or not self.keys.needed:
+            if self.has_arguments or not self.keys.needed:
                 self.start()
-        elif key in self.keys.arguments and not self.given:
-            self.given = True
+        elif key in self.keys.arguments and not self.has_arguments:
+            self.has_arguments = True
             if self.name is not None and (yield from source.peek()) == "{":
                 self.start()
                 yield from read_json(source, self.message.raw_arguments)
@@ -166,19 +166,19 @@ class _Members:
             yield from read_json(source, _ignore)
 
     def start(self) -> None:
-        """Announce the call, and tell what waited for its name."""
+        """Emit the call and the arguments buffered before its name."""
         if self.name is None:
             raise NotACall
-        if not self.told:
-            self.told = True
+        if not self.started:
+            self.started = True
             self.message.start(self.name, self.identity)
         for part in self.early:
             self.message.raw_arguments(part)
         self.early = []
 
     def end(self) -> None:
-        """The object is whole."""
-        if not self.given:
+        """The object is complete."""
+        if not self.has_arguments:
             if self.keys.needed:
                 raise NotACall
             self.start()
@@ -190,7 +190,7 @@ def _ignore(text: str) -> None:
 
 
 def read_arguments(source: Source, emit: Callable[[str], object]) -> Steps[None]:
-    """An object; one that is written as a string, or null, is unwrapped."""
+    """Read an object; one that is written as a string, or null, is unwrapped."""
     if (yield from source.peek()) == "{":
         yield from read_json(source, emit)
         return
@@ -205,10 +205,9 @@ def read_arguments(source: Source, emit: Callable[[str], object]) -> Steps[None]
 
 
 class HeadedCalls(ToolFormat):
-    """Calls whose name stands before the arguments: `OPEN name SEPARATOR {arguments} CLOSE`.
+    """Calls whose name precedes the arguments: `OPEN name SEPARATOR {arguments} CLOSE`.
 
-    group: markers around all calls; a call may stand without them. fences: what may be written
-    around the arguments.
+    group: optional markers around all calls. fences: optional text around the arguments.
     """
 
     group: tuple[str, str] | None = None
@@ -216,7 +215,7 @@ class HeadedCalls(ToolFormat):
     separators: tuple[str, ...]
     close: str
     fences: tuple[str, str] | None = None
-    #: What stands between two calls.
+    #: Separator between two calls.
     between = ""
 
     def __init_subclass__(cls) -> None:
@@ -244,13 +243,13 @@ class HeadedCalls(ToolFormat):
         ends = (self.group or ())[1:]
         while True:
             yield from self.call(message)
-            found = yield from message.optional(self.open, *ends)
-            if found != self.open:
+            marker = yield from message.optional(self.open, *ends)
+            if marker != self.open:
                 return
-            source.held = [self.open]
+            source.unconfirmed = [self.open]
 
     def call(self, message: MessageReader) -> Steps[None]:
-        """One call, behind its opening marker."""
+        """Read one call after its opening marker."""
         source = message.source
         name, identity = yield from self.header(message)
         yield from source.space()
@@ -266,6 +265,6 @@ class HeadedCalls(ToolFormat):
         yield from message.optional(self.close)
 
     def header(self, message: MessageReader) -> Steps[tuple[str, str | None]]:
-        """The name up to the separator, and the identifier if the format has one."""
+        """Read the name up to the separator, and the identifier if the format has one."""
         name, _ = yield from message.source.through(markers(*self.separators))
         return name.strip(), None

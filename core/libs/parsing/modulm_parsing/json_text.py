@@ -1,7 +1,7 @@
-"""Reading JSON while it arrives (RFC 8259), as readers of a source.
+"""Incremental JSON (RFC 8259), as readers of a source.
 
-What models get wrong in strings is put right on the way: control characters are written as
-escapes, and a backslash that escapes nothing is doubled.
+Common mistakes of models in strings are corrected: control characters are escaped, and a backslash
+that escapes nothing is doubled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from modulm_parsing.source import NotACall, Source, Steps
 
 __all__ = ["loads", "quoted", "read_json", "read_members", "read_string"]
 
-#: A model that nests deeper than this is looping, not calling a tool.
+#: Models that nest deeper than this are looping.
 MAX_DEPTH = 128
 
 _BODY = r'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+'
@@ -31,7 +31,7 @@ Emit = Callable[[str], object]
 
 
 def loads(text: str) -> Any:
-    """The JSON value of `text`, or None if it is not valid JSON (too deep counts as invalid)."""
+    """Parse `text` as JSON; None if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -39,12 +39,12 @@ def loads(text: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """A piece of text as it is written inside a JSON string."""
+    """Escape text for a JSON string."""
     return encode_basestring(text)[1:-1]
 
 
 def read_json(source: Source, emit: Emit) -> Steps[None]:
-    """One value of any type. Raises NotACall where it cannot go on as JSON."""
+    """Read one value of any type. Raises NotACall for invalid JSON."""
     first = yield from source.peek()
     if first in "{[":
         yield from _balanced(source, emit)
@@ -60,7 +60,7 @@ def read_json(source: Source, emit: Emit) -> Steps[None]:
 
 
 def read_string(source: Source) -> Steps[str]:
-    """A string, decoded. Raises NotACall."""
+    """Read and decode a string. Raises NotACall."""
     if (yield from source.peek()) != '"':
         raise NotACall
     parts = [source.advance(source.at + 1)]
@@ -74,7 +74,7 @@ def read_string(source: Source) -> Steps[str]:
 def read_members(
     source: Source, member: Callable[[str], Steps[None]], *, separators: str = ","
 ) -> Steps[None]:
-    """An object: `member(key)` reads each value. Raises NotACall."""
+    """Read an object: `member(key)` reads each value. Raises NotACall."""
     if (yield from source.peek()) != "{":
         raise NotACall
     source.advance(source.at + 1)
@@ -100,7 +100,7 @@ def read_members(
 
 
 def _balanced(source: Source, emit: Emit) -> Steps[None]:
-    """An object or an array, its brackets matched."""
+    """Read an object or an array with balanced brackets."""
     stack: list[str] = []
     while True:
         yield from source.peek()
@@ -131,7 +131,7 @@ def _balanced(source: Source, emit: Emit) -> Steps[None]:
 
 
 def _bracket(stack: list[str], mark: str) -> bool:
-    """Whether a bracket fits where it stands."""
+    """Whether a bracket is valid at this point."""
     if mark in "{[":
         stack.append(mark)
         return len(stack) <= MAX_DEPTH
@@ -139,7 +139,7 @@ def _bracket(stack: list[str], mark: str) -> bool:
 
 
 def _string(source: Source, emit: Emit) -> Steps[None]:
-    """The rest of a string, behind its opening quote, with the closing one."""
+    """Read the rest of a string after its opening quote, with the closing one."""
     while True:
         text, at = source.text, source.at
         match = _STRING.match(text, at)

@@ -1,4 +1,4 @@
-"""One message of a model, from its text to content, reasoning and tool calls."""
+"""Parse one message of a model into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ __all__ = [
     "parse",
 ]
 
-#: How much of the prompt's end a parser gets to see, in characters.
+#: Number of characters of the prompt's end that parsers get.
 PROMPT_TAIL = 512
 
 
 class OpenAIFunction(TypedDict):
-    """A function to call, its arguments as JSON in a text."""
+    """A function call, with its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class OpenAICall(TypedDict):
-    """A call, as OpenAI's chat API spells it."""
+    """A tool call in the form of OpenAI's chat API."""
 
     id: str
     type: Literal["function"]
@@ -63,7 +63,7 @@ class OpenAICall(TypedDict):
 
 @frozen
 class ToolCall:
-    """A call of a tool. `arguments` is JSON text; not `complete`: the text was cut inside it."""
+    """A tool call. `arguments` is JSON text; not `complete` if the output was cut off inside it."""
 
     index: int
     id: str
@@ -72,16 +72,16 @@ class ToolCall:
     complete: bool
 
     def as_openai(self) -> OpenAICall:
-        """The call as OpenAI's chat API spells it."""
+        """The call in the form of OpenAI's chat API."""
         function: OpenAIFunction = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @frozen
 class ParsedMessage:
-    """A whole message. `content` and `reasoning` are None when there is none.
+    """A complete message. `content` and `reasoning` are None if absent.
 
-    `deltas` are the events in the order in which they became certain: what a stream sends.
+    `deltas` are the events in the order in which they became certain, as streamed.
     """
 
     content: str | None
@@ -93,7 +93,7 @@ class ParsedMessage:
 class MessageParser:
     """The reasoning parser and the tool parser of one message.
 
-    Formats are read as one grammar; other parsers work one behind the other.
+    Formats are read as one grammar; other parsers run one after the other.
     """
 
     def __init__(self, tools: ToolParser | None, reasoning: ReasoningParser | None) -> None:
@@ -113,32 +113,32 @@ class MessageParser:
 
     @property
     def reasoning_end(self) -> str | None:
-        """What would end the thought that the text so far is in; None outside of one."""
+        """Text that would end the current thought; None outside of one."""
         if self._reader is not None:
             return self._reader.reasoning_end
         return None if self._reasoning is None else self._reasoning.reasoning_end
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the detokenizer must not drop."""
+        """Special tokens that the detokenizer must keep."""
         both = (self._reasoning, self._tools)
         return tuple(t for parser in both if parser is not None for t in parser.special_tokens)
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
-        """Take more text and the ids that it came from; give what is certain."""
+        """Parse more text and its token ids; return the events that are certain."""
         if self._reasoning is None:
             return self._content(text, ids)
         return self._onward(self._reasoning.feed(text, ids), ids)
 
     def finish(self) -> list[Event]:
-        """The text has ended; give what was held back."""
+        """End of the text; return the remaining events."""
         events = self._onward(self._reasoning.finish(), ()) if self._reasoning is not None else []
         if self._tools is not None:
             events += self._tools.finish()
         return events
 
     def _onward(self, events: list[Event], ids: Sequence[int]) -> list[Event]:
-        """Content goes on to the tool parser. Ids go with it where all of the text does."""
+        """Pass content on to the tool parser, with the ids if all of the text is content."""
         onward: list[Event] = []
         whole = len(events) == 1
         for event in events:
@@ -157,10 +157,10 @@ class MessageParser:
 def _one_reader(
     tools: ToolParser | None, reasoning: ReasoningParser | None
 ) -> MessageReader | None:
-    """A reader of both formats, if both are formats that one can read."""
+    """One reader for both formats, if both can share it."""
     if not isinstance(reasoning, ReasoningFormat):
-        alone = reasoning is None and isinstance(tools, ToolFormat)
-        return tools.alone() if alone and isinstance(tools, ToolFormat) else None
+        tools_only = reasoning is None and isinstance(tools, ToolFormat)
+        return tools.alone() if tools_only and isinstance(tools, ToolFormat) else None
     if tools is None:
         return reasoning.alone()
     if not isinstance(tools, ToolFormat) or tools.reader is not reasoning.reader:
@@ -171,10 +171,10 @@ def _one_reader(
 def message_parser(
     context: ParseContext, tool_parser: str | None, reasoning_parser: str | None
 ) -> MessageParser:
-    """The parsers by name, made for one message.
+    """Create the parsers by name for one message.
 
-    A forced tool choice is read in the model's own format if a grammar holds the calls to that,
-    else as the JSON that its grammar produces. Raises PluginNotFound.
+    A forced tool choice is parsed in the model's own format if a grammar enforces that, otherwise
+    as the JSON that its grammar produces. Raises PluginNotFound.
     """
     plugins = manager.current()
     reasoning = None
@@ -189,10 +189,10 @@ def _tool_parser(
     choice = context.tool_choice
     if choice == "none":
         return None
-    own = context.held and bool(name)
-    if choice == "required" and not own:
+    enforced_format = context.held and bool(name)
+    if choice == "required" and not enforced_format:
         return RequiredCalls(context)
-    if not isinstance(choice, str) and not own:
+    if not isinstance(choice, str) and not enforced_format:
         return NamedCall(context, _chosen(choice))
     if not name:
         return None
@@ -221,14 +221,13 @@ def parse(
     pieces: Iterable[str] | None = None,
     chunks: Iterable[str] | None = None,
 ) -> ParsedMessage:
-    """What the server does with a model's output, for anyone.
+    """Parse a model's output like the server does.
 
-    With `pieces`, the text deltas as they came, the same parsers are fed piece by piece and
-    `text` is not read (`chunks` is an older name for it). `prompt` is the rendered prompt, whose
-    end tells some parsers whether the template has opened the reasoning already; None means that
-    it is not known. An empty list of `tools` means that the request has none (nothing is parsed
-    as a call); None that they are not known. Raises PluginNotFound for a parser that no installed
-    distribution offers.
+    With `pieces`, the streamed text deltas, the parsers are fed piece by piece and `text` is
+    ignored (`chunks` is an older name for it). `prompt` is the rendered prompt, whose end tells
+    some parsers whether the template has opened the reasoning; None means unknown. An empty list of
+    `tools` means that the request has none, so nothing is parsed as a call; None means unknown.
+    Raises PluginNotFound for a parser that is not installed.
     """
     context = ParseContext(
         tools=tuple(tools or ()),
@@ -239,15 +238,15 @@ def parse(
     )
     parser = message_parser(context, tool_parser, reasoning_parser)
     deltas: list[Event] = []
-    given = chunks if pieces is None else pieces
-    for piece in [text] if given is None else given:
+    deltas_in = chunks if pieces is None else pieces
+    for piece in [text] if deltas_in is None else deltas_in:
         deltas += parser.feed(piece)
     deltas += parser.finish()
     return assemble(deltas)
 
 
 def assemble(deltas: Sequence[Event]) -> ParsedMessage:
-    """The whole message that a stream of events amounts to."""
+    """Assemble the complete message from a stream of events."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, ToolCall] = {}
@@ -274,12 +273,12 @@ def assemble(deltas: Sequence[Event]) -> ParsedMessage:
 
 
 def new_call_id() -> str:
-    """An identifier for a call whose wire format carries none."""
+    """Generate an identifier for a call whose format has none."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Join neighbours of one kind: equal for two streams that say the same in other pieces."""
+    """Join adjacent events of one kind, so that streams cut differently compare equal."""
     merged: list[Event] = []
     for (kind, index), group in groupby(events, _kind):
         several = list(group)

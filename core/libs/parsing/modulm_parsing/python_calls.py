@@ -1,4 +1,4 @@
-"""Formats whose calls are Python: `[get_weather(city="Oslo", days=3)]`."""
+"""Formats with Python calls: `[get_weather(city="Oslo", days=3)]`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NAME = re.compile(r"[\w.-]*")
 
 
 class PythonCalls(ToolFormat):
-    """Calls with keyword arguments that are literals: in a list, or one after another.
+    """Calls with literal keyword arguments, in a list or one after another.
 
-    bare: whether a message that begins with a list of calls is one, without a marker.
+    bare: whether a message that starts with a list of calls is calls, without a marker.
     """
 
     closers: tuple[str, ...] = ()

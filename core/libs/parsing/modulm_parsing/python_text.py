@@ -1,4 +1,4 @@
-"""Reading Python literals while they arrive, written on as JSON. Nothing is ever evaluated."""
+"""Incremental Python literals, converted to JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 
 
 def read_keywords(source: Source, emit: Callable[[str], Steps[None]]) -> Steps[None]:
-    """`(key=value, ...)` behind its opening bracket; `emit(key)` reads a value."""
+    """Read `(key=value, ...)` after its opening bracket; `emit(key)` reads a value."""
     while True:
         yield from source.space()
         mark = yield from source.peek()
@@ -49,7 +49,7 @@ def read_keywords(source: Source, emit: Callable[[str], Steps[None]]) -> Steps[N
 
 
 def read_literal(source: Source, emit: Emit, depth: int = 0) -> Steps[None]:
-    """A string, number, word, list, tuple or dictionary. Raises NotACall for anything else."""
+    """Read a string, number, name, list, tuple or dictionary. Raises NotACall otherwise."""
     if depth > MAX_DEPTH:
         raise NotACall
     mark = yield from source.peek()
@@ -68,9 +68,9 @@ def read_literal(source: Source, emit: Emit, depth: int = 0) -> Steps[None]:
 
 
 def _scalar(word: str) -> str:
-    known = _WORDS.get(word)
-    if known is not None:
-        return known
+    constant = _WORDS.get(word)
+    if constant is not None:
+        return constant
     if _HEX.fullmatch(word):
         return str(int(word.replace("_", ""), 0))
     plain = word.replace("_", "").removeprefix("+")
@@ -137,7 +137,7 @@ def _dictionary(source: Source, emit: Emit, depth: int) -> Steps[None]:
 
 
 def _strings(source: Source, emit: Emit, *, raw: bool = False) -> Steps[None]:
-    """A string; several that stand side by side are one."""
+    """Read a string; adjacent strings are concatenated."""
     emit('"')
     while True:
         yield from _string(source, emit, raw=raw)
@@ -160,7 +160,7 @@ def _string(source: Source, emit: Emit, *, raw: bool) -> Steps[None]:
 
 
 def _body(source: Source, emit: Emit, quote: str, count: int, *, raw: bool) -> Steps[None]:
-    """Up to `count` quotes in a row."""
+    """Read up to `count` consecutive quotes."""
     seen = 0
     plain = _PLAIN[quote]
     while True:
@@ -188,7 +188,7 @@ def _body(source: Source, emit: Emit, quote: str, count: int, *, raw: bool) -> S
 
 
 def _escape(source: Source, *, raw: bool) -> Steps[str]:
-    """A backslash and what it escapes, as JSON writes that."""
+    """Convert an escape sequence to JSON."""
     source.advance(source.at + 1)
     letter = yield from source.peek()
     source.advance(source.at + 1)
@@ -200,13 +200,13 @@ def _escape(source: Source, *, raw: bool) -> Steps[str]:
             return quoted(f"\\{letter}{digits}")
         digits += source.advance(source.at + 1)
     code = int(digits, 16)
-    if 0xD800 <= code < 0xE000:  # half of a pair: the other half follows as an escape as well
+    if 0xD800 <= code < 0xE000:  # half of a surrogate pair; the other half follows as an escape
         return f"\\u{code:04x}"
     return quoted(chr(code) if code < 0x110000 else f"\\{letter}{digits}")
 
 
 def literal(text: str) -> str | None:
-    """The JSON of a whole Python literal, or None if it is none."""
+    """Convert a complete Python literal to JSON; None if it is invalid."""
     source = Source()
     source.push(text)
     source.final = True
@@ -216,7 +216,7 @@ def literal(text: str) -> str | None:
             pass
     except NotACall:
         return None
-    found = "".join(parts)
-    if source.text[source.at :].strip() or (loads(found) is None and found != "null"):
+    converted = "".join(parts)
+    if source.text[source.at :].strip() or (loads(converted) is None and converted != "null"):
         return None
-    return found
+    return converted

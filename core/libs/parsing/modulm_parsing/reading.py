@@ -1,9 +1,8 @@
-"""One message read as a whole: content, reasoning and calls as one grammar.
+"""Reads a message as a whole: content, reasoning and calls in one grammar.
 
-A format says which markers open a region and reads what is inside; `MessageReader` reads the
-content between regions and turns all of it into events. A reasoning format and a tool format are
-read by one `MessageReader`, so that a thought may stand between calls and the ids of tokens say
-the same to both.
+A format declares the markers that open a region and reads what is inside. `MessageReader` reads the
+content between regions and turns everything into events. A reasoning format and a tool format share
+one `MessageReader`, so that thoughts may occur between calls and both see the same token ids.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ __all__ = ["Edit", "Format", "MessageReader", "ReasoningFormat", "ToolFormat", "
 
 
 class MessageReader:
-    """Reads one message with the formats of its parsers and gives events.
+    """Reads one message with the formats of its parsers and emits events.
 
-    White space around a call is layout; where content stands on both sides, what was before the
-    call stays between.
+    White space around a call is layout; between two pieces of content, the white space before the
+    call is kept.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class MessageReader:
         self.calls = 0
         self.thinking = reasoning is not None and reasoning.opened
         self.thought = False  # there was reasoning
-        self._said = False  # there was content
-        self.at_start = True  # nothing but white space since the answer or the last call began
+        self._has_content = False  # there was content
+        self.at_start = True  # only white space since the start of the answer or the last call
         self.source = Source()
         self._space: list[str] = []
         self._events: list[Event] = []
         self._kind: type[Content | Reasoning | ToolArguments] = Content
         self._parts: list[str] = []
-        self._json: list[str] = []  # the current call's arguments as the model wrote them
+        self._json: list[str] = []  # the current call's arguments as written by the model
         self._owners: dict[str, Format] = {}
         self._framing = frozenset(
             word
@@ -74,8 +73,8 @@ class MessageReader:
         )
         for format_ in (tools, reasoning):
             if format_ is not None:
-                words = (*format_.framing, *format_.openers)
-                self._owners.update(dict.fromkeys(words, format_))
+                format_markers = (*format_.framing, *format_.openers)
+                self._owners.update(dict.fromkeys(format_markers, format_))
         self._know_tokens()
         self._openers = markers(*self._owners)
         self._edits: dict[type, Edit] = {}
@@ -87,81 +86,83 @@ class MessageReader:
         tokenizer = self.context.tokenizer
         if tokenizer is None or _forced(self.context):
             return
-        words = {w for f in (self.tools, self.thoughts) if f is not None for w in f.every_word()}
-        self.source = Source(_special(tokenizer, frozenset(words)))
+        all_markers = {
+            w for f in (self.tools, self.thoughts) if f is not None for w in f.every_word()
+        }
+        self.source = Source(_special(tokenizer, frozenset(all_markers)))
         self.source.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
     def reasoning_end(self) -> str | None:
         """See `ReasoningParser.reasoning_end`."""
-        if self.thoughts is None or not self.thinking or self.source.held is not None:
+        if self.thoughts is None or not self.thinking or self.source.unconfirmed is not None:
             return None
         return self.thoughts.ending(self)
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
-        """Take more text and the ids that it came from; give what is certain."""
+        """Parse more text and its token ids; return the events that are certain."""
         self.source.push(text, ids)
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
     def finish(self) -> list[Event]:
-        """The text has ended: give what was held back."""
+        """End of the text; return the remaining events."""
         self.source.final = True
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
-    def _taken(self) -> list[Event]:
+    def _drain(self) -> list[Event]:
         if self._parts:
             self._flush()
         events, self._events = self._events, []
         return events
 
-    # What readers tell.
+    # Called by formats.
 
     def content(self, text: str) -> None:
-        """Text for the user."""
+        """Emit text for the user."""
         if self.at_start and (self.calls or self.thought):
             text = text.lstrip()
         if not text:
             return
-        kept = text.rstrip()
-        tail = text[len(kept) :]
-        if kept:
+        stripped = text.rstrip()
+        tail = text[len(stripped) :]
+        if stripped:
             self.at_start = False
-            self._said = True
+            self._has_content = True
             if self._space:
-                kept = "".join([*self._space, kept])
+                stripped = "".join([*self._space, stripped])
                 self._space.clear()
-            self._put(Content, kept)
+            self._put(Content, stripped)
         if tail:
             self._space.append(tail)
 
     def verbatim(self, text: str) -> None:
-        """Text for the user whose white space counts wherever it stands."""
+        """Emit text for the user, preserving all white space."""
         if text:
             self.at_start = self.at_start and text.isspace()
             self._put(Content, text)
 
     def reasoning(self, text: str) -> None:
-        """Text of the model's reasoning."""
+        """Emit reasoning."""
         self.thought = True
         if text:
             self._put(Reasoning, text)
 
     def start(self, name: str, identity: str | None = None) -> Schema | None:
-        """A call begins, and what was held is part of it; the schema of its parameters, if known.
+        """Start a call, which includes the held text; return its parameters' schema, if known.
 
-        Raises NotACall for a name that is none.
+        Raises NotACall for an invalid name.
         """
         tools = self.context.tools
         schema = parameters_of(tools, name)
         unknown = schema is None and tools and self.tools is not None and self.tools.known_only
         if not name or name.isspace() or unknown:
             raise NotACall
-        self.source.held = None
+        self.source.unconfirmed = None
         self.thinking = False
         self.at_start = True
-        if not self._said:
+        if not self._has_content:
             self._space.clear()
         self._settle()
         if identity is None and self.tools is not None:
@@ -172,27 +173,27 @@ class MessageReader:
         return schema
 
     def layout(self) -> None:
-        """The white space so far was layout, as what comes first now is."""
+        """Discard the white space so far and the white space that follows."""
         self._space.clear()
         self.at_start = True
 
     def arguments(self, text: str) -> None:
-        """More of the arguments, as JSON that a reader has written."""
+        """Emit arguments as JSON written by a reader."""
         if text:
             self._put(ToolArguments, text)
 
     def raw_arguments(self, text: str) -> None:
-        """More of the arguments as the model wrote them; `end_raw` checks them."""
+        """Emit arguments as the model wrote them; `end_raw` checks them."""
         self._json.append(text)
         self._put(ToolArguments, text)
 
     def end(self) -> None:
-        """The call is complete."""
+        """Complete the call."""
         self._flush()
         self._events.append(ToolEnd(self.calls - 1))
 
     def end_raw(self) -> None:
-        """The call is complete if what was written is an object; `{}` if nothing was."""
+        """Complete the call if its arguments are an object; `{}` if there are none."""
         if not self._json:
             self.arguments("{}")
         elif not isinstance(loads("".join(self._json)), dict):
@@ -210,7 +211,7 @@ class MessageReader:
         self._parts.append(text)
 
     def _settle(self) -> None:
-        """What comes now is of another kind."""
+        """Events of another kind follow."""
         if self._edits and self._kind in self._edits:
             rest = self._edits[self._kind].finish()
             if rest:
@@ -242,7 +243,7 @@ class MessageReader:
         self._settle()
 
     def body(self) -> Steps[None]:
-        """Content and the regions in it, to the end."""
+        """Read content and the regions in it, to the end."""
         emit = self.content
         if self.tools is not None and self.tools.keeps_space:
             emit = self.verbatim
@@ -258,29 +259,29 @@ class MessageReader:
             yield from self.attempt(owner.read(self, opener), opener, emit)
 
     def attempt(self, steps: Steps[None], opener: str, prose: Callable[[str], None]) -> Steps[bool]:
-        """Read a region; what turns out to be none goes to `prose` as it was written.
+        """Read a region; if it turns out not to be one, pass its text to `prose`.
 
-        Whether it was one.
+        Returns whether it was a region.
         """
         source = self.source
-        source.held = [opener]
+        source.unconfirmed = [opener]
         with suppress(NotACall):
             yield from steps
-        held, source.held = source.held, None
-        if held:
-            prose("".join(held))
-        return not held
+        region, source.unconfirmed = source.unconfirmed, None
+        if region:
+            prose("".join(region))
+        return not region
 
-    def optional(self, *words: str) -> Steps[str | None]:
-        """Behind a call: read one of the words, if it comes, and the white space before it.
+    def optional(self, *candidates: str) -> Steps[str | None]:
+        """After a call: read one of the markers, if present, and the white space before it.
 
         Raises Ended.
         """
         space = yield from self.source.space()
-        found = yield from self.source.expect(markers(*words))
-        if found is None and self.tools is not None and self.tools.keeps_space:
+        marker = yield from self.source.expect(markers(*candidates))
+        if marker is None and self.tools is not None and self.tools.keeps_space:
             self.verbatim(space)
-        return found
+        return marker
 
     def value(self, schema: Schema | None, key: str, *, framed: bool = False) -> ValueWriter:
         """A writer for the argument `key` of the current call."""
@@ -295,17 +296,17 @@ def allowed_kinds(schema: Schema | None, key: str) -> frozenset[str]:
 
 
 class Edit(Protocol):
-    """What changes text on its way to the user."""
+    """Transforms text before it is emitted."""
 
     def feed(self, text: str) -> str:
-        """More text: what is certain of it, changed."""
+        """Transform more text; return what is certain."""
 
     def finish(self) -> str:
-        """The text has ended: what was held back."""
+        """End of the text; return the rest."""
 
 
 class Format(Parser):
-    """What a format of reasoning or calls has in common: it is a parser by itself, too."""
+    """Base class of formats of reasoning or calls, which are also parsers."""
 
     def __init__(self, context: ParseContext) -> None:
         super().__init__(context)
@@ -315,17 +316,17 @@ class Format(Parser):
             self.special_tokens = tuple(word for word in self.every_word() if word in special)
         self._reader: MessageReader | None = None
 
-    #: What reads a message of this format; two formats with one reader are one grammar.
+    #: The reader of this format's messages; two formats with one reader form one grammar.
     reader: type[MessageReader] = MessageReader
-    #: Markers that open a region, wherever they stand in content.
+    #: Markers that open a region anywhere in content.
     openers: tuple[str, ...] = ()
 
-    #: Markers in content that are neither content nor open anything.
+    #: Markers in content that are dropped without opening anything.
     framing: tuple[str, ...] = ()
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Markers that may be single tokens of a vocabulary, beside openers and framing."""
+        """Further markers that may be single tokens of a vocabulary."""
         return ()
 
     def every_word(self) -> tuple[str, ...]:
@@ -334,15 +335,15 @@ class Format(Parser):
 
     @abstractmethod
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """Read a region behind its opener. Raises NotACall where it is none after all."""
+        """Read a region after its opener. Raises NotACall if it is not one."""
 
     def begin(self, message: MessageReader) -> Steps[None]:
-        """Read what may stand at the beginning only."""
+        """Read what may occur at the beginning only."""
         yield from ()
 
     @abstractmethod
     def alone(self) -> MessageReader:
-        """A reader of a message with this format only."""
+        """A reader for messages with this format only."""
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
         if self._reader is None:
@@ -356,33 +357,33 @@ class Format(Parser):
 
     @property
     def steps(self) -> int:
-        """Characters that were looked at so far, each time that one was."""
+        """Number of characters examined so far, with repetitions."""
         return 0 if self._reader is None else self._reader.source.steps
 
 
 class ToolFormat(Format, ToolParser):
     """A format of calls."""
 
-    #: White space beside calls is content.
+    #: Whether white space next to calls is content.
     keeps_space = False
-    #: Only calls of the request's tools are calls, if those are known.
+    #: Whether only calls of the request's tools count, if those are known.
     known_only = False
 
     def identity(self, index: int) -> str | None:
-        """An identifier for a call that carries none, where templates want a special form."""
+        """An identifier for a call without one, if templates need a special form."""
         return None
 
     def alone(self) -> MessageReader:
         return self.reader(self.context, self)
 
     def structural_tag(self) -> Mapping[str, object] | None:
-        """What holds an answer to the request's tools, spelled as in the first example.
+        """The constraint for calls of the request's tools, spelled as in the first example.
 
-        Raises RequestError for parameters that this format cannot be held to.
+        Raises RequestError for parameters that the constraint cannot express.
         """
         layout, openers = self.layout(), self.strict_openers()
-        told = bool(openers or self.bare_heads())
-        if layout is None or (self.context.tool_choice == "auto" and not told):
+        has_start = bool(openers or self.bare_heads())
+        if layout is None or (self.context.tool_choice == "auto" and not has_start):
             return None
 
         def call(function: Function) -> Element:
@@ -391,26 +392,26 @@ class ToolFormat(Format, ToolParser):
         return as_tag(calls_of(layout, call, self.context, openers, self.bare_heads()))
 
     def layout(self) -> Layout | None:
-        """How calls are spelled; None where the first example does not show it."""
+        """How calls are spelled; None if the first example does not show it."""
         return None
 
     def strict_call(self, call: str, function: Function) -> Element:
-        """One call of a tool, spelled as `call`."""
+        """The element for one call of a tool, spelled as `call`."""
         return json_call(call, function)
 
     def strict_openers(self) -> tuple[str, ...]:
-        """What a text before calls does not hold; the calls begin with one of these."""
+        """Markers that begin calls, and that text before calls must not contain."""
         return self.openers
 
     def bare_heads(self) -> str:
-        """What a message begins with that is calls without a marker."""
+        """First characters of messages that are calls without a marker."""
         return ""
 
 
 class ReasoningFormat(Format, ReasoningParser):
     """A format of reasoning."""
 
-    #: Makes what changes the text of content and reasoning, one for each.
+    #: Creates an editor for the text of content, and one for reasoning.
     edit: Callable[[], Edit] | None = None
 
     @property
@@ -429,7 +430,7 @@ class ReasoningFormat(Format, ReasoningParser):
         return self._reader.reasoning_end
 
     def ending(self, message: MessageReader) -> str | None:
-        """What ends the thought that a message is in; None where that cannot be written now."""
+        """The text that ends the current thought; None if it cannot be forced now."""
         return None
 
     def alone(self) -> MessageReader:
@@ -437,21 +438,21 @@ class ReasoningFormat(Format, ReasoningParser):
 
 
 def _forced(context: ParseContext) -> bool:
-    """Whether a grammar writes the calls; it may spell markers with any tokens."""
+    """Whether a grammar constrains the calls; it may spell markers with any tokens."""
     return context.held or context.tool_choice not in ("auto", "none")
 
 
-#: Tokenizer -> the words that were looked up in it -> their ids.
+#: Tokenizer -> markers that were looked up in it -> their ids.
 _KNOWN: WeakKeyDictionary[Tokenizer, dict[frozenset[str], dict[int, str]]] = WeakKeyDictionary()
 
 
-def _special(tokenizer: Tokenizer, words: frozenset[str]) -> dict[int, str]:
-    """Id -> text of the words that the vocabulary has as single added tokens."""
-    known = _KNOWN.setdefault(tokenizer, {})
-    if words not in known:
+def _special(tokenizer: Tokenizer, marker_texts: frozenset[str]) -> dict[int, str]:
+    """Id -> text of the markers that are single added tokens of the vocabulary."""
+    cached = _KNOWN.setdefault(tokenizer, {})
+    if marker_texts not in cached:
         added = tokenizer.added_tokens
-        known[words] = {added[word]: word for word in words if word in added}
-    return known[words]
+        cached[marker_texts] = {added[word]: word for word in marker_texts if word in added}
+    return cached[marker_texts]
 
 
 def _encodable(name: str) -> str:

@@ -1,9 +1,8 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Streamed text for readers that are written as if all of it were there.
 
-A reader is a generator: it asks the source for what comes next, and where that is not certain
-yet it yields until more text was pushed. What is certain depends on the text alone and never on
-where it was cut; what stays unread is never longer than the longest marker that was looked for,
-so that the work is linear in the text.
+A reader is a generator: it asks the source for what comes next, and yields until more text arrives
+if that is uncertain. Certainty depends on the text alone, never on how it was cut. Unread text is
+never longer than the longest marker searched for, so the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TypeVar
 __all__ = ["Ended", "Markers", "NotACall", "Source", "Steps", "markers"]
 
 T = TypeVar("T")
-#: A reader's progress; it yields where more text is needed.
+#: A reader's progress; it yields when it needs more text.
 Steps = Generator[None, None, T]
 
 _QUOTES = "`\"'"
@@ -26,35 +25,35 @@ _SPACE = re.compile(r"\s*")
 
 
 class NotACall(Exception):
-    """What looked like a region is none; if nothing of it was told yet, it is text."""
+    """A supposed region is not one; unless part of it was emitted, it becomes text."""
 
 
 class Ended(NotACall):
-    """The text has ended inside a region."""
+    """The text ended inside a region."""
 
 
 class Markers:
-    """Words that text is searched for; the longest one counts where several begin."""
+    """Markers to search for; of several at one position the longest counts."""
 
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self.words = tuple(sorted(set(words), key=len, reverse=True))
-        whole = "|".join(re.escape(word) for word in self.words) or r"(?!)"
-        begun = "|".join(_beginnings(word) for word in self.words if len(word) > 1) or r"(?!)"
-        #: Group 1 is a whole word; a match without it is a beginning at the end of the text.
-        self.pattern = re.compile(rf"(?:{begun})\Z|({whole})")
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self.texts = tuple(sorted(set(texts), key=len, reverse=True))
+        whole = "|".join(re.escape(word) for word in self.texts) or r"(?!)"
+        prefixes = "|".join(_beginnings(word) for word in self.texts if len(word) > 1) or r"(?!)"
+        #: Group 1 is a complete marker; a match without it is a prefix at the end of the text.
+        self.pattern = re.compile(rf"(?:{prefixes})\Z|({whole})")
         self.whole = re.compile(f"({whole})")
-        heads = "".join(sorted({re.escape(word[0]) for word in self.words}))
+        heads = "".join(sorted({re.escape(word[0]) for word in self.texts}))
         self.head = re.compile(f"[{heads}]" if heads else r"(?!)")
 
 
 @lru_cache(maxsize=1024)
 def markers(*words: str) -> Markers:
-    """The words, ready to search for."""
+    """Compile markers for a search."""
     return Markers(words)
 
 
 def _beginnings(word: str) -> str:
-    """A pattern of every proper beginning of `word`."""
+    """A pattern for every proper prefix of `word`."""
     pattern = ""
     for letter in reversed(word[1:-1]):
         pattern = f"(?:{re.escape(letter)}{pattern})?"
@@ -62,36 +61,35 @@ def _beginnings(word: str) -> str:
 
 
 class Source:
-    """What arrived and was not read yet.
+    """Text that has arrived and is not read yet.
 
-    special: id -> text of the markers that are single tokens of the vocabulary. Where ids are
-    known, such a marker counts only where its id came; spelled with other tokens it is prose.
-    Where they are not known a marker in quotes (a quote mark opens right before it and the same
-    one follows) or behind an opening backtick is prose.
-
-    held: text read since `hold`, which is given back as prose if no call comes of it.
+    special: id -> text of the markers that are single tokens. If ids are known, such a marker
+    counts only where its id occurred; spelled with other tokens it is prose. If they are unknown, a
+    marker in quotes (a quote mark right before it and the same one right after), or after an
+    opening backtick, is prose. unconfirmed: text read since `hold`, which becomes prose if no call
+    follows.
     """
 
     def __init__(self, special: Mapping[int, str] | None = None) -> None:
         self.text = ""
         self.at = 0
         self.final = False
-        self.held: list[str] | None = None
-        self.steps = 0  # pieces of work, for tests of linear time
-        self._base = 0  # place of text[0] in all that arrived
+        self.unconfirmed: list[str] | None = None
+        self.steps = 0  # units of work, for tests of linear time
+        self._base = 0  # position of text[0] in the whole text
         self._special = special or {}
-        self._words = frozenset(self._special.values())
+        self._special_texts = frozenset(self._special.values())
         self._exact = False  # ids are known
         self._awaited: deque[tuple[str, list[int]]] = deque()
-        self._run: list[int] = []  # ids since the last one that is special
-        self._real: deque[int] = deque()  # places of markers that came as ids
+        self._run: list[int] = []  # ids since the last special one
+        self._real: deque[int] = deque()  # positions of markers that arrived as ids
         self._placed = 0
         self._spelled = 0  # markers read as prose since the last real one
         self.decode: Callable[[list[int]], str] | None = None
 
     def push(self, text: str, ids: Sequence[int] = ()) -> None:
-        """More text, and the ids that it (or text yet to come) was made of."""
-        keep = self.at - 2 if self.at > 2 else 0  # two characters tell whether a quote opens
+        """Append text and its token ids; ids may precede their text."""
+        keep = self.at - 2 if self.at > 2 else 0  # keep two characters to recognize opening quotes
         self._base += keep
         self.at -= keep
         self.text = self.text[keep:] + text
@@ -112,10 +110,10 @@ class Source:
                 self._run = []
 
     def _place(self) -> None:
-        """Find the text of the special tokens that came.
+        """Locate the text of the special tokens that arrived.
 
-        The same letters spelled with other tokens before one are skipped; how many there are,
-        those tokens tell.
+        Earlier occurrences of the same text spelled with other tokens are skipped; those tokens
+        determine their number.
         """
         start = max(self._placed - self._base, self.at)
         total: dict[str, int] = {}
@@ -144,23 +142,23 @@ class Source:
         return at
 
     def hold(self) -> None:
-        """From here on, what is read may have to be given back."""
-        self.held = []
+        """Start holding text that may have to become prose."""
+        self.unconfirmed = []
 
     def advance(self, end: int) -> str:
         """Read up to the index `end` of `text`."""
-        taken = self.text[self.at : end]
+        consumed = self.text[self.at : end]
         self.at = end
-        if self.held is not None:
-            self.held.append(taken)
-        return taken
+        if self.unconfirmed is not None:
+            self.unconfirmed.append(consumed)
+        return consumed
 
     def back(self, count: int) -> None:
-        """Give back the last `count` characters that were read since text was last pushed."""
+        """Unread the last `count` characters since the last push."""
         self.at -= count
 
     def over(self) -> Steps[bool]:
-        """Whether the text has ended here."""
+        """Whether the text ends here."""
         while self.at >= len(self.text):
             if self.final:
                 return True
@@ -180,7 +178,7 @@ class Source:
         return (yield from self.run(_SPACE))
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read the longest run of a pattern of the form `[...]*`; it may be empty."""
+        """Read the longest match of a pattern of the form `[...]*`; may be empty."""
         parts: list[str] = []
         while True:
             match = pattern.match(self.text, self.at)
@@ -190,20 +188,20 @@ class Source:
                 return parts[0] if len(parts) == 1 else "".join(parts)
             yield
 
-    def expect(self, words: Markers) -> Steps[str | None]:
-        """Read the word that comes now, or None if another text does. Raises Ended."""
-        word = yield from self.comes(words)
+    def expect(self, candidates: Markers) -> Steps[str | None]:
+        """Read the marker that comes next, None if it is other text. Raises Ended."""
+        word = yield from self.comes(candidates)
         if word is not None:
             self.advance(self.at + len(word))
         return word
 
-    def comes(self, words: Markers) -> Steps[str | None]:
-        """The word that comes now, unread, or None if another text does. Raises Ended."""
+    def comes(self, candidates: Markers) -> Steps[str | None]:
+        """The marker that comes next, unread; None if it is other text. Raises Ended."""
         yield from self.peek()
         while True:
-            match = words.pattern.match(self.text, self.at)
+            match = candidates.pattern.match(self.text, self.at)
             if match is not None and match.group(1) is None and self.final:
-                match = words.whole.match(self.text, self.at)
+                match = candidates.whole.match(self.text, self.at)
                 if match is None:
                     raise Ended
             if match is None:
@@ -212,40 +210,42 @@ class Source:
                 yield
                 continue
             word = match.group()
-            if self._exact and word in self._words and not self._came(match.start()):
+            if self._exact and word in self._special_texts and not self._came(match.start()):
                 return None
             return word
 
     def until(
-        self, words: Markers, emit: Callable[[str], object], *, quotes: bool = False
+        self, candidates: Markers, emit: Callable[[str], object], *, quotes: bool = False
     ) -> Steps[str | None]:
-        """Read up to and with the first of the words; `emit` gets the text before it.
+        """Read up to and including the first of the markers; `emit` gets the text before it.
 
-        quotes: a word in quotes is text. None if the text ends without one.
+        quotes: quoted markers are text. Returns None if the text ends without one.
         """
         while True:
-            found = self._search(words, emit, quotes)
-            if found is not None:
-                return found
+            marker = self._search(candidates, emit, quotes)
+            if marker is not None:
+                return marker
             if self.final:
                 return None
             yield
 
-    def through(self, words: Markers) -> Steps[tuple[str, str]]:
-        """Read up to and with the first of the words: (text before it, word). Raises Ended."""
+    def through(self, candidates: Markers) -> Steps[tuple[str, str]]:
+        """Read up to and including the first marker: (text before it, marker). Raises Ended."""
         parts: list[str] = []
-        word = yield from self.until(words, parts.append)
+        word = yield from self.until(candidates, parts.append)
         if word is None:
             raise Ended
         return "".join(parts), word
 
-    def _search(self, words: Markers, emit: Callable[[str], object], quotes: bool) -> str | None:
+    def _search(
+        self, candidates: Markers, emit: Callable[[str], object], quotes: bool
+    ) -> str | None:
         text = self.text
         self.steps += 1 + len(text) - self.at
-        head = words.head.search(text, self.at)
+        head = candidates.head.search(text, self.at)
         at = head.start() if head is not None else len(text)
         end = len(text)
-        pattern = words.whole if self.final else words.pattern
+        pattern = candidates.whole if self.final else candidates.pattern
         while at < end:
             match = pattern.search(text, at)
             if match is None:
@@ -268,8 +268,8 @@ class Source:
         return None
 
     def is_real(self, word: str, start: int, end: int, quotes: bool) -> bool | None:
-        """Whether a word is a marker and not prose; None while that is open."""
-        if self._exact and word in self._words:
+        """Whether a marker is not prose; None if more text must decide."""
+        if self._exact and word in self._special_texts:
             return self._came(start)
         if not quotes or start == 0 or self.text[start - 1] not in _QUOTES:
             return True
@@ -283,8 +283,8 @@ class Source:
         return self.text[end] != quote
 
     def _came(self, start: int) -> bool:
-        """Whether the marker at this index of `text` came as a token of its own."""
-        place = self._base + start
-        while self._real and self._real[0] < place:
+        """Whether the marker at this index of `text` arrived as a single token."""
+        position = self._base + start
+        while self._real and self._real[0] < position:
             self._real.popleft()
-        return bool(self._real) and self._real[0] == place
+        return bool(self._real) and self._real[0] == position

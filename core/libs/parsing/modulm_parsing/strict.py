@@ -1,7 +1,7 @@
-"""Calls in a format's own spelling, as a grammar that guarantees them.
+"""Grammars that guarantee calls in a format's own spelling.
 
-How a format spells a call is read off its first example, the call of `examples.weather`: what
-stands before, between and behind its name and arguments there stands so in every call.
+The spelling is taken from the format's first example, the call of `examples.weather`: the text
+before, between and after its name and arguments is the same in every call.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ __all__ = [
     "written",
 ]
 
-#: Most calls of one message where the request sets no bound.
+#: Limit of calls per message if the request sets none.
 MAX_CALLS = 64
 #: The tool and the arguments of the example.
 _NAME, _CITY, _TOWN, _DAYS, _COUNT = "get_weather", "city", "Oslo", "days", "3"
 
 _MAX_NESTING = 8
-#: Keywords that hold a value to nothing.
+#: Schema keywords that do not constrain values.
 _REMARKS = frozenset({
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
     "examples", "format", "readOnly", "title", "writeOnly",
 })  # fmt: skip
-#: Parts of a regular expression that match whatever is not named.
+#: Parts of a regular expression that match anything.
 _ANYTHING = re.compile(r"(?<!\\)(?:\\\\)*(?:\.|\[\^|\\[SWDPp])")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
-#: A Python string between single quotes.
+#: A Python string in single quotes.
 _QUOTED = r"'([^'\\\n]|\\[\\'nrt])*'"
-#: How a text begins that cannot be read as a value of another type.
+#: Start of text that cannot be read as a value of another type.
 _WORDY = r'[^\s\{\["\-0-9tfnTFN]'
 
 
 @frozen
 class Function:
-    """A tool as a request declares it: its name and the schema of its parameters."""
+    """A tool of the request: its name and the schema of its parameters."""
 
     name: str
     parameters: Schema
@@ -79,7 +79,9 @@ class Function:
 
 @frozen
 class Layout:
-    """Text before the first call, one call of the example's tool, between two, behind the last."""
+    """Text before the first call, one call of the example's tool, text between calls, and after the
+    last.
+    """
 
     call: str
     begin: str = ""
@@ -89,14 +91,14 @@ class Layout:
 
 @frozen
 class Part:
-    """How one argument may be written: as bare text, as JSON, or either."""
+    """How an argument may be written: as bare text, as JSON, or either."""
 
     text: Element | None
     json: Element | None
 
 
 def written(examples: Iterable[Example]) -> str | None:
-    """The text of the example that shows the spelling; None if the first one is another."""
+    """The text of the example that shows the spelling; None if the first one is something else."""
     first = next(iter(examples), None)
     if first is None or first.content is not None or first.reasoning is not None:
         return None
@@ -104,20 +106,20 @@ def written(examples: Iterable[Example]) -> str | None:
 
 
 def functions_of(context: ParseContext) -> list[Function]:
-    """The tools that may be called: all of them, or the one that the request names."""
+    """The tools that may be called: all, or the one that the request names."""
     choice = context.tool_choice
-    named = None
+    chosen = None
     if not isinstance(choice, str):
         inner = choice.get("function", choice)
-        named = inner.get("name") if isinstance(inner, Mapping) else None
-    found = []
+        chosen = inner.get("name") if isinstance(inner, Mapping) else None
+    functions = []
     for tool in context.tools:
         function = tool.get("function", tool)
-        if isinstance(function, Mapping) and named in (None, function.get("name")):
+        if isinstance(function, Mapping) and chosen in (None, function.get("name")):
             parameters = function.get("parameters")
             schema = parameters if isinstance(parameters, Mapping) else {}
-            found.append(Function(str(function["name"]), schema or {"type": "object"}))
-    return found
+            functions.append(Function(str(function["name"]), schema or {"type": "object"}))
+    return functions
 
 
 def calls_of(
@@ -127,11 +129,11 @@ def calls_of(
     openers: Sequence[str],
     bare: str = "",
 ) -> Element | None:
-    """What the request's tool choice makes of an answer; None if it makes nothing of it.
+    """The constraint for an answer under the request's tool choice; None if there is none.
 
-    Free to call or not (`auto`), a text without the markers may come before the calls. bare: what
-    an answer begins with that is calls without a marker; a text begins with something else then.
-    """  # fmt: skip
+    With `auto`, text without the markers may precede the calls. bare: first characters of answers
+    that are calls without a marker; text then begins with something else.
+    """
     functions = functions_of(context)
     if context.tool_choice == "none" or not functions:
         return None
@@ -151,7 +153,7 @@ def calls_of(
 
 
 def _either_plain(*parts: Element) -> Element:
-    """One of these, as they are."""
+    """One of the parts, unchanged."""
     return {"type": "or", "elements": list(parts)}
 
 
@@ -159,7 +161,7 @@ def json_call(call: str, function: Function) -> Element:
     """A call whose arguments are JSON."""
     match = re.search(rf'\{{\s*"{_CITY}"', call)
     if match is None:
-        raise unwritable(function.name, "the example has no JSON arguments")
+        raise unwritable(function.name, "the format's example has no JSON arguments")
     _, end = json.JSONDecoder().raw_decode(call, match.start())
     before, behind = call[: match.start()], call[end:]
     return sequence(
@@ -172,34 +174,34 @@ def json_call(call: str, function: Function) -> Element:
 def tagged_call(
     call: str, function: Function, begin: str, end: str, excludes: Sequence[str]
 ) -> Element:
-    """A call whose arguments stand one by one between the markers `begin` and `end`.
+    """A call whose arguments are written one by one between the markers `begin` and `end`.
 
-    The example's first argument shows how text is written, the second one how JSON is. excludes:
-    what the text of an argument must not hold.
+    The example's first argument shows how text is written, the second how JSON is. excludes:
+    strings that the text of an argument must not contain.
     """
     first = call.index(begin)
     second = call.index(begin, first + 1)
     close = call.index(end, first) + len(end)
     last = call.rindex(end) + len(end)
     gap, tail = call[close:second], call[last:]
-    shown = _Shown(call[first:close], call[second:last])
-    given = []
+    example = _ExampleArguments(call[first:close], call[second:last])
+    arguments_ = []
     for key, schema, needed in properties_of(function):
         part = text_or_json(schema, function, key, excludes)
-        given.append((shown.argument(key, part), needed))
+        arguments_.append((example.argument(key, part), needed))
     behind = tail.removeprefix(gap).replace(_NAME, function.name)
     if behind == tail and gap:
-        arguments = members(given, gap)
+        arguments = members(arguments_, gap)
     else:
-        lines = [(sequence(element, const(gap)), needed) for element, needed in given]
+        lines = [(sequence(element, const(gap)), needed) for element, needed in arguments_]
         arguments = sequence(*(each if needed else optional(each) for each, needed in lines))
     head = const(call[:first].replace(_NAME, function.name))
     return sequence(head, arguments, const(behind))
 
 
 @frozen
-class _Shown:
-    """The example's arguments: one that is text, one that is JSON."""
+class _ExampleArguments:
+    """The example's arguments: a text one and a JSON one."""
 
     text: str
     json: str
@@ -212,32 +214,32 @@ class _Shown:
             ways.append(self._filled(self.json, _DAYS, _COUNT, key, part.json))
         return either(*ways)
 
-    def _filled(self, shown: str, name: str, value: str, key: str, element: Element) -> Element:
-        head, _, rest = shown.partition(name)
+    def _filled(self, template: str, name: str, value: str, key: str, element: Element) -> Element:
+        head, _, rest = template.partition(name)
         middle, _, tail = rest.partition(value)
         return sequence(const(head + key + middle), element, const(tail))
 
 
 def python_call(call: str, function: Function) -> Element:
-    """A call with keyword arguments that are literals."""
+    """A call with literal keyword arguments."""
     name = call[: call.index("(")].replace(_NAME, function.name)
-    given = []
+    arguments = []
     for key, schema, needed in properties_of(function):
         if not _IDENTIFIER.fullmatch(key):
-            raise unwritable(function.name, f"{key!r} is no name of a Python argument")
-        given.append((sequence(const(f"{key}="), _literal(schema, function)), needed))
-    return sequence(const(f"{name}("), members(given, ", "), const(")"))
+            raise unwritable(function.name, f"{key!r} is not a valid Python argument name")
+        arguments.append((sequence(const(f"{key}="), _literal(schema, function)), needed))
+    return sequence(const(f"{name}("), members(arguments, ", "), const(")"))
 
 
 def _literal(schema: object, function: Function) -> Element:
-    """A value as Python writes it; inside of lists and dictionaries JSON is read as well."""
+    """A Python value; inside lists and dictionaries JSON is accepted as well."""
     if isinstance(schema, Mapping) and not schema.keys() & {"enum", "const"}:
-        named = kinds(schema, function.parameters)
-        if named == {"boolean"}:
+        allowed = kinds(schema, function.parameters)
+        if allowed == {"boolean"}:
             return either(const("True"), const("False"))
-        if named == {"null"}:
+        if allowed == {"null"}:
             return const("None")
-        if named == STRING and not schema.keys() - _REMARKS - {"type"}:
+        if allowed == STRING and not schema.keys() - _REMARKS - {"type"}:
             return either(regex(_QUOTED), json_value({"type": "string"}))
     return json_value(with_roots(schema, function))
 
@@ -246,14 +248,14 @@ def _literal(schema: object, function: Function) -> Element:
 
 
 def properties_of(function: Function) -> list[tuple[str, object, bool]]:
-    """(key, schema, whether it must be there) of each argument, in the order of the schema.
+    """(key, schema, whether it is required) of each argument, in schema order.
 
-    Raises RequestError where the schema is no plain object.
+    Raises RequestError if the schema is not a plain object.
     """
     schema = resolved(function.parameters, function)
     for word in ("anyOf", "oneOf", "allOf", "if", "not", "dependentRequired", "patternProperties"):
         if word in schema:
-            raise unwritable(function.name, f"{word!r} beside the properties")
+            raise unwritable(function.name, f"{word!r} in addition to properties")
     properties = schema.get("properties")
     known: dict[str, object] = dict(properties) if isinstance(properties, Mapping) else {}
     required = schema.get("required")
@@ -262,50 +264,50 @@ def properties_of(function: Function) -> list[tuple[str, object, bool]]:
         known.setdefault(key, {})
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(needed):
-        raise unwritable(function.name, "'minProperties' beside optional ones")
+        raise unwritable(function.name, "'minProperties' with optional properties")
     return [(key, known[key], key in needed) for key in known]
 
 
 def resolved(schema: object, function: Function) -> Schema:
-    """The schema that a reference means; an empty one for `true`."""
+    """The schema that a reference points to; an empty one for `true`."""
     for _ in range(_MAX_NESTING):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             break
-        found: object = function.parameters
+        target: object = function.parameters
         for part in reference.removeprefix("#/").split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        schema = found
+            target = target.get(part) if isinstance(target, Mapping) else None
+        schema = target
     if isinstance(schema, Mapping):
         return schema
     if schema is True:
         return {}
-    raise unwritable(function.name, "a schema that nothing fits")
+    raise unwritable(function.name, "a schema that nothing can satisfy")
 
 
 def with_roots(schema: object, function: Function) -> dict[str, object]:
-    """The schema of one argument with what its references point to."""
-    made = dict(schema) if isinstance(schema, Mapping) else {}
+    """The schema of one argument with the definitions that its references need."""
+    standalone = dict(schema) if isinstance(schema, Mapping) else {}
     for word in ("$defs", "definitions"):
         if word in function.parameters:
-            made.setdefault(word, function.parameters[word])
-    if "$ref" in json.dumps(made) and not made.keys() & {"$defs", "definitions"}:
-        raise unwritable(function.name, "a reference to anything but '$defs'")
-    return made
+            standalone.setdefault(word, function.parameters[word])
+    if "$ref" in json.dumps(standalone) and not standalone.keys() & {"$defs", "definitions"}:
+        raise unwritable(function.name, "a reference outside of '$defs'")
+    return standalone
 
 
 def text_or_json(
     schema: object, function: Function, key: str, excludes: Sequence[str], depth: int = 0
 ) -> Part:
-    """How an argument is written where text is bare and all else is JSON."""
+    """How an argument is written in formats where text is bare and everything else is JSON."""
     if depth > _MAX_NESTING:
         raise unwritable(function.name, f"the schema of {key!r} is nested too deeply")
     plain = resolved(schema, function)
     listed = plain.get("enum", [plain["const"]] if "const" in plain else None)
     if isinstance(listed, Sequence) and not isinstance(listed, str):
         return _one_of(listed)
-    named = kinds(plain, function.parameters)
-    if "string" not in named:
+    allowed = kinds(plain, function.parameters)
+    if "string" not in allowed:
         return Part(None, json_value(with_roots(schema, function)))
     if not plain.keys() - _REMARKS:
         return Part(free_text(*excludes), None)
@@ -313,17 +315,18 @@ def text_or_json(
         several = plain.get(word)
         if isinstance(several, list):
             return _merged(
-                [text_or_json(each, function, key, excludes, depth + 1) for each in several], named
+                [text_or_json(each, function, key, excludes, depth + 1) for each in several],
+                allowed,
             )
-    if named == STRING:
+    if allowed == STRING:
         return Part(bounded_text(plain, function, key, excludes), None)
-    if named == EVERY:
+    if allowed == EVERY:
         raise unwritable(function.name, f"{key!r} needs a type")
     halves = [
         text_or_json({**plain, "type": kind}, function, key, excludes, depth + 1)
-        for kind in sorted(named)
+        for kind in sorted(allowed)
     ]
-    return _merged(halves, named)
+    return _merged(halves, allowed)
 
 
 def _one_of(values: Sequence[object]) -> Part:
@@ -332,11 +335,11 @@ def _one_of(values: Sequence[object]) -> Part:
     return Part(either(*texts) if texts else None, json_value({"enum": others}) if others else None)
 
 
-def _merged(parts: Sequence[Part], named: frozenset[str]) -> Part:
-    """Alternatives; a text must not look like a value of another type that is held to something."""
+def _merged(parts: Sequence[Part], allowed: frozenset[str]) -> Part:
+    """Combine alternatives; text must not look like a constrained value of another type."""
     texts = [part.text for part in parts if part.text is not None]
     others = [part.json for part in parts if part.json is not None]
-    if others and not named <= {"string", "null", "boolean"}:
+    if others and not allowed <= {"string", "null", "boolean"}:
         texts = [_guarded(text) for text in texts]
     return Part(
         either(*texts) if texts else None,
@@ -349,7 +352,7 @@ def _guarded(text: Element) -> Element:
 
 
 def bounded_text(schema: Schema, function: Function, key: str, excludes: Sequence[str]) -> Element:
-    """A text with a pattern or of limited length: it does not hold what markers begin with."""
+    """Text with a pattern or a length limit, without the first characters of markers."""
     if not schema.keys() & {"pattern", "minLength", "maxLength"}:
         return free_text(*excludes)
     pattern, low, high = (schema.get(word) for word in ("pattern", "minLength", "maxLength"))
@@ -369,5 +372,5 @@ def unwritable(tool: str, reason: str) -> RequestError:
 
 
 def as_tag(element: Element | None) -> dict[str, Any] | None:
-    """The whole structural tag."""
+    """The complete structural tag."""
     return None if element is None else {"type": "structural_tag", "format": element}

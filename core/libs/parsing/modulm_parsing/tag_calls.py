@@ -1,4 +1,4 @@
-"""Formats whose arguments are written one by one between tags, typed by the tool's schema."""
+"""Formats with arguments between tags, typed by the tool's schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]*")
 
 
 class ArgumentsWriter:
-    """The arguments of one call as an object, argument by argument."""
+    """Writes the arguments of one call as an object, one by one."""
 
     def __init__(self, emit: Callable[[str], object], schema: Schema | None) -> None:
         self.emit = emit
@@ -27,41 +27,41 @@ class ArgumentsWriter:
         self.keys: list[str] = []
 
     def key(self, key: str) -> None:
-        """The next argument's name."""
+        """Write the next argument's name."""
         self.emit(('{"' if not self.keys else ', "') + quoted(key) + '": ')
         self.keys.append(key)
 
     def value(
         self, key: str, *, framed: bool = False, allowed: frozenset[str] | None = None
     ) -> ValueWriter:
-        """The next argument: a writer for its value; `allowed` where the format says its type."""
+        """A writer for the next argument's value; `allowed` if the format states its type."""
         self.key(key)
         if allowed is None:
             allowed = allowed_kinds(self.schema, key)
         return ValueWriter(self.emit, allowed, framed=framed)
 
     def end(self) -> None:
-        """There are no more."""
+        """Close the object."""
         self.emit("}" if self.keys else "{}")
 
 
 class XmlCalls(ToolFormat):
-    """Calls as elements, their parameters as elements inside.
+    """Calls as elements with parameters as child elements.
 
-    outer: tags around calls, which may be missing; None: there are none. call, parameter: how a
-    tag begins, what ends the name in it, and the closing tag. attributes: what stands between
-    the name and the end of a parameter's opening tag. A closing tag inside a value is text
-    unless what may follow an argument follows it.
+    outer: optional tags around calls; None if there are none. call, parameter: start of the opening
+    tag, end of the name in it, closing tag. attributes: text between the name and the end of a
+    parameter's opening tag. A closing tag inside a value is text unless it is followed by what may
+    follow an argument.
     """
 
     outer: tuple[str, str] | None = None
     call: tuple[str, str, str]
     parameter: tuple[str, str, str]
-    #: Line feeds right inside a parameter's tags are layout.
+    #: Line feeds directly inside a parameter's tags are layout.
     framed = True
-    #: A call stands only inside of `outer`.
+    #: A call is valid only inside of `outer`.
     strict_outer = False
-    #: One `outer` holds all calls of a message.
+    #: One `outer` contains all calls of a message.
     shared_outer = False
 
     def __init_subclass__(cls) -> None:
@@ -100,31 +100,31 @@ class XmlCalls(ToolFormat):
             closed = yield from self.one(message)
             if closed or (yield from self.between(message)):
                 return
-            source.held = [self.call[0]]
+            source.unconfirmed = [self.call[0]]
 
     def lead(self, source: Source, opener: str) -> Steps[None]:
-        """What stands between an opener and a call's tag."""
+        """Read what stands between an opener and a call's tag."""
         yield from ()
 
     def between(self, message: MessageReader) -> Steps[bool]:
-        """Behind a call: whether no other one comes."""
-        found = yield from message.optional(self.call[0], *(self.outer or ())[1:])
-        return found != self.call[0]
+        """After a call: whether no other call follows."""
+        marker = yield from message.optional(self.call[0], *(self.outer or ())[1:])
+        return marker != self.call[0]
 
     def one(self, message: MessageReader) -> Steps[bool]:
-        """One call, behind the beginning of its tag; whether `outer` was closed as well."""
+        """Read one call after the start of its tag; returns whether `outer` was closed as well."""
         source = message.source
         name = yield from self.called(source)
         call_close, outer_close = self.call[2], (self.outer or ())[1:]
-        words = markers(self.parameter[0], call_close, *outer_close)
+        tags = markers(self.parameter[0], call_close, *outer_close)
         yield from source.space()
-        word = yield from source.expect(words)
+        word = yield from source.expect(tags)
         if word is None:
             raise NotACall
         arguments = ArgumentsWriter(message.arguments, message.start(name))
         while True:
             if word is None:
-                _, word = yield from source.through(words)
+                _, word = yield from source.through(tags)
             if word != self.parameter[0]:
                 arguments.end()
                 message.end()
@@ -132,14 +132,14 @@ class XmlCalls(ToolFormat):
             word = yield from self.argument(source, arguments)
 
     def called(self, source: Source) -> Steps[str]:
-        """A name in a tag. Raises NotACall where the tag is none."""
+        """Read a name in a tag. Raises NotACall for invalid tags."""
         name = yield from source.run(_NAME)
         if not name or not (yield from source.expect(markers(self.call[1]))):
             raise NotACall
         return name
 
     def argument(self, source: Source, arguments: ArgumentsWriter) -> Steps[str | None]:
-        """One parameter, behind the beginning of its tag; the tag that ended it, if another."""
+        """Read one parameter after the start of its tag; returns a foreign tag that ended it."""
         key, _ = yield from source.through(markers(self.parameter[1]))
         allowed = yield from self.allowed(source)
         writer = arguments.value(key, framed=self.framed, allowed=allowed)
@@ -148,12 +148,12 @@ class XmlCalls(ToolFormat):
         return word
 
     def allowed(self, source: Source) -> Steps[frozenset[str] | None]:
-        """The rest of a parameter's opening tag: the types it names, if it does."""
+        """Read the rest of a parameter's opening tag; returns the types it states, if any."""
         yield from ()
         return None
 
     def text(self, source: Source, emit: Callable[[str], None]) -> Steps[str | None]:
-        """A value and its closing tag. Where that is missing: the tag that came instead."""
+        """Read a value and its closing tag; returns the tag that occurred instead, if any."""
         close, call_close = self.parameter[2], self.call[2]
         outer = (self.outer or ())[1:]
         next_one = "\n" + self.parameter[0]
@@ -178,8 +178,8 @@ class XmlCalls(ToolFormat):
 class PairCalls(ToolFormat):
     """Calls as a name and pairs of key and value: `<tool_call>NAME<arg_key>K</arg_key>...`.
 
-    group: tags around all calls, which may be missing. after_name: a tag behind the name. A call
-    that is written as a JSON object is read as well.
+    group: optional tags around all calls. after_name: a tag after the name. Calls written as JSON
+    objects are read as well.
     """
 
     group: tuple[str, str] | None = None
@@ -187,7 +187,7 @@ class PairCalls(ToolFormat):
     after_name: str | None = None
     key: tuple[str, str] = ("<arg_key>", "</arg_key>")
     value: tuple[str, str] = ("<arg_value>", "</arg_value>")
-    #: Tags around the type of a value, where the format may write it.
+    #: Tags around the type of a value, if the format may write it.
     type: tuple[str, str] | None = None
     framed = False
 
@@ -198,9 +198,10 @@ class PairCalls(ToolFormat):
 
     @property
     def words(self) -> tuple[str, ...]:
-        named = () if self.after_name is None else (self.after_name,)
+        name_tags = () if self.after_name is None else (self.after_name,)
         return (
-            *(self.group or ()), self.call[1], *named, *self.key, *self.value, *(self.type or ()),
+            *(self.group or ()), self.call[1], *name_tags,
+            *self.key, *self.value, *(self.type or ()),
         )  # fmt: skip
 
     def layout(self) -> Layout | None:
@@ -222,13 +223,13 @@ class PairCalls(ToolFormat):
         group = (self.group or ())[1:]
         while True:
             yield from self.one(message)
-            found = yield from message.optional(self.call[0], *group)
-            if found != self.call[0]:
+            marker = yield from message.optional(self.call[0], *group)
+            if marker != self.call[0]:
                 return
-            source.held = [self.call[0]]
+            source.unconfirmed = [self.call[0]]
 
     def one(self, message: MessageReader) -> Steps[None]:
-        """One call, behind its opening tag."""
+        """Read one call after its opening tag."""
         source = message.source
         yield from source.space()
         if (yield from source.peek()) == "{":
@@ -246,20 +247,20 @@ class PairCalls(ToolFormat):
         if word is None:
             raise NotACall
         arguments = ArgumentsWriter(message.arguments, message.start(name))
-        words = markers(self.key[0], self.call[1])
+        tags = markers(self.key[0], self.call[1])
         while word == self.key[0]:
             yield from self.pair(source, arguments)
-            _, word = yield from source.through(words)
+            _, word = yield from source.through(tags)
         arguments.end()
         message.end()
 
     def pair(self, source: Source, arguments: ArgumentsWriter) -> Steps[None]:
-        """One pair, behind the key's opening tag."""
+        """Read one pair after the key's opening tag."""
         key, _ = yield from source.through(markers(self.key[1]))
         key = key.strip()
         allowed = None
-        words = (self.value[0],) if self.type is None else (self.value[0], self.type[0])
-        _, word = yield from source.through(markers(*words))
+        tags = (self.value[0],) if self.type is None else (self.value[0], self.type[0])
+        _, word = yield from source.through(markers(*tags))
         if self.type is not None and word == self.type[0]:
             kind, _ = yield from source.through(markers(self.type[1]))
             yield from source.through(markers(self.value[0]))

@@ -40,7 +40,7 @@ __all__ = [
     "steps_per_character",
 ]
 
-#: Values of a string argument that are hard to write, or look like something else.
+#: String values that are hard to write or look like something else.
 _VALUES = (
     "",
     " ",
@@ -62,9 +62,9 @@ _SMALL, _LARGE, _PIECE = 10_000, 1_000_000, 256
 
 
 def check_parser(parser: type[Parser]) -> None:
-    """Run the whole kit. Raises AssertionError with the text and the cut that went wrong."""
+    """Run the whole kit. Raises AssertionError with the text and the cut that failed."""
     examples = parser.examples
-    assert examples, f"{parser.__name__} states no examples"
+    assert examples, f"{parser.__name__} has no examples"
     for example in examples:
         check_example(parser, example)
     _check_quotes(parser)
@@ -73,7 +73,7 @@ def check_parser(parser: type[Parser]) -> None:
 
 
 def check_example(parser: type[Parser], example: Example) -> None:
-    """One example: its meaning, every cut of its text, every beginning of it."""
+    """Check one example: its meaning, every cut of its text, every prefix of it."""
     whole = merge(events_of(parser, example, [example.text]))
     _check_meaning(example, whole)
     for pieces in cuts(example.text):
@@ -86,24 +86,24 @@ def check_example(parser: type[Parser], example: Example) -> None:
 
 
 def _check_quotes(parser: type[Parser]) -> None:
-    """Markers in quotes are text."""
+    """Check that quoted markers are text."""
     example = parser.examples[0]
-    made = parser(example.context)
-    markers = made.openers if isinstance(made, Format) else parser.special_tokens
+    instance = parser(example.context)
+    markers = instance.openers if isinstance(instance, Format) else parser.special_tokens
     for marker in markers:
         for quote in "`\"'":
             text = f"Write {quote}{marker}{quote} here."
             for pieces in ([text], list(text)):
-                said = "".join(map(_said, events_of(parser, example, pieces)))
-                assert said == text, f"{text!r} came out as {said!r}"
+                text_out = "".join(map(_text_of, events_of(parser, example, pieces)))
+                assert text_out == text, f"{text!r} came out as {text_out!r}"
 
 
-def _said(event: Event) -> str:
+def _text_of(event: Event) -> str:
     return event.text if isinstance(event, Content | Reasoning) else ""
 
 
 def check_values(parser: type[Parser]) -> None:
-    """The call of the examples with other values; several calls; text around them."""
+    """Check other values of the examples' call, several calls, and text around them."""
     example = next((each for each in parser.examples if _is_plain_call(each)), None)
     if example is None or not issubclass(parser, ToolParser):
         return
@@ -122,12 +122,12 @@ def check_values(parser: type[Parser]) -> None:
 
 
 def _check_cuts(parser: type[Parser], example: Example) -> None:
-    """The meaning of an example, and some cuts of its text."""
+    """Check the meaning of an example, and some cuts of its text."""
     whole = merge(events_of(parser, example, [example.text]))
     _check_meaning(example, whole)
     choose = random.Random(len(example.text))
-    places = sorted(choose.sample(range(len(example.text) + 1), min(len(example.text), 9)))
-    some = [example.text[a:b] for a, b in pairwise([0, *places, len(example.text)])]
+    cut_points = sorted(choose.sample(range(len(example.text) + 1), min(len(example.text), 9)))
+    some = [example.text[a:b] for a, b in pairwise([0, *cut_points, len(example.text)])]
     for pieces in (list(example.text), some):
         assert merge(events_of(parser, example, pieces)) == whole, f"cut as {pieces!r}"
 
@@ -139,7 +139,7 @@ def _is_plain_call(example: Example) -> bool:
 def _written(text: str, value: str) -> str | None:
     """The text of a call with another value for Oslo, as its format writes strings.
 
-    None where the format has no way to write the value.
+    None if the format cannot express the value.
     """
     if '"Oslo"' in text:
         return text.replace('"Oslo"', json.dumps(value, ensure_ascii=False))
@@ -152,7 +152,7 @@ def _written(text: str, value: str) -> str | None:
 
 
 def check_linear(parser: type[Parser]) -> None:
-    """Work for each character of 1 MB is at most twice that of 10 kB: of prose, of an argument."""
+    """Check that work per character of 1 MB is at most twice that of 10 kB."""
     example = parser.examples[0]
     texts = [("Some prose, with a < b and {c}. ", "")]
     plain = next((each for each in parser.examples if _is_plain_call(each)), None)
@@ -169,17 +169,17 @@ def check_linear(parser: type[Parser]) -> None:
 
 
 def steps_per_character(parser: type[Parser], example: Example, text: str) -> float:
-    """Steps for each character of a text that arrives in pieces.
+    """Steps per character of a text that arrives in pieces.
 
-    Of a format: characters looked at; of another parser: calls of functions.
+    For a format, characters examined; for other parsers, function calls.
     """
-    made = parser(example.context)
+    instance = parser(example.context)
     pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
-    if isinstance(made, Format):
+    if isinstance(instance, Format):
         for piece in pieces:
-            made.feed(piece)
-        made.finish()
-        return made.steps / len(text)
+            instance.feed(piece)
+        instance.finish()
+        return instance.steps / len(text)
     calls = 0
 
     def count(*_: object) -> None:
@@ -190,8 +190,8 @@ def steps_per_character(parser: type[Parser], example: Example, text: str) -> fl
     sys.setprofile(count)
     try:
         for piece in pieces:
-            made.feed(piece)
-        made.finish()
+            instance.feed(piece)
+        instance.finish()
     finally:
         sys.setprofile(before)
     return calls / len(text)
@@ -199,26 +199,28 @@ def steps_per_character(parser: type[Parser], example: Example, text: str) -> fl
 
 def events_of(parser: type[Parser], example: Example, pieces: Iterable[str]) -> list[Event]:
     """The events of the pieces fed in order, and of the end."""
-    made = parser(example.context)
-    events = [event for piece in pieces for event in made.feed(piece)]
-    return events + made.finish()
+    instance = parser(example.context)
+    events = [event for piece in pieces for event in instance.feed(piece)]
+    return events + instance.finish()
 
 
 def cuts(text: str, seed: int = 0) -> Iterator[list[str]]:
-    """Ways of cutting: every cut in two, character by character, and random ones."""
+    """Ways of cutting a text: every cut in two, character by character, and random ones."""
     yield list(text)
     for at in range(1, len(text)):
         yield [text[:at], text[at:]]
     choose = random.Random(seed)
     for _ in range(20):
-        places = sorted(choose.sample(range(len(text) + 1), min(len(text), 6)))
-        yield [text[a:b] for a, b in pairwise([0, *places, len(text)])]
+        cut_points = sorted(choose.sample(range(len(text) + 1), min(len(text), 6)))
+        yield [text[a:b] for a, b in pairwise([0, *cut_points, len(text)])]
 
 
 def _check_meaning(example: Example, events: list[Event]) -> None:
     message = assemble(events)
     calls = tuple((c.name, json.loads(c.arguments)) for c in message.tool_calls if c.complete)
-    shown = f"of {example.text[:300]!r}"
-    assert message.content == example.content, f"content {shown} is {message.content!r}"
-    assert message.reasoning == example.reasoning, f"reasoning {shown} is {message.reasoning!r}"
-    assert calls == example.calls, f"calls {shown} are {calls[:3]!r}"
+    source_text = f"of {example.text[:300]!r}"
+    assert message.content == example.content, f"content {source_text} is {message.content!r}"
+    assert message.reasoning == example.reasoning, (
+        f"reasoning {source_text} is {message.reasoning!r}"
+    )
+    assert calls == example.calls, f"calls {source_text} are {calls[:3]!r}"

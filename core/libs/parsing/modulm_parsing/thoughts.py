@@ -12,15 +12,15 @@ __all__ = ["Pen", "Thoughts"]
 
 
 class Thoughts(ReasoningFormat):
-    """Text between tags before the answer, and between calls.
+    """Reasoning between tags, before the answer and between calls.
 
-    opening, closing: the tags, each perhaps in several spellings. The prompt's end says whether
-    the template has opened the thought; where it is not known, `prompt_opens` says what templates
-    do. switches: template keywords that turn thinking on or off, `on`: what holds without them.
-    ends: markers of calls that end a thought as the closing tag does. turn: what a prompt writes
-    before the model's turn; only what follows the last one is looked at.
+    opening, closing: the tags, possibly in several spellings. The prompt's end tells whether the
+    template has opened the thought; if it is unknown, `prompt_opens` says what templates do.
+    switches: template keywords that turn thinking on or off; `on` is the default. ends: call
+    markers that end a thought like the closing tag. turn: what a prompt writes before the model's
+    turn; only the text after the last one is examined.
 
-    White space right inside the tags and behind them is layout.
+    White space directly inside the tags and after them is layout.
     """
 
     tells_end = True
@@ -31,7 +31,7 @@ class Thoughts(ReasoningFormat):
     on = True
     ends: tuple[str, ...] = ()
     turn = ""
-    #: A thought may be opened wherever the marker stands.
+    #: Whether a thought may open anywhere, not only at the start.
     anywhere = False
 
     def __init_subclass__(cls) -> None:
@@ -41,23 +41,23 @@ class Thoughts(ReasoningFormat):
 
     def __init__(self, context: ParseContext) -> None:
         super().__init__(context)
-        self._unclosed = False  # a call has ended a thought whose closing tag may yet come
-        self._tag = ""  # what has opened the thought
+        self._unclosed = False  # a call has ended a thought, whose closing tag may still follow
+        self._tag = ""  # the tag that opened the thought
 
     @property
     def words(self) -> tuple[str, ...]:
         return self.ends
 
-    # Where the message begins.
+    # Start of the message.
 
     def wanted(self) -> bool:
         """Whether the request's template keywords turn thinking on."""
-        given = [self.context.template_kwargs[s] for s in self.switches
+        values = [self.context.template_kwargs[s] for s in self.switches
                  if s in self.context.template_kwargs]  # fmt: skip
-        return any(map(bool, given)) if given else self.on
+        return any(map(bool, values)) if values else self.on
 
     def _prompted(self) -> bool | None:
-        """Whether the prompt leaves a thought open; None where it says nothing about it."""
+        """Whether the prompt leaves a thought open; None if it does not tell."""
         tail = self.context.prompt_tail
         if tail is None:
             return None
@@ -97,7 +97,7 @@ class Thoughts(ReasoningFormat):
         else:
             message.content(space)
 
-    # In the middle of it.
+    # Inside the message.
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
         source = message.source
@@ -106,33 +106,33 @@ class Thoughts(ReasoningFormat):
                 raise NotACall
             self._unclosed = False
             message.layout()
-            source.held = None
+            source.unconfirmed = None
             yield from source.space()
         elif self.anywhere or (message.at_start and not self._closed_before(message)):
             yield from self.label(source)
-            source.held = None
+            source.unconfirmed = None
             self._tag = opener
             yield from self.thought(message)
         else:
             raise NotACall
 
     def _closed_before(self, message: MessageReader) -> bool:
-        """Whether the message has just begun behind a prompt that closed its thought."""
+        """Whether the message has just begun after a prompt that closed its thought."""
         return not message.calls and not message.thought and self._prompted() is False
 
     def label(self, source: Source) -> Steps[None]:
-        """What follows the opening tag. Raises NotACall where the tag opens no thought."""
+        """Read what follows the opening tag. Raises NotACall if the tag opens no thought."""
         yield from ()
 
     def thought(self, message: MessageReader) -> Steps[None]:
-        """A thought, behind its opening tag."""
+        """Read a thought after its opening tag."""
         source = message.source
         message.thinking = True
         yield from source.space()
-        words = markers(*self.closing, *self.ends)
+        boundaries = markers(*self.closing, *self.ends)
         pen = Pen(self.writer(message))
         while True:
-            word = yield from source.until(words, pen.write, quotes=True)
+            word = yield from source.until(boundaries, pen.write, quotes=True)
             if word not in self.ends or (yield from self.call(message, word, pen)):
                 break
         message.thinking = False
@@ -144,29 +144,29 @@ class Thoughts(ReasoningFormat):
             yield from self.after(message, word)
 
     def ending(self, message: MessageReader) -> str | None:
-        """The closing tag that goes with the opening one."""
+        """The closing tag that matches the opening one."""
         tag = self._tag or self._prompted_tag()
         several = len(self.opening) == len(self.closing) and tag in self.opening
         return self.closing[self.opening.index(tag) if several else 0]
 
     def _prompted_tag(self) -> str:
-        """The opening tag that the prompt ends with, if any."""
+        """The opening tag at the prompt's end, if any."""
         tail = (self.context.prompt_tail or "").rstrip()
         return next((word for word in self.opening if tail.endswith(word)), "")
 
     def writer(self, message: MessageReader) -> Callable[[str], None]:
-        """Where the text of a thought goes."""
+        """The function that receives the text of a thought."""
         return message.reasoning
 
     def cut(self, message: MessageReader) -> None:
-        """The text has ended inside a thought."""
+        """The text ended inside a thought."""
 
     def after(self, message: MessageReader, word: str) -> Steps[None]:
-        """Behind the closing tag."""
+        """Read what follows the closing tag."""
         yield from message.source.space()
 
     def call(self, message: MessageReader, word: str | None, pen: Pen) -> Steps[bool]:
-        """A call inside a thought ends it; what only looks like one is part of it."""
+        """End a thought at a call; what only looks like one is part of the thought."""
         tools = message.tools
         if word is None:
             return True
@@ -177,19 +177,19 @@ class Thoughts(ReasoningFormat):
 
 
 class Pen:
-    """Writes a thought; white space is part of it only where more of it follows."""
+    """Writes a thought; white space is emitted only if more text follows."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._space: list[str] = []
 
     def write(self, text: str) -> None:
-        kept = text.rstrip()
-        tail = text[len(kept) :]
-        if kept:
+        stripped = text.rstrip()
+        tail = text[len(stripped) :]
+        if stripped:
             if self._space:
-                kept = "".join([*self._space, kept])
+                stripped = "".join([*self._space, stripped])
                 self._space.clear()
-            self._emit(kept)
+            self._emit(stripped)
         if tail:
             self._space.append(tail)

@@ -1,6 +1,6 @@
-"""Arguments whose types are not written out, as JSON by the tool's schema.
+"""Untyped arguments, converted to JSON by the tool's schema.
 
-A value that can only be a string is handed on as it grows; any other one when it is whole.
+A value that can only be a string is streamed; any other is emitted when it is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_NESTING = 8
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 EVERY = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 STRING = frozenset({"string"})
-#: How a value that is no string begins, as JSON or as Python writes it.
+#: Start of a value that is not a string, in JSON or Python.
 _NO_STRING = frozenset('{["-0123456789tfnTFN')
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -36,16 +36,16 @@ def parameters_of(tools: Sequence[Mapping[str, object]], name: str) -> Schema | 
 
 
 def kinds(schema: object, root: Schema | None = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; all of them where it does not say."""
+    """The JSON types that a schema allows; all of them if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_NESTING:
         return EVERY
     root = schema if root is None else root
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return kinds(_resolved(root, reference), root, depth + 1)
-    named = schema.get("type")
-    if isinstance(named, str) or (isinstance(named, list) and named):
-        names = {named} if isinstance(named, str) else {str(name) for name in named}
+    declared = schema.get("type")
+    if isinstance(declared, str) or (isinstance(declared, list) and declared):
+        names = {declared} if isinstance(declared, str) else {str(name) for name in declared}
         return frozenset(names & EVERY) or EVERY
     for key in ("enum", "const"):
         if key in schema:
@@ -64,10 +64,10 @@ def kinds(schema: object, root: Schema | None = None, depth: int = 0) -> frozens
 
 
 def _resolved(root: Schema, reference: str) -> object:
-    found: object = root
+    target: object = root
     for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(part) if isinstance(target, Mapping) else None
+    return target
 
 
 def _kind(value: object) -> str:
@@ -86,7 +86,7 @@ def _kind(value: object) -> str:
 
 
 def typed(text: str, allowed: frozenset[str]) -> str:
-    """The text of a value as JSON of one of the allowed types; a string if it fits none."""
+    """Convert a value's text to JSON of one of the allowed types; a string if none fits."""
     bare = text.strip()
     if allowed == EVERY and bare[:1] in _NO_STRING:
         value = _WORDS.get(bare, bare) if bare != "none" else bare
@@ -130,10 +130,10 @@ def _structure(text: str) -> str | None:
 
 
 class ValueWriter:
-    """One value: its text as it arrives, handed on as JSON.
+    """Writes one value as JSON while its text arrives.
 
-    framed: a line feed right behind the opening tag and one right before the closing one are
-    layout. verbatim types: see `kinds`.
+    framed: a line feed right after the opening tag and one right before the closing tag are layout.
+    verbatim types: see `kinds`.
     """
 
     def __init__(
@@ -142,21 +142,21 @@ class ValueWriter:
         self._emit = emit
         self._allowed = allowed
         self._framed = framed
-        self._begun = not framed
+        self._started = not framed
         self._undecided = True  # only white space so far
-        self._open = False  # a string that is being written
+        self._open = False  # a string is being written
         self._parts: list[str] = []
-        self._held = ""  # a line feed that may be layout
+        self._pending = ""  # a line feed that may be layout
 
     def feed(self, text: str) -> None:
-        """More of the value's text."""
-        if not self._begun:
+        """Append text to the value."""
+        if not self._started:
             text = text.removeprefix("\n")
-            self._begun = True
+            self._started = True
         if self._framed:
-            text = self._held + text
-            self._held = "\n" if text.endswith("\n") else ""
-            text = text[: len(text) - len(self._held)]
+            text = self._pending + text
+            self._pending = "\n" if text.endswith("\n") else ""
+            text = text[: len(text) - len(self._pending)]
         if not text:
             return
         if self._open:
@@ -169,7 +169,7 @@ class ValueWriter:
             self._parts = []
 
     def _is_string(self, text: str) -> bool:
-        """Whether the value can be nothing but a string."""
+        """Whether the value can only be a string."""
         if self._allowed == STRING:
             return True
         head = text.lstrip()[:1]
@@ -177,7 +177,7 @@ class ValueWriter:
         return "string" in self._allowed and head != "" and head not in _NO_STRING
 
     def end(self) -> None:
-        """The value is whole."""
+        """Complete the value."""
         if self._open:
             self._emit('"')
         elif not self._parts and "string" in self._allowed:

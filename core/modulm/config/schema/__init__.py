@@ -1,4 +1,4 @@
-"""The core's flags in frozen classes of one group each, and all groups as one configuration."""
+"""The core's flags as frozen classes, one per group, and all groups as one configuration."""
 
 from __future__ import annotations
 

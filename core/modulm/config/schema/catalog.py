@@ -1,4 +1,4 @@
-"""All flags of this process: the core's groups and those that installed packages bring."""
+"""All flags of this process: the core's groups and those of installed packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("modulm.config")
 
 @frozen
 class Group:
-    """A class of flags, the name it goes by, and who brings it ("" the core)."""
+    """A class of flags, its name, and the distribution that provides it ("" for the core)."""
 
     name: str
     cls: type[FlagGroup]
@@ -33,16 +33,17 @@ class Group:
 
     @property
     def summary(self) -> str:
-        """The first line of what the class says of itself."""
+        """The first line of the class's docstring."""
         return (self.cls.__doc__ or "").split("\n")[0].rstrip(".")
 
 
 @frozen(eq=False)
 class Catalog:
-    """Groups in their order; flags and groups by flat name; other names of flags.
+    """Groups in order, with flags and groups by flat name, and aliases of flags.
 
-    `tables`: JSON-valued flag that fills a whole group. `own`: flags that are set by a name of
-    their own, not by a key of a table. `broken`: why groups are left out.
+    `tables`: JSON-valued flags that fill a whole group. `top_level`: flags with a command-line
+    option of their own, rather than a key of a table. `broken`: reasons why groups could not be
+    loaded.
     """
 
     groups: tuple[Group, ...]
@@ -51,11 +52,11 @@ class Catalog:
     tables: Mapping[str, Group]
     aliases: Mapping[str, str]
     broken: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    top_level: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, groups: tuple[Group, ...], broken: tuple[str, ...] = ()) -> Catalog:
-        """Raises PluginConflict for a flag that two groups have."""
+        """Build the catalog. Raises PluginConflict for a flag that two groups define."""
         owners: dict[str, Group] = {}
         specs: dict[str, Flag] = {}
         for group in groups:
@@ -70,55 +71,59 @@ class Catalog:
             for alias in spec.aliases
             if alias.startswith("--")
         }
-        own = frozenset(name for name, spec in specs.items() if spec.own)
-        return cls(groups, owners, specs, tables, aliases, broken, own)
+        top_level = frozenset(name for name, spec in specs.items() if spec.own)
+        return cls(groups, owners, specs, tables, aliases, broken, top_level)
 
-    def canonical(self, given: str) -> str | None:
-        """The flag or table that a name means; None if no group has it."""
-        name = self.aliases.get(given, given)
-        return name if name in self.tables or name in self.own else None
+    def canonical(self, alias: str) -> str | None:
+        """Return the flag or table that a name stands for; None if no group has it."""
+        name = self.aliases.get(alias, alias)
+        return name if name in self.tables or name in self.top_level else None
 
     def known(self, name: str) -> KnownFlag | None:
-        """The flag of this flat or short name that no group here has, if it is one of vLLM's."""
+        """Return vLLM's flag of this flat or short name, if no installed group has it."""
         spec = find_known(name)
         return None if spec is None or self._has(spec.name) else spec
 
     def elsewhere(self) -> list[KnownFlag]:
-        """vLLM's flags that no group here has, those of one reason together."""
+        """Return vLLM's flags that no installed group has, grouped by reason."""
         return [spec for name, spec in known_flags().items() if not self._has(name)]
 
     def _has(self, name: str) -> bool:
         return name in self.specs or name in self.tables
 
     def spec(self, name: str) -> Flag | None:
-        """The flag of this flat name, whether it is here or only known."""
+        """Return the flag of this flat name, installed or only known."""
         return self.specs.get(name) or find_known(name)
 
 
 def _conflict(spec: Flag, first: Group, second: Group) -> str:
     origins = " and by ".join(group.origin or "the core" for group in (first, second))
-    return f"flag {spec.option} is brought by {origins}; switch one off: --plugins=-{second.origin}"
+    return (
+        f"flag {spec.option} is defined by {origins}; disable one with --plugins=-{second.origin}"
+    )
 
 
 def catalog() -> Catalog:
-    """The flags that this process has now; a package whose flags cannot be loaded is left out."""
+    """Return the flags of this process. Packages whose flags cannot be loaded are skipped."""
     broken: list[str] = []
     core = (Group(name, cls) for name, cls in CORE_GROUPS.items())
     return _catalog((*core, *_brought(broken)), tuple(broken))
 
 
 def _brought(broken: list[str]) -> Iterator[Group]:
-    """The groups of packages; why one is left out is added to `broken`."""
+    """Yield the groups of packages; append to `broken` why one is skipped."""
     manager = current()
     for declaration in manager.names("flags"):
         try:
-            found = manager.load_declared(declaration)
-            if not (isinstance(found, type) and issubclass(found, FlagGroup)):
-                raise PluginBroken(f"{declaration}: {declaration.target} is no @flag_group")
+            group_class = manager.load_declared(declaration)
+            if not (isinstance(group_class, type) and issubclass(group_class, FlagGroup)):
+                raise PluginBroken(f"{declaration}: {declaration.target} is not a @flag_group")
         except PluginError as error:
             broken.append(str(error))
         else:
-            yield Group(declaration.name, found, declaration.distribution or declaration.source)
+            yield Group(
+                declaration.name, group_class, declaration.distribution or declaration.source
+            )
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""All groups of flags as one value, and how a flat table of flags becomes it."""
+"""All groups of flags as one value, and its construction from a flat table of flags."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["EngineConfig", "Notice", "flatten"]
 
 @frozen(kw_only=True)
 class EngineConfig(contract.EngineConfig):
-    """The configuration of an engine and its server, read with the flags that are installed.
+    """The configuration of an engine and its server, with the flags of installed packages.
 
     The groups are attributes of `modulm.contracts.config.EngineConfig`.
     """
 
     @classmethod
     def from_keywords(cls, **flags: Any) -> EngineConfig:
-        """A configuration from flag names with underscores, as `LLM(...)` takes them.
+        """Build a configuration from flag names with underscores, as `LLM(...)` takes them.
 
         Raises ConfigError for an unknown name (with close matches), a value of the wrong type or
-        range, a flag that cannot be set here, and values that contradict each other.
+        range, a flag that cannot be set here, and contradicting values.
         """
         return cls().with_(**flags)
 
     def with_(self, **flags: Any) -> Self:
-        """A copy with some flags changed, by their flat names."""
+        """Return a copy with some flags changed, by their flat names."""
         return self.with_parts(flatten(flags))
 
     def with_parts(self, flat: Mapping[str, Any]) -> Self:
-        """A copy with some fields changed, named as `flatten` returns them."""
+        """Return a copy with some fields changed, named as `flatten` returns them."""
         known = catalog()
         changed: dict[type[FlagGroup], dict[str, Any]] = {}
         idle = dict(self.idle)
@@ -50,8 +50,8 @@ class EngineConfig(contract.EngineConfig):
             else:
                 changed.setdefault(owner.cls, {})[name] = value
         groups = {
-            cls: attrs.evolve(self.group(cls), **own)  # type: ignore[misc]
-            for cls, own in changed.items()
+            cls: attrs.evolve(self.group(cls), **fields)  # type: ignore[misc]
+            for cls, fields in changed.items()
         }
         config = self._replaced(groups, {k: v for k, v in idle.items() if v is not None})
         _check_together(config)
@@ -64,7 +64,9 @@ class EngineConfig(contract.EngineConfig):
         return attrs.evolve(self, **core, brought=brought, idle=idle)
 
     def value(self, flag: str) -> Any:
-        """The value of one flag by its flat name; its default where nothing here reads it."""
+        """Return the value of a flag by its flat name; its default if no installed package reads
+        it.
+        """
         known = catalog()
         owner = known.owners.get(flag)
         if owner is not None:
@@ -73,19 +75,19 @@ class EngineConfig(contract.EngineConfig):
         return self.idle.get(flag, spec.default if spec is not None else None)
 
     def values(self) -> Iterator[tuple[Flag, Any]]:
-        """Every flag that something reads, with its value."""
+        """Yield every flag that is read, with its value."""
         for group in catalog().groups:
             values = self.group(group.cls)
             for spec in group.flags:
                 yield spec, getattr(values, spec.name)
 
     def changed(self) -> dict[str, Any]:
-        """The flags that differ from their defaults, by flat name."""
+        """Return the flags that differ from their defaults, by flat name."""
         read = {spec.name: value for spec, value in self.values() if spec.changed(value)}
         return {**read, **self.idle}
 
     def notices(self) -> tuple[Notice, ...]:
-        """What to print about flags that were set but are deprecated or change nothing."""
+        """Return notices about flags that are deprecated or have no effect."""
         known = catalog()
         specs = [spec for name in self.changed() if (spec := known.spec(name)) is not None]
         return tuple(Notice(spec.option, remark) for spec in specs if (remark := _remark(spec)))
@@ -104,19 +106,19 @@ def _remark(spec: Flag) -> str:
 
 
 def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of whole groups spread over their flags, other names resolved, unknown ones refused.
+    """Expand tables to their flags, resolve aliases and reject unknown names.
 
-    A renamed flag stands under its new name as well; a value given for the new name wins.
+    A renamed flag is also set under its new name; an explicit value of the new name wins.
     """
     known = catalog()
     flat: dict[str, Any] = {}
     moved: dict[str, Any] = {}
-    for given, value in flags.items():
-        name = _known(known, given)
+    for alias, value in flags.items():
+        name = _known(known, alias)
         parts = _spread(known, name, value) if name in known.tables else {name: value}
         for part, item in parts.items():
             if part in flat and flat[part] != item:
-                raise ConfigError(part, f"is given twice, as {flat[part]!r} and as {item!r}")
+                raise ConfigError(part, f"is set twice, to {flat[part]!r} and to {item!r}")
             flat[part] = item
         renamed = known.known(name)
         if renamed is not None and renamed.target and value is not None:
@@ -125,25 +127,25 @@ def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**moved, **flat}
 
 
-def _known(known: Catalog, given: str) -> str:
-    name = known.canonical(given)
+def _known(known: Catalog, alias: str) -> str:
+    name = known.canonical(alias)
     if name is not None:
         return name
-    if known.known(given) is not None:
-        return given
-    close = suggest(given, [*known.own, *known.tables, *known.aliases])
+    if known.known(alias) is not None:
+        return alias
+    close = suggest(alias, [*known.top_level, *known.tables, *known.aliases])
     broken = "".join(f" ({problem})" for problem in known.broken)
-    raise ConfigError(given, f"is no flag{close}{broken}")
+    raise ConfigError(alias, f"is not a flag{close}{broken}")
 
 
 def _spread(known: Catalog, table: str, value: Any) -> dict[str, Any]:
-    """The fields of a group from its JSON table."""
+    """Return the fields of a group from its JSON table."""
     keys = {spec.key: spec.name for spec in known.tables[table].flags if spec.key}
     parts: dict[str, Any] = {}
     for key, item in read_mapping(table, value).items():
         dotted = f"{table}.{key}"
         if key not in keys and known.known(dotted) is None:
-            raise ConfigError(dotted, f"is no key of {table}{suggest(key, [*keys])}")
+            raise ConfigError(dotted, f"is not a key of {table}{suggest(key, [*keys])}")
         parts[keys.get(key, dotted)] = item
     return parts
 
@@ -151,17 +153,18 @@ def _spread(known: Catalog, table: str, value: Any) -> dict[str, Any]:
 def _read_idle(known: Catalog, name: str, value: Any) -> Any:
     spec = known.known(name)
     if spec is None:
-        raise ConfigError(name, "is no flag")
+        raise ConfigError(name, "is not a flag")
     return read_known(spec, value)
 
 
 def _check_together(config: EngineConfig) -> None:
-    """Raise ConfigError for values that contradict each other."""
+    """Raise ConfigError for contradicting values."""
     scheduler = config.scheduler
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     if tokens is not None and rows is not None and tokens < rows:
         raise ConfigError(
-            "max_num_batched_tokens", f"{tokens} is below max_num_seqs {rows}: raise it to {rows}"
+            "max_num_batched_tokens",
+            f"{tokens} is less than max_num_seqs {rows}: raise it to {rows}",
         )
     longest = config.model.max_model_len
     if scheduler.enable_chunked_prefill is not False or tokens is None or longest is None:
@@ -169,5 +172,5 @@ def _check_together(config: EngineConfig) -> None:
     if tokens < longest:
         raise ConfigError(
             "max_num_batched_tokens",
-            f"{tokens} is below max_model_len {longest}, and enable_chunked_prefill is off",
+            f"{tokens} is less than max_model_len {longest}, and enable_chunked_prefill is off",
         )

@@ -27,7 +27,7 @@ _TYPES: dict[str, Any] = {
     "ints": tuple[int, ...] | None,
     "json": Mapping[str, Any] | None,
 }
-#: What asks for nothing, whatever the default.
+#: Values that request nothing, whatever the default.
 _NOTHING: tuple[object, ...] = (None, (), {}, False)
 
 
@@ -39,13 +39,13 @@ class KnownFlag(Flag):
     target: str = ""
 
     def changed(self, value: Any) -> bool:
-        """Whether a value asks for something."""
+        """Whether a value requests something."""
         return value != self.default and (value not in _NOTHING or self.default is True)
 
 
 @cache
 def known_flags() -> Mapping[str, KnownFlag]:
-    """The file's flags by flat name, in its order."""
+    """Return the file's flags by flat name, in order."""
     text = files("modulm.config").joinpath("known_flags.toml").read_text(encoding="utf-8")
     flags = (flag for table in tomllib.loads(text).values() for flag in _section(table))
     return {spec.name: spec for spec in flags}
@@ -65,7 +65,7 @@ def _section(table: Mapping[str, Any]) -> Iterator[KnownFlag]:
 def _flag(names: str, text: str, state: Kind, reason: str) -> KnownFlag:
     """One line: `"option -alias" = "type default # reason"`; a type may be its choices, a|b."""
     option, *aliases = names.split()
-    declared, _, own = text.partition(" # ")
+    declared, _, remark = text.partition(" # ")
     kind, _, default = declared.partition(" ")
     spec = KnownFlag(
         name=option.replace("-", "_"),
@@ -80,8 +80,8 @@ def _flag(names: str, text: str, state: Kind, reason: str) -> KnownFlag:
     return evolve(
         spec,
         default=value,
-        state=State(state, f"use --{own}" if renamed else own or reason),
-        target=own.replace("-", "_") if renamed else "",
+        state=State(state, f"use --{remark}" if renamed else remark or reason),
+        target=remark.replace("-", "_") if renamed else "",
     )
 
 
@@ -91,15 +91,15 @@ def _short_names() -> Mapping[str, KnownFlag]:
 
 
 def find_known(name: str) -> KnownFlag | None:
-    """The flag of the file with this flat name (`max_loras`) or short name (`-tp`)."""
+    """Return the file's flag with this flat name (`max_loras`) or short name (`-tp`)."""
     return known_flags().get(name) or _short_names().get(name)
 
 
 def read_known(spec: KnownFlag, value: Any) -> Any:
-    """The value if it asks for something that does no harm, else None.
+    """Parse a value; None if it requests nothing or may be ignored.
 
-    Raises ConfigError that names the flag for one that cannot be set.
+    Raises ConfigError naming the flag if it cannot be set.
     """
-    given = read(spec, value)
-    check(spec, given)
-    return given if spec.changed(given) else None
+    parsed = read(spec, value)
+    check(spec, parsed)
+    return parsed if spec.changed(parsed) else None

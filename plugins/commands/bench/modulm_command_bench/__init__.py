@@ -1,1 +1,1 @@
-"""`modulm bench`: how fast a model answers, in this process or behind any OpenAI-compatible URL."""
+"""`modulm bench`: benchmarks of a model in this process or of any OpenAI-compatible server."""

@@ -1,4 +1,4 @@
-"""The `bench` group and the flags of its commands; what they run is imported when they run."""
+"""The `bench` group and the options of its commands, which import their code on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _METRICS = "ttft,tpot,itl"
 
 
 class _ListCommand(click.Command):
-    """Options that may be given often also take several words: `--goodput ttft:200 tpot:50`."""
+    """Options that may be repeated also take several values: `--goodput ttft:200 tpot:50`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from modulm_cli.arguments import Shapes, normalize
@@ -62,7 +62,7 @@ def command() -> None:
 )
 @click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
 @click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
-def latency(draft: Draft, **given: Any) -> None:
+def latency(draft: Draft, **options: Any) -> None:
     """Time one batch of requests, many times over."""
     from modulm_command_bench.figures import save
     from modulm_command_bench.offline import Latency
@@ -70,19 +70,19 @@ def latency(draft: Draft, **given: Any) -> None:
 
     print_notices(draft.notices)
     flags = Latency(
-        input_len=given["input_len"],
-        output_len=given["output_len"],
-        batch_size=given["batch_size"],
-        n=given["n"],
-        iterations=given["num_iters"],
-        warmups=given["num_iters_warmup"],
-        beams=given["use_beam_search"],
-        detokenize=not given["disable_detokenize"],
-        profile=given["profile_output"] if given["profile"] else None,
+        input_len=options["input_len"],
+        output_len=options["output_len"],
+        batch_size=options["batch_size"],
+        n=options["n"],
+        iterations=options["num_iters"],
+        warmups=options["num_iters_warmup"],
+        beams=options["use_beam_search"],
+        detokenize=not options["disable_detokenize"],
+        profile=options["profile_output"] if options["profile"] else None,
     )
     result = measure(draft.config, flags)
-    if given["output_json"] and result:
-        save(given["output_json"], result)
+    if options["output_json"] and result:
+        save(options["output_json"], result)
 
 
 @command.command("throughput", cls=FlagCommand)
@@ -139,33 +139,33 @@ def latency(draft: Draft, **given: Any) -> None:
 @click.option("--prefix-repetition-suffix-len", type=int, help="Tokens after a prefix.")
 @click.option("--prefix-repetition-num-prefixes", type=int, help="Number of prefixes.")
 @click.option("--prefix-repetition-output-len", type=int, help="New tokens.")
-def throughput(draft: Draft, **given: Any) -> None:
-    """Answer many prompts as fast as possible."""
+def throughput(draft: Draft, **options: Any) -> None:
+    """Measure throughput over many prompts."""
     from modulm_command_bench.figures import save
     from modulm_command_bench.offline import throughput as measure
 
-    _refuse_later(given)
+    _refuse_later(options)
     print_notices(draft.notices)
-    if given["dataset"]:
+    if options["dataset"]:
         click.echo("note: --dataset is deprecated: use --dataset-path", err=True)
-        given["dataset_path"] = given["dataset_path"] or given["dataset"]
-        given["dataset_name"] = "sharegpt"
+        options["dataset_path"] = options["dataset_path"] or options["dataset"]
+        options["dataset_name"] = "sharegpt"
     config = draft.config
-    if given["lora_path"] and "hf" in given["backends"]:
+    if options["lora_path"] and "hf" in options["backends"]:
         raise click.UsageError("--lora-path: not beside transformers (--backend hf)")
-    if given["disable_frontend_multiprocessing"]:
+    if options["disable_frontend_multiprocessing"]:
         config = config.with_(disable_frontend_multiprocessing=True)
     result = measure(
         config,
-        _own(given["backends"], given["async_engine"]),
-        _recipe(given, draft.config.model.seed),
-        n=given["n"],
-        hf_batch=given["hf_max_batch_size"],
-        detokenize=not given["disable_detokenize"],
-        adapter=given["lora_path"],
+        _own(options["backends"], options["async_engine"]),
+        _recipe(options, draft.config.model.seed),
+        n=options["n"],
+        hf_batch=options["hf_max_batch_size"],
+        detokenize=not options["disable_detokenize"],
+        adapter=options["lora_path"],
     )
-    if given["output_json"]:
-        save(given["output_json"], result)
+    if options["output_json"]:
+        save(options["output_json"], result)
 
 
 def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
@@ -176,38 +176,38 @@ def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
     return list(dict.fromkeys("hf" if name == "hf" else here for name in backends))
 
 
-def _refuse_later(given: dict[str, Any]) -> None:
+def _refuse_later(options: dict[str, Any]) -> None:
     for name in ("hf_subset", "hf_split"):
-        if given.get(name) is not None:
+        if options.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')}: not yet")
-    if given["dataset_name"] == "hf":
+    if options["dataset_name"] == "hf":
         raise click.UsageError(
             "--dataset-name hf: not yet; write the prompts to a JSONL file and use custom"
         )
 
 
-def _recipe(given: dict[str, Any], seed: int) -> Any:
-    """What the flags say about prompts, whichever command they belong to."""
+def _recipe(options: dict[str, Any], seed: int) -> Any:
+    """The prompt recipe of a command's options."""
     from modulm_command_bench.samples import Recipe
 
-    name = given["dataset_name"]
+    name = options["dataset_name"]
     repeated = name == "prefix_repetition"
-    prefix = given.get("prefix_repetition_prefix_len") if repeated else given.get("prefix_len")
+    prefix = options.get("prefix_repetition_prefix_len") if repeated else options.get("prefix_len")
     return Recipe(
         name=name,
-        path=given["dataset_path"],
-        count=given["num_prompts"],
-        input_len=given.get("prefix_repetition_suffix_len") if repeated else given["input_len"],
+        path=options["dataset_path"],
+        count=options["num_prompts"],
+        input_len=options.get("prefix_repetition_suffix_len") if repeated else options["input_len"],
         output_len=(
-            given.get("prefix_repetition_output_len") or given["output_len"]
+            options.get("prefix_repetition_output_len") or options["output_len"]
             if repeated
-            else given["output_len"]
+            else options["output_len"]
         ),
         prefix_len=prefix or 0,
-        range_ratio=given["random_range_ratio"],
-        prefixes=given.get("prefix_repetition_num_prefixes") or 10,
-        shuffle=not given.get("disable_shuffle", False),
-        oversample=not given.get("no_oversample", False),
+        range_ratio=options["random_range_ratio"],
+        prefixes=options.get("prefix_repetition_num_prefixes") or 10,
+        shuffle=not options.get("disable_shuffle", False),
+        oversample=not options.get("no_oversample", False),
         seed=seed,
     )
 
@@ -345,61 +345,66 @@ def _recipe(given: dict[str, Any], seed: int) -> Any:
 @click.option("--append-result", is_flag=True, help="Add to the result file.")
 @click.option("--result-dir", metavar="DIR", help="Folder for results.")
 @click.option("--result-filename", metavar="FILE", help="Name of the result file.")
-def serve(**given: Any) -> None:
-    """Send requests to a running server of any OpenAI-compatible kind."""
+def serve(**options: Any) -> None:
+    """Benchmark a running OpenAI-compatible server."""
     from modulm_command_bench.serve import bench, save_result
 
-    _refuse_later(given)
-    result = bench(_settings(given), _recipe(_lengths(given), given["seed"]), _schedule(given))
-    if given["save_result"] or given["append_result"]:
+    _refuse_later(options)
+    result = bench(
+        _settings(options), _recipe(_lengths(options), options["seed"]), _schedule(options)
+    )
+    if options["save_result"] or options["append_result"]:
         save_result(
-            result, given["result_dir"], given["result_filename"], append=given["append_result"]
+            result,
+            options["result_dir"],
+            options["result_filename"],
+            append=options["append_result"],
         )
 
 
-def _lengths(given: dict[str, Any]) -> dict[str, Any]:
+def _lengths(options: dict[str, Any]) -> dict[str, Any]:
     """The flags of the chosen dataset under the common names; the common flags win."""
-    name = given["dataset_name"]
+    name = options["dataset_name"]
     chosen = {
-        part: given.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
+        part: options.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
     }
     return {
-        **given,
-        "input_len": given["input_len"] or chosen["input_len"],
-        "output_len": given["output_len"] or chosen["output_len"],
+        **options,
+        "input_len": options["input_len"] or chosen["input_len"],
+        "output_len": options["output_len"] or chosen["output_len"],
         "prefix_len": chosen["prefix_len"],
     }
 
 
-def _settings(given: dict[str, Any]) -> Any:
+def _settings(options: dict[str, Any]) -> Any:
     from modulm_command_bench.serve import Settings
 
-    base = given["base_url"] or f"http://{given['host']}:{given['port']}"
+    base = options["base_url"] or f"http://{options['host']}:{options['port']}"
     names = ("temperature", "top_p", "top_k", "min_p", "logprobs")
     return Settings(
-        backend=given["backend"],
+        backend=options["backend"],
         base_url=base.rstrip("/").removesuffix("/v1"),
-        endpoint=given["endpoint"],
-        model=given["model"],
-        served_model_name=given["served_model_name"],
-        lora_modules=given["lora_modules"],
-        tokenizer=given["tokenizer"],
-        tokenizer_mode=given["tokenizer_mode"],
-        trust_remote_code=given["trust_remote_code"],
-        headers=given["headers"],
-        extra_body=given["extra_body"],
-        sampling={name: given[name] for name in names},
-        ignore_eos=given["ignore_eos"],
-        max_concurrency=given["max_concurrency"],
-        metrics=_metrics(given["percentile_metrics"]),
-        percentiles=_percentiles(given["metric_percentiles"]),
-        goodput=given["goodput"],
-        warmups=given["num_warmups"],
-        ready_timeout=given["ready_check_timeout_sec"],
-        quiet=given["disable_tqdm"],
-        label=given["label"],
-        metadata=given["metadata"],
-        detailed=given["save_detailed"],
+        endpoint=options["endpoint"],
+        model=options["model"],
+        served_model_name=options["served_model_name"],
+        lora_modules=options["lora_modules"],
+        tokenizer=options["tokenizer"],
+        tokenizer_mode=options["tokenizer_mode"],
+        trust_remote_code=options["trust_remote_code"],
+        headers=options["headers"],
+        extra_body=options["extra_body"],
+        sampling={name: options[name] for name in names},
+        ignore_eos=options["ignore_eos"],
+        max_concurrency=options["max_concurrency"],
+        metrics=_metrics(options["percentile_metrics"]),
+        percentiles=_percentiles(options["metric_percentiles"]),
+        goodput=options["goodput"],
+        warmups=options["num_warmups"],
+        ready_timeout=options["ready_check_timeout_sec"],
+        quiet=options["disable_tqdm"],
+        label=options["label"],
+        metadata=options["metadata"],
+        detailed=options["save_detailed"],
     )
 
 
@@ -423,24 +428,24 @@ def _percentiles(text: str) -> list[float]:
     return values
 
 
-def _schedule(given: dict[str, Any]) -> Any:
+def _schedule(options: dict[str, Any]) -> Any:
     from modulm_command_bench.load import Schedule
 
     ramp, start, end = (
-        given["ramp_up_strategy"], given["ramp_up_start_rps"], given["ramp_up_end_rps"],
+        options["ramp_up_strategy"], options["ramp_up_start_rps"], options["ramp_up_end_rps"],
     )  # fmt: skip
     if ramp is not None and not (start and end and start > 0 and end > 0):
         raise click.UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    if given["request_rate"] <= 0 or given["burstiness"] <= 0:
+    if options["request_rate"] <= 0 or options["burstiness"] <= 0:
         raise click.UsageError("--request-rate and --burstiness are above 0")
     return Schedule(
-        rate=given["request_rate"],
-        burstiness=given["burstiness"],
+        rate=options["request_rate"],
+        burstiness=options["burstiness"],
         ramp=ramp,
         start_rate=start or 1.0,
         end_rate=end or 1.0,
-        recorded=given["replay_times"],
-        seed=given["seed"],
+        recorded=options["replay_times"],
+        seed=options["seed"],
     )
 
 
@@ -457,19 +462,19 @@ _SWEPT = frozenset(
     "-o", "--output-dir", default="sweep", show_default=True, help="Folder for table and picture."
 )
 def sweep(
-    concurrencies: str | None, request_rates: str | None, output_dir: str, **given: Any
+    concurrencies: str | None, request_rates: str | None, output_dir: str, **options: Any
 ) -> None:
-    """Run `bench serve` at several loads and draw what changes."""
+    """Run `bench serve` at several loads, and plot the results."""
     from pathlib import Path
 
     from modulm_command_bench.serve import bench
     from modulm_command_bench.sweep import loads
     from modulm_command_bench.sweep import sweep as measure_all
 
-    _refuse_later(given)
+    _refuse_later(options)
 
     def measure(run: Mapping[str, Any]) -> dict[str, Any]:
-        flags = {"max_concurrency": None, "request_rate": float("inf"), **given, **run}
+        flags = {"max_concurrency": None, "request_rate": float("inf"), **options, **run}
         return bench(_settings(flags), _recipe(_lengths(flags), flags["seed"]), _schedule(flags))
 
     measure_all(loads(concurrencies, request_rates), measure, Path(output_dir))
@@ -482,7 +487,7 @@ _sweep.params += [option for option in serve.params if option.name not in _SWEPT
 @command.command("compare")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False))
 def compare(files: tuple[str, ...]) -> None:
-    """Show saved results side by side, each over the first."""
+    """Compare saved results, relative to the first."""
     from modulm_command_bench.figures import compare as side_by_side
     from modulm_command_bench.plots import read_results
 
@@ -496,7 +501,7 @@ def compare(files: tuple[str, ...]) -> None:
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("-o", "--output", default="bench.png", show_default=True, help="PNG to write.")
 def plot(files: tuple[str, ...], output: str) -> None:
-    """Draw throughput and waiting of saved results over concurrency or rate."""
+    """Plot throughput and latency of saved results over concurrency or rate."""
     from modulm_command_bench.plots import plot as draw
     from modulm_command_bench.plots import read_results
 

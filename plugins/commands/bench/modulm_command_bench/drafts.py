@@ -1,4 +1,4 @@
-"""What became of drafted tokens during a run, in the figures of vLLM's result files."""
+"""Speculative decoding statistics of a run, under the names in vLLM's result files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Drafts:
     at: tuple[int, ...] = field(default=())
 
     def since(self, before: Drafts) -> Drafts:
-        """What came after `before`."""
+        """The difference to earlier counts."""
         known = (*before.at, *[0] * (len(self.at) - len(before.at)))
         return Drafts(
             self.drafts - before.drafts,
@@ -44,7 +44,7 @@ class Drafts:
         )
 
     def figures(self) -> dict[str, Any]:
-        """As result files have them; empty where nothing was drafted. Rates are in percent."""
+        """The statistics for result files; empty without drafts. Rates are in percent."""
         if not self.drafts:
             return {}
         return {
@@ -58,7 +58,7 @@ class Drafts:
 
 
 def of_server(base: str, headers: dict[str, str]) -> Drafts | None:
-    """What a server has counted so far; None if it does not say."""
+    """The counts of a server so far; None if it has none."""
     try:
         answer = httpx.get(f"{base}/metrics", headers=headers, timeout=5)
     except httpx.HTTPError:
@@ -68,28 +68,30 @@ def of_server(base: str, headers: dict[str, str]) -> Drafts | None:
 
 def _read(text: str) -> Drafts | None:
     sums: dict[str, int] = {}
-    places: dict[int, int] = {}
+    counts_by_position: dict[int, int] = {}
     for name, labels, value in _SAMPLE.findall(text):
         count = round(float(value))
-        place = _POSITION.search(labels)
-        if place is None:
+        match = _POSITION.search(labels)
+        if match is None:
             sums[name] = sums.get(name, 0) + count
         else:
-            places[int(place[1])] = places.get(int(place[1]), 0) + count
+            counts_by_position[int(match[1])] = counts_by_position.get(int(match[1]), 0) + count
     if "drafts" not in sums:
         return None
-    at = tuple(places.get(place, 0) for place in range(max(places, default=-1) + 1))
+    at = tuple(
+        counts_by_position.get(match, 0) for match in range(max(counts_by_position, default=-1) + 1)
+    )
     return Drafts(sums["drafts"], sums.get("draft_tokens", 0), sums.get("accepted_tokens", 0), at)
 
 
 def of_outputs(outputs: Iterable[RequestOutput]) -> Drafts:
-    """What the answers of an engine in this process say."""
-    found = [choice.spec_decode_metrics for output in outputs for choice in output.outputs]
-    steps = [step for metrics in found if metrics is not None for step in metrics.steps]
+    """The counts in the outputs of an engine in this process."""
+    metrics_list = [choice.spec_decode_metrics for output in outputs for choice in output.outputs]
+    steps = [step for metrics in metrics_list if metrics is not None for step in metrics.steps]
     longest = max((right for _, right in steps), default=0)
     return Drafts(
         len(steps),
         sum(drafted for drafted, _ in steps),
         sum(right for _, right in steps),
-        tuple(sum(right > place for _, right in steps) for place in range(longest)),
+        tuple(sum(right > position for _, right in steps) for position in range(longest)),
     )

@@ -1,4 +1,4 @@
-"""From times of single requests to the figures that people compare."""
+"""Computes benchmark results from the times of single requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRICS = {
 
 @frozen
 class Timed:
-    """One request as it went. Times in seconds; `gaps` between one piece of text and the next."""
+    """The times of one request in seconds. gaps: between pieces of text."""
 
     input_len: int
     output_len: int = 0
@@ -53,7 +53,7 @@ class Timed:
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """`ttft:200 tpot:50` in milliseconds to seconds by metric. Raises click.UsageError."""
     limits: dict[str, float] = {}
-    for pair in (part for given in pairs for part in given.split()):
+    for pair in (part for argument in pairs for part in argument.split()):
         name, colon, number = pair.partition(":")
         if not colon or name not in METRICS or name == "itl":
             raise click.UsageError(f"--goodput {pair}: write ttft:MS, tpot:MS or e2el:MS")
@@ -75,24 +75,24 @@ def figures(
     """Throughputs and the spread of each metric, under the names that vLLM's result files use."""
     done = [request for request in requests if request.error is None]
     read = sum(request.input_len for request in done)
-    made = sum(request.output_len for request in done)
-    shown: dict[str, Any] = {
+    generated = sum(request.output_len for request in done)
+    results: dict[str, Any] = {
         "duration": seconds,
         "completed": len(done),
         "failed": len(requests) - len(done),
         "total_input_tokens": read,
-        "total_output_tokens": made,
+        "total_output_tokens": generated,
         "request_throughput": len(done) / seconds,
-        "output_throughput": made / seconds,
-        "total_token_throughput": (read + made) / seconds,
+        "output_throughput": generated / seconds,
+        "total_token_throughput": (read + generated) / seconds,
     }
     if goodput:
-        shown["request_goodput"] = sum(_good(request, goodput) for request in done) / seconds
+        results["request_goodput"] = sum(_good(request, goodput) for request in done) / seconds
     for metric in metrics:
-        shown |= _spread(
+        results |= _spread(
             metric, [t for request in done for t in request.times(metric)], percentiles
         )
-    return shown
+    return results
 
 
 def _good(request: Timed, limits: Mapping[str, float]) -> bool:
@@ -102,19 +102,19 @@ def _good(request: Timed, limits: Mapping[str, float]) -> bool:
 def _spread(metric: str, times: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """Mean, median, deviation and percentiles in milliseconds."""
     values = np.array(times or [0.0]) * 1000
-    shown = {
+    statistics = {
         f"mean_{metric}_ms": float(values.mean()),
         f"median_{metric}_ms": float(np.median(values)),
         f"std_{metric}_ms": float(values.std()),
     }
     for percentile in percentiles:
-        shown[f"p{percentile:g}_{metric}_ms"] = float(np.percentile(values, percentile))
-    return shown
+        statistics[f"p{percentile:g}_{metric}_ms"] = float(np.percentile(values, percentile))
+    return statistics
 
 
-def table(shown: Mapping[str, Any]) -> str:
-    """The figures for people, one per line."""
-    rows = [(name.replace("_", " "), value) for name, value in shown.items()]
+def table(results: Mapping[str, Any]) -> str:
+    """Format results as text, one per line."""
+    rows = [(name.replace("_", " "), value) for name, value in results.items()]
     rows = [(name, value) for name, value in rows if isinstance(value, int | float)]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:{width}}  {_number(value):>12}" for name, value in rows)
@@ -125,11 +125,11 @@ def _number(value: float) -> str:
 
 
 def compare(results: Sequence[Mapping[str, Any]]) -> str:
-    """Results side by side, each with its ratio to the first."""
+    """Format several results in columns, with ratios to the first."""
     first, *others = results
     names = [n for n in first if all(_is_figure(result.get(n)) for result in results)]
     width = max((len(name) for name in names), default=0)
-    labels = [str(result.get("label") or place) for place, result in enumerate(results, 1)]
+    labels = [str(result.get("label") or number) for number, result in enumerate(results, 1)]
     head = "".join(f"  {label[:12]:>12}  {'ratio':>7}" for label in labels[1:])
     lines = [f"{'':{width}}  {labels[0][:12]:>12}{head}"]
     for name in names:

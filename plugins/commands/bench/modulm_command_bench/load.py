@@ -1,4 +1,4 @@
-"""Sending requests to a server at chosen times, and timing every piece of the answers."""
+"""Sends requests to a server on a schedule, and times every piece of the responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIMEOUT = httpx.Timeout(None, connect=60.0)
 
 @frozen(kw_only=True)
 class Target:
-    """Where requests go and what is the same in all of them."""
+    """The server, and the common parts of all requests."""
 
     base: str
     path: str
@@ -78,14 +78,14 @@ class Schedule:
 
 
 def arrivals(schedule: Schedule, samples: Sequence[Sample]) -> list[float]:
-    """The second at which each request is sent, from 0."""
+    """The times at which requests are sent, in seconds from 0."""
     if schedule.recorded and all(sample.arrival is not None for sample in samples):
         return sorted(float(sample.arrival or 0) for sample in samples)
     count = len(samples)
     if schedule.ramp is None and schedule.rate == float("inf"):
         return [0.0] * count
     rng = np.random.default_rng(schedule.seed % 2**64)
-    rates = np.array([_rate(schedule, place / max(1, count - 1)) for place in range(count)])
+    rates = np.array([_rate(schedule, index / max(1, count - 1)) for index in range(count)])
     gaps = rng.gamma(schedule.burstiness, 1.0 / (rates * schedule.burstiness))
     times: list[float] = np.cumsum(gaps).tolist()
     if schedule.ramp is None:
@@ -111,7 +111,7 @@ async def run(
     concurrency: int | None = None,
     finished: Callable[[Timed], object] = lambda timed: None,
 ) -> tuple[list[Timed], float]:
-    """Send everything; the requests as they went, in order, and the seconds of the whole."""
+    """Send all requests; returns (timed requests in order, total seconds)."""
     gate = asyncio.Semaphore(concurrency) if concurrency else None
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
@@ -132,7 +132,7 @@ async def run(
 
 
 async def _send(client: httpx.AsyncClient, target: Target, sample: Sample) -> Timed:
-    """One request; a failure is part of the result."""
+    """Send one request. A failure is part of the result."""
     start = perf_counter()
     try:
         async with client.stream("POST", target.path, json=target.body(sample)) as answer:
@@ -141,8 +141,8 @@ async def _send(client: httpx.AsyncClient, target: Target, sample: Sample) -> Ti
                 return Timed(sample.input_len, error=f"{answer.status_code}: {text[:200]}")
             if target.path.endswith("/embeddings"):
                 await answer.aread()
-                taken = perf_counter() - start
-                return Timed(sample.input_len, ttft=taken, latency=taken)
+                seconds = perf_counter() - start
+                return Timed(sample.input_len, ttft=seconds, latency=seconds)
             return await _listen(answer.aiter_lines(), start, sample)
     except (httpx.HTTPError, ValueError) as error:
         return Timed(sample.input_len, error=f"{type(error).__name__}: {error}")

@@ -40,14 +40,14 @@ class Latency:
 
 
 def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
-    """Seconds for one batch, many times over."""
+    """Time one batch repeatedly."""
     from modulm_frontend.llm import LLM
 
     engine = LLM.from_config(config)
     rng = np.random.default_rng(0)
-    words = min(10_000, engine.info.vocabulary)
+    vocabulary = min(10_000, engine.info.vocabulary)
     prompts = [
-        {"prompt_token_ids": rng.integers(0, words, flags.input_len).tolist()}
+        {"prompt_token_ids": rng.integers(0, vocabulary, flags.input_len).tolist()}
         for _ in range(flags.batch_size)
     ]
     run = _batch(engine, prompts, flags)
@@ -61,25 +61,25 @@ def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
         start = perf_counter()
         last = run()
         times.append(perf_counter() - start)
-    shown: dict[str, Any] = {"avg_latency": float(np.mean(times)), "latencies": times}
-    shown["percentiles"] = {
+    results: dict[str, Any] = {"avg_latency": float(np.mean(times)), "latencies": times}
+    results["percentiles"] = {
         str(q): float(np.percentile(times, q)) for q in (10, 25, 50, 75, 90, 99)
     }
     if not flags.beams:
-        shown |= of_outputs(last).figures()
-    click.echo(f"average latency: {shown['avg_latency']:.4f} s")
-    for q, seconds in shown["percentiles"].items():
+        results |= of_outputs(last).figures()
+    click.echo(f"average latency: {results['avg_latency']:.4f} s")
+    for q, seconds in results["percentiles"].items():
         click.echo(f"{q}% percentile: {seconds:.4f} s")
-    _echo_drafts(shown)
-    return shown
+    _echo_drafts(results)
+    return results
 
 
-def _echo_drafts(shown: Mapping[str, Any]) -> None:
-    if "spec_decode_num_drafts" in shown:
+def _echo_drafts(results: Mapping[str, Any]) -> None:
+    if "spec_decode_num_drafts" in results:
         click.echo(
-            f"drafts: {shown['spec_decode_acceptance_rate']:.1f}% of "
-            f"{shown['spec_decode_draft_tokens']} tokens right, "
-            f"{shown['spec_decode_acceptance_length']:.2f} tokens a step"
+            f"drafts: {results['spec_decode_acceptance_rate']:.1f}% of "
+            f"{results['spec_decode_draft_tokens']} tokens right, "
+            f"{results['spec_decode_acceptance_length']:.2f} tokens a step"
         )
 
 
@@ -111,11 +111,11 @@ def _profile(run: Callable[[], object], path: str) -> None:
 
 @frozen
 class _Run:
-    """What a backend did: seconds, tokens it read and made, and what became of its drafts."""
+    """A backend's run: seconds, prompt tokens, generated tokens, and draft statistics."""
 
     seconds: float
     read: int
-    made: int
+    generated: int
     drafts: Drafts = field(factory=Drafts)
 
 
@@ -137,27 +137,27 @@ def throughput(
         name: _run(name, config, samples, n, hf_batch, detokenize, adapter) for name in backends
     }
     first: float | None = None
-    shown: dict[str, Any] = {}
+    by_backend: dict[str, Any] = {}
     for name, run in results.items():
-        rate = (run.read + run.made) / run.seconds
+        rate = (run.read + run.generated) / run.seconds
         first = first or rate
         figures = {
             "elapsed_time": run.seconds,
             "num_requests": len(samples),
-            "total_num_tokens": run.read + run.made,
+            "total_num_tokens": run.read + run.generated,
             "requests_per_second": len(samples) / run.seconds,
             "tokens_per_second": rate,
-            "output_tokens_per_second": run.made / run.seconds,
+            "output_tokens_per_second": run.generated / run.seconds,
             **run.drafts.figures(),
         }
-        shown[name] = figures
+        by_backend[name] = figures
         times = f", {rate / first:.2f} of {backends[0]}" if name != backends[0] else ""
         click.echo(
             f"{name}: {figures['requests_per_second']:.2f} requests/s, {rate:.2f} tokens/s, "
             f"{figures['output_tokens_per_second']:.2f} output tokens/s{times}"
         )
         _echo_drafts(figures)
-    return shown[backends[0]] if len(backends) == 1 else shown
+    return by_backend[backends[0]] if len(backends) == 1 else by_backend
 
 
 def _tokenizer(config: EngineConfig) -> Any:
@@ -205,8 +205,8 @@ def _run_engine(
         start = perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=True, lora_request=lora)
         seconds = perf_counter() - start
-    made = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    return _Run(seconds, sum(s.input_len for s in samples), made, of_outputs(outputs))
+    generated = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return _Run(seconds, sum(s.input_len for s in samples), generated, of_outputs(outputs))
 
 
 def _run_async(
@@ -222,8 +222,10 @@ def _run_async(
     async def one(engine: Any, number: int) -> RequestOutput:
         prompt = {"prompt_token_ids": list(samples[number].ids)}
         last: Any = None
-        named = adapter and "bench"
-        async for output in engine.generate(prompt, params[number], str(number), adapter=named):
+        adapter_name = adapter and "bench"
+        async for output in engine.generate(
+            prompt, params[number], str(number), adapter=adapter_name
+        ):
             last = output
         return last
 
@@ -237,8 +239,8 @@ def _run_async(
             seconds = perf_counter() - start
         finally:
             engine.shutdown()
-        made = sum(len(part.token_ids) for output in outputs for part in output.outputs)
-        return _Run(seconds, sum(s.input_len for s in samples), made, of_outputs(outputs))
+        generated = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        return _Run(seconds, sum(s.input_len for s in samples), generated, of_outputs(outputs))
 
     return asyncio.run(everything())
 
@@ -255,14 +257,14 @@ def _run_transformers(config: EngineConfig, samples: Sequence[Sample], n: int, b
     dtype = config.model.dtype
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.eval()
-    made = 0
+    generated = 0
     start = perf_counter()
     with torch.inference_mode(), tqdm(total=len(samples), unit="request") as bar:
         for first in range(0, len(samples), batch):
             group = samples[first : first + batch]
-            made += _generate(model, group, n)
+            generated += _generate(model, group, n)
             bar.update(len(group))
-    return _Run(perf_counter() - start, sum(s.input_len for s in samples), made)
+    return _Run(perf_counter() - start, sum(s.input_len for s in samples), generated)
 
 
 def _generate(model: Any, group: Sequence[Sample], n: int) -> int:

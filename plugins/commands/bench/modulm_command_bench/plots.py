@@ -1,4 +1,4 @@
-"""Results of several runs as a picture: throughput and waiting over concurrency or rate."""
+"""Plots results of several runs: throughput and latency over concurrency or rate."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
     picture = Figure(figsize=(4.2 * (1 + len(measured)), 3.8), layout="constrained")
     panels = picture.subplots(1, 1 + len(measured), squeeze=False)[0]
     labels = list(dict.fromkeys(str(result.get("label", "")) for result in results))
-    for place, label in enumerate(labels):
-        own = [result for result in results if str(result.get("label", "")) == label]
-        own.sort(key=lambda result: float(result[across]))
-        style = {"color": _COLOURS[place % len(_COLOURS)], "label": label}
-        places = [float(result[across]) for result in own]
-        panels[0].plot(places, [r["output_throughput"] for r in own], "o-", ms=4, **style)
+    for index, label in enumerate(labels):
+        series = [result for result in results if str(result.get("label", "")) == label]
+        series.sort(key=lambda result: float(result[across]))
+        style = {"color": _COLOURS[index % len(_COLOURS)], "label": label}
+        x_values = [float(result[across]) for result in series]
+        panels[0].plot(x_values, [r["output_throughput"] for r in series], "o-", ms=4, **style)
         for metric, panel in zip(measured, panels[1:], strict=True):
-            _times(panel, places, own, metric, style)
+            _times(panel, x_values, series, metric, style)
     panels[0].set_title("output tokens per second")
     for metric, panel in zip(measured, panels[1:], strict=True):
         top = _highest(results, metric)
@@ -79,35 +79,35 @@ def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
 
 def _times(
     panel: Any,
-    places: Sequence[float],
-    own: Sequence[Mapping[str, Any]],
+    x_values: Sequence[float],
+    series: Sequence[Mapping[str, Any]],
     metric: str,
     style: Mapping[str, Any],
 ) -> None:
-    middle = [result[f"median_{metric}_ms"] for result in own]
-    panel.plot(places, middle, "o-", ms=4, **style)
-    top = _highest(own, metric)
+    middle = [result[f"median_{metric}_ms"] for result in series]
+    panel.plot(x_values, middle, "o-", ms=4, **style)
+    top = _highest(series, metric)
     if top:
-        high = [result[f"p{top}_{metric}_ms"] for result in own]
-        panel.fill_between(places, middle, high, color=style["color"], alpha=0.15, lw=0)
+        high = [result[f"p{top}_{metric}_ms"] for result in series]
+        panel.fill_between(x_values, middle, high, color=style["color"], alpha=0.15, lw=0)
 
 
 def _highest(results: Sequence[Mapping[str, Any]], metric: str) -> str | None:
     """The highest percentile of a metric that all results have."""
-    held = [
+    percentiles = [
         {m[1] for name in result if (m := _PERCENTILE.fullmatch(name)) and m[2] == metric}
         for result in results
     ]
-    common = set.intersection(*held) if held else set()
+    common = set.intersection(*percentiles) if percentiles else set()
     return max(common, key=float, default=None)
 
 
-def _dress(panel: Any, across: str, places: Sequence[float]) -> None:
+def _dress(panel: Any, across: str, x_values: Sequence[float]) -> None:
     """Axes without clutter; a wide range of loads on a logarithmic scale, marked where measured."""
     panel.set_xlabel("requests at once" if across == "max_concurrency" else "requests per second")
-    if min(places) > 0 and max(places) / min(places) >= _WIDE:
+    if min(x_values) > 0 and max(x_values) / min(x_values) >= _WIDE:
         panel.set_xscale("log", base=2)
-    ticks = sorted(set(places))
+    ticks = sorted(set(x_values))
     step = math.ceil(len(ticks) / 8)
     panel.set_xticks(ticks[::step], [f"{tick:g}" for tick in ticks[::step]])
     panel.minorticks_off()
@@ -119,12 +119,12 @@ def _dress(panel: Any, across: str, places: Sequence[float]) -> None:
 
 def _axis(results: Sequence[Mapping[str, Any]]) -> str:
     for name in ("max_concurrency", "request_rate"):
-        if all(_known(result, name) for result in results):
+        if all(_has_metric(result, name) for result in results):
             return name
     raise click.UsageError(
         "the results share neither --max-concurrency nor a finite --request-rate"
     )
 
 
-def _known(result: Mapping[str, Any], name: str) -> bool:
+def _has_metric(result: Mapping[str, Any], name: str) -> bool:
     return isinstance(result.get(name), int | float)

@@ -1,4 +1,4 @@
-"""Prompts to measure with: made at random, from a text, or from a file of recorded traffic."""
+"""Benchmark prompts: random, from a text, or from recorded traffic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Sample:
 
 @frozen(kw_only=True)
 class Recipe:
-    """What the flags of a benchmark say about its prompts; None takes the dataset's own."""
+    """The options of a benchmark's prompts. None means the dataset's default."""
 
     name: str = "random"
     path: str | None = None
@@ -66,24 +66,24 @@ def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
     lengths that make no sense.
     """
     rng = np.random.default_rng(recipe.seed % 2**64)
-    made = _MAKERS[recipe.name](recipe, tokenizer, rng)
-    if not made:
+    samples = _MAKERS[recipe.name](recipe, tokenizer, rng)
+    if not samples:
         raise click.UsageError(f"dataset {recipe.name} has no usable prompt")
-    if len(made) < recipe.count and recipe.oversample:
-        made = [made[i % len(made)] for i in range(recipe.count)]
-    return made[: recipe.count]
+    if len(samples) < recipe.count and recipe.oversample:
+        samples = [samples[i % len(samples)] for i in range(recipe.count)]
+    return samples[: recipe.count]
 
 
 def _random(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
     """Random ids: a shared prefix, then lengths drawn around the wanted ones."""
     if not 0 <= recipe.range_ratio < 1:
         raise click.UsageError("--random-range-ratio is at least 0 and below 1")
-    words = _plain_ids(tokenizer)
-    prefix = tuple(rng.choice(words, recipe.prefix_len).tolist())
+    token_ids = _plain_ids(tokenizer)
+    prefix = tuple(rng.choice(token_ids, recipe.prefix_len).tolist())
     inputs = _lengths(recipe.input_len or 1024, recipe, rng)
     outputs = _lengths(recipe.output_len or 128, recipe, rng)
     return [
-        Sample((*prefix, *rng.choice(words, size).tolist()), output)
+        Sample((*prefix, *rng.choice(token_ids, size).tolist()), output)
         for size, output in zip(inputs, outputs, strict=True)
     ]
 
@@ -103,14 +103,16 @@ def _plain_ids(tokenizer: Any) -> np.ndarray:
 
 def _prefix_repetition(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
     """A few prefixes, each before many different suffixes."""
-    words = _plain_ids(tokenizer)
+    token_ids = _plain_ids(tokenizer)
     size, rest = recipe.prefix_len or 256, recipe.input_len or 256
     each, output = max(1, recipe.count // recipe.prefixes), recipe.output_len or 128
-    made: list[Sample] = []
+    samples: list[Sample] = []
     for _ in range(recipe.prefixes):
-        prefix = rng.choice(words, size).tolist()
-        made += [Sample((*prefix, *rng.choice(words, rest).tolist()), output) for _ in range(each)]
-    return _shuffled(made, recipe, rng)
+        prefix = rng.choice(token_ids, size).tolist()
+        samples += [
+            Sample((*prefix, *rng.choice(token_ids, rest).tolist()), output) for _ in range(each)
+        ]
+    return _shuffled(samples, recipe, rng)
 
 
 def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
@@ -129,12 +131,12 @@ def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sa
         )
     common = min(len(lines), max(0, round((shared - base) / mean)))
     rest = max(0, round((wanted - base) / mean) - common)
-    made: list[Sample] = []
+    samples: list[Sample] = []
     for _ in range(recipe.count):
         picked = [lines[i] for i in rng.choice(len(lines), rest, replace=rest > len(lines))]
         text = head + "\n".join([*lines[:common], *picked])
-        made.append(_of_text(text, recipe.output_len or 150, tokenizer))
-    return made
+        samples.append(_of_text(text, recipe.output_len or 150, tokenizer))
+    return samples
 
 
 def _sharegpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
@@ -143,7 +145,7 @@ def _sharegpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[
         table = json.loads(_read(_needed(recipe)))
     except json.JSONDecodeError as error:
         raise click.UsageError(f"{recipe.path} is not valid JSON: {error}") from error
-    made: list[Sample] = []
+    samples: list[Sample] = []
     for row in _order(table, recipe, rng):
         turns = row.get("conversations", row.get("conversation", []))
         if len(turns) < 2:
@@ -151,10 +153,10 @@ def _sharegpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[
         answer = len(tokenizer.encode(turns[1]["value"], add_special_tokens=False))
         sample = _of_text(turns[0]["value"], recipe.output_len or answer, tokenizer)
         if _usable(sample, answer if recipe.output_len is None else sample.output_len):
-            made.append(sample)
-        if len(made) == recipe.count:
+            samples.append(sample)
+        if len(samples) == recipe.count:
             break
-    return made
+    return samples
 
 
 def _usable(sample: Sample, output: int) -> bool:
@@ -165,9 +167,9 @@ def _usable(sample: Sample, output: int) -> bool:
 
 def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
     """Lengths and times of recorded traffic (a local BurstGPT CSV) around random ids."""
-    words = _plain_ids(tokenizer)
+    token_ids = _plain_ids(tokenizer)
     rows = list(csv.DictReader(_read(_needed(recipe)).splitlines()))
-    made: list[Sample] = []
+    samples: list[Sample] = []
     first: float | None = None
     try:
         for row in rows:
@@ -176,25 +178,25 @@ def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[
                 continue
             at = float(row["Timestamp"])
             first = at if first is None else first
-            ids = tuple(rng.choice(words, size).tolist())
-            made.append(Sample(ids, recipe.output_len or output, arrival=at - first))
-            if len(made) == recipe.count:
+            ids = tuple(rng.choice(token_ids, size).tolist())
+            samples.append(Sample(ids, recipe.output_len or output, arrival=at - first))
+            if len(samples) == recipe.count:
                 break
     except (KeyError, ValueError) as error:
         raise click.UsageError(
             f"{recipe.path} is no BurstGPT file with Timestamp, Request tokens, Response tokens"
         ) from error
-    return made
+    return samples
 
 
 def _custom(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
     """JSONL with `prompt` and, if wanted, `output_tokens` per line."""
     rows = list(_json_lines(_needed(recipe)))
-    made: list[Sample] = []
+    samples: list[Sample] = []
     for row in _order(rows, recipe, rng):
         output = recipe.output_len or row.get("output_tokens", row.get("output_len")) or 256
-        made.append(_of_text(row["prompt"], int(output), tokenizer))
-    return made
+        samples.append(_of_text(row["prompt"], int(output), tokenizer))
+    return samples
 
 
 def _json_lines(path: str) -> Iterator[dict[str, Any]]:

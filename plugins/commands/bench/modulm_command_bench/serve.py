@@ -55,7 +55,7 @@ class Settings:
 
 
 def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, Any]:
-    """Run the benchmark; the result as vLLM's files spell it. Raises click errors."""
+    """Run the benchmark; returns the result in vLLM's format. Raises click errors."""
     limits = parse_goodput(settings.goodput)
     _wait_ready(settings)
     target = _target(settings)
@@ -65,23 +65,23 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     samples = _with_adapters(samples, settings.lora_modules, schedule.seed)
     times = arrivals(schedule, samples)
     done, seconds, drafts = asyncio.run(_measure(settings, target, samples, times))
-    shown = figures(
+    results = figures(
         done,
         seconds,
         metrics=settings.metrics,
         percentiles=settings.percentiles,
         goodput=limits,
     )
-    shown |= drafts.figures()
+    results |= drafts.figures()
     _report_errors(done)
-    click.echo(table(shown))
-    return {**_about(settings, target, recipe, schedule), **shown, **_details(settings, done)}
+    click.echo(table(results))
+    return {**_about(settings, target, recipe, schedule), **results, **_details(settings, done)}
 
 
 async def _measure(
     settings: Settings, target: Target, samples: Sequence[Sample], times: Sequence[float]
 ) -> tuple[list[Timed], float, Drafts]:
-    """One request to see that it works, warm-ups, then the run itself."""
+    """Send a test request and warm-ups, then run the benchmark."""
     first, _ = await run(target, samples[:1], [0.0])
     if first[0].error:
         raise click.ClickException(f"the first request failed: {first[0].error}")
@@ -101,11 +101,11 @@ async def _measure(
 
 
 def _wait_ready(settings: Settings) -> None:
-    """Wait until the server answers; at most the given seconds. Who must wait is told at once."""
+    """Wait until the server answers, at most the given seconds. Announces the wait."""
     import time
 
     end = time.monotonic() + settings.ready_timeout
-    told = False
+    announced = False
     while True:
         try:
             answer = httpx.get(f"{settings.base_url}/health", timeout=5)
@@ -116,13 +116,13 @@ def _wait_ready(settings: Settings) -> None:
             reason = str(error)
         if time.monotonic() >= end:
             raise click.ClickException(f"no server at {settings.base_url}: {reason}")
-        if not told:
+        if not announced:
             click.echo(
                 f"no server at {settings.base_url} yet ({reason}): waiting for it, at most "
                 f"{settings.ready_timeout:.0f} s (--ready-check-timeout-sec)",
                 err=True,
             )
-            told = True
+            announced = True
         time.sleep(0.2)
 
 
@@ -134,8 +134,8 @@ def _target(settings: Settings) -> Target:
         if not equals:
             raise click.UsageError(f"--header {header}: write NAME=VALUE")
         headers[name] = value
-    given = settings.served_model_name or settings.model
-    model = given or _first_model(settings.base_url, headers)
+    model_name = settings.served_model_name or settings.model
+    model = model_name or _first_model(settings.base_url, headers)
     extra = {k: v for k, v in settings.sampling.items() if v is not None}
     return Target(
         base=settings.base_url,
@@ -196,7 +196,7 @@ def _with_text(samples: Sequence[Sample], tokenizer: Any) -> list[Sample]:
 
 
 def _with_adapters(samples: Sequence[Sample], names: Sequence[str], seed: int) -> list[Sample]:
-    """Each names one of the adapters, by lot."""
+    """Assign adapters to requests at random."""
     if not names:
         return list(samples)
     drawn = np.random.default_rng(seed % 2**64).integers(len(names), size=len(samples))
@@ -247,7 +247,7 @@ def _details(settings: Settings, done: Sequence[Timed]) -> dict[str, Any]:
 
 
 def result_file(result: dict[str, Any], directory: str | None, name: str | None) -> str:
-    """Where a result is saved when no name is given: label, rate, model and date."""
+    """The default file name of a result: label, rate, model and date."""
     if name is None:
         model = str(result["model_id"]).rsplit("/", 1)[-1]
         several = result["max_concurrency"]
@@ -260,5 +260,5 @@ def result_file(result: dict[str, Any], directory: str | None, name: str | None)
 def save_result(
     result: dict[str, Any], directory: str | None, name: str | None, *, append: bool
 ) -> None:
-    """Write the result where the flags say."""
+    """Write the result to the file of the options."""
     save(result_file(result, directory, name), result, append=append)

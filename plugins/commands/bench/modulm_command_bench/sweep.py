@@ -72,10 +72,10 @@ def sweep(
 
 def rows(results: Sequence[Mapping[str, Any]]) -> str:
     """One line per run."""
-    shown = {name: title for name, title in _COLUMNS.items() if name in results[0]}
-    lines = ["".join(f"{title:>12}" for title in ("load", *shown.values()))]
+    columns = {name: title for name, title in _COLUMNS.items() if name in results[0]}
+    lines = ["".join(f"{title:>12}" for title in ("load", *columns.values()))]
     for result in results:
         load = result["max_concurrency"] or result["request_rate"]
-        cells = [f"{load:g}", *(f"{result[name]:,.2f}" for name in shown)]
+        cells = [f"{load:g}", *(f"{result[name]:,.2f}" for name in columns)]
         lines.append("".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Where answers come from: a server, or an engine in this process. Both stream pieces of text."""
+"""Backends of the chat: a server, or an engine in this process. Both stream text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Piece:
 
 @frozen
 class Stats:
-    """What one answer took: seconds to the first token and in all, and tokens of the answer."""
+    """Statistics of one answer: seconds to the first token, total seconds, tokens."""
 
     first: float
     total: float
@@ -48,14 +48,14 @@ class Stats:
 
 @frozen
 class SamplingOptions:
-    """Sampling values that the user gave; None leaves one to the model's defaults."""
+    """Sampling options of the user. None means the model's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
 
-    def given(self) -> dict[str, Any]:
-        """Those that were given, by their names in the API and in SamplingParams."""
+    def as_dict(self) -> dict[str, Any]:
+        """The options that are set, by their names in the API and in SamplingParams."""
         values = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -73,13 +73,13 @@ class Backend(Protocol):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], options: SamplingOptions
     ) -> Iterator[Piece]:
-        """The answer to a conversation; closing the iterator stops it."""
+        """Stream the answer to a conversation. Closing the iterator stops it."""
 
     def complete(self, prompt: str, options: SamplingOptions) -> Iterator[Piece]:
-        """The text that goes on from `prompt`."""
+        """Stream the continuation of `prompt`."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release the backend."""
 
 
 class RemoteServer:
@@ -93,12 +93,12 @@ class RemoteServer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], options: SamplingOptions
     ) -> Iterator[Piece]:
-        body = {"model": self.model, "messages": list(messages), **options.given()}
+        body = {"model": self.model, "messages": list(messages), **options.as_dict()}
         yield from self._timed("/chat/completions", body)
 
     def complete(self, prompt: str, options: SamplingOptions) -> Iterator[Piece]:
         yield from self._timed(
-            "/completions", {"model": self.model, "prompt": prompt, **options.given()}
+            "/completions", {"model": self.model, "prompt": prompt, **options.as_dict()}
         )
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class LocalEngine:
         self._thread.join(timeout=5)
 
     def _parsed(self, prompt: Any, tail: str, options: SamplingOptions) -> Iterator[Piece]:
-        """The answer through the reasoning parser, if one is set."""
+        """Stream the answer through the reasoning parser, if there is one."""
         from modulm.contracts.parser import Content, ParseContext, Reasoning
         from modulm_parsing import message_parser
 
@@ -191,7 +191,7 @@ class LocalEngine:
                 yield Piece("text" if isinstance(event, Content) else "reasoning", event.text)
 
     def _streamed(self, prompt: Any, options: SamplingOptions) -> Iterator[str]:
-        """New text as the engine makes it; leaving early aborts the request."""
+        """Stream new text of the engine. Leaving early aborts the request."""
         queue: Queue[Any] = Queue()
         job = asyncio.run_coroutine_threadsafe(self._feed(prompt, options, queue), self._loop)
         start = perf_counter()
@@ -215,8 +215,8 @@ class LocalEngine:
         from modulm.contracts.sampling import OutputKind
 
         defaults = {"max_tokens": None, **self._engine.info.defaults}
-        given = {**defaults, **options.given(), "output_kind": OutputKind.DELTA}
-        params = self._engine.info.default_params().with_(**given)
+        values = {**defaults, **options.as_dict(), "output_kind": OutputKind.DELTA}
+        params = self._engine.info.default_params().with_(**values)
         try:
             async for output in self._engine.generate(prompt, params, uuid4().hex):
                 new = output.outputs[0]

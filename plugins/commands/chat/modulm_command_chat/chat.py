@@ -92,7 +92,7 @@ class Conversation:
         self.restart(system)
 
     def restart(self, system: str | None) -> None:
-        """Forget everything but the system prompt."""
+        """Clear the messages, except the system prompt."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> bool:
@@ -113,7 +113,7 @@ class Conversation:
                     return
 
     def _order(self, line: str) -> bool:
-        """Carry out one line; false ends the conversation."""
+        """Execute one line of input; false ends the conversation."""
         if line in ("/quit", "/exit"):
             return False
         if line == "/clear":
@@ -139,7 +139,7 @@ class Conversation:
 
 
 def show(pieces: Iterator[Piece]) -> tuple[str, bool]:
-    """Print an answer as it comes; its text, and whether it came to its end."""
+    """Print an answer while it streams; returns (its text, whether it is complete)."""
     text: list[str] = []
     before = "text"
     whole = True

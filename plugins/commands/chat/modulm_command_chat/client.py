@@ -1,4 +1,4 @@
-"""A small client of OpenAI's API: what `chat`, `complete` and `bench` need, and no more."""
+"""A small client of OpenAI's API, for `chat`, `complete` and `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`modulm complete`: text that goes on from a prompt, from a server or a model in this process."""
+"""`modulm complete`: completes prompts with a server or a model in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`modulm collect-env`: what a bug report needs to know about machine and installation."""
+"""`modulm collect-env`: facts about the machine and the installation, for bug reports."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _report() -> dict[str, dict[str, Any]]:
 
 
 def _packages() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -91,32 +91,32 @@ def _memory() -> str:
 def _compiler() -> str:
     from shutil import which
 
-    return next((found for name in ("c++", "g++", "clang++") if (found := which(name))), "none")
+    return next((path for name in ("c++", "g++", "clang++") if (path := which(name))), "none")
 
 
 def _platforms() -> dict[str, str]:
-    """What each installed platform says about this machine; a broken one says why."""
+    """The probe result of each installed platform, or its error."""
     from modulm.contracts.platform import Probe
     from modulm.errors import ModulmError
     from modulm.plugins import manager
     from modulm.plugins.calls import ask
 
     plugins = manager.current()
-    said: dict[str, str] = {}
+    probes: dict[str, str] = {}
     for declared in plugins.names("platforms"):
         try:
             driver = plugins.load_declared(declared)
             probe = ask(declared, driver, "probe", Probe)
-            said[declared.name] = f"score {probe.score}: {probe.reason}"
+            probes[declared.name] = f"score {probe.score}: {probe.reason}"
         except ModulmError as error:
-            said[declared.name] = f"broken: {error}"
-    return said
+            probes[declared.name] = f"broken: {error}"
+    return probes
 
 
 def _plugins() -> dict[str, str]:
     from modulm.plugins import manager
 
-    found: dict[str, list[str]] = {}
+    names_by_origin: dict[str, list[str]] = {}
     for declared in manager.current().everything():
-        found.setdefault(declared.origin, []).append(f"{declared.kind}/{declared.name}")
-    return {origin: ", ".join(sorted(names)) for origin, names in sorted(found.items())}
+        names_by_origin.setdefault(declared.origin, []).append(f"{declared.kind}/{declared.name}")
+    return {origin: ", ".join(sorted(names)) for origin, names in sorted(names_by_origin.items())}

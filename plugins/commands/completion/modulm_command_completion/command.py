@@ -1,4 +1,4 @@
-"""`modulm completion SHELL`: the script that makes a shell complete commands, flags and names."""
+"""`modulm completion SHELL`: prints a script for shell completion."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["command"]
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
     """Print a completion script: eval "$(modulm completion bash)"."""
-    made = get_completion_class(shell)
-    if made is None:
+    completion_class = get_completion_class(shell)
+    if completion_class is None:
         raise click.UsageError(f"no completion for {shell}", ctx)
     root = ctx.find_root()
-    click.echo(made(root.command, {}, "modulm", "_MODULM_COMPLETE").source())
+    click.echo(completion_class(root.command, {}, "modulm", "_MODULM_COMPLETE").source())

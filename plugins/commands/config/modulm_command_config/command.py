@@ -1,4 +1,4 @@
-"""`modulm config show | diff | explain | docs`: what is set, where, and why."""
+"""`modulm config show | diff | explain | docs`: shows flags and where their values come from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["command"]
 
 @click.group("config")
 def command() -> None:
-    """Show what a command line, a YAML file and the environment amount to."""
+    """Show the configuration of a command line, a YAML file and the environment."""
 
 
 @command.command("show", cls=FlagCommand, server=True)
@@ -50,7 +50,7 @@ def diff(first: str, second: str | None) -> None:
 @click.option("--use", type=click.Choice(["server", "offline"]), default="server")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(draft: Draft, model_tag: str | None, use: Any, as_json: bool) -> None:
-    """Say for every value that is set or decided where it comes from and why."""
+    """Explain where each set or chosen value comes from."""
     from modulm_command_config.settings import explained
 
     click.echo(explained(draft, use, as_json=as_json))

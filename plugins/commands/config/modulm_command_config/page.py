@@ -76,13 +76,13 @@ def _group(group: Group) -> Iterator[str]:
 
 def _by_remark(flags: Iterable[KnownFlag]) -> dict[str, list[KnownFlag]]:
     """Flags by what a user is told about them."""
-    found: dict[str, list[KnownFlag]] = {}
+    flags_by_remark: dict[str, list[KnownFlag]] = {}
     for spec in flags:
         kind = spec.state.kind
         title = "Not supported yet" if kind is Kind.NOT_YET else kind.value.capitalize()
         remark = f"*{title}*: {spec.state.reason}"
-        found.setdefault(remark, []).append(spec)
-    return found
+        flags_by_remark.setdefault(remark, []).append(spec)
+    return flags_by_remark
 
 
 def _row(spec: Flag, table: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A configuration in words: as a YAML file, as differences, with the origin of each value."""
+"""Formats a configuration: as a YAML file, as differences, or with the origin of each value."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class _Setting:
     origin: str
 
 
-def explained(given: Draft, use: Use, *, as_json: bool) -> str:
-    """Every value that somebody set or that was decided, with its origin."""
+def explained(draft: Draft, use: Use, *, as_json: bool) -> str:
+    """List every value that was set or chosen, with its origin."""
     rows = [
-        _Setting(name, str(_masked(name, given.config.value(name))), origin)
-        for name, origin in given.origins.items()
+        _Setting(name, str(_masked(name, draft.config.value(name))), origin)
+        for name, origin in draft.origins.items()
     ]
-    rows += _decided(given, use)
+    rows += _decided(draft, use)
     if as_json:
         table = [{"flag": row.flag, "value": row.value, "from": row.origin} for row in rows]
         return json.dumps(table, indent=2)
@@ -64,17 +64,17 @@ def explained(given: Draft, use: Use, *, as_json: bool) -> str:
     return "\n".join(f"{row.flag:{width}}  {row.value}  ({row.origin})" for row in rows)
 
 
-def _decided(given: Draft, use: Use) -> list[_Setting]:
-    """What is decided for the open flags on this machine, for this checkpoint."""
+def _decided(draft: Draft, use: Use) -> list[_Setting]:
+    """The choices for unset flags on this machine, for this checkpoint."""
     from modulm.loading import resolve_checkpoint
     from modulm.plugins import manager
 
-    opened = resolve_checkpoint(given.config, manager.current(), use, given.given)
+    opened = resolve_checkpoint(draft.config, manager.current(), use, draft.explicit)
     decisions = [opened.device, *(d for d in opened.resolved.decisions if d.subject != "device")]
     return [
         _Setting(decision.subject, decision.winner or "", decision.reason)
         for decision in decisions
-        if decision.subject not in given.origins
+        if decision.subject not in draft.origins
     ]
 
 
@@ -84,7 +84,7 @@ def _masked(name: str, value: Any) -> Any:
 
 
 def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that have no name of their own go back into their group's table."""
+    """Move flags without a name of their own into their group's table."""
     known = catalog()
     tables: dict[str, Any] = {}
     for name, value in values.items():

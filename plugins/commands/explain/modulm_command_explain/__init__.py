@@ -1,1 +1,1 @@
-"""`modulm explain`: every choice that running a model involves, and why it falls so."""
+"""`modulm explain`: the choices for running a model, with reasons."""

@@ -1,4 +1,4 @@
-"""`modulm explain MODEL`: every choice that running a model involves, and why it falls so."""
+"""`modulm explain MODEL`: the choices for running a model, with reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["command", "decisions_for"]
 @click.argument("model_tag", required=False, metavar="[MODEL]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(draft: Draft, model_tag: str | None, as_json: bool) -> None:
-    """Show what would run MODEL on this machine, what else there was, and why not that.
+    """Show which drivers would run MODEL on this machine, and why others were rejected.
 
     Takes the flags of `modulm serve`. Reads the checkpoint's description, not its weights.
     """
@@ -46,10 +46,12 @@ def decisions_for(draft: Draft) -> list[Decision]:
     from modulm_server.flags import ServerConfig
 
     plugins = manager.current()
-    opened = resolve_checkpoint(draft.config, plugins, "server", draft.given)
+    opened = resolve_checkpoint(draft.config, plugins, "server", draft.explicit)
     config, device = opened.resolved.config, opened.device
     model = explain_model(config, opened.checkpoint, opened.platform, plugins)
-    given = draft.config.group(ServerConfig).chat_template
-    chat = chat_decisions(draft.config, opened.checkpoint.path, plugins, given)
-    flags = [found for found in opened.resolved.decisions if found.subject != device.subject]
+    chat_template = draft.config.group(ServerConfig).chat_template
+    chat = chat_decisions(draft.config, opened.checkpoint.path, plugins, chat_template)
+    flags = [
+        decision for decision in opened.resolved.decisions if decision.subject != device.subject
+    ]
     return [device, *model, *chat, *parser_decisions(draft.config, plugins), *flags]

@@ -80,7 +80,9 @@ def command(
         raise click.UsageError("no prompt: give one as an argument, with -i FILE, or on stdin")
     lines = form == "jsonl" or (form is None and any(job.keys() - {"prompt"} for job in jobs))
     print_notices(draft.notices)
-    answers = _answers(draft, jobs, sampling, Asked(chat, system_prompt), progress=not no_progress)
+    answers = _answers(
+        draft, jobs, sampling, PromptOptions(chat, system_prompt), progress=not no_progress
+    )
     for job, answer in zip(jobs, answers, strict=True):
         output.write(_line(job, answer) if lines else _text(answer))
 
@@ -112,7 +114,7 @@ def _job(line: str, number: int) -> dict[str, Any]:
 
 
 @frozen
-class Asked:
+class PromptOptions:
     """How prompts of text are asked. chat: as a conversation; None where the model has a template.
     system: what goes before it.
     """
@@ -121,7 +123,7 @@ class Asked:
     system: str | None
 
     def check(self, jobs: Sequence[Mapping[str, Any]]) -> None:
-        """Raise click.UsageError for what does not go together."""
+        """Raise click.UsageError for options that exclude each other."""
         if self.chat and any(isinstance(job.get("prompt"), list) for job in jobs):
             raise click.UsageError("--chat needs prompts of text, not of token ids")
         if self.system and self.chat is False:
@@ -142,7 +144,7 @@ def _answers(
     draft: Draft,
     jobs: Sequence[Mapping[str, Any]],
     sampling: Mapping[str, Any],
-    asked: Asked,
+    prompt_options: PromptOptions,
     *,
     progress: bool,
 ) -> list[Any]:
@@ -150,15 +152,15 @@ def _answers(
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.llm import LLM
 
-    given = {name: sampling[name] for name in _SAMPLING if sampling[name] not in (None, ())}
-    params = SamplingParams(**given)
-    asked.check(jobs)
+    values = {name: sampling[name] for name in _SAMPLING if sampling[name] not in (None, ())}
+    params = SamplingParams(**values)
+    prompt_options.check(jobs)
     with LLM.from_config(draft.config) as engine:
         tokenizer = engine.tokenizer
         templated = tokenizer is not None and bool(tokenizer.chat or tokenizer.chat_template)
-        if asked.system and not templated:
+        if prompt_options.system and not templated:
             raise click.UsageError("--system-prompt needs a chat template, and the model has none")
-        conversations = [asked.messages(job, templated) for job in jobs]
+        conversations = [prompt_options.messages(job, templated) for job in jobs]
         chats = [messages for messages in conversations if messages is not None]
         left = zip(jobs, conversations, strict=True)
         texts = [_prompt(job["prompt"]) for job, messages in left if messages is None]

@@ -39,8 +39,8 @@ def pull(model: str, revision: str | None, hf_token: str | None, download_dir: s
     from modulm.loading import open_checkpoint
     from modulm.plugins import current
 
-    given = {"revision": revision, "hf_token": hf_token, "download_dir": download_dir}
-    flags = {name: value for name, value in given.items() if value is not None}
+    options = {"revision": revision, "hf_token": hf_token, "download_dir": download_dir}
+    flags = {name: value for name, value in options.items() if value is not None}
     try:
         config = EngineConfig.from_keywords(model=model, **flags)
         folder = open_checkpoint(config, current()).path
@@ -74,13 +74,15 @@ def list_command(as_json: bool, download_dir: str | None) -> None:
 def remove(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None:
     """Delete models from the hub's local cache, all of their revisions."""
     cache = _cache(download_dir)
-    held = {model.repo_id: model for model in _models(cache)}
-    missing = [name for name in models if name not in held]
+    cached = {model.repo_id: model for model in _models(cache)}
+    missing = [name for name in models if name not in cached]
     if missing:
-        known = ", ".join(held) or "nothing"
+        known = ", ".join(cached) or "nothing"
         raise click.ClickException(f"{', '.join(missing)} is not in the cache, which has: {known}")
     commits = [
-        revision.commit_hash for name in dict.fromkeys(models) for revision in held[name].revisions
+        revision.commit_hash
+        for name in dict.fromkeys(models)
+        for revision in cached[name].revisions
     ]
     plan = cache.delete_revisions(*commits)
     freed = _size(plan.expected_freed_size)

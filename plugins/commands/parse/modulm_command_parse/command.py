@@ -68,13 +68,13 @@ def command(
     )
     if events:
         for event in message.deltas:
-            told = {"event": type(event).__name__, **attrs.asdict(event)}
+            event_fields = {"event": type(event).__name__, **attrs.asdict(event)}
             if isinstance(event, ToolStart) and event.id is None:
-                del told["id"]  # the format carries none; the server makes one
-            click.echo(json.dumps(told, ensure_ascii=False))
+                del event_fields["id"]  # the format carries none; the server makes one
+            click.echo(json.dumps(event_fields, ensure_ascii=False))
         return
-    shown = attrs.asdict(message, filter=lambda attribute, _: attribute.name != "deltas")
-    click.echo(json.dumps(shown, ensure_ascii=False, indent=2))
+    message_fields = attrs.asdict(message, filter=lambda attribute, _: attribute.name != "deltas")
+    click.echo(json.dumps(message_fields, ensure_ascii=False, indent=2))
 
 
 def _run_files(tool: str | None, reasoning: str | None) -> None:
@@ -106,10 +106,10 @@ def _json(option: str, text: str) -> Any:
         raise click.BadParameter(f"not valid JSON: {error}", param_hint=option) from error
 
 
-def _tools(given: str | None) -> list[dict[str, Any]] | None:
-    if given is None:
+def _tools(value: str | None) -> list[dict[str, Any]] | None:
+    if value is None:
         return None
-    tools = _json("--tools", given if given.lstrip().startswith(("[", "{")) else _read(given))
+    tools = _json("--tools", value if value.lstrip().startswith(("[", "{")) else _read(value))
     return tools if isinstance(tools, list) else [tools]
 
 
@@ -120,10 +120,10 @@ def _read(path: str) -> str:
         raise click.BadParameter(f"cannot read {path}", param_hint="--tools") from error
 
 
-def _choice(given: str) -> Any:
+def _choice(value: str) -> Any:
     """A named choice may be written as JSON or as the function's name."""
-    if given in ("auto", "none", "required"):
-        return given
-    if given.lstrip().startswith("{"):
-        return json.loads(given)
-    return {"type": "function", "function": {"name": given}}
+    if value in ("auto", "none", "required"):
+        return value
+    if value.lstrip().startswith("{"):
+        return json.loads(value)
+    return {"type": "function", "function": {"name": value}}

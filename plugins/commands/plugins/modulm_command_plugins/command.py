@@ -1,4 +1,4 @@
-"""`modulm plugins`: what is installed, one of them in detail, whether they work, a new one."""
+"""`modulm plugins`: lists, shows, checks and creates plugins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["command"]
 @click.group("plugins", invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """List, inspect, check and make plugins."""
+    """List, inspect, check and create plugins."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_plugins)
 
@@ -98,12 +98,12 @@ def doctor(
     """
     from modulm_command_plugins.doctor import examine
 
-    found = [d for name in names for d in _matching(name)] if names else _of_kind(None)
-    wanted = list(dict.fromkeys(found))
+    declarations = [d for name in names for d in _matching(name)] if names else _of_kind(None)
+    unique = list(dict.fromkeys(declarations))
     if third_party:
-        wanted = [d for d in wanted if not is_first_party(d.distribution)]
+        unique = [d for d in unique if not is_first_party(d.distribution)]
     reports = []
-    for report in examine(wanted, kit=kit, **how):
+    for report in examine(unique, kit=kit, **how):
         reports.append(report)
         if not as_json:
             click.echo(report.line())
@@ -124,8 +124,8 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     NAMES are drivers, kind/name or distributions; without them all that is installed. Exits 1 if
     a file was changed, added or is gone. The digest is what `--plugins NAME@sha256:...` pins.
     """
-    found = [d for name in names for d in _matching(name)] if names else _of_kind(None)
-    packages = sorted({(d.distribution, d.version) for d in found if d.distribution})
+    declarations = [d for name in names for d in _matching(name)] if names else _of_kind(None)
+    packages = sorted({(d.distribution, d.version) for d in declarations if d.distribution})
     rows = []
     for name, version in packages:
         if third_party and is_first_party(name):
@@ -173,13 +173,15 @@ def _of_kind(kind: str | None) -> list[Declaration]:
     if kind is not None and kind != "hooks":
         find_kind(kind)
     order = ["hooks", *kind_names()]
-    places = {name: place for place, name in enumerate(order)}
-    found = [d for d in plugins.current().everything() if kind in (None, d.kind)]
-    return sorted(found, key=lambda d: (places.get(d.kind, -1), d.kind, d.name, d.distribution))
+    ranks = {name: rank for rank, name in enumerate(order)}
+    declarations = [d for d in plugins.current().everything() if kind in (None, d.kind)]
+    return sorted(
+        declarations, key=lambda d: (ranks.get(d.kind, -1), d.kind, d.name, d.distribution)
+    )
 
 
 def _load_hooks() -> None:
-    """Take over what hook plugins declare; one that fails is shown as broken."""
+    """Collect the declarations of hook plugins. A plugin that fails is shown as broken."""
     try:
         plugins.current().load_hooks()
     except PluginError as error:
@@ -195,9 +197,9 @@ def _note_stale() -> None:
 
 def _matching(name: str) -> list[Declaration]:
     everything = _of_kind(None)
-    found = [d for d in everything if name in (d.name, f"{d.kind}/{d.name}", d.distribution)]
-    if found:
-        return found
+    matches = [d for d in everything if name in (d.name, f"{d.kind}/{d.name}", d.distribution)]
+    if matches:
+        return matches
     from difflib import get_close_matches
 
     known = sorted({d.name for d in everything} | {d.distribution for d in everything})
@@ -241,7 +243,7 @@ def _state(declaration: Declaration) -> str:
 
 
 def _no_kind(kind: str) -> str:
-    """What is wrong with an entry-point group that nothing reads."""
+    """The problem with an entry-point group that nothing reads."""
     try:
         find_kind(kind)
     except PluginError as error:
@@ -250,7 +252,7 @@ def _no_kind(kind: str) -> str:
 
 
 def _inside(declaration: Declaration) -> dict[str, str]:
-    """What only importing the plugin shows."""
+    """Details that need the plugin to be imported."""
     if declaration.kind == "hooks":
         return {}
     try:

@@ -38,7 +38,7 @@ _KITS = ("transformers.modeling_layers", "transformers.generation", "modulm.test
 
 @frozen
 class Report:
-    """What was found out about one plugin. `seconds` is the time its import took."""
+    """The result for one plugin. seconds: duration of its import."""
 
     plugin: str
     origin: str
@@ -49,7 +49,7 @@ class Report:
     kit: str = ""
 
     def line(self) -> str:
-        """One line for people."""
+        """Format the report as one line."""
         took = "" if self.seconds is None else f"import {self.seconds:.2f} s"
         api = f"api {self.api}" if self.api else ""
         facts = ", ".join(part for part in (took, api, self.kit, self.error) if part)
@@ -68,7 +68,7 @@ def examine(
     import_timeout: float = 30.0,
     kit_timeout: float = 300.0,
 ) -> Iterator[Report]:
-    """A report on each plugin, as soon as it is done."""
+    """Yield a report for each plugin, as soon as it is done."""
     wanted = {
         "selection": str(plugins.current().selection),
         "kit": kit,
@@ -85,14 +85,16 @@ def examine(
             del missing[tuple(key)]
             yield Report(**report)
     for declaration in missing.values():
-        yield _lost(declaration, f"the doctor's process ended with status {process.returncode}")
+        yield _failed_report(
+            declaration, f"the doctor's process ended with status {process.returncode}"
+        )
 
 
 def _key(declaration: Declaration) -> tuple[str, str, str]:
     return declaration.kind, declaration.name, declaration.distribution
 
 
-def _lost(declaration: Declaration, why: str) -> Report:
+def _failed_report(declaration: Declaration, why: str) -> Report:
     return Report(f"{declaration.kind}/{declaration.name}", declaration.origin, False, error=why)
 
 
@@ -110,11 +112,11 @@ class _Job:
     deadline: float
     imported: bool = field(default=False)
 
-    def lost(self, why: str) -> Report:
-        """The report on a process that does not send one."""
+    def failed_report(self, why: str) -> Report:
+        """The report for a process that did not send one."""
         self.errors.seek(0)
-        said = self.errors.read().decode(errors="replace").strip()[-300:]
-        return _lost(self.declaration, f"{why}: {said}" if said else why)
+        output = self.errors.read().decode(errors="replace").strip()[-300:]
+        return _failed_report(self.declaration, f"{why}: {output}" if output else why)
 
 
 def _main(wanted: Mapping[str, Any]) -> None:
@@ -177,11 +179,11 @@ def _look(job: _Job, ready: bool, limits: Sequence[float]) -> Report | None:
             job.imported, job.deadline = True, time.monotonic() + limits[1]
     except EOFError:
         job.process.join()
-        return job.lost(f"its process ended with status {job.process.exitcode}")
+        return job.failed_report(f"its process ended with status {job.process.exitcode}")
     if time.monotonic() < job.deadline:
         return None
     what, limit = ("its contract kit", limits[1]) if job.imported else ("its import", limits[0])
-    return job.lost(f"{what} took more than {limit:g} s")
+    return job.failed_report(f"{what} took more than {limit:g} s")
 
 
 # In a plugin's own process.
@@ -224,11 +226,11 @@ def _child(
 
 def _hook_problem(declaration: Declaration) -> str:
     """What is wrong with a hook plugin, by itself and by its own checks. Raises PluginError."""
-    alone = plugins.PluginManager(Selection(allow=(f"hooks/{declaration.name}",)))
-    asked = alone.hook.modulm_doctor_checks
-    before = len(asked.get_hookimpls())
-    checks = alone.gather("modulm_doctor_checks")
-    if len(asked.get_hookimpls()) < before:
+    isolated = plugins.PluginManager(Selection(allow=(f"hooks/{declaration.name}",)))
+    hook = isolated.hook.modulm_doctor_checks
+    before = len(hook.get_hookimpls())
+    checks = isolated.gather("modulm_doctor_checks")
+    if len(hook.get_hookimpls()) < before:
         return "modulm_doctor_checks raised, or answered with something that is no Check"
     return "; ".join(f"{check.subject}: {check.message}" for check in checks if not check.ok)
 

@@ -1,1 +1,1 @@
-"""modulm quantize: a checkpoint in fewer bits, in the format of compressed-tensors."""
+"""modulm quantize: quantizes a checkpoint into the compressed-tensors format."""

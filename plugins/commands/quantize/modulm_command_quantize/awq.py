@@ -33,18 +33,18 @@ def sources(layer: Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     Raises UnsupportedError where a layer is built otherwise.
     """
     modules = dict(layer.named_modules())
-    found = {}
+    result = {}
     for source, takers in _PAIRS:
         if source not in modules or any(taker not in names for taker in takers):
             raise UnsupportedError(
                 f"awq: a layer with {source} before {', '.join(takers)} is needed; this one has "
                 f"{', '.join(names)}: use --method gptq"
             )
-        given = getattr(modules[source], "weight", None)
+        weight = getattr(modules[source], "weight", None)
         inputs = modules[takers[0]].get_parameter("weight").shape[1]
-        if given is not None and given.shape[0] == inputs:
-            found[source] = takers
-    return found
+        if weight is not None and weight.shape[0] == inputs:
+            result[source] = takers
+    return result
 
 
 def search(weights: Sequence[Tensor], hessian: Tensor, magnitude: Tensor, scheme: Scheme) -> Tensor:

@@ -1,4 +1,4 @@
-"""`modulm quantize MODEL OUT --scheme w4a16`: a checkpoint in fewer bits."""
+"""`modulm quantize MODEL OUT --scheme w4a16`: quantizes a checkpoint."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def command(
             raise ConfigError("data", "no installed model has text: give a file")
     rows = texts.rows(samples, length) if texts is not None and method != "rtn" else []
     steps = source.steps()
-    told = {"model": str(source.folder), "scheme": scheme, "method": method, "rows": rows}
-    told |= {"group_size": group_size, "ignore": list(ignore)}
-    output = Output.begin(out, len(steps), told)
+    settings = {"model": str(source.folder), "scheme": scheme, "method": method, "rows": rows}
+    settings |= {"group_size": group_size, "ignore": list(ignore)}
+    output = Output.begin(out, len(steps), settings)
     before = _perplexity(source.folder, texts) if perplexity and texts else None
     with tqdm(total=len(steps), desc="layers", unit="layer") as bar:
         job.run(output, rows, lambda step: bar.update(step + 1 - bar.n))
@@ -144,27 +144,27 @@ def _source(model: str) -> Source:
     ]
     if stacked:
         raise UnsupportedError(f"{stacked[0]}: stacks of experts in one tensor: not yet")
-    places = {name: checkpoint.path / stored.file for name, stored in index.items()}
-    return Source(checkpoint.path, checkpoint.config, places, linear)
+    paths = {name: checkpoint.path / stored.file for name, stored in index.items()}
+    return Source(checkpoint.path, checkpoint.config, paths, linear)
 
 
 def _linear(built: Any) -> tuple[Mapping[str, StoredTensor], dict[str, LinearSpec]]:
-    """What is stored, and of it the weights of linear layers, by their names; nothing is read."""
+    """The stored tensors, and those that are weights of linear layers. Reads no data."""
     import torch
 
     from modulm.nn import Linear
 
     slots = [s for u in built.shared.units for s in u.slots if s.attribute == "weight"]
-    named = [(part.name, s.module) for s in slots for way in s.ways for part in way]
-    specs = {name: module.spec for name, module in named if isinstance(module, Linear)}
-    index, found = built.loader.index(), {}
+    modules = [(part.name, s.module) for s in slots for way in s.ways for part in way]
+    specs = {name: module.spec for name, module in modules if isinstance(module, Linear)}
+    index, specs_by_tensor = built.loader.index(), {}
     names = built.model.weights(built.settings)
     for stored in index.values():
         blank = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
         pieces = list(names.apply(stored.name, blank))
         if len(pieces) == 1 and pieces[0][0] in specs:
-            found[stored.name] = specs[pieces[0][0]]
-    return index, found
+            specs_by_tensor[stored.name] = specs[pieces[0][0]]
+    return index, specs_by_tensor
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -174,18 +174,18 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _names(output: Any) -> Sequence[Sequence[str]]:
-    """What each file holds."""
+    """The tensor names in each file."""
     from safetensors import safe_open
 
-    found = []
+    names_by_step = []
     for step in range(output.total):
         with safe_open(output.file(step), framework="pt") as opened:
-            found.append(list(opened.keys()))
-    return found
+            names_by_step.append(list(opened.keys()))
+    return names_by_step
 
 
 def _perplexity(folder: Path, texts: Texts) -> float:
-    """Of the texts that are measured, as the engine runs the model."""
+    """The perplexity of the evaluation texts, as the engine runs the model."""
     from modulm import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -197,5 +197,5 @@ def _perplexity(folder: Path, texts: Texts) -> float:
             texts.measured, engine.generate(prompts, params, use_tqdm=False), strict=True
         ):
             pairs = list(zip(text, output.prompt_logprobs or (), strict=True))[1:]
-            losses += [-found[token].logprob for token, found in pairs]
+            losses += [-logprobs[token].logprob for token, logprobs in pairs]
     return math.exp(sum(losses) / len(losses))

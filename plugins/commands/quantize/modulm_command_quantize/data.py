@@ -50,11 +50,11 @@ def read_texts(
         coded = [tuple(stream[at : at + length]) for at in range(0, len(stream), length)]
     if len(coded) < _EVERY:
         raise ConfigError("data", f"{data}: at least {_EVERY} texts of {length} tokens are needed")
-    measured, taken = [], 0
+    measured, total = [], 0
     for text in coded[::_EVERY]:
-        if len(text) > 1 and taken < most:
+        if len(text) > 1 and total < most:
             measured.append(text[:length])
-            taken += len(text[:length])
+            total += len(text[:length])
     rest = (text for at, text in enumerate(coded) if at % _EVERY)
     return Texts(tuple(rest), tuple(measured))
 
@@ -72,11 +72,11 @@ def _of_file(file: Path) -> Sequence[str]:
     try:
         whole = file.read_text(encoding="utf-8")
         if file.suffix == ".jsonl":
-            found = [json.loads(line)["text"] for line in whole.splitlines() if line.strip()]
+            texts = [json.loads(line)["text"] for line in whole.splitlines() if line.strip()]
         else:
-            found = [part for part in whole.split("\n\n") if part.strip()]
+            texts = [part for part in whole.split("\n\n") if part.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("data", f"{file}: {error!r}; text, or lines with a text each") from error
-    if not all(isinstance(text, str) for text in found) or not found:
+    if not all(isinstance(text, str) for text in texts) or not texts:
         raise ConfigError("data", f"{file}: holds no text")
-    return found
+    return texts

@@ -27,12 +27,12 @@ Read = Callable[[str], Tensor]
 
 
 class _Stop(Exception):
-    """The layers have been reached."""
+    """Raised when the first layer is reached."""
 
 
 @frozen(eq=False)
 class Inputs:
-    """What a linear layer was given: squares [K, K], the sum of x x^T, and sizes [K], of |x|."""
+    """Input statistics of a linear layer: squares [K, K], sum of x x^T; sizes [K], sum of |x|."""
 
     squares: Tensor
     sizes: Tensor
@@ -66,7 +66,7 @@ class Layers:
         return cls(model, name, list(layers))
 
     def begin(self, rows: Sequence[Sequence[int]], read: Read) -> Tensor:
-        """What comes to the first layer: [rows, tokens, hidden] fp32."""
+        """The inputs of the first layer: [rows, tokens, hidden] fp32."""
         within = f"{self.name}."
         for name, module in self.model.base_model.named_modules():
             path = f"{self.model.base_model_prefix}.{name}".strip(".")
@@ -101,41 +101,41 @@ class Layers:
         return hidden
 
     def fill(self, index: int, read: Read) -> Module:
-        """A layer with its weights, in fp32."""
+        """Load a layer's weights in fp32."""
         layer = self.layers[index]
         for name, module in layer.named_modules():
             _fill(module, f"{self.name}.{index}.{name}".rstrip("."), read)
         return layer
 
     def run(self, index: int, hidden: Tensor) -> Tensor:
-        """All rows through a layer: [rows, tokens, hidden]."""
+        """Run all rows through a layer: [rows, tokens, hidden]."""
         layer, call = self.layers[index], self.calls[index]
         out = torch.empty_like(hidden)
         with torch.no_grad():
             for row, state in enumerate(hidden):
-                given = layer(state[None], **call)
-                out[row] = (given[0] if isinstance(given, tuple) else given)[0]
+                output = layer(state[None], **call)
+                out[row] = (output[0] if isinstance(output, tuple) else output)[0]
         return out
 
     def watch(self, index: int, hidden: Tensor, names: Sequence[str]) -> dict[str, Inputs]:
-        """What the layers of `names` inside a layer are given; those given the same share it."""
+        """Collect input statistics of linear layers; layers with equal inputs share them."""
         watched: dict[str, Inputs] = {}
         first: dict[int, str] = {}
         alike: dict[str, str] = {}
 
-        def see(name: str, module: Module, given: tuple[Tensor, ...]) -> None:
-            x = given[0]
+        def see(name: str, module: Module, arguments: tuple[Tensor, ...]) -> None:
+            x = arguments[0]
             leader = alike.setdefault(name, first.setdefault(x.data_ptr(), name))
             if leader == name:
                 rows = x.detach().reshape(-1, x.shape[-1])
                 size = rows.shape[1]
-                held = watched.get(name) or Inputs(torch.zeros(size, size), torch.zeros(size))
-                held.squares.addmm_(rows.T, rows)
-                held.sizes.add_(rows.abs().sum(0))
-                watched[name] = held
-            kept.append(x)  # so that no other tensor gets its place before the row is done
+                statistics = watched.get(name) or Inputs(torch.zeros(size, size), torch.zeros(size))
+                statistics.squares.addmm_(rows.T, rows)
+                statistics.sizes.add_(rows.abs().sum(0))
+                watched[name] = statistics
+            references.append(x)  # so that no other tensor gets its place before the row is done
 
-        kept: list[Tensor] = []
+        references: list[Tensor] = []
         modules = dict(self.layers[index].named_modules())
         for name in names:
             if not isinstance(modules.get(name), Linear):
@@ -148,7 +148,7 @@ class Layers:
             for state in hidden:
                 self.run(index, state[None])
                 first.clear()
-                kept.clear()
+                references.clear()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -158,15 +158,15 @@ class Layers:
         return {name: watched[alike[name]] for name in names}
 
     def release(self, index: int) -> None:
-        """Let go of a layer's weights."""
+        """Release a layer's weights."""
         for module in self.layers[index].modules():
-            for name, held in list(module._parameters.items()):
-                if held is not None:
-                    module._parameters[name] = Parameter(held.to("meta"), requires_grad=False)
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = Parameter(parameter.to("meta"), requires_grad=False)
 
 
 class _Recorder(Module):
-    """Stands where a layer was."""
+    """A placeholder for a released layer."""
 
     def __init__(self, arrive: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -179,8 +179,8 @@ class _Recorder(Module):
 
 def _fill(module: Module, path: str, read: Read) -> None:
     """Give a module's own parameters what is stored. Raises UnsupportedError for another name."""
-    for name, held in list(module._parameters.items()):
-        if held is None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
             continue
         try:
             tensor = read(f"{path}.{name}")
@@ -188,14 +188,16 @@ def _fill(module: Module, path: str, read: Read) -> None:
             raise UnsupportedError(
                 f"transformers has {path}.{name}, the checkpoint does not: use --method rtn"
             ) from None
-        if tensor.shape != held.shape:
-            raise UnsupportedError(f"{path}.{name} is {list(tensor.shape)}, not {list(held.shape)}")
+        if tensor.shape != parameter.shape:
+            raise UnsupportedError(
+                f"{path}.{name} is {list(tensor.shape)}, not {list(parameter.shape)}"
+            )
         module._parameters[name] = Parameter(tensor.float(), requires_grad=False)
 
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Parameters that are made within have none; buffers have."""
+    """Create parameters without memory; buffers keep theirs."""
     register: Any = Module.register_parameter
 
     def without(module: Module, name: str, parameter: Parameter | None) -> None:

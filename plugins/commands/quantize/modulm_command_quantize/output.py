@@ -1,4 +1,4 @@
-"""The folder that is written: files by layer, complete or not there; what is left to do."""
+"""The output folder: one file per layer, written atomically, so that runs can resume."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Output:
     total: int
 
     @classmethod
-    def begin(cls, folder: Path, total: int, told: Mapping[str, Any]) -> Output:
+    def begin(cls, folder: Path, total: int, settings: Mapping[str, Any]) -> Output:
         """Make the folder, or go on with one that an interrupted run of the same settings left.
 
         Raises ConfigError if it holds anything else.
         """
         notes = folder / _STATE / "settings.json"
         if notes.exists():
-            if json.loads(notes.read_text()) != json.loads(json.dumps(told)):
+            if json.loads(notes.read_text()) != json.loads(json.dumps(settings)):
                 raise ConfigError(
                     "out", f"{folder} holds an unfinished run with other settings: remove it"
                 )
@@ -45,38 +45,38 @@ class Output:
             raise ConfigError("out", f"{folder} exists and is not empty")
         else:
             notes.parent.mkdir(parents=True, exist_ok=True)
-            replace(notes, json.dumps(told).encode())
+            replace(notes, json.dumps(settings).encode())
         return cls(folder, total)
 
     def file(self, step: int) -> Path:
         return self.folder / f"model-{step + 1:05d}-of-{self.total:05d}.safetensors"
 
     def done(self, step: int) -> bool:
-        """Whether a step is written."""
+        """Whether a step's file exists."""
         return self.file(step).exists()
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """All of a step's tensors."""
+        """Save all tensors of a step."""
         self._save(self.file(step), tensors)
 
     def _save(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         unfinished = self.folder / _STATE / f"{file.name}.part"
-        kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(kept, unfinished, {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, unfinished, {"format": "pt"})
         with unfinished.open("rb") as opened:
             os.fsync(opened.fileno())
         unfinished.replace(file)
 
     def keep_hidden(self, step: int, hidden: Tensor) -> None:
-        """What comes out of a step's layer, for the next one."""
+        """Store a layer's output for the next step."""
         self._save(self._hidden(step), {"hidden": hidden})
 
     def drop_hidden(self, step: int) -> None:
-        """Once the step after it is written."""
+        """Delete the stored output once the next step is written."""
         self._hidden(step).unlink(missing_ok=True)
 
     def hidden(self, step: int) -> Tensor:
-        """What `keep_hidden` kept."""
+        """Load the output that `keep_hidden` stored."""
         return load_file(self._hidden(step))["hidden"]
 
     def _hidden(self, step: int) -> Path:
@@ -85,10 +85,12 @@ class Output:
     def finish(
         self, source: Path, config: Mapping[str, Any], names: Sequence[Sequence[str]]
     ) -> None:
-        """What lies beside the weights: the index, the source's other files, config.json."""
-        places = {name: self.file(step).name for step, here in enumerate(names) for name in here}
+        """Write the index, the source's other files, and config.json."""
+        weight_map = {
+            name: self.file(step).name for step, here in enumerate(names) for name in here
+        }
         size = sum(self.file(step).stat().st_size for step in range(self.total))
-        index = {"metadata": {"total_size": size}, "weight_map": places}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         copy_beside(source, self.folder)
         replace(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
         replace(self.folder / "config.json", json.dumps(config, indent=2).encode())

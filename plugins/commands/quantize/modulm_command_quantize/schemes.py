@@ -1,4 +1,4 @@
-"""What a weight becomes: codes on a grid, and how compressed-tensors stores and names that."""
+"""Quantization schemes: codes on a grid, and their compressed-tensors format."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Grid:
         return wide.round_().clamp_(low, high)
 
     def weight(self, codes: Tensor, columns: Tensor | None = None) -> Tensor:
-        """What the codes stand for, fp32."""
+        """Dequantize codes to fp32."""
         scale, zero = self._of(self.scale, codes, columns), self._of(self.zero, codes, columns)
         return scale * (codes if zero is None else codes - zero)
 
-    def _of(self, held: Any, like: Tensor, columns: Tensor | None) -> Any:
-        if held is None or held.shape[1] == 1:
-            return held
+    def _of(self, values: Any, like: Tensor, columns: Tensor | None) -> Any:
+        if values is None or values.shape[1] == 1:
+            return values
         if columns is not None:
-            return held[:, columns]
-        return held.repeat_interleave(like.shape[1] // held.shape[1], 1)
+            return values[:, columns]
+        return values.repeat_interleave(like.shape[1] // values.shape[1], 1)
 
 
 @frozen
@@ -74,18 +74,18 @@ class Scheme:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the largest code."""
+        """The smallest and the largest code."""
         if self.kind == "float":
             return -448.0, 448.0
         half = 2.0 ** (self.bits - 1)
         return (-half, half - 1) if self.symmetric else (0.0, 2.0**self.bits - 1)
 
     def sized(self, group: int | None) -> Scheme:
-        """With another size of groups."""
+        """Return the scheme with another group size."""
         return self if group is None else evolve(self, group=group)
 
     def unfit(self, inputs: int) -> str | None:
-        """Why a layer with so many inputs cannot be coded so."""
+        """Why a layer with this number of inputs cannot use the scheme, or None."""
         if self.group and inputs % self.group:
             return f"{inputs} inputs are not whole groups of {self.group}"
         if self.form == "pack-quantized" and inputs * self.bits % 32:
@@ -93,10 +93,10 @@ class Scheme:
         return None
 
     def grid(self, weight: Tensor) -> Grid:
-        """The best grid for a weight [N, K] by itself: ranges of groups are narrowed in steps."""
+        """Find the best grid for a weight [N, K], by narrowing the ranges of groups in steps."""
         grouped = torch.unflatten(weight.float(), 1, (-1, self.group or weight.shape[1]))
         best = grouped.new_full(grouped.shape[:2], torch.inf)
-        found = self._of_range(grouped, 1.0)
+        grid = self._of_range(grouped, 1.0)
         for shrink in _SHRINKS if self.bits == 4 else _SHRINKS[:1]:
             tried = self._of_range(grouped, shrink)
             rounded = tried.weight(tried.codes(weight.float())).view(grouped.shape)
@@ -104,34 +104,34 @@ class Scheme:
             better = error < best
             best = torch.where(better, error, best)
             zero = None
-            if tried.zero is not None and found.zero is not None:
-                zero = torch.where(better, tried.zero, found.zero)
-            found = Grid(self, torch.where(better, tried.scale, found.scale), zero)
-        return found
+            if tried.zero is not None and grid.zero is not None:
+                zero = torch.where(better, tried.zero, grid.zero)
+            grid = Grid(self, torch.where(better, tried.scale, grid.scale), zero)
+        return grid
 
     def _of_range(self, grouped: Tensor, shrink: float) -> Grid:
         low, high = self.range
         if self.symmetric:
             scale = grouped.abs().amax(-1) * shrink / ((high - low) / 2)
-            return Grid(self, self._kept(scale), None)
+            return Grid(self, self._rounded_scale(scale), None)
         least, most = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
-        scale = self._kept((most - least) * shrink / high)
+        scale = self._rounded_scale((most - least) * shrink / high)
         return Grid(self, scale, (least * -shrink / scale).round_().clamp_(low, high))
 
-    def _kept(self, scale: Tensor) -> Tensor:
-        """Scales as files hold them: bf16 for groups, which kernels keep so."""
+    def _rounded_scale(self, scale: Tensor) -> Tensor:
+        """Round scales to their stored format: bf16 for groups."""
         scale = scale.clamp(min=_TINY)
         return scale.bfloat16().float() if self.group else scale
 
-    def stored(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
-        """What a file has of a layer, by the ends of the names."""
+    def stored_tensors(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """The stored tensors of a layer, by name suffix."""
         scale = grid.scale.bfloat16() if self.group else grid.scale
         if self.form == "float-quantized":
             return {"weight": codes.to(_FP8), "weight_scale": scale}
         if self.form == "int-quantized":
             return {"weight": codes.to(torch.int8), "weight_scale": scale}
         shifted = codes + (2 ** (self.bits - 1) if self.symmetric else 0)
-        found = {
+        tensors = {
             "weight_packed": pack_words(shifted.to(torch.uint8), self.bits, 1),
             "weight_scale": scale,
             "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
@@ -139,8 +139,8 @@ class Scheme:
         if grid.zero is not None:
             zeros = grid.zero.to(torch.uint8)
             padded = torch.nn.functional.pad(zeros, (0, 0, 0, -len(zeros) % (32 // self.bits)))
-            found["weight_zero_point"] = pack_words(padded, self.bits, 0)
-        return found
+            tensors["weight_zero_point"] = pack_words(padded, self.bits, 0)
+        return tensors
 
     def table(self, ignore: list[str]) -> dict[str, Any]:
         """`quantization_config` of config.json."""
@@ -153,12 +153,12 @@ class Scheme:
             "dynamic": False,
         }
         group = {"targets": ["Linear"], "weights": weights, "output_activations": None}
-        given = None if self.activations is None else dict(self.activations)
+        activations = None if self.activations is None else dict(self.activations)
         return {
             "quant_method": "compressed-tensors",
             "format": self.form,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {**group, "input_activations": given}},
+            "config_groups": {"group_0": {**group, "input_activations": activations}},
             "ignore": ignore,
             "kv_cache_scheme": None,
         }

@@ -1,4 +1,4 @@
-"""The run: what is coded, in which steps, by which method."""
+"""Runs the quantization, layer by layer."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class Source:
 
     folder: Path
     config: Mapping[str, Any]
-    places: Mapping[str, Path]
+    paths: Mapping[str, Path]
     linear: Mapping[str, LinearSpec]
 
     def read(self, name: str) -> Tensor:
-        """One tensor. Raises KeyError."""
+        """Read one tensor. Raises KeyError."""
         from safetensors import safe_open
 
-        with safe_open(self.places[name], framework="pt") as opened:
+        with safe_open(self.paths[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
 
     def steps(self) -> list[list[str]]:
-        """Names by what they belong to: each decoder layer, and all that is in none."""
-        found: dict[str, list[str]] = {"": []}
-        for name in self.places:
-            found.setdefault(_layer(name), []).append(name)
-        rest = found.pop("")
-        order = sorted(found, key=lambda path: [_number(part) for part in path.split(".")])
-        return [*(found[path] for path in order), rest]
+        """Tensor names by decoder layer, and last those outside any layer."""
+        names_by_layer: dict[str, list[str]] = {"": []}
+        for name in self.paths:
+            names_by_layer.setdefault(_layer(name), []).append(name)
+        rest = names_by_layer.pop("")
+        order = sorted(names_by_layer, key=lambda path: [_number(part) for part in path.split(".")])
+        return [*(names_by_layer[path] for path in order), rest]
 
 
 @frozen(eq=False)
 class Job:
-    """What is to be done. `ignore`: patterns of layers that stay as they are."""
+    """A quantization job. ignore: patterns of layers to leave unquantized."""
 
     source: Source
     scheme: Scheme
@@ -96,7 +96,7 @@ class Job:
         return self.scheme.unfit(spec.inputs)
 
     def _check_fused(self) -> None:
-        """Raises ConfigError where only some parts of a layer that runtimes fuse would be coded."""
+        """Raise ConfigError if only some parts of a fused layer would be quantized."""
         for path in self.left:
             spec = self.source.linear.get(f"{path}.weight")
             if spec is None:
@@ -107,7 +107,7 @@ class Job:
                 raise ConfigError("ignore", f"{mixed[0]} is fused with {path}: leave both or none")
 
     def run(self, output: Output, rows: Sequence[Sequence[int]], tell: Tell) -> None:
-        """Write every step that is not written yet."""
+        """Write every step that is still missing."""
         if self.method == "rtn":
             for step, names in enumerate(self.source.steps()):
                 if not output.done(step):
@@ -123,10 +123,10 @@ class Job:
                 yield name, tensor
                 continue
             grid = self.scheme.grid(tensor)
-            yield from self._named(name, grid.codes(tensor.float()), grid)
+            yield from self._named_tensors(name, grid.codes(tensor.float()), grid)
 
-    def _named(self, name: str, codes: Tensor, grid: Any) -> Iterator[tuple[str, Tensor]]:
-        for ending, tensor in self.scheme.stored(codes, grid).items():
+    def _named_tensors(self, name: str, codes: Tensor, grid: Any) -> Iterator[tuple[str, Tensor]]:
+        for ending, tensor in self.scheme.stored_tensors(codes, grid).items():
             yield f"{self.coded[name]}.{ending}", tensor
 
     def _calibrated(self, output: Output, rows: Sequence[Sequence[int]], tell: Tell) -> None:
@@ -155,7 +155,7 @@ class Job:
     def _layer(
         self, layers: Layers, step: int, names: Sequence[str], hidden: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """A layer's tensors, and what comes out of it with its weights coded."""
+        """Quantize a layer; returns (its tensors, its output with quantized weights)."""
         layer, prefix = layers.fill(step, self.source.read), f"{layers.name}.{step}."
         inside = [self.coded[name].removeprefix(prefix) for name in names if name in self.coded]
         seen = layers.watch(step, hidden, inside)
@@ -166,9 +166,9 @@ class Job:
         modules = dict(layer.named_modules())
         for name in names:
             if name not in self.coded:
-                module, _, own = name.removeprefix(prefix).rpartition(".")
-                kept = modules[module].get_parameter(own).detach()
-                written[name] = kept.to(self.source.read(name).dtype)
+                module, _, parameter_name = name.removeprefix(prefix).rpartition(".")
+                parameter = modules[module].get_parameter(parameter_name).detach()
+                written[name] = parameter.to(self.source.read(name).dtype)
                 continue
             path = self.coded[name].removeprefix(prefix)
             weight = modules[path].get_parameter("weight")
@@ -178,7 +178,7 @@ class Job:
                 grid = self.scheme.grid(weight.detach())
                 codes = grid.codes(weight.detach())
             weight.data.copy_(grid.weight(codes))
-            written.update(self._named(name, codes, grid))
+            written.update(self._named_tensors(name, codes, grid))
         out = layers.run(step, hidden)
         layers.release(step)
         return written, out
@@ -186,15 +186,18 @@ class Job:
     def _scale(
         self, layer: Any, layers: Layers, step: int, hidden: Tensor, inside: Sequence[str]
     ) -> None:
-        """Raises UnsupportedError where scaling changed what the layer computes."""
+        """Apply AWQ scales. Raises UnsupportedError if they change the layer's output."""
         probe = hidden[:1]
         before = layers.run(step, probe)
         for source, takers in awq.sources(layer, inside).items():
-            given = layers.watch(step, hidden, takers)[takers[0]]
+            statistics = layers.watch(step, hidden, takers)[takers[0]]
             modules = dict(layer.named_modules())
             weights = [modules[taker].get_parameter("weight").detach() for taker in takers]
             awq.fold(
-                layer, source, takers, awq.search(weights, given.squares, given.sizes, self.scheme)
+                layer,
+                source,
+                takers,
+                awq.search(weights, statistics.squares, statistics.sizes, self.scheme),
             )
         error = (layers.run(step, probe) - before).norm() / before.norm().clamp(min=1e-9)
         if not torch.isfinite(error) or error > 1e-3:

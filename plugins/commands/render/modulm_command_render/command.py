@@ -1,4 +1,4 @@
-"""`modulm render`: the prompt that a conversation becomes, as text and as tokens."""
+"""`modulm render`: shows the prompt of a conversation, as text and tokens."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def command(
         click.echo(json.dumps({"prompt": text, "token_ids": ids, "tokens": pieces}))
     elif as_table:
         width, digits = len(str(len(ids))), len(str(max(ids, default=0)))
-        for place, (index, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
+        for position, (index, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
             click.echo(
-                f"{place:{width}}  {index:{digits}}  {json.dumps(piece, ensure_ascii=False)}"
+                f"{position:{width}}  {index:{digits}}  {json.dumps(piece, ensure_ascii=False)}"
             )
     else:
         click.echo(text)
@@ -100,14 +100,14 @@ def rendered(draft: Draft, tokenizer: Tokenizer, body: Mapping[str, Any]) -> tup
     if body.get("reasoning_effort") is not None:
         variables.setdefault("reasoning_effort", body["reasoning_effort"])
     going = bool(body.get("continue_final_message"))
-    asked = body.get("add_generation_prompt")
+    generation_prompt = body.get("add_generation_prompt")
     ids, text = encode_chat(
         body["messages"],
         tokenizer=tokenizer,
         tools=body.get("tools") or None,
         documents=body.get("documents"),
         template=None if server.chat_template is None else load_template(server.chat_template),
-        add_generation_prompt=not going if asked is None else bool(asked),
+        add_generation_prompt=not going if generation_prompt is None else bool(generation_prompt),
         continue_final_message=going,
         content=server.chat_template_content_format,
         kwargs=variables,
@@ -122,7 +122,7 @@ def _body(
     prompt: str | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The request that arguments and input make together."""
+    """Build the request from arguments and input."""
     if prompt is not None:
         if texts or source is not None or system is not None:
             raise click.UsageError("--prompt goes without messages")
@@ -151,22 +151,22 @@ def _body(
 
 
 def _request(text: str) -> dict[str, Any]:
-    given = _parsed("the input", text)
-    body = given if isinstance(given, dict) else {"messages": given}
+    parsed = _parsed("the input", text)
+    body = parsed if isinstance(parsed, dict) else {"messages": parsed}
     messages = body.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise click.UsageError("the input: a list of messages, or an object with `messages`")
     return {name: value for name, value in body.items() if name in _FIELDS and value is not None}
 
 
-def _json(option: str, given: str) -> Any:
-    """JSON, or the file that holds it."""
-    if given.lstrip()[:1] in ("[", "{"):
-        return _parsed(option, given)
+def _json(option: str, value: str) -> Any:
+    """Read JSON from a value or from the file that it names."""
+    if value.lstrip()[:1] in ("[", "{"):
+        return _parsed(option, value)
     try:
-        return _parsed(option, Path(given).read_text(encoding="utf-8"))
+        return _parsed(option, Path(value).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{option}: {given} cannot be read") from error
+        raise click.UsageError(f"{option}: {value} cannot be read") from error
 
 
 def _parsed(what: str, text: str) -> Any:
@@ -189,10 +189,10 @@ def _tokenizer(draft: Draft) -> Tokenizer:
 
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """What each token adds to the text; one that only begins a character adds nothing yet."""
+    """Yield the text that each token adds; empty for incomplete characters."""
     from modulm.text.detokenizer import Detokenizer
 
     stream = Detokenizer(tokenizer, skip_special_tokens=False)
-    for place, index in enumerate(ids, 1):
+    for position, index in enumerate(ids, 1):
         piece = stream.feed([index])
-        yield piece + stream.finish() if place == len(ids) else piece
+        yield piece + stream.finish() if position == len(ids) else piece

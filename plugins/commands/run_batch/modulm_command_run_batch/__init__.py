@@ -1,1 +1,1 @@
-"""`modulm run-batch`: OpenAI batch files answered without a server between."""
+"""`modulm run-batch`: runs OpenAI batch files without a server."""

@@ -1,4 +1,4 @@
-"""Sending every line of a batch through the server's own application, in this process."""
+"""Sends the lines of a batch through the server's application, in this process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Line:
 
 
 class EngineGone(Exception):
-    """The engine cannot go on: what has no record is left to another run."""
+    """The engine died; lines without a record are left to another run."""
 
 
 def read_lines(lines: Sequence[bytes]) -> list[Line]:
-    """Every line; one whose custom_id was there before is wrong."""
-    found: list[Line] = []
+    """Read all lines. A repeated custom_id is a problem of its line."""
+    parsed: list[Line] = []
     seen: set[str] = set()
     for raw in lines:
         line = read_line(raw)
@@ -48,20 +48,20 @@ def read_lines(lines: Sequence[bytes]) -> list[Line]:
             line = evolve(line, problem=f"custom_id: {str(line.custom_id)[:64]!r} is there twice")
         elif line.custom_id is not None:
             seen.add(line.custom_id)
-        found.append(line)
-    return found
+        parsed.append(line)
+    return parsed
 
 
 def read_line(raw: bytes) -> Line:
-    """A line of the file; a wrong one carries its problem."""
+    """Read a line of the file, with its problem if it is invalid."""
     try:
         row = json.loads(raw)
     except (ValueError, RecursionError) as error:
         return Line(None, problem=f"not valid JSON: {error}")
     if not isinstance(row, dict):
         return Line(None, problem="not a JSON object")
-    given = row.get("custom_id")
-    custom_id = given if isinstance(given, str) else None
+    value = row.get("custom_id")
+    custom_id = value if isinstance(value, str) else None
     body = row.get("body")
     if custom_id is None:
         return Line(None, problem="custom_id: a text is needed")
@@ -107,12 +107,12 @@ async def answer_all(
 
 
 async def _answer(client: httpx.AsyncClient, engine: EngineClient, line: Line) -> dict[str, Any]:
-    """The output line for one input line, whatever happens to it. Raises EngineGone."""
+    """Run a line; returns its output line, also for a failure. Raises EngineGone."""
     if line.problem is not None or line.body is None:
         problem = _problem("invalid_request_error", line.problem, "invalid_request")
         return _row(line, int(_BAD), {"error": problem}, problem)
     try:
-        answer = await _asked(client, engine, line)
+        answer = await _post(client, engine, line)
     except EngineGone:
         raise
     except Exception as error:
@@ -127,8 +127,8 @@ async def _answer(client: httpx.AsyncClient, engine: EngineClient, line: Line) -
     return _row(line, answer.status_code, body, error)
 
 
-async def _asked(client: httpx.AsyncClient, engine: EngineClient, line: Line) -> httpx.Response:
-    """The server's answer; an engine that does not answer is waited for. Raises EngineGone."""
+async def _post(client: httpx.AsyncClient, engine: EngineClient, line: Line) -> httpx.Response:
+    """POST a line, waiting while the engine is stalled. Raises EngineGone."""
     while True:
         answer = await client.post(line.url, json=line.body)
         if engine.dead is not None:

@@ -58,7 +58,7 @@ def open_lines_of(name: str) -> list[bytes]:
 
 
 def _target(output: str, directory: str | None) -> Path:
-    """Where answers are put together: the output itself, behind links, or on their way to a URL."""
+    """The local file for answers: the output with links resolved, or a temporary one for a URL."""
     if is_url(output):
         name = f"modulm-batch-{_digest([output.encode()])[:16]}.jsonl"
         return Path(directory or tempfile.gettempdir(), name)
@@ -66,7 +66,7 @@ def _target(output: str, directory: str | None) -> Path:
 
 
 def _written(path: Path) -> tuple[Path, Path, Path]:
-    """The output, and what is written beside it before."""
+    """The output file, and the partial files beside it."""
     return path, path.with_name(path.name + ".partial"), path.with_name(path.name + ".ready")
 
 
@@ -107,13 +107,13 @@ class Answers:
         self._head = json.dumps({"input": _digest(lines)}) + "\n"
         self._wanted = resume
         #: line of the input -> place and length of its answer in the partial file
-        self._places: dict[int, tuple[int, int]] = {}
+        self._records: dict[int, tuple[int, int]] = {}
         self._file: IO[bytes]
 
     @property
     def done(self) -> frozenset[int]:
         """Lines of the input that have an answer."""
-        return frozenset(self._places)
+        return frozenset(self._records)
 
     def __enter__(self) -> Self:
         try:
@@ -130,7 +130,7 @@ class Answers:
         return self
 
     def _lock(self) -> None:
-        """Two runs must not write one output."""
+        """Lock the output against other runs."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -142,35 +142,35 @@ class Answers:
             self._file.close()
 
     def take_finished(self, lines: Sequence[Line]) -> None:
-        """Take over what an output that is there says of lines that were answered well."""
+        """Take over successful answers from an existing output."""
         if not self.path.exists():
             return
-        places = {line.custom_id: place for place, line in enumerate(lines) if not line.problem}
+        indices = {line.custom_id: index for index, line in enumerate(lines) if not line.problem}
         with self.path.open("rb") as file:
             for raw in file:
                 try:
                     row = json.loads(raw)
                     well = row["error"] is None and row["response"]["status_code"] == _OK
-                    place = places.get(row["custom_id"])
+                    index = indices.get(row["custom_id"])
                 except (ValueError, TypeError, KeyError):
                     continue
-                if well and place is not None and place not in self._places:
-                    self.add(place, row)
+                if well and index is not None and index not in self._records:
+                    self.add(index, row)
 
     def add(self, line: int, answer: dict[str, Any]) -> None:
         """Append the answer of one line."""
         row = json.dumps({"line": line, "answer": answer}, ensure_ascii=False).encode() + b"\n"
-        self._places[line] = (self._file.tell(), len(row))
+        self._records[line] = (self._file.tell(), len(row))
         self._file.write(row)
         self._file.flush()
 
     def finish(self) -> tuple[Path, int]:
-        """Write the output in the input's order, and drop the partial file; how many failed."""
+        """Write the output in input order and delete the partial file; returns the failures."""
         failed = 0
         with self._ready.open("w", encoding="utf-8") as output:
-            for line in sorted(self._places):
-                place, length = self._places[line]
-                self._file.seek(place)
+            for line in sorted(self._records):
+                offset, length = self._records[line]
+                self._file.seek(offset)
                 row = json.loads(self._file.read(length))["answer"]
                 failed += row.get("error") is not None
                 output.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -182,7 +182,7 @@ class Answers:
         return self.path, failed
 
     def _resume(self) -> int:
-        """Find the answers of an earlier run; where the whole ones end, 0 if there are none."""
+        """Find answers of an earlier run; returns the end of the last complete one, or 0."""
         file = self._file
         file.seek(0)
         head = file.readline()
@@ -197,13 +197,13 @@ class Answers:
             number = _line_of(row)
             if number is None:
                 break
-            self._places[number] = (end, len(row))
+            self._records[number] = (end, len(row))
             end += len(row)
         return end
 
 
 def _line_of(row: bytes) -> int | None:
-    """The line an answer belongs to; None for a row that was cut off."""
+    """The line of an answer; None for an incomplete row."""
     if not row.endswith(b"\n"):
         return None
     try:
@@ -213,7 +213,7 @@ def _line_of(row: bytes) -> int | None:
 
 
 def _digest(lines: Sequence[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for line in lines:
-        found.update(line + b"\n")
-    return found.hexdigest()
+        digest.update(line + b"\n")
+    return digest.hexdigest()

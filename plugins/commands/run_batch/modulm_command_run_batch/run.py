@@ -1,4 +1,4 @@
-"""One batch from its file to its file."""
+"""Runs a batch from its input file to its output file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(
 
 
 def _explained(errors: ExceptionGroup) -> Exception:
-    """What the tasks of a batch have ended with, as one error."""
+    """Combine the errors of a batch's tasks into one."""
     error: Exception = errors
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -114,16 +114,16 @@ async def _run(
 
 
 def _own_key(config: EngineConfig) -> tuple[EngineConfig, str | None]:
-    """Where keys are asked for, one more that only this process knows."""
-    given = config.group(ServerConfig).api_key or ()
-    if not given and config.group(ServerConfig).api_key_file is None:
+    """If the configuration has API keys, add one that only this process knows."""
+    keys = config.group(ServerConfig).api_key or ()
+    if not keys and config.group(ServerConfig).api_key_file is None:
         return config, None
     key = token_urlsafe()
-    return config.with_(api_key=(*given, key)), key
+    return config.with_(api_key=(*keys, key)), key
 
 
 class _Quiet(uvicorn.Server):
-    """A server that leaves Ctrl-C to the batch."""
+    """A server that leaves the handling of Ctrl-C to the batch."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class _Quiet(uvicorn.Server):
 
 @asynccontextmanager
 async def _metrics(served: Served, address: tuple[str, int] | None) -> AsyncIterator[None]:
-    """Serve /metrics, and nothing else, while the batch runs."""
+    """Serve only /metrics while the batch runs."""
     if address is None:
         yield
         return

@@ -1,1 +1,1 @@
-"""modulm save-sharded: what a rank holds of a model, in files of its own."""
+"""modulm save-sharded: writes separate checkpoint files for each rank."""

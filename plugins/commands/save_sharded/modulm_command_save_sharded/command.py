@@ -38,7 +38,7 @@ __all__ = ["command"]
     help="Bytes of a file, about.",
 )
 def command(model: str, out: Path, dtype: str, file_pattern: str, max_file_size: int) -> None:
-    """Write what each rank holds of MODEL to the folder OUT, in files of its own.
+    """Write the shard of MODEL for each rank to separate files in the folder OUT.
 
     A rank then reads its share and nothing else. A quantized checkpoint stays as it is stored; what
     --quantization does to a plain one is done when it is loaded.
@@ -99,21 +99,21 @@ def _write(units: list[Unit], out: Path, pattern: str, names: Mapping[str, str],
     """All parameters, in files of about `most` bytes. Returns the bytes of the tensors."""
     from safetensors.torch import save_file
 
-    whole, held, size = 0, dict[str, Any](), 0
+    whole, tensors, size = 0, dict[str, Any](), 0
 
     def save(part: int) -> None:
         name = pattern.format(part=part, **names)
-        save_file(held, out / name, {"format": "pt", "modulm_ranks": names["ranks"]})
-        held.clear()
+        save_file(tensors, out / name, {"format": "pt", "modulm_ranks": names["ranks"]})
+        tensors.clear()
 
     part = 0
     for unit in units:
         for slot in unit.slots:
             for name, tensor in _pieces(slot):
-                if held and size + tensor.nbytes > most:
+                if tensors and size + tensor.nbytes > most:
                     save(part)
                     part, size = part + 1, 0
-                held[name] = tensor.clone(memory_format=_contiguous())
+                tensors[name] = tensor.clone(memory_format=_contiguous())
                 size += tensor.nbytes
                 whole += tensor.nbytes
     save(part)
@@ -133,10 +133,10 @@ def _beside(config: EngineConfig, checkpoint: Checkpoint, out: Path) -> None:
 
     if checkpoint.path.is_dir():
         copy_beside(checkpoint.path, out)
-    held = stored_tokenizer(config, checkpoint.path)
-    if held is not None:
-        replace(out / "tokenizer.json", held.tokenizer.encode())
-        replace(out / "tokenizer_config.json", json.dumps(held.settings).encode())
+    tokenizer = stored_tokenizer(config, checkpoint.path)
+    if tokenizer is not None:
+        replace(out / "tokenizer.json", tokenizer.tokenizer.encode())
+        replace(out / "tokenizer_config.json", json.dumps(tokenizer.settings).encode())
     if checkpoint.generation_config and not (out / "generation_config.json").exists():
         content = json.dumps(checkpoint.generation_config).encode()
         replace(out / "generation_config.json", content)

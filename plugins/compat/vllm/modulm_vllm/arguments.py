@@ -1,4 +1,4 @@
-"""EngineArgs and the parser of arguments that scripts build on it."""
+"""EngineArgs, and vLLM's argument parser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from modulm_vllm.failures import as_vllm
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser", "flags_for"]
 
-#: vLLM's older way to say what a model is run for -> ours.
+#: vLLM's older `task` -> modulm's flags.
 _TASKS = {
     "generate": {"runner": "generate"},
     "embed": {"runner": "pooling"},
@@ -32,16 +32,18 @@ _TASKS = {
 }
 
 
-def flags_for(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords as vLLM takes them, as modulm takes them; with what VLLM_* variables say."""
-    told = from_environment()
-    unset = {*catalog().tables, *told}
-    said = {name: value for name, value in given.items() if value is not None or name not in unset}
-    flags = {**told, **said}
+def flags_for(flags_given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert vLLM's keywords, and VLLM_* variables, to modulm's flags."""
+    environment = from_environment()
+    unset = {*catalog().tables, *environment}
+    explicit = {
+        name: value for name, value in flags_given.items() if value is not None or name not in unset
+    }
+    flags = {**environment, **explicit}
     task = flags.pop("task", None)
     if task is not None and task != "auto":
         if task not in _TASKS:
-            raise ValueError(f"task {task!r} is none of {', '.join(_TASKS)}")
+            raise ValueError(f"task {task!r} is not one of {', '.join(_TASKS)}")
         flags = {**_TASKS[task], **{k: v for k, v in flags.items() if v not in (None, "auto")}}
     if isinstance(flags.get("compilation_config"), int):
         flags["compilation_config"] = {"level": flags["compilation_config"]}
@@ -49,12 +51,16 @@ def flags_for(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flags() -> dict[str, Flag]:
-    """The flags of an engine, those of vLLM that nothing here reads among them."""
+    """The flags of an engine, including vLLM's flags that modulm does not read."""
     known = catalog()
-    own = {f.name: f for group in known.groups if not group.cls.server for f in group.flags}
-    own = {name: spec for name, spec in own.items() if spec.own and name.isidentifier()}
+    engine_flags = {
+        f.name: f for group in known.groups if not group.cls.server for f in group.flags
+    }
+    engine_flags = {
+        name: spec for name, spec in engine_flags.items() if spec.own and name.isidentifier()
+    }
     others = {spec.name: spec for spec in known.elsewhere() if spec.name.isidentifier()}
-    return {**own, **others}
+    return {**engine_flags, **others}
 
 
 def _tables() -> list[str]:
@@ -67,7 +73,7 @@ class _Arguments:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give a parser an option for every flag of an engine."""
+        """Add an option for every flag of an engine to a parser."""
         for spec in _flags().values():
             _add(parser, spec)
         for name in _tables():
@@ -76,58 +82,56 @@ class _Arguments:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The arguments of what a parser found; other options are not looked at."""
-        names = {found.name for found in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        """Create the arguments from a parser's result. Other options are ignored."""
+        names = {described.name for described in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return cls(**{key: value for key, value in vars(args).items() if key in names})
 
-    def given(self) -> dict[str, Any]:
-        """What differs from the defaults, as keywords."""
-        found = {}
+    def changed(self) -> dict[str, Any]:
+        """The values that differ from the defaults, as keywords."""
+        values = {}
         for described in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, described.name)
-            if value != _standard(described):
-                found[described.name] = value
-        return found
+            if value != _default_value(described):
+                values[described.name] = value
+        return values
 
     def create_engine_config(self, *_: object, **__: object) -> Any:
         """modulm's configuration (`modulm.EngineConfig`). Raises ValueError that names a flag."""
         with as_vllm():
-            return keywords(**{"model": "demo", **flags_for(self.given())}).config
+            return keywords(**{"model": "demo", **flags_for(self.changed())}).config
 
 
 _HOME = "vllm.engine.arg_utils"
 
 
-def _made(name: str) -> type[Any]:
-    """A dataclass with a field for every flag, as `dataclasses.asdict` and editors of arguments
-    want it.
-    """
+def _make_class(name: str) -> type[Any]:
+    """Create a dataclass with a field for every flag, for `dataclasses.asdict` and the like."""
     fields: list[Any] = [("model", Any, "demo")]
     specs = (spec for spec in _flags().values() if spec.name != "model")
     fields += [(spec.name, Any, _default(spec)) for spec in specs]
     fields += [(table, Any, None) for table in _tables()]
-    namespace = {"__doc__": _Arguments.__doc__, "__init__": _begin, "__module__": _HOME}
+    namespace = {"__doc__": _Arguments.__doc__, "__init__": _init, "__module__": _HOME}
     return dataclasses.make_dataclass(
         name, fields, bases=(_Arguments,), namespace=namespace, init=False
     )
 
 
-def _begin(self: Any, *positional: Any, **given: Any) -> None:
+def _init(self: Any, *positional: Any, **values: Any) -> None:
     """The constructor of both classes."""
-    known = [found.name for found in dataclasses.fields(self)]
-    given |= dict(zip(known, positional, strict=False))
-    for wrong in (key for key in given if key not in known):
+    known = [described.name for described in dataclasses.fields(self)]
+    values |= dict(zip(known, positional, strict=False))
+    for wrong in (key for key in values if key not in known):
         raise TypeError(
             f"{type(self).__name__} has no argument {wrong!r}{suggest(wrong, known)}; vLLM's "
             "documentation may describe another version"
         )
     for described in dataclasses.fields(self):
         name = described.name
-        setattr(self, name, given[name] if name in given else _standard(described))
+        setattr(self, name, values[name] if name in values else _default_value(described))
 
 
-def _standard(described: dataclasses.Field[Any]) -> Any:
-    """What a field has if nobody says anything."""
+def _default_value(described: dataclasses.Field[Any]) -> Any:
+    """The default value of a field."""
     factory = described.default_factory
     return described.default if factory is dataclasses.MISSING else factory()
 
@@ -138,8 +142,8 @@ def _default(spec: Flag) -> Any:
     return spec.default
 
 
-EngineArgs = _made("EngineArgs")
-AsyncEngineArgs = _made("AsyncEngineArgs")
+EngineArgs = _make_class("EngineArgs")
+AsyncEngineArgs = _make_class("AsyncEngineArgs")
 
 
 def _option(name: str) -> str:
@@ -148,20 +152,24 @@ def _option(name: str) -> str:
 
 def _add(parser: argparse.ArgumentParser, spec: Flag) -> None:
     names = [_option(spec.name), *(n for n in spec.aliases if n not in parser.prefix_chars)]
-    taken = parser._option_string_actions  # argparse has no other way to ask
-    names = [name for name in names if name not in taken]
+    used = parser._option_string_actions  # argparse has no other way to ask
+    names = [name for name in names if name not in used]
     if not names:
         return
-    told: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _percent(spec.help)}
+    settings: dict[str, Any] = {
+        "dest": spec.name,
+        "default": spec.default,
+        "help": _percent(spec.help),
+    }
     if spec.is_switch:
-        told["action"] = argparse.BooleanOptionalAction
+        settings["action"] = argparse.BooleanOptionalAction
     elif spec.is_list:
-        told["nargs"] = "+"
+        settings["nargs"] = "+"
     elif spec.is_table:
-        told["type"] = json.loads
+        settings["type"] = json.loads
     else:
-        told["type"] = _reader(spec)
-    parser.add_argument(*names, **told)
+        settings["type"] = _reader(spec)
+    parser.add_argument(*names, **settings)
 
 
 def _percent(text: str) -> str:
@@ -169,7 +177,7 @@ def _percent(text: str) -> str:
 
 
 def _reader(spec: Flag) -> Any:
-    """The type of an option, as argparse wants it."""
+    """The argparse type of an option."""
     kinds = spec.kinds
     if kinds[0] in (int, float) and spec.parse is None and len(kinds) == 1:
         return lambda text: None if text == "None" else kinds[0](text)
@@ -177,9 +185,9 @@ def _reader(spec: Flag) -> Any:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """argparse as vLLM's programs have it: underscores or dashes, `--config FILE`, `--table.key v`.
+    """vLLM's argument parser: underscores or dashes, `--config FILE`, `--table.key value`.
 
-    An option that is given in a YAML file and on the command line has the latter's value.
+    The command line overrides the YAML file.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -190,22 +198,24 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = list(sys.argv[1:] if args is None else args)
+        arguments = list(sys.argv[1:] if args is None else args)
         try:
-            words, _ = normalize(self._with_file(words), self._shapes())
+            arguments, _ = normalize(self._with_file(arguments), self._shapes())
         except ConfigError as error:
             self.error(str(error))
-        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
-        return found
+        parsed: tuple[argparse.Namespace, list[str]] = super().parse_known_args(
+            arguments, namespace
+        )
+        return parsed
 
-    def _with_file(self, words: list[str]) -> list[str]:
-        """The words with those of `--config FILE` before them."""
-        if "--config" not in words or "--config" in self._option_string_actions:
-            return words
-        place = words.index("--config")
-        if place + 1 >= len(words):
+    def _with_file(self, arguments: list[str]) -> list[str]:
+        """Insert the arguments of `--config FILE` before the others."""
+        if "--config" not in arguments or "--config" in self._option_string_actions:
+            return arguments
+        index = arguments.index("--config")
+        if index + 1 >= len(arguments):
             self.error("--config needs a file")
-        table = read_yaml(words[place + 1])
+        table = read_yaml(arguments[index + 1])
         read: list[str] = []
         for key, value in table.items():
             if value is True:
@@ -217,7 +227,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             elif value is not None:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
                 read += [_option(key), text]
-        return [*read, *words[:place], *words[place + 2 :]]
+        return [*read, *arguments[:index], *arguments[index + 2 :]]
 
     def _shapes(self) -> Shapes:
         actions = {n: a for n, a in self._option_string_actions.items() if n.startswith("--")}
@@ -233,7 +243,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 class _Spelt(dict[str, str]):
-    """Options that are spelt with underscores keep them, whichever way they are typed."""
+    """Keeps the underscores of options that are declared with underscores."""
 
     def __init__(self, spelt: set[str], shorts: Mapping[str, str]) -> None:
         super().__init__(shorts)

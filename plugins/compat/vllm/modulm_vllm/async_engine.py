@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: many callers on an event loop."""
+"""vLLM's AsyncLLMEngine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["AsyncLLMEngine", "UsageContext"]
 
 
 class UsageContext(StrEnum):
-    """What vLLM's engine is told of its use; it changes nothing here."""
+    """vLLM's usage contexts, which have no effect."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -36,7 +36,7 @@ class UsageContext(StrEnum):
 
 
 class AsyncLLMEngine:
-    """vLLM's engine for servers, answered by `modulm.AsyncLLM`. Use it from one event loop."""
+    """vLLM's asynchronous engine, on top of `modulm.AsyncLLM`. Use it from one event loop."""
 
     def __init__(self, config: EngineConfig) -> None:
         with as_vllm():
@@ -46,12 +46,12 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> AsyncLLMEngine:
-        """The engine that arguments describe."""
+        """Create an engine from arguments."""
         return cls(engine_args.create_engine_config())
 
     @classmethod
     def from_vllm_config(cls, vllm_config: EngineConfig, *_: Any, **__: Any) -> AsyncLLMEngine:
-        """The engine of what `AsyncEngineArgs.create_engine_config` gives."""
+        """Create an engine from `AsyncEngineArgs.create_engine_config()`."""
         return cls(vllm_config)
 
     async def generate(
@@ -65,7 +65,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         **more: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come; leaving early aborts the request."""
+        """Stream the outputs of a request. Leaving early aborts it."""
         refuse(**more)
         adapter = await self._adapter(lora_request)
         with as_vllm():
@@ -86,7 +86,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         **more: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """One output, with a tensor as `outputs.data`."""
+        """Pool a prompt; yields one output with a tensor as `outputs.data`."""
         refuse(**more)
         adapter = await self._adapter(lora_request)
         with as_vllm():
@@ -99,11 +99,11 @@ class AsyncLLMEngine:
                     yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; whoever reads them gets their last output."""
+        """Abort requests. Their readers get a last output."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             await self._engine.abort(name)
 
-    # Adapters: vLLM reads one when a request names it.
+    # Adapters are loaded when a request uses them, as in vLLM.
 
     async def _adapter(self, lora: LoRARequest | None) -> str | None:
         if lora is None:
@@ -116,31 +116,31 @@ class AsyncLLMEngine:
 
     async def _load(self, lora: LoRARequest, replace: bool) -> None:
         with as_vllm():
-            asked = Adapter(lora.lora_name, lora.lora_path)
-            await asyncio.wrap_future(self._engine.load_adapter(asked, replace=replace))
+            adapter = Adapter(lora.lora_name, lora.lora_path)
+            await asyncio.wrap_future(self._engine.load_adapter(adapter, replace=replace))
         self._adapters[lora.lora_name] = lora
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before a request names it."""
+        """Load an adapter."""
         await self._adapter(lora_request)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; whether it was there."""
-        named = [n for n, lora in self._adapters.items() if lora.lora_int_id == lora_id]
-        for name in named:
+        """Unload an adapter; returns whether it was loaded."""
+        names = [n for n, lora in self._adapters.items() if lora.lora_int_id == lora_id]
+        for name in names:
             await asyncio.wrap_future(self._engine.unload_adapter(name))
             del self._adapters[name]
-        return bool(named)
+        return bool(names)
 
     async def list_loras(self) -> set[int]:
-        """The numbers of the adapters that were read."""
+        """The ids of the loaded adapters."""
         return {lora.lora_int_id for lora in self._adapters.values()}
 
-    # What is known of it.
+    # Facts about the engine.
 
     def get_tokenizer(self, *_: Any) -> Any:
-        """The tokenizer, as transformers has it. Older scripts await it, newer ones do not."""
+        """The transformers tokenizer. It can be awaited, as in older versions of vLLM."""
         with as_vllm():
             return that_can_be_awaited(self._engine.get_tokenizer().backend)
 
@@ -160,57 +160,57 @@ class AsyncLLMEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine lives."""
+        """Whether the engine is alive."""
         return self._engine.dead is None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it does not."""
+        """Whether the engine is dead."""
         return not self.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether it cannot go on."""
+        """Whether the engine is dead."""
         return self._engine.dead is not None
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """Why."""
+        """The error that ended the engine."""
         return EngineDeadError(str(self._engine.dead or "the engine is alive"))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine cannot go on."""
+        """Raise EngineDeadError if the engine is dead."""
         with as_vllm():
             await self._engine.check_health()
 
     async def is_tracing_enabled(self) -> bool:
-        """Whether traces are sent of the engine's requests: those of the server are."""
+        """Always false: only the server sends traces."""
         return False
 
     async def do_log_stats(self) -> None:
-        """vLLM logs its statistics when told to; here they are under /metrics."""
+        """Do nothing: statistics are under /metrics."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
+        """Clear the prefix cache."""
         return await self._engine.reset_prefix_cache()
 
     async def start_profile(self) -> None:
-        """Record the engine's steps from now on (profiler_config)."""
+        """Start profiling the engine's steps (profiler_config)."""
         with as_vllm():
             await self._engine.start_profile()
 
     async def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Stop profiling and write the trace."""
         with as_vllm():
             await self._engine.stop_profile()
 
     async def sleep(self, level: int = 1) -> None:
-        """Give back memory: of the caches, with level 2 of the weights as well."""
+        """Free the memory of the KV cache, and at level 2 that of the weights too."""
         with as_vllm():
             await self._engine.sleep(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again, all of it."""
+        """Allocate all memory again."""
         refuse(tags=tags)
         await self._engine.wake_up()
 
@@ -219,7 +219,7 @@ class AsyncLLMEngine:
         return await self._engine.is_sleeping()
 
     def shutdown(self) -> None:
-        """Stop the engine; requests that are left end."""
+        """Stop the engine and abort its requests."""
         self._engine.shutdown()
 
     shutdown_background_loop = shutdown

@@ -14,11 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; vLLM's own, where vLLM is installed."""
     from modulm_vllm.modules import vllm_is_installed
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     if vllm_is_installed():
-        sys.argv[1:] = words
+        sys.argv[1:] = command_line
         sys.exit(_theirs().load()())
-    if words[:1] in (["-v"], ["--version"]):
+    if command_line[:1] in (["-v"], ["--version"]):
         from modulm_vllm.version import __version__
 
         sys.stdout.write(f"{__version__}\n")
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from modulm_vllm.environment import rewritten
 
     with variables_for_library(rewritten()):
-        run(words, name="vllm")
+        run(command_line, name="vllm")
 
 
 def serve(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -43,7 +43,7 @@ def run_batch(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _theirs() -> EntryPoint | Any:
     """The command of the distribution vllm."""
-    found = distribution("vllm").entry_points.select(group="console_scripts", name="vllm")
-    for point in found:
+    points = distribution("vllm").entry_points.select(group="console_scripts", name="vllm")
+    for point in points:
         return point
     raise SystemExit("vllm: vLLM is installed but brings no command; `modulm` is modulm's")

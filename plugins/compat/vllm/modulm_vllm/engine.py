@@ -1,4 +1,4 @@
-"""LLMEngine: requests are added and the engine is stepped by its caller."""
+"""vLLM's LLMEngine, which its caller steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["EngineFacts", "LLMEngine", "ModelFacts"]
 
 @frozen
 class ModelFacts:
-    """What scripts ask of vLLM's `model_config`. served_model_name: the first one."""
+    """The fields of vLLM's `model_config` that scripts use. served_model_name: the first one."""
 
     model: str
     tokenizer: str
@@ -65,7 +65,7 @@ class ModelFacts:
 
 @frozen
 class EngineFacts:
-    """What scripts ask of `LLM.llm_engine`."""
+    """The members of vLLM's `LLM.llm_engine` that scripts use."""
 
     info: EngineInfo
     _tokenizer: Tokenizer | None
@@ -76,7 +76,7 @@ class EngineFacts:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, as transformers has it; None without one."""
+        """The transformers tokenizer; None without one."""
         return None if self._tokenizer is None else self._tokenizer.backend
 
     def get_tokenizer(self) -> Any:
@@ -107,23 +107,23 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> LLMEngine:
-        """The engine that arguments describe."""
+        """Create an engine from arguments."""
         return cls(engine_args.create_engine_config())
 
-    # What the engine tells.
+    # Called by the engine.
 
     def events(self, events: StepEvents) -> None:
-        """A step is done."""
+        """Process the events of a finished step."""
         news, stopped = self._outputs.process(events)
         for identity in stopped:
             self._core.loop.abort(identity)
         self._news += news
 
     def died(self, error: EngineDead) -> None:
-        """The engine cannot go on."""
+        """Fail all requests, since the engine has stopped."""
         self._news += self._outputs.fail_all(error)
 
-    # What callers ask.
+    # The public interface.
 
     def add_request(
         self,
@@ -136,7 +136,7 @@ class LLMEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> None:
-        """Ask for an answer; `step` gives it. Raises ValueError for what is wrong."""
+        """Add a request, whose outputs `step` returns. Raises ValueError for invalid arguments."""
         refuse(tokenization_kwargs=tokenization_kwargs)
         lora = native_adapter(lora_request)
         with as_vllm():
@@ -159,7 +159,7 @@ class LLMEngine:
             self._core.loop.check()
             if not self._core.loop.tick() and not self._news and self._requests:
                 self._core.loop.wait()  # for constraints that are being compiled
-        found = []
+        outputs = []
         for state in dict.fromkeys(map(id, self._news)):
             current = next(news for news in self._news if id(news) == state)
             if current.finished:
@@ -167,8 +167,8 @@ class LLMEngine:
             with as_vllm():
                 output = current.take()
             if output is not None:
-                found.append(output)
-        return found
+                outputs.append(output)
+        return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests; they give nothing more."""

@@ -32,8 +32,8 @@ def as_vllm() -> Iterator[None]:
         raise EngineDeadError(str(error)) from error
 
 
-def refuse(**given: object) -> None:
+def refuse(**arguments: object) -> None:
     """Raise ValueError for an argument that asks for what is not here; None asks for nothing."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value != {}:
             raise ValueError(f"{name}: not supported by modulm; leave it out")

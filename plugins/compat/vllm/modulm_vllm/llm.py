@@ -61,12 +61,12 @@ class LLM(frontend.LLM):
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given. prompt_token_ids: of older scripts."""
-        given = prompts if prompts is not None else prompt_token_ids
-        if given is None:
+        inputs = prompts if prompts is not None else prompt_token_ids
+        if inputs is None:
             raise ValueError("prompts: at least one is needed")
         with as_vllm():
             return super().generate(
-                given,
+                inputs,
                 native(sampling_params),
                 use_tqdm=use_tqdm,
                 lora_request=native_adapter(lora_request),
@@ -121,11 +121,11 @@ class LLM(frontend.LLM):
         if lora_request is not None:
             raise ValueError("lora_request: beam search runs the base model")
         with as_vllm():
-            found = super().beam_search(prompts, native_beams(params), use_tqdm=use_tqdm)
+            outputs = super().beam_search(prompts, native_beams(params), use_tqdm=use_tqdm)
         if self.tokenizer is not None:
-            for sequence in (s for output in found for s in output.sequences):
+            for sequence in (s for output in outputs for s in output.sequences):
                 sequence.text = self.tokenizer.decode(sequence.tokens)
-        return found
+        return outputs
 
     def encode(
         self,
@@ -143,10 +143,10 @@ class LLM(frontend.LLM):
         if truncate_prompt_tokens is not None:
             wanted = {"truncate_prompt_tokens": truncate_prompt_tokens}
             pooling_params = evolve(native(pooling_params) or NativePoolingParams(), **wanted)
-        found = self._encode(prompts, pooling_params, use_tqdm, lora_request, pooling_task)
-        for output in found:
+        outputs = self._encode(prompts, pooling_params, use_tqdm, lora_request, pooling_task)
+        for output in outputs:
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
-        return found
+        return outputs
 
     def _encode(
         self, prompts: Any, params: Any, use_tqdm: Any, lora: Any, task: str | None

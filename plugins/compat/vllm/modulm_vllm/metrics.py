@@ -63,11 +63,11 @@ def _family(family: object) -> Iterator[Metric]:
     samples = family.samples  # type: ignore[attr-defined]
     kind = family.type  # type: ignore[attr-defined]
     if name == _PER_POSITION:
-        found = [sample for sample in samples if sample.name.endswith("_total")]
-        if found:
-            labels = {k: v for k, v in found[0].labels.items() if k != "position"}
-            found.sort(key=lambda sample: int(sample.labels["position"]))
-            yield Vector(name, labels, [int(sample.value) for sample in found])
+        totals = [sample for sample in samples if sample.name.endswith("_total")]
+        if totals:
+            labels = {k: v for k, v in totals[0].labels.items() if k != "position"}
+            totals.sort(key=lambda sample: int(sample.labels["position"]))
+            yield Vector(name, labels, [int(sample.value) for sample in totals])
     elif kind == "histogram":
         yield from _histograms(name, samples)
     else:

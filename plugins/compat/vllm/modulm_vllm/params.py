@@ -62,11 +62,11 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        constraints = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(constraints) != 1:
             raise ValueError(
                 f"exactly one kind of constraint is needed, of {', '.join(_CONSTRAINTS)}; "
-                f"given: {', '.join(given) or 'none'}"
+                f"given: {', '.join(constraints) or 'none'}"
             )
 
     def native(self) -> native_types.StructuredOutputs:
@@ -91,10 +91,10 @@ class GuidedDecodingParams(StructuredOutputsParams):
         return native_types.StructuredOutputs(**table)
 
     @classmethod
-    def from_optional(cls, **given: Any) -> GuidedDecodingParams | None:
+    def from_optional(cls, **fields: Any) -> GuidedDecodingParams | None:
         """A constraint, or None where no kind of one is given."""
-        named = {key: value for key, value in given.items() if value is not None}
-        return cls(**named) if any(key in _CONSTRAINTS for key in named) else None
+        values = {key: value for key, value in fields.items() if value is not None}
+        return cls(**values) if any(key in _CONSTRAINTS for key in values) else None
 
 
 def _strings(value: str | Sequence[str] | None) -> list[str]:
@@ -157,20 +157,23 @@ class SamplingParams:
         self._check()
 
     @classmethod
-    def from_optional(cls, **given: Any) -> Self:
+    def from_optional(cls, **fields: Any) -> Self:
         """The parameters; None stands for the default."""
-        return cls(**{key: value for key, value in given.items() if value is not None})
+        return cls(**{key: value for key, value in fields.items() if value is not None})
 
     def _check(self) -> None:
         for name, value in self._table().items():
-            words = problem(name, value)
-            if words is not None:
-                raise ValueError(f"{name} {words}, got {value!r}")
+            message = problem(name, value)
+            if message is not None:
+                raise ValueError(f"{name} {message}, got {value!r}")
 
     def _table(self) -> dict[str, Any]:
         table = {key: getattr(self, key) for key in _NATIVE}
-        held = self.structured_outputs or self.guided_decoding
-        return {**table, "structured_outputs": held.native() if held is not None else None}
+        structured = self.structured_outputs or self.guided_decoding
+        return {
+            **table,
+            "structured_outputs": structured.native() if structured is not None else None,
+        }
 
     @property
     def sampling_type(self) -> SamplingType:
@@ -216,16 +219,16 @@ class PoolingParams:
 
     def native(self) -> native_types.PoolingParams:
         """As modulm has it."""
-        asked = next((v for v in (self.use_activation, self.activation, self.softmax)
+        activation = next((v for v in (self.use_activation, self.activation, self.softmax)
                       if v is not None), None)  # fmt: skip
-        made = native_types.PoolingParams(
+        pooling = native_types.PoolingParams(
             dimensions=self.dimensions,
             normalize=self.normalize,
-            use_activation=asked,
+            use_activation=activation,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             extra_args=self.extra_kwargs,
         )
-        return made if self.task is None else attrs.evolve(made, task=self.task)
+        return pooling if self.task is None else attrs.evolve(pooling, task=self.task)
 
 
 @define
@@ -272,41 +275,43 @@ class LoRARequest:
         return self.lora_path
 
 
-def native(given: Any) -> Any:
+def native(value: Any) -> Any:
     """Parameters as modulm has them: of vLLM's kind or modulm's, one, several or None."""
-    if isinstance(given, SamplingParams | PoolingParams):
+    if isinstance(value, SamplingParams | PoolingParams):
         with as_vllm():
-            return given.native()
-    if isinstance(given, Sequence):
-        return [native(one) for one in given]
-    return given
+            return value.native()
+    if isinstance(value, Sequence):
+        return [native(one) for one in value]
+    return value
 
 
-def native_adapter(given: Any) -> Any:
+def native_adapter(value: Any) -> Any:
     """Adapters as modulm has them: one, one per prompt, or None."""
-    if isinstance(given, LoRARequest):
-        return lora.LoRARequest(given.lora_name, given.lora_int_id, given.lora_path)
-    if isinstance(given, Sequence):
-        return [native_adapter(one) for one in given]
-    return given
+    if isinstance(value, LoRARequest):
+        return lora.LoRARequest(value.lora_name, value.lora_int_id, value.lora_path)
+    if isinstance(value, Sequence):
+        return [native_adapter(one) for one in value]
+    return value
 
 
-def native_beams(given: Any) -> beam_search.BeamSearchParams:
+def native_beams(value: Any) -> beam_search.BeamSearchParams:
     """Parameters of a beam search as modulm has them."""
-    if isinstance(given, BeamSearchParams):
-        return beam_search.BeamSearchParams(**attrs.asdict(given))
-    params: beam_search.BeamSearchParams = given
+    if isinstance(value, BeamSearchParams):
+        return beam_search.BeamSearchParams(**attrs.asdict(value))
+    params: beam_search.BeamSearchParams = value
     return params
 
 
 def of_native(params: native_types.SamplingParams) -> SamplingParams:
     """modulm's parameters as a script for vLLM may change them."""
     table = {name: getattr(params, name) for name in _NATIVE}
-    held = table.pop("structured_outputs")
-    made = SamplingParams(**{key: _mutable(value) for key, value in table.items()})
-    if held is not None:
-        made.structured_outputs = StructuredOutputsParams(**attrs.asdict(held, recurse=False))
-    return made
+    structured = table.pop("structured_outputs")
+    sampling = SamplingParams(**{key: _mutable(value) for key, value in table.items()})
+    if structured is not None:
+        sampling.structured_outputs = StructuredOutputsParams(
+            **attrs.asdict(structured, recurse=False)
+        )
+    return sampling
 
 
 def _mutable(value: Any) -> Any:

@@ -29,11 +29,11 @@ def that_can_be_awaited(tokenizer: Any) -> Any:
     """The tokenizer, which `await` gives too: vLLM's engine was asked for it in both ways."""
     kind = type(tokenizer)
     if not hasattr(kind, "__await__"):
-        members = {"__await__": _given, "__module__": kind.__module__}
+        members = {"__await__": _resolved, "__module__": kind.__module__}
         tokenizer.__class__ = type(kind.__name__, (kind,), members)
     return tokenizer
 
 
-def _given(tokenizer: Any) -> Generator[Any, None, Any]:
+def _resolved(tokenizer: Any) -> Generator[Any, None, Any]:
     yield from ()
     return tokenizer

@@ -38,8 +38,8 @@ _CHATS = ("/chat/completions", "/messages", "/responses", "/api/chat")
 
 def exporter_of(endpoint: str) -> SpanExporter:
     """What sends spans. Raises ConfigError where gRPC is asked for and not installed."""
-    asked = variables().get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "")
-    if endpoint.startswith("grpc") or asked == "grpc":
+    protocol = variables().get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "")
+    if endpoint.startswith("grpc") or protocol == "grpc":
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
                 OTLPSpanExporter as GrpcExporter,
@@ -62,8 +62,8 @@ def exporter_of(endpoint: str) -> SpanExporter:
 
 def provider_of(endpoint: str) -> TracerProvider:
     """What makes spans and sends them in batches, the last ones when the process ends."""
-    named = {} if variables().get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "modulm"}
-    provider = TracerProvider(resource=Resource.create(named))
+    attributes = {} if variables().get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "modulm"}
+    provider = TracerProvider(resource=Resource.create(attributes))
     provider.add_span_processor(BatchSpanProcessor(exporter_of(endpoint)))
     return provider
 
@@ -115,7 +115,7 @@ class Spans(RequestListener):
         pooled = isinstance(request.params, PoolingParams)
         chat = path.endswith(_CHATS)
         operation = "embeddings" if pooled else "chat" if chat else "text_completion"
-        found: dict[str, AttributeValue | None] = {
+        attributes: dict[str, AttributeValue | None] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "modulm",
             "gen_ai.request.model": request.adapter or self._model,
@@ -132,8 +132,8 @@ class Spans(RequestListener):
             **_latencies(request),
         }
         if isinstance(request.params, SamplingParams):
-            found |= _settings(request.params)
-        return {name: value for name, value in found.items() if value is not None}
+            attributes |= _settings(request.params)
+        return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _settings(params: SamplingParams) -> dict[str, AttributeValue | None]:
@@ -155,18 +155,22 @@ def _settings(params: SamplingParams) -> dict[str, AttributeValue | None]:
 def _latencies(request: Finished) -> dict[str, AttributeValue | None]:
     """Seconds, by vLLM's names."""
     times = request.times
-    arrival, begun, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
+    arrival, scheduled, first = (
+        times.arrival_time,
+        times.first_scheduled_time,
+        times.first_token_time,
+    )
 
     def between(begin: float | None, end: float | None) -> float | None:
         return None if begin is None or end is None else max(end - begin, 0.0)
 
     last = times.last_token_time
     return {
-        "gen_ai.latency.time_in_queue": between(arrival, begun),
+        "gen_ai.latency.time_in_queue": between(arrival, scheduled),
         "gen_ai.latency.time_to_first_token": between(arrival, first),
-        "gen_ai.latency.time_in_model_prefill": between(begun, first),
+        "gen_ai.latency.time_in_model_prefill": between(scheduled, first),
         "gen_ai.latency.time_in_model_decode": between(first, last),
-        "gen_ai.latency.time_in_model_inference": between(begun, last),
+        "gen_ai.latency.time_in_model_inference": between(scheduled, last),
         "gen_ai.latency.e2e": between(arrival, times.finished_time),
     }
 

@@ -112,10 +112,10 @@ def _tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     )
 
 
-def activation(checkpoint: Checkpoint, named: str) -> str:
+def activation(checkpoint: Checkpoint, class_path: str) -> str:
     """The name of an activation for `--pooler-config`, of its class in torch."""
-    name = named.rpartition(".")[2].partition("(")[0]
+    name = class_path.rpartition(".")[2].partition("(")[0]
     if name not in _ACTIVATIONS:
         file = checkpoint.config_file
-        raise UnsupportedError(f"{file}: activation_fn {named}: not yet")
+        raise UnsupportedError(f"{file}: activation_fn {class_path}: not yet")
     return _ACTIVATIONS[name]

@@ -13,16 +13,16 @@ __all__ = ["read_file", "read_object"]
 
 def read_object(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError."""
-    found: dict[str, Any] = read_file(file, dict)
-    return found
+    value: dict[str, Any] = read_file(file, dict)
+    return value
 
 
 def read_file(file: Path, kind: type) -> Any:
     """A JSON value of that kind. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise CheckpointError(f"{file}: a JSON {kind.__name__} is needed")
-    return found
+    return value

@@ -43,8 +43,8 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
         return read_jina(checkpoint.config, str(checkpoint.config_file))
     modules = read_modules(checkpoint.path)
     recipe = read_sentence(checkpoint.path, modules) if modules else PoolingRecipe()
-    found = read_classifier(checkpoint, config, modules)
-    recipe = recipe if found is None else _with(recipe, found)
+    classifier = read_classifier(checkpoint, config, modules)
+    recipe = recipe if classifier is None else _with(recipe, classifier)
     settings = {**recipe.settings, **_activation(checkpoint)}
     sizes = checkpoint.config.get("matryoshka_dimensions") or ()
     prompts = {**(checkpoint.config.get("task_instructions") or {}), **recipe.texts.prompts}
@@ -53,16 +53,16 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
     return None if recipe == PoolingRecipe() else recipe
 
 
-def _with(recipe: PoolingRecipe, found: Classifier) -> PoolingRecipe:
-    texts = evolve(recipe.texts, joined=found.joined, template=found.template)
-    settings = {**recipe.settings, **found.settings}
-    return evolve(recipe, kind=found.kind or recipe.kind, settings=settings, texts=texts)
+def _with(recipe: PoolingRecipe, classifier: Classifier) -> PoolingRecipe:
+    texts = evolve(recipe.texts, joined=classifier.joined, template=classifier.template)
+    settings = {**recipe.settings, **classifier.settings}
+    return evolve(recipe, kind=classifier.kind or recipe.kind, settings=settings, texts=texts)
 
 
 def _activation(checkpoint: Checkpoint) -> dict[str, Any]:
     """The activation that a cross-encoder of sentence-transformers names, in one of its files."""
     table = checkpoint.config.get("sentence_transformers")
-    named = table.get("activation_fn") if isinstance(table, dict) else None
-    named = named or checkpoint.config.get("sbert_ce_default_activation_function")
-    named = named or read_settings(checkpoint.path).get("activation_fn")
-    return {} if named is None else {"activation": activation(checkpoint, str(named))}
+    class_path = table.get("activation_fn") if isinstance(table, dict) else None
+    class_path = class_path or checkpoint.config.get("sbert_ce_default_activation_function")
+    class_path = class_path or read_settings(checkpoint.path).get("activation_fn")
+    return {} if class_path is None else {"activation": activation(checkpoint, str(class_path))}

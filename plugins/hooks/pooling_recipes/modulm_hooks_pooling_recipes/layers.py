@@ -94,7 +94,7 @@ def read_normalize(folder: Path, device: torch.device) -> Layer:
 def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
     """A weight among those of the model, without bias. Raises CheckpointError naming the folder."""
     loader = choose_loader(current(), folder, None).driver(folder)
-    weight = next((tensor for found, tensor in loader.read() if found == name), None)
+    weight = next((tensor for tensor_name, tensor in loader.read() if tensor_name == name), None)
     if weight is None:
         raise CheckpointError(f"{folder}: {name} is needed")
     return Dense(weight.to(device, torch.float32), None, _ACTIVATIONS["Identity"])

@@ -83,16 +83,18 @@ def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingR
     settings, pools_prompt = _pooling(modules, after)
     if after and after[-1].kind == "Normalize":
         after.pop()
-    own = read_settings(folder)
-    if own.get("truncate_dim") is not None:
-        settings["dimensions"] = own["truncate_dim"]
+    sentence_settings = read_settings(folder)
+    if sentence_settings.get("truncate_dim") is not None:
+        settings["dimensions"] = sentence_settings["truncate_dim"]
     limits = _limits(modules[0].folder)
     return PoolingRecipe(
         kind="embed" if "Pooling" in kinds or after else None,
         settings=settings,
         layers=lambda device: tuple(_layers(after, device)),
         max_length=limits.get("max_seq_length") or _tokenizer_limit(modules[0].folder),
-        texts=_texts(folder / _SETTINGS, own, bool(limits.get("do_lower_case")), pools_prompt),
+        texts=_texts(
+            folder / _SETTINGS, sentence_settings, bool(limits.get("do_lower_case")), pools_prompt
+        ),
     )
 
 
@@ -110,10 +112,10 @@ def _pooling(
 
 
 def _modes(folder: Path, table: dict[str, Any]) -> tuple[str, ...]:
-    given = table.get("pooling_mode")
-    if given is None:
-        given = [name for name, (key, _) in _MODES.items() if table.get(key)] or ["mean"]
-    names = [given] if isinstance(given, str) else list(given)
+    mode = table.get("pooling_mode")
+    if mode is None:
+        mode = [name for name, (key, _) in _MODES.items() if table.get(key)] or ["mean"]
+    names = [mode] if isinstance(mode, str) else list(mode)
     if unknown := [name for name in names if name not in _MODES]:
         raise UnsupportedError(
             f"{folder / 'config.json'}: pooling_mode {', '.join(map(str, unknown))}: not yet; "

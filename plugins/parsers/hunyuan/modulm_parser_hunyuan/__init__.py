@@ -66,7 +66,7 @@ class HunyuanA13bToolParser(JsonCalls):
         if opener != "<think>":
             yield from super().read(message, opener)
             return
-        message.source.held = None
+        message.source.unconfirmed = None
         message.content(opener)
         closing = yield from message.source.until(markers("</think>"), message.content)
         message.content(closing or "")
@@ -193,7 +193,7 @@ class HyV4ReasoningParser(Thoughts):
         return self.on if effort is None else effort != "no_think"
 
     def label(self, source: Source) -> Steps[None]:
-        if source.held and source.held[0].endswith(":"):
+        if source.unconfirmed and source.unconfirmed[0].endswith(":"):
             yield from source.run(_SUFFIX)
             if not (yield from source.expect(markers(">"))):
                 raise NotACall

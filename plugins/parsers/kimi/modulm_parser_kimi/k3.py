@@ -81,7 +81,7 @@ class KimiK3Reader(MessageReader):
             yield from source.through(markers(SEP))
         elif not (yield from source.expect(markers(SEP))):
             raise NotACall
-        source.held = None
+        source.unconfirmed = None
         self.layout()
         channels.append(name if word == OPEN and name != "message" else "")
 

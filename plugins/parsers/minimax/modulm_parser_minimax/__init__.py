@@ -105,7 +105,7 @@ class MinimaxM3ToolParser(ToolFormat):
             _, _ = yield from source.through(markers(_SIGN))
             tag = yield from self._tag(source)
             if tag == "/tool_call" and message.calls:
-                source.held = None
+                source.unconfirmed = None
                 return
             if not tag.startswith('invoke name="'):
                 raise NotACall

@@ -65,7 +65,7 @@ class Step3ToolParser(XmlCalls):
             return (yield from super().between(message))
         if (yield from message.optional(_CALL, self.outer[1])) != _CALL:
             return True
-        source.held = [_CALL]
+        source.unconfirmed = [_CALL]
         yield from self.lead(source, _CALL)
         yield from source.space()
         return (yield from source.expect(markers(self.call[0]))) is None

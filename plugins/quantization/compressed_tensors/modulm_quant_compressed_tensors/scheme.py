@@ -147,7 +147,7 @@ class CompressedTensorsConfig:
         """Whether a layer is stored without zeros."""
         return self.sparsity_config is not None and self.sparsity_config.matches_layer(name)
 
-    def candidate(self, name: str) -> Group | None:
+    def group(self, name: str) -> Group | None:
         """Return the scheme of a layer: of the group that names it, else of the group for all
         layers.
         """

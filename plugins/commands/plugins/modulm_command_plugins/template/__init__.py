@@ -104,15 +104,15 @@ def rendered(names: Names) -> dict[str, str]:
         "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
     }
     folder = files(__name__)
-    found = {
+    sources = {
         "pyproject.toml": folder.joinpath("pyproject.toml.txt"),
         f"{names.package}/__init__.py": folder.joinpath(names.kind, "package.py.txt"),
         f"tests/test_{names.package}.py": folder.joinpath(names.kind, "test.py.txt"),
     }
     fits = folder.joinpath(names.kind, "fits.toml.txt")
     if fits.is_file():
-        found[f"{names.package}/fits.toml"] = fits
-    return {path: _fill(source, values) for path, source in found.items()}
+        sources[f"{names.package}/fits.toml"] = fits
+    return {path: _fill(source, values) for path, source in sources.items()}
 
 
 def _fill(source: Traversable, values: dict[str, str]) -> str:
