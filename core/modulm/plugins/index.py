@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["install_hint", "is_first_party", "normalized", "to_install"]
+__all__ = ["install_hint", "is_first_party", "libraries", "normalized", "to_install"]
 
 
 def normalized(name: str) -> str:
@@ -22,9 +22,17 @@ def normalized(name: str) -> str:
 
 @cache
 def _packages() -> Mapping[str, frozenset[str]]:
-    """Distribution -> what it offers, each as kind/name."""
-    words = (line.split() for line in _lines() if not line.startswith("+"))
-    return {name: frozenset(offers) for name, *offers in words}
+    """Distribution -> what it offers, each as kind/name; "library" for one under core/."""
+    entries = (line.split() for line in _lines() if not line.startswith("+"))
+    return {name: frozenset(offers) for name, *offers in entries}
+
+
+@cache
+def libraries() -> frozenset[str]:
+    """Import packages of the distributions that others are written with, the core apart."""
+    return frozenset(
+        name.replace("-", "_") for name, offers in _packages().items() if "library" in offers
+    )
 
 
 def _lines() -> list[str]:
