@@ -153,7 +153,7 @@ REFUSED = {
     "MptForCausalLM": "cannot be replaced by ours",
     "NemotronForCausalLM": "drops the arguments meant for attention",
     "OlmoHybridForCausalLM": "cannot be replaced by ours",
-    "RecurrentGemmaForCausalLM": "keeps more than keys and values",
+    "RecurrentGemmaForCausalLM": "caches other than keys and values",
     "Zamba2ForCausalLM": "cannot be replaced by ours",
     "StableLmForCausalLM": "cannot be replaced by ours",
 }
@@ -243,8 +243,8 @@ class Attends(torch.nn.Module):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"indices": torch.zeros(1, 1)}, "hands attention indices"),
-        ({"position_bias": torch.zeros(1, 1)}, "hands attention position_bias"),
+        ({"indices": torch.zeros(1, 1)}, "attention argument indices"),
+        ({"position_bias": torch.zeros(1, 1)}, "attention argument position_bias"),
         ({"is_causal": False}, "attends in both directions"),
     ],
 )

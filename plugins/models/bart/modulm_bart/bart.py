@@ -59,7 +59,7 @@ class BartConfig:
             ("decoder", self.decoder_attention_heads),
         ):
             if self.d_model % heads:
-                raise ValueError(f"{side}_attention_heads: they do not divide d_model")
+                raise ValueError(f"{side}_attention_heads: does not divide d_model")
 
     @property
     def hidden_size(self) -> int:
@@ -168,7 +168,9 @@ class BartForConditionalGeneration(DecoderForCausalLM):
 
     def __init__(self, config: Any, build: Builder) -> None:
         if build.shared.mesh.pipeline.size > 1:
-            raise UnsupportedError("pipeline_parallel_size: encoders with decoders: not yet")
+            raise UnsupportedError(
+                "pipeline_parallel_size: not supported yet for encoder-decoder models"
+            )
         width = config.d_model
         scale = width**0.5 if config.scale_embedding else 1.0
         tokens = build.embedding("model.shared", config.vocab_size, width, scale=scale)
@@ -220,9 +222,9 @@ class BartForConditionalGeneration(DecoderForCausalLM):
         """[tokens, hidden] of each text."""
         lengths = [len(item.tensors["input_ids"]) for item in items]
         tokens = np.concatenate([item.tensors["input_ids"] for item in items])
-        places = np.concatenate([np.arange(length) for length in lengths])
-        given = (torch.from_numpy(array).to(self.device) for array in (tokens, places))
-        x = yield from through(self.encoder_layers, self.encoder_embed.of(*given), lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        inputs = (torch.from_numpy(array).to(self.device) for array in (tokens, positions))
+        x = yield from through(self.encoder_layers, self.encoder_embed.of(*inputs), lengths)
         if self.encoder_norm is not None:
             x = self.encoder_norm(x)
         return x.split(lengths)

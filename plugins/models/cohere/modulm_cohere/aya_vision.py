@@ -49,7 +49,7 @@ class AyaVisionConfig(MultimodalConfig):
         layer, strategy = keys["vision_feature_layer"], keys["vision_feature_select_strategy"]
         if type(layer) is not int or strategy != "full":
             raise CheckpointError(
-                f"{file}: vision_feature_layer: {layer!r} with {strategy!r}: not yet"
+                f"{file}: vision_feature_layer: not supported yet: {layer!r} with {strategy!r}"
             )
         return {"layer": layer}
 
@@ -93,9 +93,9 @@ class AyaVisionForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        found = yield from self.states_of(pixels)
+        states = yield from self.states_of(pixels)
         side = self.config.vision.image_size // self.config.vision.patch_size
-        grid = found.reshape(len(found), side, side, -1)
+        grid = states.reshape(len(states), side, side, -1)
         squares = pixel_shuffle(grid, self.config.whole.downsample_factor)
         each = squares.shape[1] * squares.shape[2]
         tokens = self.projector(squares.flatten(0, 2))
@@ -103,8 +103,8 @@ class AyaVisionForConditionalGeneration(MultimodalModel):
 
     def states_of(self, pixels: Tensor) -> Pieces[Tensor]:
         """The tower's states that are read: [n, patches, width]."""
-        (found,) = yield from self.tower.states(pixels, [self.config.layer])
-        return found
+        (states,) = yield from self.tower.states(pixels, [self.config.layer])
+        return states
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

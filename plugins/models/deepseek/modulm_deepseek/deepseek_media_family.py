@@ -23,12 +23,12 @@ class DeepseekOcr2Family(MediaFamily):
     """As the processor says, for views of the sizes for which the model has queries."""
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = super().call(media, options)
+        outputs = super().call(media, options)
         names = ("pixel_values", "pixel_values_local")
-        views = [self._tokens(np.asarray(found[name])) for name in names if name in found]
-        if sum(views) + 1 != np.asarray(found["input_ids"]).size:
+        views = [self._tokens(np.asarray(outputs[name])) for name in names if name in outputs]
+        if sum(views) + 1 != np.asarray(outputs["input_ids"]).size:
             raise ValueError("size, tile_size: the model has 144 or 256 queries for a view")
-        return found
+        return outputs
 
     def _tokens(self, pixels: np.ndarray) -> int:
         """pixels: [views, channels, height, width]."""

@@ -97,25 +97,25 @@ class DeepseekOcr2ForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         views, _ = stacked(self, items, "pixel_values")
-        whole = yield from self._views(views)
+        overviews = yield from self._views(views)
         tiled = [item for item in items if "pixel_values_local" in item.tensors]
         tiles: dict[int, Tensor] = {}
         if tiled:
             pixels, counts = stacked(self, tiled, "pixel_values_local")
-            found = yield from self._views(pixels)
-            parts = zip(tiled, found.split(counts), strict=True)
-            tiles = {id(item): own.flatten(0, 1) for item, own in parts}
+            tile_tokens = yield from self._views(pixels)
+            parts = zip(tiled, tile_tokens.split(counts), strict=True)
+            tiles = {id(item): item_tokens.flatten(0, 1) for item, item_tokens in parts}
         end = self.separator[None]
         return [
             torch.cat([*([tiles[id(item)]] if id(item) in tiles else []), view, end])
-            for item, view in zip(items, whole, strict=True)
+            for item, view in zip(items, overviews, strict=True)
         ]
 
     def _views(self, pixels: Tensor) -> Pieces[Tensor]:
         """[n, channels, height, width] -> [n, tokens, hidden of the text model]."""
         read = yield from self.queries.run((yield from self.sam.run(pixels)))
-        found: Tensor = self.projector(read.flatten(0, 1)).unflatten(0, read.shape[:2])
-        return found
+        tokens: Tensor = self.projector(read.flatten(0, 1)).unflatten(0, read.shape[:2])
+        return tokens
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

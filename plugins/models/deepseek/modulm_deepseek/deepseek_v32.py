@@ -89,11 +89,13 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         for key in ("indexer_types", "index_topk_pattern"):
-            given = {"indexer_types": self.indexer_types, "index_topk_pattern": self.pattern}[key]
-            if given is not None and len(given) != self.num_hidden_layers:
-                raise ValueError(f"{key}: {len(given)} entries for {self.num_hidden_layers} layers")
+            entries = {"indexer_types": self.indexer_types, "index_topk_pattern": self.pattern}[key]
+            if entries is not None and len(entries) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{key}: {len(entries)} entries for {self.num_hidden_layers} layers"
+                )
         if not self.picks(0):
-            raise ValueError("indexer_types: the first layer has nobody to share with")
+            raise ValueError("indexer_types: the first layer has no indexer to share")
 
     @property
     def pattern(self) -> str | None:
@@ -163,11 +165,13 @@ class SparseLatentAttention(LatentAttention):
 
         Raises UnsupportedError where there is none before it.
         """
-        found = self.indexer or before
-        if found is None:
-            raise UnsupportedError("a pipeline stage that begins with a shared indexer: not there")
-        self._source = (found,)
-        return found
+        indexer = self.indexer or before
+        if indexer is None:
+            raise UnsupportedError(
+                "pipeline parallelism: not supported yet: a stage that starts with a shared indexer"
+            )
+        self._source = (indexer,)
+        return indexer
 
     def selection(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
         if self.indexer is not None:

@@ -17,23 +17,23 @@ class AsOcr2Text:
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Random ones, of about unit gain for each map."""
         width = config["hidden_size"]
-        found = {"lm_head.weight": 3 * torch.randn(config["vocab_size"], width) * width**-0.5}
+        tensors = {"lm_head.weight": 3 * torch.randn(config["vocab_size"], width) * width**-0.5}
         for name, parameter in _model(config).named_parameters():
             drawn = torch.randn(parameter.shape)
             if parameter.dim() < 2:
                 drawn = 0.1 * drawn + name.endswith("norm.weight")
             elif not name.startswith("embed_tokens"):
                 drawn = drawn * parameter.shape[-1] ** -0.5
-            found[f"model.{name}"] = drawn
-        return found
+            tensors[f"model.{name}"] = drawn
+        return tensors
 
     def logits(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
     ) -> Tensor:
         """[tokens, vocabulary] in fp32."""
-        model, given = _model(config), dict(weights)
-        head = given.pop("lm_head.weight")
-        model.load_state_dict({name.removeprefix("model."): t for name, t in given.items()})
+        model, state = _model(config), dict(weights)
+        head = state.pop("lm_head.weight")
+        model.load_state_dict({name.removeprefix("model."): t for name, t in state.items()})
         states: Tensor = model(torch.tensor([list(tokens)])).last_hidden_state[0]
         return states @ head.T
 
@@ -44,6 +44,8 @@ def _model(config: Mapping[str, Any]) -> Any:
 
     layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     kinds = ["dense" if index < dense else "sparse" for index in range(layers)]
-    told = settings.DeepseekOcr2TextConfig.from_dict({**config, "mlp_layer_types": kinds})
-    told._attn_implementation = "eager"
-    return models.DeepseekOcr2TextModel(told).float().eval()
+    reference_config = settings.DeepseekOcr2TextConfig.from_dict(
+        {**config, "mlp_layer_types": kinds}
+    )
+    reference_config._attn_implementation = "eager"
+    return models.DeepseekOcr2TextModel(reference_config).float().eval()

@@ -37,12 +37,12 @@ class QueryConfig:
     def __attrs_post_init__(self) -> None:
         only(self, sliding_window=(None,))
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_key_value_heads: they do not divide num_attention_heads")
+            raise ValueError("num_key_value_heads: does not divide num_attention_heads")
         kind = self.rope_parameters.get("rope_type", "default")
         if kind != "default":
-            raise ValueError(f"rope_parameters: {kind!r}: not yet; there is 'default'")
+            raise ValueError(f"rope_parameters: not supported yet: {kind!r}; supported: 'default'")
 
     @property
     def head_dim(self) -> int:
@@ -71,21 +71,21 @@ class QueryEncoder(Tower):
         count = x.shape[1]
         queries = self.query_768 if count <= QUERIES[768] else self.query_1024
         x = torch.cat([x, queries.expand(len(x), -1, -1)], dim=1)
-        places = torch.arange(x.shape[1], device=x.device)
-        shown = (places <= places[:, None]) | (places < count)
-        turns = self._turns(places)
+        positions = torch.arange(x.shape[1], device=x.device)
+        mask = (positions <= positions[:, None]) | (positions < count)
+        turns = self._turns(positions)
         for layer in self.layers:
-            x = layer(x, turns, shown)
+            x = layer(x, turns, mask)
             yield x.shape[0] * x.shape[1]
         read = x[:, count:]
         out: Tensor = self.norm(read.flatten(0, 1)).view(read.shape)
         return out
 
-    def _turns(self, places: Tensor) -> Tensor:
+    def _turns(self, positions: Tensor) -> Tensor:
         """[tokens, head_dim], cosines, then sines."""
-        wide, given = self.config.head_dim, self.config.rope_parameters.get("rope_theta", 10000.0)
-        steps = torch.arange(0, wide, 2, dtype=torch.float32, device=places.device) / wide
-        angles = places[:, None].float() / float(str(given)) ** steps
+        wide, theta = self.config.head_dim, self.config.rope_parameters.get("rope_theta", 10000.0)
+        steps = torch.arange(0, wide, 2, dtype=torch.float32, device=positions.device) / wide
+        angles = positions[:, None].float() / float(str(theta)) ** steps
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -99,10 +99,10 @@ class _Layer(Module):
         self.norm2 = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = GatedMLP(b.at("mlp"), c.hidden_size, c.intermediate_size, c.hidden_act)
 
-    def forward(self, x: Tensor, turns: Tensor, shown: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
         """x: [n, tokens, hidden]; turns: [tokens, head_dim]; shown: [queries, keys] bool."""
         flat = x.flatten(0, 1)
-        flat = flat + self.attn(self.norm1(flat), turns, shown)
+        flat = flat + self.attn(self.norm1(flat), turns, mask)
         out: Tensor = flat + self.mlp(self.norm2(flat))
         return out.view(x.shape)
 
@@ -119,15 +119,15 @@ class _Attention(Module):
         self.out = b.row_linear("o_proj", queries, c.hidden_size)
         self.ops, self.head_dim = b.ops, wide
 
-    def forward(self, x: Tensor, turns: Tensor, shown: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
         """x: [n * tokens, hidden] -> the same."""
         tokens = len(turns)
         heads = [self.heads, self.kv_heads, self.kv_heads]
         parts = self.qkv(x).view(len(x), -1, self.head_dim).split(heads, dim=1)
         q, k, v = (part.contiguous() for part in parts)
-        places = torch.arange(tokens, device=x.device).repeat(len(x) // tokens)
-        self.ops.rotary(q, k, places, turns, True)
+        positions = torch.arange(tokens, device=x.device).repeat(len(x) // tokens)
+        self.ops.rotary(q, k, positions, turns, True)
         q, k, v = (part.unflatten(0, (-1, tokens)).transpose(1, 2) for part in (q, k, v))
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, enable_gqa=True)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         out: Tensor = self.out(seen.transpose(1, 2).reshape(len(x), -1))
         return out

@@ -82,7 +82,7 @@ class PaddleOCRVLConfig(MultimodalConfig):
     @classmethod
     def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
         if keys["text_config"].get("use_bias"):
-            raise CheckpointError(f"{file}: use_bias: true: not yet")
+            raise CheckpointError(f"{file}: use_bias: not supported yet: true")
         return {}
 
 
@@ -114,8 +114,8 @@ class _Tower(Tower):
         x = self.patch(pixels.to(self.dtype))
         x = x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
         theta = float(c.rope_parameters.get("rope_theta", 10000.0))
-        places = torch.cat([grid_coordinates(grid, 1) for grid in grids])
-        turns = axial_turns(places, c.head_dim, theta).to(x.device)
+        coordinates = torch.cat([grid_coordinates(grid, 1) for grid in grids])
+        turns = axial_turns(coordinates, c.head_dim, theta).to(x.device)
         x = yield from through(self.layers, x, lengths_of(grids), turns)
         out: Tensor = self.post(x)
         return out
@@ -124,8 +124,8 @@ class _Tower(Tower):
         """[patches, hidden]: the learned square stretched to the grid, pixels seen as areas."""
         frames, rows, columns = grid
         square = self.positions.float().view(1, self.config.side, self.config.side, -1)
-        found = F.interpolate(square.permute(0, 3, 1, 2), (rows, columns), mode="bilinear")
-        return found[0].flatten(1).T.repeat(frames, 1)
+        resized = F.interpolate(square.permute(0, 3, 1, 2), (rows, columns), mode="bilinear")
+        return resized[0].flatten(1).T.repeat(frames, 1)
 
 
 class PaddleOCRVLForConditionalGeneration(MultimodalModel):
@@ -155,8 +155,8 @@ class PaddleOCRVLForConditionalGeneration(MultimodalModel):
         grids = [item.tensors["image_grid_thw"].reshape(-1, 3).tolist() for item in items]
         flat = [grid for some in grids for grid in some]
         seen = yield from self.tower.run(pixels, flat)
-        found = self.norm(seen).split([t * h * w for t, h, w in flat])
-        squares = [_squares(part, grid, merge) for part, grid in zip(found, flat, strict=True)]
+        per_image = self.norm(seen).split([t * h * w for t, h, w in flat])
+        squares = [_squares(part, grid, merge) for part, grid in zip(per_image, flat, strict=True)]
         tokens: Tensor = self.projector(torch.cat(squares))
         return tokens.split([sum(t * h * w for t, h, w in some) // merge**2 for some in grids])
 

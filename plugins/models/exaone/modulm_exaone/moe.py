@@ -57,7 +57,7 @@ class ExaoneMoeConfig(RoutedConfig):
         if self.sliding_windows is not None and self.sliding_windows != windows:
             raise ValueError("sliding_windows: not those of sliding_window and layer_types")
         if any(self.swiglu_limits or ()):
-            raise ValueError("swiglu_limits: bounds of gates: not yet")
+            raise ValueError("swiglu_limits: not supported yet")
 
     def layer_type(self, index: int) -> str:
         return layer_kind(self, self.sliding_window_pattern, index)
@@ -94,7 +94,7 @@ class ExaoneMoeForCausalLM(DecoderForCausalLM):
         if not c.num_nextn_predict_layers:
             return None
         if (c.mtp_layer_types or (_FULL,))[0] != _FULL:
-            raise UnsupportedError("mtp_layer_types: a layer that drafts with a window: not yet")
+            raise UnsupportedError("mtp_layer_types: not supported yet: draft layers with a window")
         return MtpLayer(
             layer=lambda b: ExaoneMoeLayer(c, b, 0, drafts=True),
             at="mtp.layers.0",

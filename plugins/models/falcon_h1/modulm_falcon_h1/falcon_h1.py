@@ -102,8 +102,11 @@ class FalconH1Mixer(Module):
         head_dim, each = width // heads, c.mamba_n_groups * size
         self.heads, self.groups = b.share(heads), b.share(c.mamba_n_groups, 1)
         self.limit, self.ops = c.time_step_limit, b.ops
-        own, kept = self.heads * head_dim, self.groups * size
-        self.parts, self.mixed = [own, own + 2 * kept, self.heads], [own, kept, kept]
+        rank_inner, rank_state = self.heads * head_dim, self.groups * size
+        self.parts, self.mixed = (
+            [rank_inner, rank_inner + 2 * rank_state, self.heads],
+            [rank_inner, rank_state, rank_state],
+        )
         pieces, least = [width, width, each, each, heads], [head_dim, head_dim, size, size, 1]
         self.project = b.pieces("in_proj", c.hidden_size, pieces, least, bias=c.mamba_proj_bias)
         self.conv = CausalConv(

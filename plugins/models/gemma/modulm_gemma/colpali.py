@@ -78,11 +78,13 @@ class ColPaliConfig(PaliGemmaConfig):
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
         inner, width = vlm_table(table, "PaliGemmaForConditionalGeneration", file)
-        found = super().from_table(inner, file)
-        if found.text.driver is not GemmaForCausalLM:
-            name = found.text.driver.__name__
-            raise UnsupportedError(f"{file}: vlm_config.text_config: {name} in ColPali: not yet")
-        return evolve(found, width=width, text=evolve(found.text, driver=_Reader))
+        config = super().from_table(inner, file)
+        if config.text.driver is not GemmaForCausalLM:
+            name = config.text.driver.__name__
+            raise UnsupportedError(
+                f"{file}: vlm_config.text_config: not supported yet in ColPali: {name}"
+            )
+        return evolve(config, width=width, text=evolve(config.text, driver=_Reader))
 
 
 class ColPaliForRetrieval(TokenVectors, PaliGemmaForConditionalGeneration):

@@ -35,13 +35,13 @@ class GemmaConfig(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.use_bidirectional_attention:
-            raise ValueError("use_bidirectional_attention: every token sees all: not yet")
+            raise ValueError("use_bidirectional_attention: not supported yet for all tokens")
 
     @property
     def activation(self) -> str:
         """The activation; early files said "gelu" and meant its approximation by tanh."""
-        named = "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
-        return self.hidden_activation or named
+        fallback = "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
+        return self.hidden_activation or fallback
 
 
 def gemma_norm(b: Builder, name: str, c: DecoderConfig, width: int | None = None) -> Norm:

@@ -83,8 +83,8 @@ class Gemma3ForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        found: Tensor = self.projector((yield from self.tower.run(pixels)))
-        return [part.flatten(0, 1) for part in found.split(counts)]
+        tokens: Tensor = self.projector((yield from self.tower.run(pixels)))
+        return [part.flatten(0, 1) for part in tokens.split(counts)]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -44,22 +44,22 @@ class PaliGemmaFamily(MediaFamily):
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The processor's, less what it adds to the text around the image."""
-        found = dict(super().call(media, options))
-        ids = np.asarray(found["input_ids"])
-        found["input_ids"] = ids[:, ids[0] == self.features(media.kind)[0]]
-        found.pop("labels", None)
-        return found
+        outputs = dict(super().call(media, options))
+        ids = np.asarray(outputs["input_ids"])
+        outputs["input_ids"] = ids[:, ids[0] == self.features(media.kind)[0]]
+        outputs.pop("labels", None)
+        return outputs
 
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
-        words = self.processor.tokenizer
-        places = np.flatnonzero(np.isin(tokens, mark))
-        if not len(places):
+        tokenizer = self.processor.tokenizer
+        marks = np.flatnonzero(np.isin(tokens, mark))
+        if not len(marks):
             return tokens
-        end = int(places[-1]) + 1
-        if end < len(tokens) and tokens[end] == words.bos_token_id:
+        end = int(marks[-1]) + 1
+        if end < len(tokens) and tokens[end] == tokenizer.bos_token_id:
             return tokens
-        line = words.encode("\n", add_special_tokens=False)
-        return np.concatenate([tokens[:end], [words.bos_token_id], tokens[end:], line])
+        line = tokenizer.encode("\n", add_special_tokens=False)
+        return np.concatenate([tokens[:end], [tokenizer.bos_token_id], tokens[end:], line])
 
 
 class ColPaliFamily(PaliGemmaFamily):
@@ -74,6 +74,8 @@ class ColPaliFamily(PaliGemmaFamily):
         return self.mark(kind) + (page if is_only_item else "")
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        made = self.processor.image_processor(images=[media.value], return_tensors="pt", **options)
+        outputs = self.processor.image_processor(
+            images=[media.value], return_tensors="pt", **options
+        )
         tokens = list(self.features(media.kind)) * self.processor.image_seq_length
-        return {**made, "input_ids": [tokens]}
+        return {**outputs, "input_ids": [tokens]}

@@ -54,9 +54,9 @@ class PaliGemmaForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        found = yield from self.tower.run(pixels)
-        tokens: Tensor = self.projector(found.flatten(0, 1))
-        return tokens.split([count * found.shape[1] for count in counts])
+        states = yield from self.tower.run(pixels)
+        tokens: Tensor = self.projector(states.flatten(0, 1))
+        return tokens.split([count * states.shape[1] for count in counts])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -13,10 +13,17 @@ from modulm.nn import Builder, Norm
 from modulm_gemma4.config import SharingConfig
 from modulm_layers import Attention
 
-__all__ = ["BorrowingAttention", "Kept", "OwnAttention", "UnitNorm", "attention", "shared_names"]
+__all__ = [
+    "BorrowingAttention",
+    "SharedKeyValues",
+    "OwnAttention",
+    "UnitNorm",
+    "attention",
+    "shared_names",
+]
 
 
-class Kept:
+class SharedKeyValues:
     """Keys and values that the last layer of one kind made of a step's tokens, and where they go.
 
     k, v: [tokens, kv_heads, head_dim].
@@ -68,11 +75,11 @@ class OwnAttention(Attention):
         )
         self.kind, self.v_norm = c.layer_type(index), UnitNorm(c.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch, kept: dict[str, Kept]) -> Tensor:  # type: ignore[override]
-        """x: [tokens, hidden] -> [tokens, hidden]; leaves keys and values in `kept`."""
+    def forward(self, x: Tensor, batch: Batch, shared: dict[str, SharedKeyValues]) -> Tensor:  # type: ignore[override]
+        """x: [tokens, hidden] -> [tokens, hidden]; stores keys and values in `shared`."""
         q, k, v = self._project(self.qkv(x), batch.positions)
-        kept[self.kind] = Kept(k, self.v_norm(v), self.cache, self.backend)
-        attended: Tensor = self.out(kept[self.kind].attend(q, batch).flatten(1))
+        shared[self.kind] = SharedKeyValues(k, self.v_norm(v), self.cache, self.backend)
+        attended: Tensor = self.out(shared[self.kind].attend(q, batch).flatten(1))
         return attended
 
 
@@ -89,11 +96,11 @@ class BorrowingAttention(Module):
         self.out = b.row_linear("o_proj", c.heads * width, c.hidden_size, bias=bias)
         self.rotation: Any = b.rope(c.rotation(index))
 
-    def forward(self, x: Tensor, batch: Batch, kept: dict[str, Kept]) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, shared: dict[str, SharedKeyValues]) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         q = self.q_norm(self.q(x).view(x.shape[0], self.heads, -1))
         self.ops.rotary(q, q[:, :0], batch.positions, self.rotation.cos_sin, True)
-        attended: Tensor = self.out(kept[self.kind].attend(q, batch).flatten(1))
+        attended: Tensor = self.out(shared[self.kind].attend(q, batch).flatten(1))
         return attended
 
 

@@ -31,8 +31,8 @@ class SharingConfig(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         kinds = {self.layer_type(i) for i in range(self.num_hidden_layers)}
-        own = {self.layer_type(i) for i in range(self.first_shared)}
-        if own != kinds:
+        unshared_kinds = {self.layer_type(i) for i in range(self.first_shared)}
+        if unshared_kinds != kinds:
             raise ValueError(
                 f"num_kv_shared_layers: the {self.num_kv_shared_layers} last layers need one "
                 "before them of each kind"
@@ -81,11 +81,11 @@ class Gemma3nConfig(SharingConfig):
 
     def __attrs_post_init__(self) -> None:
         for key, least in (("intermediate_size", 1), ("activation_sparsity_pattern", 0)):
-            found = self.per_layer(key)
-            if len(found) != self.num_hidden_layers or not all(
-                type(n) in (int, float) and n >= least for n in found
+            values = self.per_layer(key)
+            if len(values) != self.num_hidden_layers or not all(
+                type(n) in (int, float) and n >= least for n in values
             ):
-                raise ValueError(f"{key}: {found!r} is no number for each layer")
+                raise ValueError(f"{key}: {values!r} is no number for each layer")
         if self.altup_active_idx >= self.altup_num_inputs:
             raise ValueError(
                 f"altup_active_idx: {self.altup_active_idx} of {self.altup_num_inputs}"
@@ -95,14 +95,14 @@ class Gemma3nConfig(SharingConfig):
     def per_layer(self, key: str) -> list[Any]:
         """A key that may hold a list, one number, or nothing, as a list with one for each layer."""
         layers = self.num_hidden_layers
-        held = {
+        value = {
             "intermediate_size": self.intermediate_size,
             "activation_sparsity_pattern": self.activation_sparsity_pattern,
         }[key]
-        if held is None:
+        if value is None:
             sparse = 10 if layers > 10 else 0
             return [0.95] * sparse + [0.0] * (layers - sparse)
-        return list(held) if isinstance(held, list | tuple) else [held] * layers
+        return list(value) if isinstance(value, list | tuple) else [value] * layers
 
     @property
     def inner_size(self) -> int:
@@ -139,7 +139,7 @@ class Gemma4Config(SharingConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.use_bidirectional_attention == "all":
-            raise ValueError("use_bidirectional_attention: every token sees all: not yet")
+            raise ValueError("use_bidirectional_attention: not supported yet for all tokens")
         if self.enable_moe_block and not 1 <= (self.top_k_experts or 0) <= (self.num_experts or 0):
             raise ValueError(f"top_k_experts: {self.top_k_experts} of {self.num_experts}")
         if self.enable_moe_block and self.moe_intermediate_size is None:
@@ -150,13 +150,13 @@ class Gemma4Config(SharingConfig):
         return "full_attention" if last else super().layer_type(index)
 
     def heads_of(self, index: int) -> tuple[int, int]:
-        own = self.per_layer_config.get(str(index), {})
+        settings = self.per_layer_config.get(str(index), {})
         kv_heads, width = self.kv_heads, self.head_size
         if self.layer_type(index) == "full_attention" and not self.per_layer_config:
             width = self.global_head_dim
             if self.attention_k_eq_v:
                 kv_heads = self.num_global_key_value_heads or kv_heads
-        return own.get("num_key_value_heads", kv_heads), own.get("head_dim", width)
+        return settings.get("num_key_value_heads", kv_heads), settings.get("head_dim", width)
 
     def rotation(self, index: int) -> Rope:
         """Full layers turn the first part of a head only, at the speeds that it has in the whole.
@@ -168,7 +168,9 @@ class Gemma4Config(SharingConfig):
         if table.get("rope_type", "default") == "default":
             return Rope(size=width, theta=float(table.get("rope_theta", 10000.0)))
         if table["rope_type"] != "proportional":
-            raise ValueError(f"rope_parameters: rope_type {table['rope_type']!r}: not yet")
+            raise ValueError(
+                f"rope_parameters: rope_type: not supported yet: {table['rope_type']!r}"
+            )
         turning = int(table.get("partial_rotary_factor", 1.0) * width // 2)
         slower = float(table.get("factor", 1.0))
         factors = (slower,) * turning + (math.inf,) * (width // 2 - turning)

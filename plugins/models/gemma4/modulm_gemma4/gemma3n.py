@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch
 from modulm.nn import Builder, Embedding, Head, WeightNames
-from modulm_gemma4.attention import Kept, attention, shared_names
+from modulm_gemma4.attention import SharedKeyValues, attention, shared_names
 from modulm_gemma4.config import Gemma3nConfig
 from modulm_gemma4.inputs import LayerInputs
 from modulm_layers import DecoderForCausalLM, GatedMLP, activation, tiny_config
@@ -123,16 +123,18 @@ class Gemma3nLayer(Module):
         self.widen = b.linear("per_layer_projection", width, hidden, split=False)
         self.own_post = b.rms_norm("post_per_layer_input_norm", hidden, eps)
 
-    def forward(self, x: Tensor, own: Tensor, batch: Batch, kept: dict[str, Kept]) -> Tensor:
+    def forward(
+        self, x: Tensor, layer_input: Tensor, batch: Batch, shared: dict[str, SharedKeyValues]
+    ) -> Tensor:
         """x: [streams, tokens, hidden] -> the same shape; own: [tokens, width]."""
         predicted = self.altup.predict(x)
         active = predicted[self.altup.active]
         normed = self.attn_norm(active)
-        attended = self.ops.add(active, self.attn_post(self.attn(normed, batch, kept)))
+        attended = self.ops.add(active, self.attn_post(self.attn(normed, batch, shared)))
         stream = (attended + self.laurel(normed)) * 2.0**-0.5
         stream = self.ops.add(stream, self.mlp_post(self.mlp(self.mlp_norm(stream))))
         x = self.altup.correct(predicted, stream)
-        x[1:] += self.own_post(self.widen(self.act(self.gate(self.altup.seen(x))) * own))
+        x[1:] += self.own_post(self.widen(self.act(self.gate(self.altup.seen(x))) * layer_input))
         return x
 
 
@@ -171,12 +173,12 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
 
     def forward(self, batch: Batch) -> Tensor:
         embedded: Tensor = self.embed(batch)
-        own = self.inputs(embedded, batch.tokens).unbind(1)
+        layer_inputs = self.inputs(embedded, batch.tokens).unbind(1)
         size = _size(embedded)
         x = torch.stack([embedded, *(_sized(map_(embedded), size) for map_ in self.spread)])
-        kept: dict[str, Kept] = {}
-        for layer, vector in zip(self.layers, own, strict=True):
-            x = layer(x, vector, batch, kept)
+        shared: dict[str, SharedKeyValues] = {}
+        for layer, vector in zip(self.layers, layer_inputs, strict=True):
+            x = layer(x, vector, batch, shared)
         size = _size(x[0])
         total = x[0]
         for map_, stream in zip(self.gather, x[1:], strict=True):

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import Batch
 from modulm.nn import Builder, Embedding, Head, Rewrite, WeightNames
-from modulm_gemma4.attention import Kept, attention, shared_names
+from modulm_gemma4.attention import SharedKeyValues, attention, shared_names
 from modulm_gemma4.config import Gemma4Config
 from modulm_gemma4.inputs import LayerInputs
 from modulm_layers import (
@@ -103,12 +103,18 @@ class Gemma4Layer(Module):
             self.act = activation(c.hidden_activation, b.ops)
         b.parameter("layer_scalar", self, "scalar", (1,))
 
-    def forward(self, x: Tensor, own: Tensor | None, batch: Batch, kept: dict[str, Kept]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        layer_input: Tensor | None,
+        batch: Batch,
+        shared: dict[str, SharedKeyValues],
+    ) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]; own: [tokens, width] or None."""
-        x = self.ops.add(x, self.attn_post(self.attn(self.attn_norm(x), batch, kept)))
+        x = self.ops.add(x, self.attn_post(self.attn(self.attn_norm(x), batch, shared)))
         x = self.ops.add(x, self.mlp_post(self._feed_forward(x)))
-        if self.gate is not None and own is not None:
-            x = self.ops.add(x, self.own_post(self.widen(self.act(self.gate(x)) * own)))
+        if self.gate is not None and layer_input is not None:
+            x = self.ops.add(x, self.own_post(self.widen(self.act(self.gate(x)) * layer_input)))
         return x * self.scalar
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -154,14 +160,14 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
     def forward(self, batch: Batch) -> Tensor:
         x: Tensor = self.embed(batch)
-        own = self._own(x, batch)
-        kept: dict[str, Kept] = {}
+        layer_inputs = self._layer_inputs(x, batch)
+        shared: dict[str, SharedKeyValues] = {}
         for i, layer in enumerate(self.layers):
-            x = layer(x, None if own is None else own[i], batch, kept)
+            x = layer(x, None if layer_inputs is None else layer_inputs[i], batch, shared)
         normed: Tensor = self.norm(x)
         return normed
 
-    def _own(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
+    def _layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
         """[tokens, width] for each layer; images and sound have what is looked up for padding."""
         if self.inputs is None:
             return None

@@ -23,13 +23,13 @@ class Gemma4Family(MediaFamily):
         self._window = int(text.get("sliding_window", 512))
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
-        found = super().process(media, options)
-        longest = max((end - first for first, end in found.spans), default=0)
+        processed = super().process(media, options)
+        longest = max((end - first for first, end in processed.spans), default=0)
         if longest > self._window:
             raise RequestError(
                 f"an image of {longest} tokens: windows are of {self._window}", "multi_modal_data"
             )
-        return found
+        return processed
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        return {name: np.asarray(found[name]) for name in ("pixel_values", "image_position_ids")}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        return {name: np.asarray(outputs[name]) for name in ("pixel_values", "image_position_ids")}

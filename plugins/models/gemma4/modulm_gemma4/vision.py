@@ -44,7 +44,7 @@ class _TowerConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_key_value_heads: they do not divide num_attention_heads")
+            raise ValueError("num_key_value_heads: does not divide num_attention_heads")
         if self.head_dim % 4:
             raise ValueError(f"head_dim: {self.head_dim} cannot be rotated in two halves")
 
@@ -76,8 +76,8 @@ class _Linear(Module):
         if not self.clipped:
             plain: Tensor = self.linear(x)
             return plain
-        found = self.linear(torch.clamp(x, self.input_min, self.input_max))
-        return torch.clamp(found, self.output_min, self.output_max)
+        projected = self.linear(torch.clamp(x, self.input_min, self.input_max))
+        return torch.clamp(projected, self.output_min, self.output_max)
 
 
 class _Attention(Module):
@@ -144,34 +144,37 @@ class _Tower(Tower):
         for name in ("std_bias", "std_scale") if c.standardize else ():
             b.parameter(name, self, name, (c.hidden_size,))
 
-    def run(self, pixels: Tensor, places: Sequence[Tensor]) -> Pieces[list[Tensor]]:
+    def run(self, pixels: Tensor, coordinates: Sequence[Tensor]) -> Pieces[list[Tensor]]:
         """pixels: [patches, numbers of one], from 0 to 1; places: [patches, 2] int64 of each image,
         columns and rows -> [tokens, hidden] of each.
         """
-        flat = torch.cat(list(places))
+        flat = torch.cat(list(coordinates))
         columns, rows = self.positions
         x = self.patch((2 * (pixels - 0.5)).to(self.dtype))
         x = x + columns[flat[:, 0]] + rows[flat[:, 1]]
-        lengths, turns = [len(own) for own in places], self._turns(flat)
+        lengths, turns = (
+            [len(image_coordinates) for image_coordinates in coordinates],
+            self._turns(flat),
+        )
         x = yield from through(self.layers, x, lengths, turns)
-        return [self._pooled(*pair) for pair in zip(x.split(lengths), places, strict=True)]
+        return [self._pooled(*pair) for pair in zip(x.split(lengths), coordinates, strict=True)]
 
-    def _pooled(self, x: Tensor, places: Tensor) -> Tensor:
+    def _pooled(self, x: Tensor, coordinates: Tensor) -> Tensor:
         kernel, root = self.config.pooling_kernel_size, self.config.hidden_size**0.5
-        across = (int(places[:, 0].max()) + 1) // kernel
-        squares = places[:, 0] // kernel + across * (places[:, 1] // kernel)
+        across = (int(coordinates[:, 0].max()) + 1) // kernel
+        squares = coordinates[:, 0] // kernel + across * (coordinates[:, 1] // kernel)
         pooled = x.new_zeros(len(x) // kernel**2, x.shape[1], dtype=torch.float32)
-        found = pooled.index_add_(0, squares, x.float()) * (root / kernel**2)
+        scaled = pooled.index_add_(0, squares, x.float()) * (root / kernel**2)
         if self.config.standardize:
-            found = (found - self.std_bias.float()) * self.std_scale.float()
-        return found.to(x.dtype)
+            scaled = (scaled - self.std_bias.float()) * self.std_scale.float()
+        return scaled.to(x.dtype)
 
-    def _turns(self, places: Tensor) -> Tensor:
+    def _turns(self, coordinates: Tensor) -> Tensor:
         """[2, patches, head_dim]: one half of a head is turned by columns, the other by rows."""
         half, rope = self.config.head_dim // 2, self.config.rope_parameters
-        steps = torch.arange(0, half, 2, dtype=torch.float32, device=places.device) / half
+        steps = torch.arange(0, half, 2, dtype=torch.float32, device=coordinates.device) / half
         waves = 1.0 / float(rope.get("rope_theta", 100.0)) ** steps
-        angles = (places[:, :, None].float() * waves).repeat(1, 1, 2).flatten(1)
+        angles = (coordinates[:, :, None].float() * waves).repeat(1, 1, 2).flatten(1)
         return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -212,15 +215,15 @@ class Gemma4ForConditionalGeneration(MultimodalModel):
         self.projector = at.linear(name, vision.hidden_size, config.hidden_size, split=False)
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        pixels, places = [], []
+        pixels, coordinates = [], []
         for item in items:
             at = self.tensor(item, "image_position_ids")[0]
             inside = (at != -1).all(-1)
             pixels.append(self.tensor(item, "pixel_values")[0][inside])
-            places.append(at[inside])
-        found = yield from self.tower.run(torch.cat(pixels), places)
-        tokens: Tensor = self.projector(self.norm(torch.cat(found)))
-        return tokens.split([len(own) for own in found])
+            coordinates.append(at[inside])
+        per_image = yield from self.tower.run(torch.cat(pixels), coordinates)
+        tokens: Tensor = self.projector(self.norm(torch.cat(per_image)))
+        return tokens.split([len(image) for image in per_image])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -92,20 +92,22 @@ class GlmTower(Tower):
         -> [tokens, hidden of the text model].
         """
         c = self.config
-        places = [grid_coordinates(grid, c.spatial_merge_size) for grid in grids]
-        pairs = zip(grids, places, strict=True)
-        learned = torch.cat([self._learned(grid, place) for grid, place in pairs])
+        coordinates = [grid_coordinates(grid, c.spatial_merge_size) for grid in grids]
+        pairs = zip(grids, coordinates, strict=True)
+        learned = torch.cat(
+            [self._learned(grid, image_coordinates) for grid, image_coordinates in pairs]
+        )
         x = self.patch_norm(self.patch(pixels.to(self.dtype)))
         x = x + learned.to(x.dtype)
         theta = float(str(c.rope_parameters.get("rope_theta", 10000.0)))
-        turns = axial_turns(torch.cat(places), c.hidden_size // c.num_heads, theta)
+        turns = axial_turns(torch.cat(coordinates), c.hidden_size // c.num_heads, theta)
         turns, lengths = turns.to(self.device), lengths_of(grids)
         x = yield from through(self.blocks, x, lengths, turns)
         x = self.merge(self.norm(x).reshape(-1, self.merge.spec.inputs))
         out: Tensor = self.mlp(F.gelu(self.proj_norm(self.proj(x))))
         return out
 
-    def _learned(self, grid: Sequence[int], places: Tensor) -> Tensor:
+    def _learned(self, grid: Sequence[int], coordinates: Tensor) -> Tensor:
         """[patches, hidden] fp32: the square of learned positions, bicubic at the patches' places.
 
         places: [patches, 2], row and column.
@@ -113,8 +115,8 @@ class GlmTower(Tower):
         side = round(len(self.positions) ** 0.5)
         table = self.positions.float().T.reshape(1, -1, side, side)
         sizes = torch.tensor(grid[1:], dtype=torch.float32)
-        spread = ((places + 0.5) / sizes * 2 - 1).flip(-1).to(table.device)
-        found = F.grid_sample(
+        spread = ((coordinates + 0.5) / sizes * 2 - 1).flip(-1).to(table.device)
+        sampled = F.grid_sample(
             table, spread[None, :, None], "bicubic", padding_mode="border", align_corners=False
         )
-        return found[0, :, :, 0].T
+        return sampled[0, :, :, 0].T

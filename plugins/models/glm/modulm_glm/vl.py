@@ -78,9 +78,9 @@ class Glm4vForConditionalGeneration(MultimodalModel):
             pixels.append(self.tensor(item, "pixel_values_videos" if video else "pixel_values"))
             grids.append(item.tensors[f"{item.kind}_grid_thw"].reshape(-1, 3).tolist())
         flat = [grid for some in grids for grid in some]
-        found = yield from self.tower.run(torch.cat(pixels), flat)
+        tokens = yield from self.tower.run(torch.cat(pixels), flat)
         merged = self.config.vision.spatial_merge_size**2
-        return found.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
+        return tokens.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

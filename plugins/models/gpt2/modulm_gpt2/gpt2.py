@@ -52,7 +52,7 @@ class GPT2Config(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.add_cross_attention:
-            raise ValueError("add_cross_attention: true: not yet")
+            raise ValueError("add_cross_attention: not supported yet: true")
 
     def attention_scale(self, index: int) -> float:
         """What the scores of layer `index` are multiplied by."""

@@ -30,8 +30,8 @@ class CodeGenConfig(GPTJConfig):
 def _split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each share has its queries, its values, its keys."""
     parts = tensor.unflatten(0, (_SHARES, 3, -1))
-    for place, part in enumerate(("q_proj", "v_proj", "k_proj")):
-        yield name.replace("qkv_proj", part), parts[:, place].flatten(0, 1)
+    for index, part in enumerate(("q_proj", "v_proj", "k_proj")):
+        yield name.replace("qkv_proj", part), parts[:, index].flatten(0, 1)
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):

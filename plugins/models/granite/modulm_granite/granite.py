@@ -74,9 +74,9 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
         scale = config.embedding_multiplier
-        made = b.embedding("embed_tokens", config.vocab_size, config.hidden_size, scale=scale)
-        made.scales_given = True
-        return made
+        embedding = b.embedding("embed_tokens", config.vocab_size, config.hidden_size, scale=scale)
+        embedding.scales_given = True
+        return embedding
 
     def make_head(self, config: Any, b: Builder) -> Head:
         tied = self.embed if config.tie_word_embeddings else None

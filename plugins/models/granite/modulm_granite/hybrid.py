@@ -38,7 +38,9 @@ class GraniteMoeHybridConfig(StateSpaceConfig):
         if unknown:
             raise ValueError(f"layer_types: {sorted(unknown)} are neither recurrent nor attention")
         if self.position_embedding_type not in (None, "nope", "rope"):
-            raise ValueError(f"position_embedding_type: {self.position_embedding_type!r}: not yet")
+            raise ValueError(
+                f"position_embedding_type: not supported yet: {self.position_embedding_type!r}"
+            )
 
     def recurrent(self, index: int) -> bool:
         """Whether layer `index` keeps a state; all do where the file says nothing."""

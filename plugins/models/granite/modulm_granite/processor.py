@@ -47,25 +47,25 @@ class SpeechProcessor:
             raise ValueError(f"{', '.join(options)}: no such keyword")
         if sampling_rate not in (None, self._rate):
             raise ValueError(f"sound of {sampling_rate} samples a second, not {self._rate}")
-        (words,) = text
-        made: dict[str, Any] = {}
+        (prompt,) = text
+        features: dict[str, Any] = {}
         if audio is not None:
             import torch
 
-            first, *others = words.split(self.audio_token)
+            first, *others = prompt.split(self.audio_token)
             if len(others) != len(audio):
                 raise ValueError(f"{len(others)} placeholders for {len(audio)} sounds")
             mel = np.stack([self._spectrogram(one) for one in audio])
             count = -(-mel.shape[1] // self._window) * (self._window // self._rest)
-            made = {
+            features = {
                 "input_features": torch.from_numpy(mel),
                 "input_features_mask": torch.ones(len(mel), count, dtype=torch.bool),
             }
-            words = first + "".join(self.audio_token * count + rest for rest in others)
+            prompt = first + "".join(self.audio_token * count + rest for rest in others)
         read = self.tokenizer(
-            [words], add_special_tokens=add_special_tokens, return_tensors=return_tensors
+            [prompt], add_special_tokens=add_special_tokens, return_tensors=return_tensors
         )
-        return {**read, **made}
+        return {**read, **features}
 
     def _spectrogram(self, samples: np.ndarray) -> np.ndarray:
         """[frames / 2, 2 * bins] float32 of [n] samples."""
@@ -79,15 +79,15 @@ class SpeechProcessor:
         loud = np.log10(np.maximum(power.T, 1e-10))
         levels = np.maximum(loud, loud.max() - 8.0) / 4 + 1
         levels = levels[: len(levels) // 2 * 2].astype(np.float32)
-        found: np.ndarray = levels.reshape(-1, 2 * self._bins)
-        return found
+        frames: np.ndarray = levels.reshape(-1, 2 * self._bins)
+        return frames
 
     @cached_property
     def _filters(self) -> np.ndarray:
         from transformers.audio_utils import mel_filter_bank
 
-        found: np.ndarray = mel_filter_bank(
+        filters: np.ndarray = mel_filter_bank(
             num_frequency_bins=self._fft // 2 + 1, num_mel_filters=self._bins, min_frequency=0.0,
             max_frequency=self._rate / 2, sampling_rate=self._rate, norm=None, mel_scale="htk",
         )  # fmt: skip
-        return found
+        return filters

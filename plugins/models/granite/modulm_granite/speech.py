@@ -40,7 +40,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class GraniteSpeechConfig(MultimodalConfig):
-    """config.json of Granite Speech. queries: what reads."""
+    """config.json of Granite Speech. queries: settings of the querying transformer."""
 
     audio_type: ClassVar[type | None] = ConformerConfig
     audio_key = "encoder_config"
@@ -68,7 +68,7 @@ class GraniteSpeechForConditionalGeneration(MultimodalModel):
         rename=((r"^model\.(encoder|projector)\.", r"\1."),),
         ignore=(r"batch_norm\.num_batches_tracked$",),
     )
-    asked: Tensor
+    queries: Tensor
 
     def make_encoders(self, config: Any, b: Builder) -> None:
         if config.whole.has_lora_adapter:
@@ -79,17 +79,17 @@ class GraniteSpeechForConditionalGeneration(MultimodalModel):
         self.tower = ConformerTower(config.audio, b.at("encoder"))
         at, hidden = b.at("projector"), config.queries.hidden_size
         count = config.whole.window_size // config.whole.downsample_rate
-        at.parameter("query", self, "asked", (1, count, hidden))
+        at.parameter("query", self, "queries", (1, count, hidden))
         self.reader = QFormer(config.queries, at.at("qformer"))
         self.projector = at.linear("linear", hidden, config.hidden_size, bias=True, split=False)
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        window, found = self.config.whole.window_size, []
+        window, windows = self.config.whole.window_size, []
         for item in items:
             x = yield from self.tower.run(self.tensor(item, "input_features")[0])
-            found.append(F.pad(x, (0, 0, 0, -len(x) % window)).unflatten(0, (-1, window)))
-        read = self.projector(self.reader(self.asked[0], torch.cat(found)))
-        return [part.flatten(0, 1) for part in torch.split(read, [len(one) for one in found])]
+            windows.append(F.pad(x, (0, 0, 0, -len(x) % window)).unflatten(0, (-1, window)))
+        read = self.projector(self.reader(self.queries[0], torch.cat(windows)))
+        return [part.flatten(0, 1) for part in torch.split(read, [len(one) for one in windows])]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -49,8 +49,8 @@ class HunYuanMoEConfig(HunYuanConfig):
 
     def top_k(self, index: int) -> int:
         """How many experts a token takes in layer `index`."""
-        given: Any = self.moe_topk
-        top: int = given[index] if isinstance(given, list | tuple) else given
+        setting: Any = self.moe_topk
+        top: int = setting[index] if isinstance(setting, list | tuple) else setting
         return top
 
 

@@ -56,12 +56,12 @@ class Idefics3ForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         tiles = [self.tensor(item, "pixel_values").flatten(0, 1) for item in items]
-        found = yield from self.tower.run(torch.cat(tiles))
+        states = yield from self.tower.run(torch.cat(tiles))
         side = self.config.vision.image_size // self.config.vision.patch_size
-        squares = pixel_shuffle(found.reshape(-1, side, side, found.shape[-1]), self._scale)
+        squares = pixel_shuffle(states.reshape(-1, side, side, states.shape[-1]), self._scale)
         tokens: Tensor = self.projector(squares.flatten(0, 2))
         each = (side // self._scale) ** 2
-        return tokens.split([len(own) * each for own in tiles])
+        return tokens.split([len(item_tiles) * each for item_tiles in tiles])
 
     @property
     def _scale(self) -> int:
@@ -91,8 +91,8 @@ class _Tower(ClipTower):
         side = self.config.image_size // self.config.patch_size
         edges = torch.arange(1 / side, 1.0, 1 / side)
         starts = (torch.arange(side, dtype=torch.float32) * (1.0 / side)).clamp(max=1.0 - 1e-6)
-        places = torch.bucketize(starts, edges, right=True)
-        rows = (places[:, None] * side + places).flatten().to(x.device)
+        buckets = torch.bucketize(starts, edges, right=True)
+        rows = (buckets[:, None] * side + buckets).flatten().to(x.device)
         moved: Tensor = x + self.positions[rows]
         return moved
 

@@ -16,12 +16,13 @@ __all__ = ["ColModernVBertFamily", "IdeficsFamily", "SmolVLMFamily"]
 class IdeficsFamily(MediaFamily):
     """Idefics 3, SmolVLM."""
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        if not np.asarray(found.get("pixel_attention_mask", True)).all():
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        if not np.asarray(outputs.get("pixel_attention_mask", True)).all():
             raise RequestError(
-                "images that the processor pads: not yet; let it resize them", "multi_modal_data"
+                "not supported yet: images padded by the processor. Enable resizing instead.",
+                "multi_modal_data",
             )
-        return {"pixel_values": np.asarray(found["pixel_values"])}
+        return {"pixel_values": np.asarray(outputs["pixel_values"])}
 
 
 class ColModernVBertFamily(IdeficsFamily):

@@ -67,7 +67,7 @@ class _TowerConfig:
             use_absolute_position_embeddings=(True,), use_mean_pooling=(True,),
         )  # fmt: skip
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         for key, sides in (("image_size", self.image_size), ("patch_size", self.patch_size)):
             if len(set(sides)) != 1 or sides[0] < 1:
                 raise ValueError(f"{key}: {list(sides)}: squares are expected")
@@ -100,7 +100,7 @@ class InternVLConfig(MultimodalConfig):
         layer, strategy = keys["vision_feature_layer"], keys["vision_feature_select_strategy"]
         if layer != -1 or strategy != "default":
             raise CheckpointError(
-                f"{file}: vision_feature_layer: {layer!r} with {strategy!r}: not yet"
+                f"{file}: vision_feature_layer: not supported yet: {layer!r} with {strategy!r}"
             )
         return {"layer": layer}
 
@@ -162,8 +162,8 @@ class InternVLForConditionalGeneration(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
         side = self.config.vision.side
-        found = yield from self.tower.run(pixels)
-        grid = found.reshape(len(pixels), side, side, -1)
+        states = yield from self.tower.run(pixels)
+        grid = states.reshape(len(pixels), side, side, -1)
         squares = pixel_shuffle(grid, self.scale)
         each = squares.shape[1] * squares.shape[2]
         tokens: Tensor = self.projector(self.norm(squares.flatten(0, 2)))

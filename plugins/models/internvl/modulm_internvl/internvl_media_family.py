@@ -18,5 +18,5 @@ class InternVLFamily(MediaFamily):
     def features(self, kind: str) -> Sequence[int]:
         return super().features("image")
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        return {"pixel_values": np.asarray(found["pixel_values"])}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        return {"pixel_values": np.asarray(outputs["pixel_values"])}

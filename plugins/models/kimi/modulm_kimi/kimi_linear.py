@@ -86,11 +86,11 @@ class KimiLinearConfig(RoutedConfig):
     @property
     def delta(self) -> tuple[int, int, int]:
         """Heads of a delta rule, their dimensions, and the tokens its convolutions see."""
-        own = self.linear_attn_config
+        settings = self.linear_attn_config
         return (
-            own.get("num_heads", self.linear_num_heads),
-            own.get("head_dim", self.linear_head_dim),
-            own.get("short_conv_kernel_size", self.linear_conv_kernel_dim),
+            settings.get("num_heads", self.linear_num_heads),
+            settings.get("head_dim", self.linear_head_dim),
+            settings.get("short_conv_kernel_size", self.linear_conv_kernel_dim),
         )
 
     def layer_type(self, index: int) -> str:
@@ -114,8 +114,11 @@ class KimiDeltaAttention(Module):
     def __init__(self, c: KimiLinearConfig, b: Builder) -> None:
         super().__init__()
         heads, self.size, width = c.delta
-        hidden, inner, own = c.hidden_size, heads * self.size, b.shard(heads)
-        self.heads, self.own = own.size, slice(own.start, own.start + own.size)
+        hidden, inner, head_shard = c.hidden_size, heads * self.size, b.shard(heads)
+        self.heads, self.rank_heads = (
+            head_shard.size,
+            slice(head_shard.start, head_shard.start + head_shard.size),
+        )
         sizes = {f"{n}_proj": inner for n in "qkv"}
         self.qkv = b.linear("qkv_proj", hidden, sizes, least=self.size)
         self.convs = ModuleList(
@@ -125,15 +128,15 @@ class KimiDeltaAttention(Module):
         self.parts = list(narrow.values())
         self.narrow = b.linear("narrow_proj", hidden, narrow, split=False)
         self.fade, self.gate = (b.linear(f"{n}_b_proj", self.size, inner) for n in ("f", "g"))
-        b.cut_parameter("A_log", self, "a_log", (own,), dtype=torch.float32)
+        b.cut_parameter("A_log", self, "a_log", (head_shard,), dtype=torch.float32)
         b.cut_parameter("dt_bias", self, "dt_bias", (b.shard(inner),), dtype=torch.float32)
         self.norm = b.rms_norm("o_norm", self.size, c.rms_norm_eps)
         self.out = b.row_linear("o_proj", inner, hidden)
-        kept = (
+        conv_states = (
             (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
         )
         state = ("state", (self.heads, self.size, self.size), "float32")
-        self.cache = b.cache(StateSpec((*kept, state)))
+        self.cache = b.cache(StateSpec((*conv_states, state)))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -146,13 +149,13 @@ class KimiDeltaAttention(Module):
         q, k = _unit(q) * self.size**-0.5, _unit(k)
         fade, gate, beta = (part.contiguous() for part in self.narrow(x).split(self.parts, -1))
         step = F.softplus(self.fade(fade).float() + self.dt_bias).view(shape)
-        kept, moved = (
+        decays, moved = (
             (-self.a_log.exp().unsqueeze(-1) * step).exp(),
-            beta[:, self.own].float().sigmoid(),
+            beta[:, self.rank_heads].float().sigmoid(),
         )
 
         def move(state: Tensor, at: Tensor) -> Tensor:
-            state.mul_(kept[at].unsqueeze(-1))
+            state.mul_(decays[at].unsqueeze(-1))
             key = k[at].unsqueeze(2)
             change = (v[at].unsqueeze(2) - key @ state) * moved[at][..., None, None]
             state += key.transpose(2, 3) @ change

@@ -31,15 +31,15 @@ class KimiK25Family(KimiVLFamily):
 
     def features(self, kind: str) -> Sequence[int]:
         """A video's token may lie beyond the vocabulary; images' stands in its place there."""
-        own = super().features(kind)
-        words = self.config.get("text_config", {}).get("vocab_size")
-        return own if words is None or own[0] < words else super().features("image")
+        tokens = super().features(kind)
+        vocabulary = self.config.get("text_config", {}).get("vocab_size")
+        return tokens if vocabulary is None or tokens[0] < vocabulary else super().features("image")
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         token = getattr(self.processor, f"{media.kind}_token_id")
         if token is None or token == self.processor.tokenizer.unk_token_id:
             raise ValueError(f"its tokenizer has no token {self.mark(media.kind)}")
-        found = super().call(media, options)
-        tokens = np.asarray(found["input_ids"])
-        (shown,) = self.features(media.kind)
-        return {**found, "input_ids": np.where(tokens == token, shown, tokens)}
+        outputs = super().call(media, options)
+        tokens = np.asarray(outputs["input_ids"])
+        (feature_token,) = self.features(media.kind)
+        return {**outputs, "input_ids": np.where(tokens == token, feature_token, tokens)}

@@ -51,13 +51,13 @@ def _video_part(table: Mapping[str, Any]) -> Any:
     """The video processor of the settings of a file."""
     from modulm_media.video import video_processor_class
 
-    own = table.get("media_proc_cfg")
+    video_settings = table.get("media_proc_cfg")
     settings = _settings(table)
-    if isinstance(own, Mapping):
+    if isinstance(video_settings, Mapping):
         further = {
-            "max_patches": own.get("in_patch_limit_each_frame"),
-            "temporal_patch_size": own.get("temporal_merge_kernel_size"),
-            "fps": own.get("sample_fps"),
+            "max_patches": video_settings.get("in_patch_limit_each_frame"),
+            "temporal_patch_size": video_settings.get("temporal_merge_kernel_size"),
+            "fps": video_settings.get("sample_fps"),
         }
         settings |= {key: value for key, value in further.items() if value is not None}
     return video_processor_class("Kimi_K25VideoProcessor")(**settings)
@@ -65,14 +65,16 @@ def _video_part(table: Mapping[str, Any]) -> Any:
 
 def _settings(table: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of transformers' classes. Raises ValueError for what those do not do."""
-    own = table.get("media_proc_cfg", table)
-    if not isinstance(own, Mapping) or "merge_kernel_size" not in own:
+    settings = table.get("media_proc_cfg", table)
+    if not isinstance(settings, Mapping) or "merge_kernel_size" not in settings:
         return {key: value for key, value in table.items() if not key.endswith("processor_type")}
-    if not own.get("pad_input", True):
-        raise ValueError("pad_input: images that are cut to whole patches: not yet")
-    found = {name: own[key] for key, name in _SETTINGS.items() if own.get(key) is not None}
-    merge, side = own["merge_kernel_size"], own.get("patch_limit_on_one_side", 512)
+    if not settings.get("pad_input", True):
+        raise ValueError("pad_input: not supported yet: false")
+    renamed = {
+        name: settings[key] for key, name in _SETTINGS.items() if settings.get(key) is not None
+    }
+    merge, side = settings["merge_kernel_size"], settings.get("patch_limit_on_one_side", 512)
     high, wide = (merge, merge) if isinstance(merge, int) else merge
     if high != wide:
         raise ValueError(f"merge_kernel_size: {merge}")
-    return {**found, "merge_size": high, "size": {"max_height": side, "max_width": side}}
+    return {**renamed, "merge_size": high, "size": {"max_height": side, "max_width": side}}

@@ -51,28 +51,28 @@ class KimiVLConfig(MultimodalConfig):
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
         """Raises CheckpointError, UnsupportedError."""
-        return super().from_table(_known(table), file)
+        return super().from_table(_transformers_table(table), file)
 
 
-def _known(table: Mapping[str, Any]) -> Mapping[str, Any]:
+def _transformers_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json in the words of transformers."""
-    found = {**table, "architectures": [_KNOWN]}
+    renamed = {**table, "architectures": [_KNOWN]}
     vision = table.get("vision_config")
     if not isinstance(vision, Mapping):
-        return found
-    own = {
+        return renamed
+    vision_settings = {
         key.removeprefix("vt_").removeprefix("init_"): value
         for key, value in vision.items()
         if key != "model_type"
     }
-    width = own.get("mm_hidden_size", own.get("hidden_size"))
+    width = vision_settings.get("mm_hidden_size", vision_settings.get("hidden_size"))
     further = {
-        "vision_config": own,
+        "vision_config": vision_settings,
         "projection_hidden_size": table.get("projection_hidden_size", width),
     }
-    if "projector_ln_eps" in own:
-        further["projection_layer_norm_eps"] = own["projector_ln_eps"]
-    return {**found, **further}
+    if "projector_ln_eps" in vision_settings:
+        further["projection_layer_norm_eps"] = vision_settings["projector_ln_eps"]
+    return {**renamed, **further}
 
 
 class KimiVLForConditionalGeneration(MultimodalModel):
@@ -121,10 +121,16 @@ class KimiVLForConditionalGeneration(MultimodalModel):
             name = "pixel_values_videos" if item.kind == "video" else "pixel_values"
             pixels.append(self.tensor(item, name).flatten(1))
             each.append(item.tensors[f"{item.kind}_grid_thw"].reshape(-1, 3).tolist())
-        found = yield from self.tower.run(torch.cat(pixels), [grid for own in each for grid in own])
-        tokens: Tensor = self.projector(self.norm(found.flatten(0, 1)).view(len(found), -1))
+        merged_patches = yield from self.tower.run(
+            torch.cat(pixels), [grid for item_grids in each for grid in item_grids]
+        )
+        tokens: Tensor = self.projector(
+            self.norm(merged_patches.flatten(0, 1)).view(len(merged_patches), -1)
+        )
         merged = self.config.vision.merged
-        counts = [sum(rows * columns for _, rows, columns in own) // merged for own in each]
+        counts = [
+            sum(rows * columns for _, rows, columns in item_grids) // merged for item_grids in each
+        ]
         return tokens.split(counts)
 
     @classmethod

@@ -115,8 +115,8 @@ class _Widened(Builder):
     def attention_cache(self, spec: AttentionSpec, **more: Any) -> tuple[int, AttentionBackend]:
         if not self.shared.windows:
             raise UnsupportedError(
-                f"{self.prefix}: chunks of {self.window} tokens without windows: not yet; "
-                f"--max-model-len {self.window} needs none"
+                f"{self.prefix}: not supported yet: chunked attention without windows. Set "
+                f"--max-model-len {self.window} or less."
             )
         size = spec.head_dim
         wide = evolve(spec, head_dim=size + 2, value_dim=size, window=self.window)
@@ -178,7 +178,7 @@ class Llama4Experts(MoE):
         tokens, chosen = ids.shape
         each = x.unsqueeze(1) * weights.to(x.dtype).unsqueeze(-1)
         gate_up, down = self.gate_up, self.down
-        found = self.fused_experts(
+        expert_outputs = self.fused_experts(
             each.flatten(0, 1),
             torch.ones_like(weights).view(-1, 1),
             ids.reshape(-1, 1),
@@ -186,8 +186,8 @@ class Llama4Experts(MoE):
             down.method.experts(down),
             **self.gate,
         )
-        found = self.summed(found)
-        mixed = found if chosen == 1 else found.view(tokens, chosen, -1).sum(1)
+        expert_outputs = self.summed(expert_outputs)
+        mixed = expert_outputs if chosen == 1 else expert_outputs.view(tokens, chosen, -1).sum(1)
         both: Tensor = mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
         return both
 

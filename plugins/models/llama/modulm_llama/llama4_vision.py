@@ -133,15 +133,15 @@ class _Tower(Tower):
         x = yield from through(self.layers, x, [shape[1]] * n, turns)
         x = self.post(x).view(shape)[:, :-1]
         squares = pixel_shuffle(x.reshape(n, c.side, c.side, -1), c.merge).flatten(1, 2)
-        found: Tensor = self.act(self.down(self.act(self.up(squares.flatten(0, 1)))))
-        return found.view(n, squares.shape[1], -1)
+        tokens: Tensor = self.act(self.down(self.act(self.up(squares.flatten(0, 1)))))
+        return tokens.view(n, squares.shape[1], -1)
 
     def _turns(self) -> Tensor:
         """[tokens of a tile, head_dim]: columns and rows count from 1."""
         theta = float(self.config.rope_parameters.get("rope_theta", 10000.0))
-        places = grid_coordinates((1, self.config.side, self.config.side), 1).flip(1) + 1
-        own = torch.cat([places, places.new_zeros(1, 2)])
-        return axial_turns(own, self.config.head_dim, theta)
+        coordinates = grid_coordinates((1, self.config.side, self.config.side), 1).flip(1) + 1
+        all_coordinates = torch.cat([coordinates, coordinates.new_zeros(1, 2)])
+        return axial_turns(all_coordinates, self.config.head_dim, theta)
 
 
 class Llama4ForConditionalGeneration(MultimodalModel):
@@ -157,9 +157,9 @@ class Llama4ForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        found = yield from self.tower.run(pixels)
-        tokens: Tensor = self.projector(found.flatten(0, 1))
-        return tokens.split([count * found.shape[1] for count in counts])
+        states = yield from self.tower.run(pixels)
+        tokens: Tensor = self.projector(states.flatten(0, 1))
+        return tokens.split([count * states.shape[1] for count in counts])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -23,8 +23,8 @@ class Llama4Family(MediaFamily):
         "Llama4ImageProcessor": "modulm_llama.tiles:Llama4ImageProcessorPil"
     }
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        return {"pixel_values": np.asarray(found["pixel_values"].float())}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        return {"pixel_values": np.asarray(outputs["pixel_values"].float())}
 
 
 class MllamaFamily(MediaFamily):
@@ -34,12 +34,12 @@ class MllamaFamily(MediaFamily):
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         image = self.processor.image_processor
-        made = image(images=[[media.value]], return_tensors="np", **options)
-        tiles = int(made["aspect_ratio_mask"].sum())
+        outputs = image(images=[[media.value]], return_tensors="np", **options)
+        tiles = int(outputs["aspect_ratio_mask"].sum())
         return {
             "input_ids": [self.features(media.kind)],
-            "pixel_values": np.asarray(made["pixel_values"][0, 0, :tiles], np.float32),
-            "aspect_ratio_ids": np.asarray(made["aspect_ratio_ids"][0, :1], np.int64),
+            "pixel_values": np.asarray(outputs["pixel_values"][0, 0, :tiles], np.float32),
+            "aspect_ratio_ids": np.asarray(outputs["aspect_ratio_ids"][0, :1], np.int64),
         }
 
     def encoder_outputs(self, processed: Processed) -> int:
@@ -79,11 +79,11 @@ class VoxtralFamily(MediaFamily):
             raise RequestError(f"the model takes no {media.kind}", "multi_modal_data")
         audio = self.config.get("audio_config", {})
         frames = 2 * int(audio.get("max_source_positions", 1500))
-        made = extractor(
+        outputs = extractor(
             sound.at(self.rate).samples, sampling_rate=self.rate, padding=True, truncation=False,
             pad_to_multiple_of=frames * extractor.hop_length, return_tensors="np", **options,
         )  # fmt: skip
-        mel = made["input_features"][0]
+        mel = outputs["input_features"][0]
         windows = mel.reshape(len(mel), -1, frames).transpose(1, 0, 2)
         numbers = len(windows) * frames // 2 * int(audio.get("hidden_size", 1280))
         count = numbers // int(audio.get("intermediate_size", 5120))

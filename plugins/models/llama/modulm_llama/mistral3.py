@@ -49,7 +49,7 @@ class Mistral3Config(MultimodalConfig):
     def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
         layer = keys.get("vision_feature_layer", -1)
         if type(layer) is not int:
-            raise CheckpointError(f"{file}: vision_feature_layer: {layer!r}: not yet")
+            raise CheckpointError(f"{file}: vision_feature_layer: not supported yet: {layer!r}")
         return {"layer": layer}
 
 
@@ -92,10 +92,10 @@ class Mistral3ForConditionalGeneration(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pictures, patch = cropped(self, items), self.config.vision.patch_size
         grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pictures]
-        (found,) = yield from self.tower.states(pictures, [self.config.layer])
+        (states,) = yield from self.tower.states(pictures, [self.config.layer])
         merged = self.config.whole.spatial_merge_size
         counts = [rows // merged * (columns // merged) for rows, columns in grids]
-        return list(self.projector(found, grids).split(counts))
+        return list(self.projector(states, grids).split(counts))
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -82,11 +82,11 @@ class MllamaConfig(MultimodalConfig):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        made = super().from_table(table, file)
-        tokens = made.vision.max_num_tiles * made.vision.patches
+        config = super().from_table(table, file)
+        tokens = config.vision.max_num_tiles * config.vision.patches
         room = _IMAGES * -(-tokens // _BLOCK) * _BLOCK
-        text = evolve(made.text, text=evolve(made.text.text, image_tokens=room))
-        return evolve(made, text=text)
+        text = evolve(config.text, text=evolve(config.text.text, image_tokens=room))
+        return evolve(config, text=text)
 
     @property
     def vocab_size(self) -> int:
@@ -107,10 +107,10 @@ class _Attention(Module):
     def forward(self, x: Tensor, real: Sequence[Tensor]) -> Tensor:
         """x: [patches of all images, hidden]; real: of each image, [its patches] bool."""
         n = len(real)
-        found = self.qkv(x).view(n, len(x) // n, 3, self.heads, -1).permute(0, 2, 3, 1, 4)
-        seen = torch.empty_like(found[:, 0])
-        for own, into, there in zip(found, seen, real, strict=True):
-            q, k, v = own
+        qkv = self.qkv(x).view(n, len(x) // n, 3, self.heads, -1).permute(0, 2, 3, 1, 4)
+        seen = torch.empty_like(qkv[:, 0])
+        for item_qkv, into, there in zip(qkv, seen, real, strict=True):
+            q, k, v = item_qkv
             into[:, there] = _attend(q[:, there], k, v)
             into[:, ~there] = _attend(q[:, ~there], k[:, there], v[:, there])
         out: Tensor = self.out(seen.transpose(1, 2).reshape(len(x), -1))
@@ -142,17 +142,17 @@ class _Block(Module):
         """As `_Attention`."""
         seen = self.attn(self.norm1(x), real)
         x = x + (seen * self.gate_attn.tanh() if self.gated else seen)
-        found = self.mlp(self.norm2(x))
-        out: Tensor = x + (found * self.gate_ffn.tanh() if self.gated else found)
+        transformed = self.mlp(self.norm2(x))
+        out: Tensor = x + (transformed * self.gate_ffn.tanh() if self.gated else transformed)
         return out
 
 
 class _Tower(Tower):
     """Tiles of patches, each with a token of its own; then all tiles of an image together."""
 
-    own: Tensor
+    class_token: Tensor
     gate: Tensor
-    places: Tensor
+    positions: Tensor
     tiles: Tensor
     before: Tensor
     before_gate: Tensor
@@ -164,10 +164,10 @@ class _Tower(Tower):
         self.config, self.dtype, hidden = c, b.shared.dtype, c.hidden_size
         inputs, kinds = c.num_channels * c.patch_size**2, len(c.supported_aspect_ratios) + 1
         self.patch = b.linear("patch_embedding", inputs, hidden, split=False)
-        b.parameter("class_embedding", self, "own", (hidden,))
+        b.parameter("class_embedding", self, "class_token", (hidden,))
         at = b.at("gated_positional_embedding")
         at.parameter("gate", self, "gate", (1,))
-        at.parameter("embedding", self, "places", (c.patches, hidden))
+        at.parameter("embedding", self, "positions", (c.patches, hidden))
         shape = (kinds, c.max_num_tiles * c.patches * hidden)
         at.parameter("tile_embedding.weight", self, "tiles", shape)
         for name, stored in (("before", "pre_tile"), ("after", "post_tile")):
@@ -192,30 +192,32 @@ class _Tower(Tower):
         x = self._embedded(pixels, kinds)
         filled = -(-c.patches // _MULTIPLE) * _MULTIPLE
         x = F.pad(x, (0, 0, 0, filled - c.patches))
-        real = [self._real(len(own), filled).to(x.device) for own in pixels]
-        x, kept = x.flatten(0, 2), []
+        real = [self._real(len(item), filled).to(x.device) for item in pixels]
+        x, intermediate = x.flatten(0, 2), []
         for index, layer in enumerate(self.layers):
             x = layer(x, real)
             yield len(x)
-            kept += [x] * (index in c.intermediate_layers_indices)
+            intermediate += [x] * (index in c.intermediate_layers_indices)
         tiled = self.post(x).view(n, c.max_num_tiles, filled, -1)
         x = self._placed(tiled, self.after[kinds], self.after_gate).flatten(0, 2)
         x = yield from through(self.whole, x, real)
         order = sorted(c.intermediate_layers_indices)
-        inner = torch.stack([kept[order.index(i)] for i in c.intermediate_layers_indices], -1)
-        found = torch.cat([x, inner.flatten(1)], -1).view(n, len(x) // n, -1)
-        return [own[there] for own, there in zip(found, real, strict=True)]
+        inner = torch.stack(
+            [intermediate[order.index(i)] for i in c.intermediate_layers_indices], -1
+        )
+        combined = torch.cat([x, inner.flatten(1)], -1).view(n, len(x) // n, -1)
+        return [item[there] for item, there in zip(combined, real, strict=True)]
 
     def _embedded(self, pixels: Sequence[Tensor], kinds: Tensor) -> Tensor:
         """[images, tiles, patches of a tile, hidden], with positions, normed."""
         c, n, tiles = self.config, len(pixels), self.config.max_num_tiles
-        cut = [patches(own.to(self.dtype), c.patch_size) for own in pixels]
-        x = torch.stack([F.pad(own, (0, 0, 0, 0, 0, tiles - len(own))) for own in cut])
+        cut = [patches(tiles_.to(self.dtype), c.patch_size) for tiles_ in pixels]
+        x = torch.stack([F.pad(tiles_, (0, 0, 0, 0, 0, tiles - len(tiles_))) for tiles_ in cut])
         x = self.patch(x.flatten(0, 2)).view(n, tiles, c.patches - 1, -1)
         x = self._placed(x, self.before[kinds], self.before_gate)
-        x = torch.cat([self.own.expand(n, tiles, 1, -1), x], dim=2)
+        x = torch.cat([self.class_token.expand(n, tiles, 1, -1), x], dim=2)
         gate = self.gate.tanh()
-        x = x + (1 - gate) * self.places + gate * self.tiles[kinds].view(x.shape)
+        x = x + (1 - gate) * self.positions + gate * self.tiles[kinds].view(x.shape)
         normed: Tensor = self.pre(x.flatten(0, 2))
         return normed.view(x.shape)
 
@@ -247,8 +249,8 @@ class MllamaForConditionalGeneration(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels = [self.tensor(item, "pixel_values") for item in items]
         kinds = torch.cat([self.tensor(item, "aspect_ratio_ids") for item in items])
-        found = yield from self.tower.run(pixels, kinds)
-        return [self.projector(own) for own in found]
+        states = yield from self.tower.run(pixels, kinds)
+        return [self.projector(item_states) for item_states in states]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.pad(super().logits(hidden), (0, MORE), value=-1e4)

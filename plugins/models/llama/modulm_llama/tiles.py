@@ -58,13 +58,13 @@ class Llama4ImageProcessorPil(PilBackend):  # type: ignore[misc]
         """images: [channels, height, width] each -> the tiles of all, and rows and columns."""
 
         def numbers(pixels: np.ndarray) -> np.ndarray:
-            found = torch.from_numpy(pixels)
+            values = torch.from_numpy(pixels)
             if do_rescale:
-                found = found.to(torch.bfloat16) * rescale_factor
+                values = values.to(torch.bfloat16) * rescale_factor
             if do_normalize:
-                mean, std = (torch.tensor(t, dtype=found.dtype) for t in (image_mean, image_std))
-                found = (found - mean[:, None, None]) / std[:, None, None]
-            return found.float().numpy()
+                mean, std = (torch.tensor(t, dtype=values.dtype) for t in (image_mean, image_std))
+                values = (values - mean[:, None, None]) / std[:, None, None]
+            return values.float().numpy()
 
         tiles: list[np.ndarray] = []
         grids = []
@@ -73,11 +73,11 @@ class Llama4ImageProcessorPil(PilBackend):  # type: ignore[misc]
             most = canvas
             if not resize_to_max_canvas:
                 sides = zip(image.shape[-2:], canvas, strict=True)
-                most = tuple(min(max(own, size.height), side) for own, side in sides)
+                most = tuple(min(max(minimum, size.height), side) for minimum, side in sides)
             height, width = _within(image.shape[-2:], most)
-            kept = self.resize(image, SizeDict(height=height, width=width), resample)
-            padded = np.zeros((len(image), *canvas), kept.dtype)
-            padded[:, :height, :width] = kept
+            resized = self.resize(image, SizeDict(height=height, width=width), resample)
+            padded = np.zeros((len(image), *canvas), resized.dtype)
+            padded[:, :height, :width] = resized
             rows, columns = (side // size.height for side in canvas)
             tiles += split(numbers(padded), rows, columns)
             if rows * columns > 1:

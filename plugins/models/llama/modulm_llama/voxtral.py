@@ -57,9 +57,9 @@ class VoxtralForConditionalGeneration(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         mel, windows = stacked(self, items, "input_features")
         states = yield from self.tower.run(mel)
-        found = self.projector(states.reshape(-1, self.config.audio.encoder_ffn_dim))
-        each = len(found) // len(mel)
-        parts: Sequence[Tensor] = found.split([count * each for count in windows])
+        tokens = self.projector(states.reshape(-1, self.config.audio.encoder_ffn_dim))
+        each = len(tokens) // len(mel)
+        parts: Sequence[Tensor] = tokens.split([count * each for count in windows])
         return parts
 
     @classmethod

@@ -75,12 +75,12 @@ class LlavaConfig(MultimodalConfig):
 
 def feature_layers(keys: Mapping[str, Any], file: str) -> tuple[int, ...]:
     """`vision_feature_layer`, one layer or several. Raises CheckpointError."""
-    given = keys.get("vision_feature_layer")
-    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    setting = keys.get("vision_feature_layer")
+    layers = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     count = keys["vision_config"].get("num_hidden_layers", 0)
-    if not found or not all(type(i) is int and -count <= i + 1 <= count + 1 for i in found):
-        raise CheckpointError(f"{file}: vision_feature_layer: {given!r} of {count} layers")
-    return found
+    if not layers or not all(type(i) is int and -count <= i + 1 <= count + 1 for i in layers):
+        raise CheckpointError(f"{file}: vision_feature_layer: {setting!r} of {count} layers")
+    return layers
 
 
 class LlavaForConditionalGeneration(MultimodalModel):
@@ -114,28 +114,28 @@ class LlavaForConditionalGeneration(MultimodalModel):
     def seen(self, pixels: Tensor) -> Pieces[Tensor]:
         """[n, channels, height, width] -> [n, patches, hidden of the tower]."""
         states = yield from self.tower.states(pixels, self.config.layers)
-        found = torch.cat(states, dim=-1)
+        states_joined = torch.cat(states, dim=-1)
         if self.config.whole.vision_feature_select_strategy == "default":
-            found = found[:, 1:]
-        return found
+            states_joined = states_joined[:, 1:]
+        return states_joined
 
     def project(self, pixels: Tensor) -> Pieces[Tensor]:
         """[n, channels, height, width] -> [n, patches, hidden]."""
-        found = yield from self.seen(pixels)
-        projected: Tensor = self.projector(found.flatten(0, 1))
-        return projected.view(*found.shape[:2], -1)
+        states = yield from self.seen(pixels)
+        projected: Tensor = self.projector(states.flatten(0, 1))
+        return projected.view(*states.shape[:2], -1)
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         if isinstance(self.tower, PixtralTower):
             pictures = cropped(self, items)
             states = yield from self.tower.states(pictures, self.config.layers)
-            found = torch.cat(states, dim=-1)
+            tokens = torch.cat(states, dim=-1)
             size = self.config.vision.patch_size
             counts = [p.shape[1] // size * (p.shape[2] // size) for p in pictures]
-            return self.projector(found).split(counts)
+            return self.projector(tokens).split(counts)
         pixels, counts = stacked(self, items, "pixel_values")
-        found = yield from self.project(pixels)
-        return [part.flatten(0, 1) for part in found.split(counts)]
+        tokens = yield from self.project(pixels)
+        return [part.flatten(0, 1) for part in tokens.split(counts)]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -23,6 +23,6 @@ class LlavaNextVideoFamily(LlavaFamily):
 class LlavaOnevisionFamily(LlavaNextVideoFamily):
     """Each image of a prompt is cut into tiles, also where there are several."""
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         names = ("pixel_values", "image_sizes", "pixel_values_videos")
-        return {name: np.asarray(found[name]) for name in names if name in found}
+        return {name: np.asarray(outputs[name]) for name in names if name in outputs}

@@ -47,11 +47,11 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         b.parameter("image_newline", self, "newline", (config.hidden_size,))
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        found = []
+        embeddings = []
         for item in items:
             picture = yield from self._picture(item)
-            found.append(picture)
-        return found
+            embeddings.append(picture)
+        return embeddings
 
     def _picture(self, item: MediaItem) -> Pieces[Tensor]:
         """One image; or one video, of families that take them."""
@@ -63,8 +63,8 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
 
     def film(self, frames: Tensor) -> Pieces[Tensor]:
         """frames: [n, channels, height, width] of a video -> [tokens, hidden]."""
-        found = yield from self.project(frames)
-        return found.flatten(0, 1)
+        tokens = yield from self.project(frames)
+        return tokens.flatten(0, 1)
 
     def _packed(self, tiles: Tensor, image: list[int]) -> Tensor:
         """tiles: [1 + tiles, patches, hidden]; image: (height, width) of the original."""
@@ -78,9 +78,9 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
             height // vision.image_size, width // vision.image_size, side, side, -1
         )
         flat = grid.transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        kept = self.reduced(unpadded(flat, image), side)
-        ends = self.newline.expand(len(kept), 1, -1)
-        return torch.cat([whole, torch.cat([kept, ends], dim=1).flatten(0, 1)])
+        cropped_grid = self.reduced(unpadded(flat, image), side)
+        ends = self.newline.expand(len(cropped_grid), 1, -1)
+        return torch.cat([whole, torch.cat([cropped_grid, ends], dim=1).flatten(0, 1)])
 
     def reduced(self, grid: Tensor, side: int) -> Tensor:
         """The patches of all tiles [rows, columns, hidden]; side: of one tile, in patches."""

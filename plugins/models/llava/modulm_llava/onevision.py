@@ -29,7 +29,9 @@ class _Keys(LlavaNextKeys):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not self.vision_aspect_ratio.removeprefix(_PREFIX).isdigit():
-            raise ValueError(f"vision_aspect_ratio: {self.vision_aspect_ratio!r}: not yet")
+            raise ValueError(
+                f"vision_aspect_ratio: not supported yet: {self.vision_aspect_ratio!r}"
+            )
 
     @property
     def most(self) -> int:

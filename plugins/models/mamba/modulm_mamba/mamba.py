@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 
-def narrow_rank(key: str, given: Any, hidden: int) -> int:
+def narrow_rank(key: str, value: Any, hidden: int) -> int:
     """The bottleneck of the step sizes that `key` gives; "auto" is a sixteenth of `hidden`.
 
     Raises ValueError that names the key.
     """
-    if given == "auto":
+    if value == "auto":
         return -(-hidden // 16)
-    if type(given) is not int or given < 1:
-        raise ValueError(f'{key}: {given!r} is neither "auto" nor a count')
-    return given
+    if type(value) is not int or value < 1:
+        raise ValueError(f'{key}: {value!r} is neither "auto" nor a count')
+    return value
 
 
 @frozen(kw_only=True)
@@ -100,16 +100,16 @@ class MambaMixer(Module):
     ) -> None:
         super().__init__()
         self.parts, self.norms = [rank, state, state], ModuleList(norms)
-        own = (b.shard(inner),)
+        shards = (b.shard(inner),)
         self.project = b.pieces("in_proj", hidden, [inner, inner], bias=bias)
         self.conv = CausalConv(b, "conv1d", inner, width, bias=conv_bias, act=act)
         self.select = b.row_linear("x_proj", inner, sum(self.parts))
         self.step = b.linear("dt_proj", rank, inner, bias=True)
-        b.cut_parameter("A_log", self, "a_log", own, (state,), torch.float32)
-        b.cut_parameter("D", self, "skip", own, dtype=torch.float32)
+        b.cut_parameter("A_log", self, "a_log", shards, (state,), torch.float32)
+        b.cut_parameter("D", self, "skip", shards, dtype=torch.float32)
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
-        kept = ("state", (own[0].size, 1, state), "float32")
-        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), kept)))
+        recurrent_state = ("state", (shards[0].size, 1, state), "float32")
+        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), recurrent_state)))
         self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -26,18 +26,22 @@ class MiniCPMVFamily(MediaFamily):
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         if not self.processor.default_use_image_id:
             return tokens
-        words = self.processor.tokenizer
-        opens, closes = words.image_id_start_token, words.image_id_end_token
+        tokenizer = self.processor.tokenizer
+        opens, closes = tokenizer.image_id_start_token, tokenizer.image_id_end_token
         # What stands for an item already begins, or goes on, with one of these.
-        begun = words.convert_tokens_to_ids(words.image_start_token)
-        inside = {begun, words.convert_tokens_to_ids(words.slice_start_token), int(mark[0])}
-        closed = words.convert_tokens_to_ids(closes)
+        image_start = tokenizer.convert_tokens_to_ids(tokenizer.image_start_token)
+        inside = {
+            image_start,
+            tokenizer.convert_tokens_to_ids(tokenizer.slice_start_token),
+            int(mark[0]),
+        }
+        closed = tokenizer.convert_tokens_to_ids(closes)
         pieces, last, count = [], 0, 0
         for at in np.flatnonzero(tokens == mark[0]).tolist():
             before = int(tokens[at - 1]) if at else -1
             if before not in inside | {closed}:
-                number = words.encode(f"{opens}{count}{closes}", add_special_tokens=False)
+                number = tokenizer.encode(f"{opens}{count}{closes}", add_special_tokens=False)
                 pieces += [tokens[last:at], np.array(number, dtype=np.int64)]
                 last = at
-            count += before not in inside - {begun}
+            count += before not in inside - {image_start}
         return np.concatenate([*pieces, tokens[last:]])

@@ -106,8 +106,8 @@ class _Tower(ClipTower):
         [patches that are left, hidden].
         """
         side = self.config.image_size // self.config.patch_size
-        places = torch.cat([_places(grid, side) for grid in grids]).to(pixels.device)
-        x = self.patch(pixels.to(self.dtype)) + self.positions[places]
+        positions = torch.cat([_bucket_positions(grid, side) for grid in grids]).to(pixels.device)
+        x = self.patch(pixels.to(self.dtype)) + self.positions[positions]
         for index, layer in enumerate(self.layers):
             x = layer(x, [rows * columns for rows, columns in grids])
             yield len(x)
@@ -123,7 +123,7 @@ def halved(grids: Sequence[Grid]) -> list[Grid]:
     return [(rows // _SIDE, columns // _SIDE) for rows, columns in grids]
 
 
-def _places(grid: Grid, side: int) -> Tensor:
+def _bucket_positions(grid: Grid, side: int) -> Tensor:
     """[patches] int64, the learned position of each: the one of a square of `side` that lies
     nearest before it.
     """
@@ -168,25 +168,27 @@ class MiniCPMV46ForConditionalGeneration(MultimodalModel):
         )
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        found: dict[int, Tensor] = {}
+        by_index: dict[int, Tensor] = {}
         for merges in (True, False):
-            own = [i for i, item in enumerate(items) if self._merges(item) == merges]
-            if own:
-                made = yield from self._features([items[i] for i in own], merges)
-                found |= zip(own, made, strict=True)
-        return [found[i] for i in range(len(items))]
+            group = [i for i, item in enumerate(items) if self._merges(item) == merges]
+            if group:
+                group_features = yield from self._features([items[i] for i in group], merges)
+                by_index |= zip(group, group_features, strict=True)
+        return [by_index[i] for i in range(len(items))]
 
     def _features(self, items: Sequence[MediaItem], merges: bool) -> Pieces[Sequence[Tensor]]:
         pixels = torch.cat([self._patches(item) for item in items])
         each = [_grids(item) for item in items]
-        grids = [grid for own in each for grid in own]
+        grids = [grid for item_grids in each for grid in item_grids]
         x = yield from self.tower.run(pixels, grids, merges)
         left = halved(grids) if merges else grids
         squares = _by_squares(x, left).unflatten(0, (-1, _SQUARE)).flatten(1)
         tokens = self.projector(self.norm(squares))
         merged = _SQUARE**2 if merges else _SQUARE
-        made: Sequence[Tensor] = tokens.split([_count(own) // merged for own in each])
-        return made
+        per_item: Sequence[Tensor] = tokens.split(
+            [_count(item_grids) // merged for item_grids in each]
+        )
+        return per_item
 
     def _merges(self, item: MediaItem) -> bool:
         """Whether the processor left a token for 16 patches, or one for 4."""

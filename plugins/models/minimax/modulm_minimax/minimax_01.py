@@ -111,15 +111,15 @@ class LightningAttention(Module):
     def __init__(self, c: MiniMaxConfig, b: Builder, index: int) -> None:
         super().__init__()
         width = c.heads * c.head_size
-        own, self.group = b.shard(c.heads), b.shared.mesh.tensor
-        self.heads, self.ops, self.act = own.size, b.ops, activation(c.hidden_act, b.ops)
+        head_shard, self.group = b.shard(c.heads), b.shared.mesh.tensor
+        self.heads, self.ops, self.act = head_shard.size, b.ops, activation(c.hidden_act, b.ops)
         self.qkv = b.pieces("qkv_proj", c.hidden_size, [width] * 3, c.head_size)
         self.gate = b.linear("output_gate", c.hidden_size, width)
         self.norm = b.rms_norm("norm", width, 1e-6)
         self.out = b.row_linear("out_proj", width, c.hidden_size)
         depth = 1 - index / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
         slopes = torch.tensor([2 ** (-8 * (head + 1) / c.heads) * depth for head in range(c.heads)])
-        slopes = slopes[own.start : own.start + own.size]
+        slopes = slopes[head_shard.start : head_shard.start + head_shard.size]
         device = b.shared.device
         self.log_slopes = slopes.log().unsqueeze(1).to(device)
         self.none = torch.zeros(self.heads, device=device)

@@ -54,11 +54,11 @@ class MptConfig(DecoderConfig):
         super().__attrs_post_init__()
         only(self, expansion_ratio=(4,))
         for key, value in _FIXED.items():
-            found = self.attn_config.get(key, value)
-            if found != value:
-                raise ValueError(f"attn_config.{key}: {found!r}: not yet")
+            setting = self.attn_config.get(key, value)
+            if setting != value:
+                raise ValueError(f"attn_config.{key}: not supported yet: {setting!r}")
         if not self.no_bias:
-            raise ValueError("no_bias: false: not yet")
+            raise ValueError("no_bias: not supported yet: false")
         for key in ("clip_qkv", "softmax_scale"):
             number = self.attn_config.get(key)
             if number is not None and type(number) not in (int, float):

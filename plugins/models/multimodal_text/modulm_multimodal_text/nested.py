@@ -48,20 +48,20 @@ class NestedText(Module, Model):
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        found: tuple[CacheSpec, ...] = self.text.caches
-        return found
+        caches: tuple[CacheSpec, ...] = self.text.caches
+        return caches
 
     def forward(self, batch: Batch) -> Tensor:
         hidden: Tensor = self.text(batch)
         return hidden
 
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.text.states(batch, layers)
-        return found
+        captured: tuple[Tensor, ...] = self.text.states(batch, layers)
+        return captured
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.text.embeddings(tokens)
-        return found
+        embedded: Tensor = self.text.embeddings(tokens)
+        return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.text.logits(hidden)

@@ -64,6 +64,6 @@ class PlainExperts(Module):
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():
             rows, choices = (ids == expert).nonzero(as_tuple=True)
-            found = self.experts[expert](x[rows]).float()
-            total.index_add_(0, rows, found * weights[rows, choices, None])
+            expert_output = self.experts[expert](x[rows]).float()
+            total.index_add_(0, rows, expert_output * weights[rows, choices, None])
         return total.to(x.dtype)

@@ -64,8 +64,8 @@ class OlmoHybridConfig(Olmo2Config):
     @property
     def rotates(self) -> bool:
         """Whether attention knows positions."""
-        given = self.rope_scaling or self.rope_parameters or {}
-        return given.get("rope_theta", self.rope_theta) is not None
+        rope_settings = self.rope_scaling or self.rope_parameters or {}
+        return rope_settings.get("rope_theta", self.rope_theta) is not None
 
     def layer_type(self, index: int) -> str:
         if self.layer_types is not None:
@@ -106,9 +106,9 @@ class DeltaNet(Module):
         self.norm = b.rms_norm("o_norm", self.value_dim, _EPS)
         self.out = b.row_linear("o_proj", values, c.hidden_size)
         shapes = zip("qkv", self.widths, strict=False)
-        kept = [(f"conv_{n}", (width - 1, inner), b.dtype) for n, inner in shapes]
+        conv_states = [(f"conv_{n}", (width - 1, inner), b.dtype) for n, inner in shapes]
         state = ("state", (self.heads, self.key_dim, self.value_dim), "float32")
-        self.cache = b.cache(StateSpec((*kept, state)))
+        self.cache = b.cache(StateSpec((*conv_states, state)))
         self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

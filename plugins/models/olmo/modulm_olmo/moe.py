@@ -49,7 +49,7 @@ class OlmoeConfig(DecoderConfig):
                 f"num_experts_per_tok: {self.num_experts_per_tok} of {self.num_experts}"
             )
         if self.clip_qkv is not None:
-            raise ValueError("clip_qkv: bounds after the norms of queries and keys: not yet")
+            raise ValueError("clip_qkv: not supported yet together with norms of queries and keys")
 
 
 @frozen(kw_only=True)

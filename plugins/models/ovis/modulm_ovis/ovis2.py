@@ -69,7 +69,7 @@ class _TowerConfig:
     def __attrs_post_init__(self) -> None:
         only(self, tokenize_function=("softmax", "st_argmax"))
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.patch_size > self.image_size:
             raise ValueError("patch_size: larger than image_size")
         if self.num_visual_indicator_tokens >= self.vocab_size:
@@ -96,13 +96,13 @@ class Ovis2Config(MultimodalConfig):
 
     @classmethod
     def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
-        found = tuple(keys["visual_indicator_token_ids"])
-        if len(found) != keys["vision_config"]["num_visual_indicator_tokens"]:
+        indicators = tuple(keys["visual_indicator_token_ids"])
+        if len(indicators) != keys["vision_config"]["num_visual_indicator_tokens"]:
             raise CheckpointError(
-                f"{file}: visual_indicator_token_ids: {len(found)} of "
+                f"{file}: visual_indicator_token_ids: {len(indicators)} of "
                 f"{keys['vision_config']['num_visual_indicator_tokens']}"
             )
-        return {"indicators": found}
+        return {"indicators": indicators}
 
 
 class _Tower(Tower):
@@ -158,21 +158,24 @@ class Ovis2ForConditionalGeneration(MultimodalModel):
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        words = self.config.vision.words
+        vocabulary = self.config.vision.words
         seen = yield from self.tower.run(pixels)
-        found = (seen @ self.table[:words]).split(counts)
-        return [self._whole(item, own) for item, own in zip(items, found, strict=True)]
+        embeddings = (seen @ self.table[:vocabulary]).split(counts)
+        return [
+            self._whole(item, item_tiles)
+            for item, item_tiles in zip(items, embeddings, strict=True)
+        ]
 
     def _whole(self, item: MediaItem, tiles: Tensor) -> Tensor:
         """tiles: [n, tokens, hidden] -> [length, hidden], the tokens around them among them."""
         tokens = self.tensor(item, "tokens")
-        found = tiles.new_empty(len(tokens), tiles.shape[-1])
+        embeddings = tiles.new_empty(len(tokens), tiles.shape[-1])
         inside = torch.ones_like(tokens, dtype=torch.bool)
         for index, token in enumerate(self.config.indicators):
-            found[tokens == token] = self.table[self.config.vision.words + index]
+            embeddings[tokens == token] = self.table[self.config.vision.words + index]
             inside &= tokens != token
-        found[inside] = tiles.flatten(0, 1)
-        return found
+        embeddings[inside] = tiles.flatten(0, 1)
+        return embeddings
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -18,6 +18,6 @@ class OvisFamily(MediaFamily):
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.config["image_token_id"]), *self.config["visual_indicator_token_ids"])
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        tokens = np.asarray(found["input_ids"][0], dtype=np.int64)
-        return {"pixel_values": np.asarray(found["pixel_values"]), "tokens": tokens}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        tokens = np.asarray(outputs["input_ids"][0], dtype=np.int64)
+        return {"pixel_values": np.asarray(outputs["pixel_values"]), "tokens": tokens}

@@ -55,7 +55,7 @@ class PhiHearingConfig:
     def __attrs_post_init__(self) -> None:
         only(self, chunk_size=(-1,), downsample_rate=(1,))
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.time_reduction < 2 or self.time_reduction & (self.time_reduction - 1):
             raise ValueError("time_reduction: a power of 2 is needed")
         if self.ext_pw_out_channel != self.hidden_size:
@@ -83,15 +83,15 @@ class _Stem(Module):
     def __init__(self, c: PhiHearingConfig, b: Builder) -> None:
         super().__init__()
         wide = c.nemo_conv_channels
-        made = [Convolution(b, "conv.0", 1, wide, (3, 3), stride=2, padding=1)]
+        convolutions = [Convolution(b, "conv.0", 1, wide, (3, 3), stride=2, padding=1)]
         self.act = activation(c.nemo_activation, b.ops)
         for i in range(1, c.halvings):
             at = 3 * i - 1
-            made += [
+            convolutions += [
                 Convolution(b, f"conv.{at}", wide, wide, (3, 3), stride=2, padding=1, groups=wide),
                 Convolution(b, f"conv.{at + 1}", wide, wide, (1, 1)),
             ]
-        self.convolutions = ModuleList(made)
+        self.convolutions = ModuleList(convolutions)
         inputs = wide * c.last_bins
         self.out = b.linear("out", inputs, c.hidden_size, bias=True, split=False)
 
@@ -232,7 +232,9 @@ class PhiHearing(Tower):
 
     def _bias(self, frames: int) -> Tensor:
         """[heads, frames, frames] of their distances."""
-        most, places = self.config.bias_max_distance, torch.arange(frames)
-        apart = (places - places[:, None]).clamp(-most, most - 1)
-        rows = apart.abs().clamp(max=most - 1) if self.config.bias_symmetric else apart + most
+        most, positions = self.config.bias_max_distance, torch.arange(frames)
+        distances = (positions - positions[:, None]).clamp(-most, most - 1)
+        rows = (
+            distances.abs().clamp(max=most - 1) if self.config.bias_symmetric else distances + most
+        )
         return self.distances[rows.to(self.distances.device)].permute(2, 0, 1).contiguous()

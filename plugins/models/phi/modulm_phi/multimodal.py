@@ -66,12 +66,12 @@ class Phi4MultimodalForCausalLM(MultimodalModel):
         self.hearing = PhiHearing(config.audio, hidden, at.at("audio_embed"))
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        found: list[Tensor] = []
+        embeddings: list[Tensor] = []
         for item in items:
             run = self._seen(item) if item.kind == "image" else self._heard(item)
-            own = yield from run
-            found.append(own)
-        return found
+            item_embeddings = yield from run
+            embeddings.append(item_embeddings)
+        return embeddings
 
     def _seen(self, item: MediaItem) -> Pieces[Tensor]:
         side = self.config.vision.crop_size

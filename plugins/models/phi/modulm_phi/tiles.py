@@ -67,10 +67,10 @@ class Phi4MultimodalImageProcessorPil(PilBackend):  # type: ignore[misc]
         side = size.height
         tiles, masks, counts, sizes = [], [], [], []
         for image in images:
-            canvas, kept = _canvas(image.shape[-2:], side, dynamic_hd)
-            small = self.resize(image, SizeDict(*kept), PILImageResampling.BILINEAR)
+            canvas, content = _canvas(image.shape[-2:], side, dynamic_hd)
+            small = self.resize(image, SizeDict(*content), PILImageResampling.BILINEAR)
             padded = np.full((len(image), *canvas), 255, small.dtype)
-            padded[:, : kept[0], : kept[1]] = small
+            padded[:, : content[0], : content[1]] = small
             pixels = torch.from_numpy(padded).float()
             if do_rescale:
                 pixels = pixels * rescale_factor
@@ -80,16 +80,16 @@ class Phi4MultimodalImageProcessorPil(PilBackend):  # type: ignore[misc]
             copy = F.interpolate(pixels[None], (side, side), mode=mode, align_corners=False)
             rows, columns = (length // side for length in canvas)
             tiles.append(np.stack([copy[0].numpy(), *split(pixels.numpy(), rows, columns)]))
-            filled = _filled(canvas, kept, patch_size)
+            filled = _filled(canvas, content, patch_size)
             whole = np.ones((side // patch_size, side // patch_size), np.float32)
             masks.append(np.stack([whole, *(t[0] for t in split(filled[None], rows, columns))]))
             counts.append(_tokens(masks[-1][1:], rows, columns))
             sizes.append(canvas)
         most = max(map(len, tiles))
         data = {
-            "image_pixel_values": np.stack([_filled_up(own, most, 0) for own in tiles]),
+            "image_pixel_values": np.stack([_filled_up(item, most, 0) for item in tiles]),
             "image_sizes": np.array(sizes, np.int64),
-            "image_attention_mask": np.stack([_filled_up(own, most, 1) for own in masks]),
+            "image_attention_mask": np.stack([_filled_up(item, most, 1) for item in masks]),
             "num_img_tokens": counts,
         }
         return BatchFeature(data=data, tensor_type=return_tensors)
@@ -101,14 +101,15 @@ def _filled_up(tiles: np.ndarray, most: int, value: float) -> np.ndarray:
     return np.concatenate([tiles, rest])
 
 
-def _filled(canvas: tuple[int, int], kept: tuple[int, int], patch: int) -> np.ndarray:
+def _filled(canvas: tuple[int, int], content: tuple[int, int], patch: int) -> np.ndarray:
     """[rows, columns] float32 of patches, 1 for those that show any of the image."""
-    found = np.zeros([length // patch for length in canvas], np.float32)
+    mask = np.zeros([length // patch for length in canvas], np.float32)
     rows, columns = (
-        length // patch - (length - own) // patch for length, own in zip(canvas, kept, strict=True)
+        length // patch - (length - used) // patch
+        for length, used in zip(canvas, content, strict=True)
     )
-    found[:rows, :columns] = 1
-    return found
+    mask[:rows, :columns] = 1
+    return mask
 
 
 def _canvas(
@@ -126,12 +127,12 @@ def _canvas(
     high, wide = side * rows, side * columns
     scales = wide / width, high / height
     if scales[0] < scales[1]:
-        kept = int(height * scales[0]), wide
+        content = int(height * scales[0]), wide
     else:
-        kept = high, int(width * scales[1])
-    if min(*kept) < 10:
+        content = high, int(width * scales[1])
+    if min(*content) < 10:
         raise ValueError(f"the image is too narrow: {width} by {height}")
-    return (high, wide), kept
+    return (high, wide), content
 
 
 def _tokens(masks: np.ndarray, rows: int, columns: int) -> int:

@@ -33,16 +33,16 @@ class _Tower(ClipTower):
         """
         c = self.config
         cut = patches(pixels.to(self.dtype), c.patch_size).flatten(0, 1)
-        places = _places(filled, c.image_size // c.patch_size).to(pixels.device)
-        x = self.patch(cut) + self.positions[places]
+        positions = _bucket_positions(filled, c.image_size // c.patch_size).to(pixels.device)
+        x = self.patch(cut) + self.positions[positions]
         unseen = None if filled.all() else ~filled.flatten().to(x.device)
         lengths = [filled[0].numel()] * len(filled)
         x = yield from through(self.layers[:depth], x, lengths, None, unseen)
-        found: Tensor = x.view(*filled.shape, -1)
-        return found
+        states: Tensor = x.view(*filled.shape, -1)
+        return states
 
 
-def _places(filled: Tensor, side: int) -> Tensor:
+def _bucket_positions(filled: Tensor, side: int) -> Tensor:
     """[patches] int64, the learned position of each patch of [tiles, rows, columns]: where it lies
     among the filled ones of its side, as a part of that, in steps of the learned positions.
     """

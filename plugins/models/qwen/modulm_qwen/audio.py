@@ -59,8 +59,8 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
         mel, _ = stacked(self, items, "input_features")
         frames = [item.tensors[self.mask].sum(-1).tolist() for item in items]
         states = yield from encode_sounds(self.tower, mel, [n for some in frames for n in some])
-        found: Tensor = self.projector(states)
-        return found.split([sum(((n - 1) // 2 + 1) // 2 for n in some) for some in frames])
+        tokens: Tensor = self.projector(states)
+        return tokens.split([sum(((n - 1) // 2 + 1) // 2 for n in some) for some in frames])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -78,8 +78,8 @@ class Qwen25Hearing(WhisperTower):
         states = yield from self.states(torch.cat(rows), lengths)
         parts = torch.split(states, counts)
         pooled = [halved(part) for part in parts]
-        found = self.projector(self.norm(torch.cat(pooled)))
-        return list(torch.split(found, [len(part) for part in pooled]))
+        tokens = self.projector(self.norm(torch.cat(pooled)))
+        return list(torch.split(tokens, [len(part) for part in pooled]))
 
 
 class Qwen3Hearing(Module):
@@ -112,8 +112,8 @@ class Qwen3Hearing(Module):
             min(window, len(row) - first) for row in rows for first in range(0, len(row), window)
         ]
         x = yield from through(self.layers, torch.cat(rows), lengths)
-        found: Tensor = self.projector(self.norm(x))
-        return list(torch.split(found, [len(row) for row in rows]))
+        tokens: Tensor = self.projector(self.norm(x))
+        return list(torch.split(tokens, [len(row) for row in rows]))
 
     def _stem(self, mel: Tensor) -> Tensor:
         """[bins, frames] -> [tokens, width], chunks with their positions; where there are several
@@ -123,13 +123,13 @@ class Qwen3Hearing(Module):
         count = -(-frames // self.chunk)
         mel = F.pad(mel, (0, count * self.chunk - frames)) if count > 1 else mel
         cut = mel.unflatten(1, (count, -1)).transpose(0, 1)[:, None].to(self.dtype)
-        found = []
+        chunks = []
         for part in cut.split(_CHUNKS):
             x = part
             for convolution in self.convolutions:
                 x = F.gelu(convolution(x))
-            found.append(self.out(x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)))
-        x = torch.cat(found).unflatten(0, (count, -1))
+            chunks.append(self.out(x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)))
+        x = torch.cat(chunks).unflatten(0, (count, -1))
         x = x + sinusoids(x.shape[1], x.shape[2]).to(x.device, x.dtype)
         last = frames - (count - 1) * self.chunk
         return x.flatten(0, 1)[: (count - 1) * x.shape[1] + _thirds(last)]

@@ -49,8 +49,8 @@ class JinaEmbeddingsV4Model(Qwen25VLForConditionalGeneration):
 
     def __init__(self, config: Any, build: Builder) -> None:
         engine = build.shared.config
-        given = {} if engine is None else engine.model.pooler_config or {}
-        task = "token_embed" if given.get("task") == "token_embed" else "embed"
+        pooler_settings = {} if engine is None else engine.model.pooler_config or {}
+        task = "token_embed" if pooler_settings.get("task") == "token_embed" else "embed"
         self.tasks = (task,)  # type: ignore[misc]
         super().__init__(config, build)
 

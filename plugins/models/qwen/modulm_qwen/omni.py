@@ -50,8 +50,8 @@ class OmniConfig(QwenVLConfig):
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
         inner = table.get("thinker_config", table)
-        named = {"tie_word_embeddings": False, **inner, "architectures": [cls.thinker]}
-        return super().from_table(named, file)
+        thinker_table = {"tie_word_embeddings": False, **inner, "architectures": [cls.thinker]}
+        return super().from_table(thinker_table, file)
 
 
 @frozen(eq=False, kw_only=True)
@@ -76,15 +76,17 @@ class _Hears:
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         heard = [item for item in items if "input_features" in item.tensors]
         seen = [item for item in items if item.kind != "audio"]
-        shown: dict[int, Tensor] = {}
+        video_features: dict[int, Tensor] = {}
         spoken: dict[int, Tensor] = {}
         if seen:
             frames = yield from super().features(seen)  # type: ignore[misc]
-            shown = {id(item): own for item, own in zip(seen, frames, strict=True)}
+            video_features = {
+                id(item): embeddings for item, embeddings in zip(seen, frames, strict=True)
+            }
         if heard:
             sounds = yield from self.ears.hear([self._sound(item) for item in heard])
-            spoken = {id(item): own for item, own in zip(heard, sounds, strict=True)}
-        return [_woven(item, shown.get(id(item)), spoken.get(id(item))) for item in items]
+            spoken = {id(item): embeddings for item, embeddings in zip(heard, sounds, strict=True)}
+        return [_woven(item, video_features.get(id(item)), spoken.get(id(item))) for item in items]
 
     def _sound(self, item: MediaItem) -> Tensor:
         """[bins, frames] of a sound, without what fills its window."""
@@ -140,8 +142,11 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         levels = len(self.config.vision.deepstack_visual_indexes)
         wide = self.config.hidden_size * (1 + levels)
-        found = yield from super().features(items)
-        return [F.pad(own, (0, wide - own.shape[1])) for own in found]
+        embeddings = yield from super().features(items)
+        return [
+            F.pad(item_embeddings, (0, wide - item_embeddings.shape[1]))
+            for item_embeddings in embeddings
+        ]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -171,15 +176,15 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
         }
 
 
-def _woven(item: MediaItem, shown: Tensor | None, spoken: Tensor | None) -> Tensor:
+def _woven(item: MediaItem, frames: Tensor | None, spoken: Tensor | None) -> Tensor:
     """What an item shows, what it says, or both in the order of a video with sound."""
-    if shown is None or spoken is None:
-        return torch.cat([own for own in (shown, spoken) if own is not None])
-    heard = torch.from_numpy(np.array(item.tensors["heard"])).to(shown.device)
-    found = shown.new_zeros(len(heard), shown.shape[1])
-    found[~heard] = shown
-    found[heard] = F.pad(spoken, (0, shown.shape[1] - spoken.shape[1])).to(shown.dtype)
-    return found
+    if frames is None or spoken is None:
+        return torch.cat([part for part in (frames, spoken) if part is not None])
+    heard = torch.from_numpy(np.array(item.tensors["heard"])).to(frames.device)
+    woven = frames.new_zeros(len(heard), frames.shape[1])
+    woven[~heard] = frames
+    woven[heard] = F.pad(spoken, (0, frames.shape[1] - spoken.shape[1])).to(frames.dtype)
+    return woven
 
 
 def _tokens(ending: str) -> dict[str, Any]:

@@ -19,16 +19,16 @@ class AsQwen2:
         """Random ones, of about unit gain for each map."""
         model = _model(config)
         tables = model.model.embed_tokens.weight, model.lm_head.weight
-        found = {}
+        tensors = {}
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape)
             if parameter.dim() < 2:
-                found[name] = 0.1 * drawn + name.endswith("norm.weight")
+                tensors[name] = 0.1 * drawn + name.endswith("norm.weight")
             else:
                 head = 3 if parameter is tables[1] else 1
                 gain = 1.0 if parameter is tables[0] else head * parameter.shape[-1] ** -0.5
-                found[name] = gain * drawn
-        return found
+                tensors[name] = gain * drawn
+        return tensors
 
     def logits(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
@@ -41,8 +41,8 @@ class AsQwen2:
 
 
 def _model(config: Mapping[str, Any]) -> Any:
-    told = Qwen2Config.from_dict({**config, "model_type": "qwen2"})
-    made: Any = AutoModelForCausalLM.from_config(
-        told, dtype=torch.float32, attn_implementation="eager"
+    reference_config = Qwen2Config.from_dict({**config, "model_type": "qwen2"})
+    model: Any = AutoModelForCausalLM.from_config(
+        reference_config, dtype=torch.float32, attn_implementation="eager"
     )
-    return made.eval()
+    return model.eval()

@@ -93,8 +93,11 @@ class GatedDeltaNet(Module):
         key_dim, value_dim = c.linear_key_head_dim, c.linear_value_head_dim
         self.key_heads, self.heads = b.share(key_heads, 1), b.share(heads)
         keys, values = key_heads * key_dim, heads * value_dim
-        own = [self.key_heads * key_dim, self.heads * value_dim]
-        self.widths, self.inputs = [own[0], *own], [2 * own[0] + own[1], own[1]]
+        rank_sizes = [self.key_heads * key_dim, self.heads * value_dim]
+        self.widths, self.inputs = (
+            [rank_sizes[0], *rank_sizes],
+            [2 * rank_sizes[0] + rank_sizes[1], rank_sizes[1]],
+        )
         sizes, least = [keys, keys, values], [key_dim, key_dim, value_dim]
         self.gate: Linear | None = None
         if b.ranks == 1:
@@ -229,7 +232,7 @@ def tiny_delta(model_type: str, architecture: str, **changes: Any) -> Mapping[st
 def _by_outputs(name: str) -> None:
     """Refuse what cannot be cut by outputs: tensors that a quantization packs otherwise."""
     if not name.endswith((".weight", ".bias", ".weight_scale", ".weight_scale_inv")):
-        raise UnsupportedError(f"{name}: this layer in such a quantization: not yet")
+        raise UnsupportedError(f"{name}: not supported yet in this quantization")
 
 
 def split_gate(heads: int) -> Rewrite:
@@ -261,8 +264,8 @@ def _split_inputs(c: Qwen3NextConfig) -> tuple[Rewrite, ...]:
     def rates(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         _by_outputs(name)
         heads = tensor.unflatten(0, (key_heads, 2, -1))
-        for place, part in enumerate(("in_proj_b", "in_proj_a")):
-            yield name.replace("in_proj_ba", part), heads[:, place].flatten(0, 1)
+        for index, part in enumerate(("in_proj_b", "in_proj_a")):
+            yield name.replace("in_proj_ba", part), heads[:, index].flatten(0, 1)
 
     return Rewrite(r"\.in_proj_qkvz\.", inputs), Rewrite(r"\.in_proj_ba\.", rates)
 

@@ -85,8 +85,8 @@ class OmniFamily(QwenVLFamily):
         super().__init__(processor, config.get("thinker_config", config))
 
     def features(self, kind: str) -> Sequence[int]:
-        own = super().features(kind)
-        return (*own, *super().features("audio")) if kind == "video" else own
+        tokens = super().features(kind)
+        return (*tokens, *super().features("audio")) if kind == "video" else tokens
 
     def group_media(
         self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
@@ -96,8 +96,8 @@ class OmniFamily(QwenVLFamily):
         videos = [one for one in media if one.kind == "video"]
         sounds = [one for one in media if one.kind == "audio"]
         if len(sounds) < len(videos):
-            words = f"use_audio_in_video: {len(videos)} videos and {len(sounds)} sounds"
-            raise RequestError(words, "multi_modal_data")
+            message = f"use_audio_in_video: {len(videos)} videos and {len(sounds)} sounds"
+            raise RequestError(message, "multi_modal_data")
         films = [_with_sound(*pair) for pair in zip(videos, sounds, strict=False)]
         rest = [one for one in media if one.kind == "image"] + sounds[len(videos) :]
         return self._without_marks(tokens, len(sounds), len(videos)), [*films, *rest]
@@ -110,10 +110,10 @@ class OmniFamily(QwenVLFamily):
         if len(inside) != sounds:
             return tokens
         drop = [
-            place
+            index
             for at in inside[:less]
-            for place, known in zip((at - 1, at, at + 1), (ends[0], mark, ends[1]), strict=True)
-            if 0 <= place < len(tokens) and tokens[place] == known
+            for index, known in zip((at - 1, at, at + 1), (ends[0], mark, ends[1]), strict=True)
+            if 0 <= index < len(tokens) and tokens[index] == known
         ]
         return np.delete(tokens, drop)
 
@@ -130,11 +130,11 @@ class OmniFamily(QwenVLFamily):
         return super().call(media, {**more, **options})
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
-        found = super().process(media, options)
+        processed = super().process(media, options)
         if not isinstance(media.value, _Film):
-            return found
-        heard = found.tokens[found.embedded] == super().features("audio")[0]
-        return evolve(found, tensors={**found.tensors, "heard": heard})
+            return processed
+        heard = processed.tokens[processed.embedded] == super().features("audio")[0]
+        return evolve(processed, tensors={**processed.tensors, "heard": heard})
 
     def positions(
         self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
@@ -142,26 +142,26 @@ class OmniFamily(QwenVLFamily):
         seen = [(first, item) for first, item in items if item.kind != "audio"]
         if not seen:
             return None
-        found = np.zeros((3, len(tokens)), dtype=np.int64)
+        filled = np.zeros((3, len(tokens)), dtype=np.int64)
         at = position = 0
         for start, item in seen:
             ((first, end),) = item.runs
             first, end = start + first, start + end
-            found[:, at:first] = position + np.arange(first - at)
+            filled[:, at:first] = position + np.arange(first - at)
             position += first - at
             twins = self.twins and "heard" in item.tensors
             if twins:
                 position -= 1
-                found[:, first - 1] -= 1
-            places, last = self._places(item)
-            found[:, first:end] = position + places
+                filled[:, first - 1] -= 1
+            item_positions, last = self._item_positions(item)
+            filled[:, first:end] = position + item_positions
             position, at = position + last + 1, end
             if twins:
-                found[:, end], at = position, end + 1
-        found[:, at:] = position + np.arange(len(tokens) - at)
-        return found
+                filled[:, end], at = position, end + 1
+        filled[:, at:] = position + np.arange(len(tokens) - at)
+        return filled
 
-    def _places(self, item: Processed) -> tuple[np.ndarray, int]:
+    def _item_positions(self, item: Processed) -> tuple[np.ndarray, int]:
         """([3, tokens] positions of an image or video from its first, the largest of those that
         come last: of the frames, or of the sound).
         """
@@ -176,11 +176,11 @@ class OmniFamily(QwenVLFamily):
         heard = item.tensors.get("heard")
         if heard is None:
             return grid, int(grid.max())
-        places = np.zeros((3, len(heard)), dtype=np.int64)
-        places[:, ~heard] = grid
-        places[:, heard] = np.arange(int(heard.sum()))
+        positions_ = np.zeros((3, len(heard)), dtype=np.int64)
+        positions_[:, ~heard] = grid
+        positions_[:, heard] = np.arange(int(heard.sum()))
         first = runs_of(heard == heard[-1])[-1][0]
-        return places, int(places[:, first:].max())
+        return positions_, int(positions_[:, first:].max())
 
 
 class Qwen3OmniFamily(OmniFamily):
@@ -215,9 +215,9 @@ class ColQwenFamily(MediaFamily):
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         reader = self.processor.image_processor
-        made = reader(images=[media.value], return_tensors="pt", **options)
-        count = int(made["image_grid_thw"].prod()) // reader.merge_size**2
-        return {**made, "input_ids": [list(self.features(media.kind)) * count]}
+        outputs = reader(images=[media.value], return_tensors="pt", **options)
+        count = int(outputs["image_grid_thw"].prod()) // reader.merge_size**2
+        return {**outputs, "input_ids": [list(self.features(media.kind)) * count]}
 
 
 def _between(mark: str) -> str:

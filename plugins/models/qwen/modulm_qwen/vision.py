@@ -121,30 +121,33 @@ class QwenTower(Tower):
         """
         c, merge = self.config, self.config.spatial_merge_size
         x = self.patch(pixels.to(self.dtype))
-        places = [grid_coordinates(grid, merge) for grid in grids]
+        coordinates = [grid_coordinates(grid, merge) for grid in grids]
         if self.learned:
-            pairs = zip(grids, places, strict=True)
-            learned = [interpolated(self.positions, grid, place) for grid, place in pairs]
+            pairs = zip(grids, coordinates, strict=True)
+            learned = [
+                interpolated(self.positions, grid, image_coordinates)
+                for grid, image_coordinates in pairs
+            ]
             x = x + torch.cat(learned).to(x.dtype)
         theta = float(str(c.rope_parameters.get("rope_theta", 10000.0)))
-        turns = axial_turns(torch.cat(places), c.width // c.num_heads, theta).to(self.device)
+        turns = axial_turns(torch.cat(coordinates), c.width // c.num_heads, theta).to(self.device)
         whole, lengths = lengths_of(grids), lengths_of(grids)
         order = None
         if c.window and c.fullatt_block_indexes:
             order, lengths = self._windows(grids)
             patches = (order[:, None] * merge**2 + torch.arange(merge**2)).flatten()
             x, turns = x[patches.to(self.device)], turns[patches.to(self.device)]
-        found: list[Tensor] = []
+        deepstack: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             sees_all = order is None or index in c.fullatt_block_indexes
             x = block(x, whole if sees_all else lengths, turns)
             if index in c.deepstack_visual_indexes and len(self.deep):
-                found.append(self.deep[c.deepstack_visual_indexes.index(index)](x))
+                deepstack.append(self.deep[c.deepstack_visual_indexes.index(index)](x))
             yield len(x)
         out: Tensor = self.merger(x)
         if order is not None:
             out = out[order.argsort().to(self.device)]
-        return torch.cat([out, *found], dim=-1) if found else out
+        return torch.cat([out, *deepstack], dim=-1) if deepstack else out
 
     def _windows(self, grids: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """The order of the merged tokens by windows, and how many patches each window has."""

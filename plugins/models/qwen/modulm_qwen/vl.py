@@ -67,9 +67,9 @@ class Qwen2VLForConditionalGeneration(MultimodalModel):
             pixels.append(self.tensor(item, "pixel_values_videos" if video else "pixel_values"))
             grids.append(item.tensors[f"{item.kind}_grid_thw"].reshape(-1, 3).tolist())
         flat = [grid for some in grids for grid in some]
-        found = yield from self.tower.run(torch.cat(pixels), flat)
+        tokens = yield from self.tower.run(torch.cat(pixels), flat)
         merged = self.config.vision.spatial_merge_size**2
-        return found.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
+        return tokens.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -109,8 +109,8 @@ class _Deep(Module):
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         x, residual = self.layer(x, residual, batch)
-        given = batch.extras.get("deepstack")
-        return (x if given is None else x + given[:, self.part].to(x.dtype)), residual
+        deepstack = batch.extras.get("deepstack")
+        return (x if deepstack is None else x + deepstack[:, self.part].to(x.dtype)), residual
 
 
 class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
@@ -151,9 +151,9 @@ class Qwen3VLMoeConfig(QwenVLConfig):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        found = super().from_table(table, file)
-        text = evolve(found.text.text, norm_topk_prob=True)
-        return evolve(found, text=evolve(found.text, text=text))
+        config = super().from_table(table, file)
+        text = evolve(config.text.text, norm_topk_prob=True)
+        return evolve(config, text=evolve(config.text, text=text))
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
@@ -244,9 +244,9 @@ def _tiny_delta(
     table = dict(text.tiny())
     vision = {k: v for k, v in _THIRD["vision"].items() if k != "deepstack_visual_indexes"}
     vision["out_hidden_size"] = table["hidden_size"]
-    made = dict(_tiny(architecture, model_type, table["model_type"], vision=vision))
+    table_ = dict(_tiny(architecture, model_type, table["model_type"], vision=vision))
     del table["architectures"]
     # Of a head's numbers a half is turned.
     sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
     table["rope_parameters"] = {**_ROPE, **sections, "partial_rotary_factor": 0.5}
-    return {**made, "text_config": table}
+    return {**table_, "text_config": table}

@@ -39,7 +39,7 @@ class ClipTextConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
 
 
 @frozen(kw_only=True)
@@ -111,8 +111,8 @@ class TextTower(Module):
 
     def forward(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """tokens: [n] int64 of rows of these lengths -> [n, hidden]."""
-        places = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
-        x = self.tokens.lookup(tokens) + self.positions[places]
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(tokens.device)
+        x = self.tokens.lookup(tokens) + self.positions[positions]
         for layer in self.layers:
             x = layer(x, lengths)
         out: Tensor = self.norm(x)
@@ -143,14 +143,14 @@ class CLIPModel(Module, Model):
 
     def vectors(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """tokens: [n] int64 of rows of these lengths -> [n, width], those of last tokens count."""
-        found: Tensor = self.text_out(self.text(tokens, lengths))
-        return found
+        projected: Tensor = self.text_out(self.text(tokens, lengths))
+        return projected
 
     def pictures(self, pixels: Tensor) -> Tensor:
         """[n, channels, height, width] -> [n, width]."""
         (states,) = whole(self.tower.states(pixels, [-1]))
-        found: Tensor = self.vision_out(self.tower.post(states[:, 0].contiguous()))
-        return found
+        projected: Tensor = self.vision_out(self.tower.post(states[:, 0].contiguous()))
+        return projected
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
@@ -170,20 +170,20 @@ class CLIPModel(Module, Model):
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, width]: an image's own vector, of a text that of its last token."""
-        found = torch.zeros(
+        vectors = torch.zeros(
             len(batch.tokens), self.config.hidden_size, dtype=self.dtype, device=self.device
         )
         mask = batch.embeds_mask
         if batch.embeds is not None and mask is not None:
-            found[mask] = batch.embeds[mask].to(self.dtype)
-        images = torch.zeros(len(found), dtype=torch.bool) if mask is None else mask.cpu()
+            vectors[mask] = batch.embeds[mask].to(self.dtype)
+        images = torch.zeros(len(vectors), dtype=torch.bool) if mask is None else mask.cpu()
         rows = list(pairwise(batch.query_starts.tolist()))
         texts = [(first, end) for first, end in rows if not images[first]]
         if texts:
-            places = torch.cat([torch.arange(*row) for row in texts]).to(self.device)
+            text_indices = torch.cat([torch.arange(*row) for row in texts]).to(self.device)
             lengths = [end - first for first, end in texts]
-            found[places] = self.vectors(batch.tokens[places], lengths)
-        return found
+            vectors[text_indices] = self.vectors(batch.tokens[text_indices], lengths)
+        return vectors
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -38,7 +38,7 @@ class Siglip2VisionConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if round(self.num_patches**0.5) ** 2 != self.num_patches:
             raise ValueError(f"num_patches: {self.num_patches} is no square")
 
@@ -73,8 +73,8 @@ class NaflexTower(Tower):
         """pixels: [patches, patch], row by row of images of these (rows, columns) -> [patches,
         hidden].
         """
-        places = {(rows, columns): self._stretched(rows, columns) for rows, columns in grids}
-        x = self.patch(pixels) + torch.cat([places[rows, columns] for rows, columns in grids])
+        positions = {(rows, columns): self._stretched(rows, columns) for rows, columns in grids}
+        x = self.patch(pixels) + torch.cat([positions[rows, columns] for rows, columns in grids])
         lengths = [rows * columns for rows, columns in grids]
         for layer in self.layers:
             x = layer(x, lengths)
@@ -86,10 +86,10 @@ class NaflexTower(Tower):
         """[rows * columns, hidden]."""
         side = round(self.config.num_patches**0.5)
         table = self.positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        found = F.interpolate(
+        resized = F.interpolate(
             table, size=(rows, columns), mode="bilinear", align_corners=False, antialias=True
         )
-        return found[0].flatten(1).T.to(self.positions.dtype)
+        return resized[0].flatten(1).T.to(self.positions.dtype)
 
 
 class Siglip2Model(SiglipModel):
@@ -107,9 +107,9 @@ class Siglip2Model(SiglipModel):
     def encode(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
         grids = [item.tensors["spatial_shapes"].reshape(-1).tolist() for item in items]
         pixels = [torch.from_numpy(np.array(item.tensors["pixel_values"])) for item in items]
-        lengths = [len(own) for own in pixels]
-        found = whole(self.tower.run(torch.cat(pixels).to(self.device, self.dtype), grids))
-        pooled: Tensor = self.pool(found, lengths)
+        lengths = [len(image) for image in pixels]
+        states = whole(self.tower.run(torch.cat(pixels).to(self.device, self.dtype), grids))
+        pooled: Tensor = self.pool(states, lengths)
         return list(pooled.split(1))
 
     @classmethod

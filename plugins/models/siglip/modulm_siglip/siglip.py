@@ -29,9 +29,9 @@ class SiglipConfig(ClipConfig):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        found = super().from_table(table, file)
+        config = super().from_table(table, file)
         pad = _pad_token(Path(file).parent)
-        return found if pad is None else evolve(found, text=evolve(found.text, pad_token_id=pad))
+        return config if pad is None else evolve(config, text=evolve(config.text, pad_token_id=pad))
 
     @classmethod
     def width(cls, keys: Mapping[str, Any], text: ClipTextConfig, vision: Any, file: str) -> int:
@@ -75,8 +75,8 @@ class Pool(Module):
             rows = zip(k.split(list(lengths)), v.split(list(lengths)), strict=True)
             pairs = ((k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in rows)
             seen = torch.cat([scaled_dot_product_attention(q, *pair) for pair in pairs])
-        found = self.out(seen.transpose(1, 2).reshape(n, hidden))
-        out: Tensor = found + self.mlp(self.norm(found))
+        attended = self.out(seen.transpose(1, 2).reshape(n, hidden))
+        out: Tensor = attended + self.mlp(self.norm(attended))
         return out
 
 
@@ -96,15 +96,15 @@ class SiglipModel(CLIPModel):
         c = self.config.text
         pad, most = c.pad_token_id or 0, c.max_position_embeddings
         whole = tokens.new_full((len(lengths), most), pad)
-        for row, own in zip(whole, tokens.split(list(lengths)), strict=True):
-            row[: len(own)] = own
+        for row, text_tokens in zip(whole, tokens.split(list(lengths)), strict=True):
+            row[: len(text_tokens)] = text_tokens
         states = self.text(whole.flatten(), [most] * len(lengths))
-        found: Tensor = self.text_out(states.view(len(lengths), most, -1)[:, -1].contiguous())
-        return found.repeat_interleave(torch.tensor(lengths, device=found.device), dim=0)
+        projected: Tensor = self.text_out(states.view(len(lengths), most, -1)[:, -1].contiguous())
+        return projected.repeat_interleave(torch.tensor(lengths, device=projected.device), dim=0)
 
     def pictures(self, pixels: Tensor) -> Tensor:
-        found = self.tower(pixels)
-        pooled: Tensor = self.pool(found.flatten(0, 1), [found.shape[1]] * len(found))
+        states = self.tower(pixels)
+        pooled: Tensor = self.pool(states.flatten(0, 1), [states.shape[1]] * len(states))
         return pooled
 
     @classmethod
@@ -133,19 +133,22 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     kind = name.rpartition("_")[2]
     at = name.removesuffix(f"in_proj_{kind}")
     parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
-    return [(f"{at}{part}_proj.{kind}", own) for part, own in parts]
+    return [(f"{at}{part}_proj.{kind}", part_tensor) for part, part_tensor in parts]
 
 
 def _pad_token(folder: Path) -> int | None:
-    """The id of the token that fills texts up from behind, None where the tokenizer's files do not
-    say. Raises UnsupportedError.
+    """The id of the padding token after texts, None if the tokenizer's files do not say.
+
+    Raises UnsupportedError for padding on the left.
     """
     settings = _table(folder / "tokenizer_config.json")
     if settings.get("padding_side") == "left":
-        raise UnsupportedError(f"{folder}/tokenizer_config.json: padding_side: left: not yet")
-    named = settings.get("pad_token")
-    named = named.get("content") if isinstance(named, Mapping) else named
-    if not isinstance(named, str):
+        raise UnsupportedError(
+            f"{folder}/tokenizer_config.json: padding_side: not supported yet: left"
+        )
+    pad = settings.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, Mapping) else pad
+    if not isinstance(pad, str):
         return None
     added = settings.get("added_tokens_decoder")
     if isinstance(added, Mapping):
@@ -153,11 +156,11 @@ def _pad_token(folder: Path) -> int | None:
     else:
         tokens = _table(folder / "tokenizer.json").get("added_tokens", ())
         known = {token["content"]: int(token["id"]) for token in tokens}
-    return known.get(named)
+    return known.get(pad)
 
 
 def _table(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return table

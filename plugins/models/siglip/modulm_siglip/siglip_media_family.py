@@ -30,14 +30,14 @@ class ClipFamily(MediaFamily):
         return mark
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        made = self.processor.image_processor(media.value, return_tensors="pt", **options)
-        return {**made, "input_ids": [list(self.features(media.kind))]}
+        outputs = self.processor.image_processor(media.value, return_tensors="pt", **options)
+        return {**outputs, "input_ids": [list(self.features(media.kind))]}
 
 
 class NaflexFamily(ClipFamily):
     """SigLIP 2 for images of any size, without the patches that fill images up."""
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        shape = np.asarray(found["spatial_shapes"])
-        patches = np.asarray(found["pixel_values"])[0, : int(shape.prod())]
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        shape = np.asarray(outputs["spatial_shapes"])
+        patches = np.asarray(outputs["pixel_values"])[0, : int(shape.prod())]
         return {"pixel_values": patches, "spatial_shapes": shape}

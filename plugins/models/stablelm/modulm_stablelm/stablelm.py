@@ -51,17 +51,18 @@ class HeadNorms(Norm):
     def __init__(self, b: Builder, name: str, heads: int, width: int, eps: float) -> None:
         super().__init__()
         self.ops, self.eps = b.ops, eps
-        dtype, own = b.shared.dtype, b.shard(heads, 1)
-        empty = torch.empty(own.size, width, dtype=dtype, device="meta")
+        dtype, shard = b.shared.dtype, b.shard(heads, 1)
+        empty = torch.empty(shard.size, width, dtype=dtype, device="meta")
         self.weight = torch.nn.Parameter(empty, requires_grad=False)
         stored = partial("{}.norms.{}.weight".format, b.name(name))
-        here = range(own.start, own.start + own.size)
+        heads_here = range(shard.start, shard.start + shard.size)
         parts = tuple(
-            Part(stored(head), (width,), (), (slice(at, at + 1),)) for at, head in enumerate(here)
+            Part(stored(head), (width,), (), (slice(at, at + 1),))
+            for at, head in enumerate(heads_here)
         )
-        slot = Slot(self, "weight", (own.size, width), dtype, (parts,))
+        slot = Slot(self, "weight", (shard.size, width), dtype, (parts,))
         b.shared.units.append(Unit(b.name(name), self, [slot]))
-        others = tuple(Part(stored(i), (width,)) for i in range(heads) if i not in here)
+        others = tuple(Part(stored(i), (width,)) for i in range(heads) if i not in heads_here)
         if others:
             away = Slot(self, "weight", (heads, width), dtype, (others,))
             b.shared.elsewhere.append(Unit(b.name(name), self, [away]))

@@ -223,7 +223,9 @@ class T5ForConditionalGeneration(DecoderForCausalLM):
 
     def __init__(self, config: T5Config, build: Builder) -> None:
         if build.shared.mesh.pipeline.size > 1:
-            raise UnsupportedError("pipeline_parallel_size: encoders with decoders: not yet")
+            raise UnsupportedError(
+                "pipeline_parallel_size: not supported yet for encoder-decoder models"
+            )
         # The base class makes modules with these before they can be modules of this one.
         shared = build.embedding("shared", config.vocab_size, config.d_model)
         self.__dict__.update(_tokens=shared, _relative={})
@@ -242,10 +244,10 @@ class T5ForConditionalGeneration(DecoderForCausalLM):
 
     def _positions(self, c: T5Config, b: Builder, index: int, *, both: bool) -> RelativePositions:
         """Those of a layer: its own, or the first layer's."""
-        key, made = (both, index if self.each else 0), self._relative
-        if key not in made:
-            made[key] = _relative(c, b.at("layer.0"), both)
-        return made[key]
+        key, tables = (both, index if self.each else 0), self._relative
+        if key not in tables:
+            tables[key] = _relative(c, b.at("layer.0"), both)
+        return tables[key]
 
     def make_embedding(self, config: T5Config, b: Builder) -> Embedding:
         return self._tokens

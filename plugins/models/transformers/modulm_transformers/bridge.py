@@ -57,7 +57,9 @@ class TransformersForCausalLM(Module, Model):
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
         if build.ranks > 1:
-            raise UnsupportedError("models of transformers on several ranks: not yet")
+            raise UnsupportedError(
+                "tensor parallelism: not supported yet for models run by transformers"
+            )
         self.config = config
         self.build = build
         self.layers: dict[int, tuple[int, AttentionBackend]] = {}
@@ -96,28 +98,30 @@ class TransformersForCausalLM(Module, Model):
         tokens = torch.arange(_PROBE, device=self.build.shared.device)
         name = self.config.model.__name__
         with explained(f"{name}: transformers' code for it does not run on our memory"):
-            given = {"input_ids": tokens[None] % self.config.vocab_size}
-            self._run(given, tokens[None], trace)
+            inputs = {"input_ids": tokens[None] % self.config.vocab_size}
+            self._run(inputs, tokens[None], trace)
         if not trace.layers:
             raise UnsupportedError(f"{name} does not hand its attention our arguments")
         self.layers = trace.layers
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
-        given: dict[str, Tensor] = {"input_ids": batch.tokens[None]}
+        inputs: dict[str, Tensor] = {"input_ids": batch.tokens[None]}
         if batch.embeds is not None and batch.embeds_mask is not None:
-            own = self.base.get_input_embeddings()(batch.tokens)
-            mixed = torch.where(batch.embeds_mask[:, None], batch.embeds.to(own.dtype), own)
-            given = {"inputs_embeds": mixed[None]}
+            embedded = self.base.get_input_embeddings()(batch.tokens)
+            mixed = torch.where(
+                batch.embeds_mask[:, None], batch.embeds.to(embedded.dtype), embedded
+            )
+            inputs = {"inputs_embeds": mixed[None]}
         step = _Step(batch, self.layers, self.scales)
-        return self._run(given, self._positions(batch), step)
+        return self._run(inputs, self._positions(batch), step)
 
     def _positions(self, batch: Batch) -> Tensor:
         """[1, tokens], as the decoder takes them."""
         return batch.positions[None]
 
-    def _run(self, given: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
-        output = self.base(**given, position_ids=positions, use_cache=False, modulm=step)
+    def _run(self, inputs: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
+        output = self.base(**inputs, position_ids=positions, use_cache=False, modulm=step)
         hidden: Tensor = output[0][0]
         return hidden
 
@@ -165,28 +169,30 @@ class _Trace:
         self.build = build
         self.layers: dict[int, tuple[int, AttentionBackend]] = {}
 
-    def attend(self, module: Module, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Tensor:
+    def attend(
+        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
+    ) -> Tensor:
         """q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value size], attended plainly."""
         if id(module) in self.layers:
-            raise UnsupportedError("a layer that attends twice in a step: not yet")
+            raise UnsupportedError("not supported yet: a layer that attends twice in a step")
         spec = AttentionSpec(
             heads=q.shape[1],
             kv_heads=k.shape[1],
             head_dim=q.shape[-1],
             value_dim=v.shape[-1] if v.shape[-1] != q.shape[-1] else None,
-            scale=asked.scale,
+            scale=request.scale,
             dtype=self.build.dtype,
             kv_dtype=self.build.shared.kv_dtype,
-            window=asked.window,
-            softcap=asked.softcap,
-            sinks=asked.sinks is not None,
+            window=request.window,
+            softcap=request.softcap,
+            sinks=request.sinks is not None,
             scales=self.build.shared.kv_dtype.startswith("float8"),
         )
         at = self.build.at(f"layers.{len(self.layers)}")
         self.layers[id(module)] = at.attention_cache(spec)
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=asked.scale, enable_gqa=grouped
+            q, k, v, is_causal=True, scale=request.scale, enable_gqa=grouped
         )
         return out.transpose(1, 2)
 
@@ -202,19 +208,21 @@ class _Step:
     ) -> None:
         self.batch, self.layers, self.scales = batch, layers, scales
 
-    def attend(self, module: Module, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Tensor:
+    def attend(
+        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
+    ) -> Tensor:
         """Shapes as in `_Trace.attend`; attends over each row's own cache."""
         cache, backend = self.layers[id(module)]
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         batch = self.batch
         pair = self.scales.of(id(module), k, v) if backend.spec.scales else (None, None)
-        inputs = AttentionInputs(sinks=asked.sinks, k_scale=pair[0], v_scale=pair[1])
+        inputs = AttentionInputs(sinks=request.sinks, k_scale=pair[0], v_scale=pair[1])
         backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, inputs)
         return out[None]
 
 
-class _Asked:
+class _AttentionRequest:
     """What a model asks of attention beside queries, keys and values."""
 
     def __init__(
@@ -246,15 +254,17 @@ def _attend(
         raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
     if attention_mask is not None:
         raise UnsupportedError(f"{type(module).__name__} builds a mask of its own")
-    for name, given in more.items():
-        if isinstance(given, Tensor) and name not in _HARMLESS:
-            raise UnsupportedError(f"{type(module).__name__} hands attention {name}: not yet")
+    for name, argument in more.items():
+        if isinstance(argument, Tensor) and name not in _HARMLESS:
+            raise UnsupportedError(
+                f"{type(module).__name__}: not supported yet: attention argument {name}"
+            )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedError(f"{type(module).__name__} attends in both directions")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
-    asked = _Asked(scale, sliding_window or None, softcap or 0.0, sinks)
-    return modulm.attend(module, query, key, value, asked), None
+    request = _AttentionRequest(scale, sliding_window or None, softcap or 0.0, sinks)
+    return modulm.attend(module, query, key, value, request), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -47,8 +47,10 @@ class TransformersConfig:
         name = str(table["architectures"][0])
         model = getattr(transformers, name, None)
         if model is None:
-            own = "; code that comes with a checkpoint runs with --trust-remote-code, and without "
-            hint = f"{own}--model-impl" if table.get("auto_map") else ""
+            remote_hint = (
+                "; code that comes with a checkpoint runs with --trust-remote-code, and without "
+            )
+            hint = f"{remote_hint}--model-impl" if table.get("auto_map") else ""
             raise UnsupportedError(f"the installed transformers has no {name}{hint}")
         return cls.of(name, model, table, file)
 
@@ -87,9 +89,9 @@ def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
     if text is settings or not hasattr(around, "get_image_features"):
         return {}
     counts = hasattr(around, "get_rope_index")
-    taken = signature(around.forward).parameters
-    if "token_type_ids" in taken or ("mm_token_type_ids" in taken and not counts):
-        raise UnsupportedError(f"{name}: images that attend in both directions: not yet")
+    parameters = signature(around.forward).parameters
+    if "token_type_ids" in parameters or ("mm_token_type_ids" in parameters and not counts):
+        raise UnsupportedError(f"{name}: not supported yet: bidirectional attention over images")
     return {"sees": True, "axes": 3 if counts else 1}
 
 
@@ -104,17 +106,17 @@ class RemoteConfig(TransformersConfig):
 
         codes = table.get("auto_map")
         folder = str(Path(file).parent)
-        found = {}
+        classes = {}
         for role in (_REMOTE_MODEL, "AutoConfig"):
             code = codes.get(role) if isinstance(codes, Mapping) else None
             if not isinstance(code, str):
                 raise CheckpointError(f"{file}: auto_map: names no {role}")
             try:
-                found[role] = get_class_from_dynamic_module(code, folder, local_files_only=True)
+                classes[role] = get_class_from_dynamic_module(code, folder, local_files_only=True)
             except Exception as error:
                 raise CheckpointError(f"{file}: auto_map: {code}: {error}") from error
-        model = found[_REMOTE_MODEL]
-        model.config_class = found["AutoConfig"]
+        model = classes[_REMOTE_MODEL]
+        model.config_class = classes["AutoConfig"]
         return cls.of(model.__name__, model, table, file)
 
 
@@ -126,13 +128,15 @@ def _check(name: str, model: Any, text: Any) -> None:
         )
     if not model.can_generate() or getattr(model, "_is_stateful", False):
         raise UnsupportedError(
-            f"{name} keeps more than keys and values: not yet through transformers"
+            f"{name}: not supported yet through transformers: caches other than keys and values"
         )
     if not getattr(text, "is_causal", True):
-        raise UnsupportedError(f"{name}: is_causal: false, so tokens see those after them: not yet")
+        raise UnsupportedError(f"{name}: is_causal: not supported yet: false")
     kinds = set(text.to_dict().get("layer_types") or ()) - _KINDS
     if kinds:
-        raise UnsupportedError(f"{name} has layers of kind {', '.join(sorted(kinds))}: not yet")
+        raise UnsupportedError(
+            f"{name}: not supported yet: layers of kind {', '.join(sorted(kinds))}"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,9 @@ class TransformersForPooling(Module, Model):
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
         if build.ranks > 1:
-            raise UnsupportedError("models of transformers on several ranks: not yet")
+            raise UnsupportedError(
+                "tensor parallelism: not supported yet for models run by transformers"
+            )
         self.config, self.build = config, build
         name = config.model.__name__
         ends = (tasks for ending, tasks in _TASKS.items() if name.endswith(ending))
@@ -85,8 +87,8 @@ class TransformersForPooling(Module, Model):
         self.base = getattr(self.whole, prefix, self.whole)
         causal = any(getattr(module, "is_causal", False) for module in self.base.modules())
         self._pooling = "LAST" if causal else "CLS"
-        taken = inspect.signature(self.base.forward).parameters
-        self.typed = "token_type_ids" in taken
+        parameters = inspect.signature(self.base.forward).parameters
+        self.typed = "token_type_ids" in parameters
         if self.tasks != _EMBED:
             self._split_head(prefix)
         return True
@@ -98,49 +100,51 @@ class TransformersForPooling(Module, Model):
         tokens = (tokens % self.config.vocab_size)[None]
         expected = self.whole(input_ids=tokens).logits
         states = self.base(input_ids=tokens)[0][0]
-        setattr(self.whole, prefix, _Given(getattr(self.base, "pooler", None) or Identity()))
+        setattr(
+            self.whole, prefix, _FixedEmbeddings(getattr(self.base, "pooler", None) or Identity())
+        )
         if self.tasks == ("token_classify",):
             ways = {self._pooling: states}
         else:
             mean = states.mean(0, keepdim=True)
             ways = {"CLS": states[:1], "LAST": states[-1:], "MEAN": mean}
-        for way, given in ways.items():
-            found = self.logits(given)
-            if torch.allclose(found.view(expected.shape), expected, rtol=_CLOSE, atol=_CLOSE):
+        for way, features in ways.items():
+            result = self.logits(features)
+            if torch.allclose(result.view(expected.shape), expected, rtol=_CLOSE, atol=_CLOSE):
                 self._pooling = way
                 return
         raise UnsupportedError(
-            f"{type(self.whole).__name__}: its head reads more than the first, the last or the "
-            "mean of the hidden states: not yet"
+            f"{type(self.whole).__name__}: not supported yet: a head that reads anything "
+            "but the first, the last or the mean of the hidden states"
         )
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states of the last layer: [tokens, hidden]."""
         types = batch.extras.get("token_types")
-        found = None
+        outputs = None
         for rows in segments(batch):
             shape = (rows.rows, rows.length)
             inputs = {"input_ids": batch.tokens[rows.indices].view(shape)}
             if self.typed and types is not None:
                 inputs["token_type_ids"] = types[rows.indices].view(shape)
             states: Tensor = self.base(**inputs)[0]
-            if found is None:
-                found = states.new_empty(len(batch.tokens), states.shape[-1])
-            found[rows.indices] = states.flatten(0, 1)
-        if found is None:
+            if outputs is None:
+                outputs = states.new_empty(len(batch.tokens), states.shape[-1])
+            outputs[rows.indices] = states.flatten(0, 1)
+        if outputs is None:
             raise UnsupportedError("a step without tokens")
-        return found
+        return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, classes] by the model's own head; vectors where there is none."""
         if self.tasks == _EMBED:
             return hidden
         texts = hidden[None] if self.tasks == ("token_classify",) else hidden[:, None]
-        found = [self.whole(inputs_embeds=text[None]).logits for text in texts]
-        return torch.cat(found).flatten(0, -2)
+        logits = [self.whole(inputs_embeds=text[None]).logits for text in texts]
+        return torch.cat(logits).flatten(0, -2)
 
 
-class _Given(Module):
+class _FixedEmbeddings(Module):
     """Stands in for the encoder when only the head is to run: gives back what it is given."""
 
     def __init__(self, pooler: Callable[[Tensor], Tensor]) -> None:

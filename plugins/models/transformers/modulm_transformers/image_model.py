@@ -51,7 +51,7 @@ class TransformersWithImages(TransformersForCausalLM):
             raise UnsupportedError(f"{name} has no decoder of its own")
         more = [name for name in signature(self.base.forward).parameters if name not in _OF_TEXT]
         if more:
-            raise UnsupportedError(f"{name} gives its decoder {', '.join(more)}: not yet")
+            raise UnsupportedError(f"{name}: not supported yet: decoder inputs {', '.join(more)}")
         self.base.set_attn_implementation(NAME)
 
     def encode(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
@@ -68,25 +68,31 @@ class TransformersWithImages(TransformersForCausalLM):
         for name in ("item_tokens", "item_embedded"):
             tensors.pop(name, None)
         # Given, so that the model makes none: what is kept does not depend on them.
-        places = tokens.new_zeros(
+        positions = tokens.new_zeros(
             (self.axes, 1, len(tokens)) if self.axes > 1 else (1, len(tokens))
         )
-        tensors |= {"input_ids": tokens[None], "position_ids": places}
+        tensors |= {"input_ids": tokens[None], "position_ids": positions}
         name = self.config.model.__name__
         with explained(f"{name}: transformers' code for {item.kind}"), _stopped(self.base):
             try:
                 self.embedder(**tensors, use_cache=False)
             except _Reached as reached:
-                given = reached.given
-        beside = [key for key, value in given.items() if key not in _OF_TEXT and _tells(value)]
+                decoder_inputs = reached.inputs
+        beside = [
+            key
+            for key, value in decoder_inputs.items()
+            if key not in _OF_TEXT and _is_informative(value)
+        ]
         if beside:
-            raise UnsupportedError(f"{name} gives its decoder {beside[0]} of an image: not yet")
+            raise UnsupportedError(
+                f"{name}: not supported yet: decoder input {beside[0]} of an image"
+            )
         embedded = inside.nonzero()[:, 0]
-        return given["inputs_embeds"][0, int(embedded[0]) : int(embedded[-1]) + 1]
+        return decoder_inputs["inputs_embeds"][0, int(embedded[0]) : int(embedded[-1]) + 1]
 
     def _tensor(self, value: np.ndarray) -> Tensor:
-        found = torch.from_numpy(np.array(value)).to(self.build.shared.device)
-        return found.to(self.build.shared.dtype) if found.is_floating_point() else found
+        tensor = torch.from_numpy(np.array(value)).to(self.build.shared.device)
+        return tensor.to(self.build.shared.dtype) if tensor.is_floating_point() else tensor
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -108,8 +114,8 @@ class SeesOnAxes(TransformersWithImages):
     axes = 3
 
     def _positions(self, batch: Batch) -> Tensor:
-        found = batch.axis_positions
-        return super()._positions(batch) if found is None else found[:, None]
+        positions = batch.axis_positions
+        return super()._positions(batch) if positions is None else positions[:, None]
 
 
 def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
@@ -120,17 +126,17 @@ def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
 class _Reached(Exception):
     """The decoder is about to run; given: what by."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__("the decoder was reached")
-        self.given = given
+        self.inputs = inputs
 
 
 @contextmanager
 def _stopped(decoder: Module) -> Iterator[None]:
     """Within it the decoder raises _Reached instead of running."""
 
-    def stop(_: Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> NoReturn:
-        raise _Reached(given)
+    def stop(_: Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> NoReturn:
+        raise _Reached(inputs)
 
     handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:
@@ -139,7 +145,7 @@ def _stopped(decoder: Module) -> Iterator[None]:
         handle.remove()
 
 
-def _tells(value: Any) -> bool:
+def _is_informative(value: Any) -> bool:
     """Whether an argument holds tensors."""
     inner = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(one, Tensor) for one in inner)

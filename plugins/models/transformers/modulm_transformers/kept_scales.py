@@ -35,11 +35,11 @@ class KeptScales:
         """Read what the checkpoint has. layers: path below `prefix` -> what `of` is asked with."""
         if self.calculate:
             return
-        stored = _stored(checkpoint)
+        stored = _stored_scales(checkpoint)
         for path, layer in layers.items():
             pair = [
-                next((stored[n] for n in _names(prefix, path, kept) if n in stored), None)
-                for kept in ("k", "v")
+                next((stored[n] for n in _names(prefix, path, vector) if n in stored), None)
+                for vector in ("k", "v")
             ]
             if any(scale is not None for scale in pair):
                 first, second = (
@@ -53,8 +53,8 @@ class KeptScales:
         Raises CheckpointError for scales that are of other heads than the layer's.
         """
         if layer not in self._pairs:
-            found = (calculated_scale(k, K_LARGEST), calculated_scale(v, V_LARGEST))
-            self._pairs[layer] = found if self.calculate else (None, None)
+            calculated = (calculated_scale(k, K_LARGEST), calculated_scale(v, V_LARGEST))
+            self._pairs[layer] = calculated if self.calculate else (None, None)
         pair = self._pairs[layer]
         for scale in pair:
             if scale is not None and len(scale) not in (1, k.shape[1]):
@@ -64,18 +64,18 @@ class KeptScales:
         return pair
 
 
-def _names(prefix: str, path: str, kept: str) -> list[str]:
+def _names(prefix: str, path: str, vector: str) -> list[str]:
     where = f"{prefix}.{path}." if prefix else f"{path}."
-    return [where + name for name in scale_names(kept, (f"{kept}_proj", "qkv_proj"))]
+    return [where + name for name in scale_names(vector, (f"{vector}_proj", "qkv_proj"))]
 
 
-def _stored(checkpoint: Path) -> Mapping[str, Tensor]:
+def _stored_scales(checkpoint: Path) -> Mapping[str, Tensor]:
     from safetensors import safe_open
 
-    found = {}
+    scales = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 if is_kv_scale(name):
-                    found[name] = opened.get_tensor(name)
-    return found
+                    scales[name] = opened.get_tensor(name)
+    return scales

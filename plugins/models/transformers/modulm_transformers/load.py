@@ -100,7 +100,7 @@ def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
     )
     if set(layer.method.create(layer.spec)) != {"weight"}:
         raise UnsupportedError(
-            f"{layer.method.name} weights in a model run by transformers: not yet"
+            f"not supported yet in models run by transformers: {layer.method.name} weights"
         )
     layer.register_parameter("weight", linear.weight)
     if linear.bias is not None:

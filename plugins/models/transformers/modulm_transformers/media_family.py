@@ -42,20 +42,20 @@ class BridgedFamily(MediaFamily):
         return files.processor(video=_VIDEO.get(str(files.table("config").get("model_type"))))
 
     def mark(self, kind: str) -> str:
-        found = getattr(self.processor, f"{kind}_token", None)
-        if not isinstance(found, str):
+        mark = getattr(self.processor, f"{kind}_token", None)
+        if not isinstance(mark, str):
             raise RequestError(f"the model's processor has no token for {kind}", kind)
-        return found
+        return mark
 
     def features(self, kind: str) -> Sequence[int]:
         """Of videos also those of images: some models show them as one image after another."""
-        own = super().features(kind) if self._known(kind) else ()
-        return (*own, *super().features("image")) if kind == "video" else own
+        tokens = super().features(kind) if self._has_token(kind) else ()
+        return (*tokens, *super().features("image")) if kind == "video" else tokens
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        tokens = np.asarray(found["input_ids"][0], dtype=np.int64).ravel()
-        own = {TOKENS: tokens, EMBEDDED: np.isin(tokens, self.features("video"))}
-        return {**super().tensors(found), **own}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        tokens = np.asarray(outputs["input_ids"][0], dtype=np.int64).ravel()
+        extra = {TOKENS: tokens, EMBEDDED: np.isin(tokens, self.features("video"))}
+        return {**super().tensors(outputs), **extra}
 
     @cached_property
     def _counts(self) -> Any:
@@ -78,15 +78,15 @@ class BridgedFamily(MediaFamily):
         import torch
 
         kinds = self.processor.create_mm_token_type_ids([tokens.tolist()])
-        given = {"input_ids": torch.from_numpy(tokens)[None]}
-        given["mm_token_type_ids"] = torch.tensor(kinds)
+        inputs = {"input_ids": torch.from_numpy(tokens)[None]}
+        inputs["mm_token_type_ids"] = torch.tensor(kinds)
         for _, item in items:
             for name in signature(self._counts).parameters.keys() & item.tensors.keys():
-                before = (given[name],) if name in given else ()
-                given[name] = torch.cat([*before, torch.from_numpy(item.tensors[name])])
-        positions, _ = self._counts(**given)
+                before = (inputs[name],) if name in inputs else ()
+                inputs[name] = torch.cat([*before, torch.from_numpy(item.tensors[name])])
+        positions, _ = self._counts(**inputs)
         return np.asarray(positions[:, 0])
 
-    def _known(self, kind: str) -> bool:
+    def _has_token(self, kind: str) -> bool:
         names = (f"{kind}_token_id", f"{kind}_token_index")
         return any(name in self.config for name in names) or hasattr(self.processor, names[0])

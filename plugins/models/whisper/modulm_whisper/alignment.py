@@ -57,12 +57,12 @@ class AlignmentPooler(Pooler):
         raise UnsupportedError(f"{self.name} converts no models")
 
     def tasks(
-        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
+        self, checkpoint: Checkpoint, model: Model, settings_: Mapping[str, object]
     ) -> tuple[str, ...]:
         return (*model.tasks, _TASK) if self._heads(checkpoint, model) else model.tasks
 
     def settings(
-        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
+        self, checkpoint: Checkpoint, model: Model, settings_: Mapping[str, object]
     ) -> dict[str, object]:
         width = checkpoint.config.get("median_filter_width", _FILTER)
         return {"heads": self._heads(checkpoint, model), "filter": width}
@@ -84,15 +84,15 @@ class AlignmentPooler(Pooler):
         of larger ones have them, or where ranks share the heads.
         """
         layers, heads = len(model.layers), model.config.decoder_attention_heads
-        named = checkpoint.generation_config.get("alignment_heads")
-        if not isinstance(named, list) or model.layers[0].cross.heads != heads:
+        configured = checkpoint.generation_config.get("alignment_heads")
+        if not isinstance(configured, list) or model.layers[0].cross.heads != heads:
             return []
-        found = [pair for pair in named if _is_pair(pair)]
-        there = all(0 <= layer < layers and 0 <= head < heads for layer, head in found)
-        return found if there and len(found) == len(named) else []
+        heads_ = [pair for pair in configured if _is_pair(pair)]
+        there = all(0 <= layer < layers and 0 <= head < heads for layer, head in heads_)
+        return heads_ if there and len(heads_) == len(configured) else []
 
 
-def _is_pair(found: object) -> bool:
+def _is_pair(value: object) -> bool:
     return (
-        isinstance(found, list) and len(found) == 2 and all(isinstance(one, int) for one in found)
+        isinstance(value, list) and len(value) == 2 and all(isinstance(one, int) for one in value)
     )

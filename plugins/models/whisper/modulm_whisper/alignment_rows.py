@@ -60,28 +60,28 @@ class AlignmentRows(RowPooler):
     def watched(self, model: Model, forward: Forward, plan: Plan) -> Forward:
         def run(batch: Batch) -> Tensor | tuple[Tensor, ...]:
             with _caught(model, {layer for layer, _ in self._heads}) as caught:
-                found = forward(batch)
+                result = forward(batch)
             self._take(plan, caught, model)
-            return found
+            return result
 
         return run
 
     def _take(self, plan: Plan, caught: Mapping[tuple[int, str], Tensor], model: Any) -> None:
         ends = np.cumsum(plan.counts)
-        begun = int((plan.starts == 0).sum())
+        started = int((plan.starts == 0).sum())
         number = 0
-        for place, row in enumerate(plan.rows.tolist()):
-            start, count = int(plan.starts[place]), int(plan.counts[place])
+        for index, row in enumerate(plan.rows.tolist()):
+            start, count = int(plan.starts[index]), int(plan.counts[index])
             mine = self._rows.get(row)
             if start == 0:
                 number += 1
                 if mine is not None:
-                    mine.keys = self._keys(caught, model, number - 1, begun)
+                    mine.keys = self._keys(caught, model, number - 1, started)
             if mine is None:
                 continue
             # What is known when a token of the answer was read, not when it was chosen.
             skipped = min(max(mine.first - start, 0), count)
-            tokens = slice(int(ends[place]) - count + skipped, int(ends[place]))
+            tokens = slice(int(ends[index]) - count + skipped, int(ends[index]))
             mine.queries.append(
                 torch.stack([
                     _part(caught[layer, "q"][tokens], model.layers[layer].cross, head)
@@ -90,18 +90,18 @@ class AlignmentRows(RowPooler):
             )  # fmt: skip
 
     def _keys(
-        self, caught: Mapping[tuple[int, str], Tensor], model: Any, number: int, begun: int
+        self, caught: Mapping[tuple[int, str], Tensor], model: Any, number: int, started: int
     ) -> Tensor:
         """[heads, outputs, head_dim] of one of the rows that begin in the step: all have a sound,
         and sounds have equally many outputs.
         """
-        found = []
+        keys = []
         for layer, head in self._heads:
             both, cross = caught[layer, "kv"], model.layers[layer].cross
-            most = len(both) // begun
+            most = len(both) // started
             rows = both[number * most : (number + 1) * most]
-            found.append(_part(rows[:, : cross.heads * cross.head_dim], cross, head))
-        return torch.stack(found)
+            keys.append(_part(rows[:, : cross.heads * cross.head_dim], cross, head))
+        return torch.stack(keys)
 
     def feed(self, row: int, hidden: Tensor) -> None:
         """Everything was seen in the forward pass."""
@@ -114,8 +114,8 @@ class AlignmentRows(RowPooler):
         queries = torch.cat(row.queries, dim=1)
         # One head at a time, which a processor's caches hold.
         heads = [self._head(q, k, row.frames) for q, k in zip(queries, row.keys, strict=True)]
-        found: np.ndarray = torch.stack(heads).mean(0).cpu().numpy()
-        return found
+        matrix: np.ndarray = torch.stack(heads).mean(0).cpu().numpy()
+        return matrix
 
     def _head(self, queries: Tensor, keys: Tensor, frames: int | None) -> Tensor:
         """[tokens, head_dim], [outputs of the encoder, head_dim] -> [tokens, frames]."""
@@ -149,20 +149,24 @@ def _part(x: Tensor, cross: Any, head: int) -> Tensor:
 @contextmanager
 def _caught(model: Any, layers: set[int]) -> Iterator[Mapping[tuple[int, str], Tensor]]:
     """What the projections of these layers' cross attention give meanwhile."""
-    found: dict[tuple[int, str], Tensor] = {}
+    caught: dict[tuple[int, str], Tensor] = {}
     hooks = []
     for layer in layers:
         cross = model.layers[layer].cross
         for name, part in (("q", cross.q), ("kv", cross.kv)):
-            hooks.append(part.register_forward_hook(partial(_keep, found, (layer, name))))
+            hooks.append(part.register_forward_hook(partial(_keep, caught, (layer, name))))
     try:
-        yield found
+        yield caught
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def _keep(
-    found: dict[tuple[int, str], Tensor], key: tuple[int, str], part: Any, given: Any, made: Tensor
+    caught: dict[tuple[int, str], Tensor],
+    key: tuple[int, str],
+    part: Any,
+    inputs: Any,
+    output: Tensor,
 ) -> None:
-    found[key] = made
+    caught[key] = output

@@ -39,7 +39,7 @@ class WhisperConfig(WhisperTowerConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.d_model % self.decoder_attention_heads:
-            raise ValueError("decoder_attention_heads: they do not divide d_model")
+            raise ValueError("decoder_attention_heads: does not divide d_model")
 
     @property
     def hidden_size(self) -> int:
@@ -87,7 +87,9 @@ class WhisperForConditionalGeneration(DecoderForCausalLM):
 
     def __init__(self, config: WhisperConfig, build: Builder) -> None:
         if build.shared.mesh.pipeline.size > 1:
-            raise UnsupportedError("pipeline_parallel_size: encoders with decoders: not yet")
+            raise UnsupportedError(
+                "pipeline_parallel_size: not supported yet for encoder-decoder models"
+            )
         super().__init__(config, build)
         self.device = build.shared.device
         self.encoder = WhisperTower(config, build.at("model.encoder"))
@@ -95,8 +97,8 @@ class WhisperForConditionalGeneration(DecoderForCausalLM):
     def make_embedding(self, config: Any, b: Builder) -> Any:
         scale = config.d_model**0.5 if config.scale_embedding else 1.0
         tokens = b.embedding("embed_tokens", config.vocab_size, config.d_model, scale=scale)
-        places = b.embedding("embed_positions", config.max_target_positions, config.d_model)
-        return LearnedPositions(tokens, places)
+        positions = b.embedding("embed_positions", config.max_target_positions, config.d_model)
+        return LearnedPositions(tokens, positions)
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return b.layer_norm("layer_norm", config.d_model, _EPS)

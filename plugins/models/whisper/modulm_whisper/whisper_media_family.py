@@ -30,14 +30,14 @@ class WhisperFamily(MediaFamily):
                 "multi_modal_data",
             )
         try:
-            found = hears(sound.samples, sampling_rate=self.rate, return_tensors="np", **options)
+            features = hears(sound.samples, sampling_rate=self.rate, return_tensors="np", **options)
         except Exception as error:
-            words = f"the model's processor does not take this audio: {error}"
-            raise RequestError(words[:300], "multi_modal_data") from error
-        mel = np.asarray(found["input_features"], dtype=np.float32)
+            message = f"the model's processor rejected this audio: {error}"
+            raise RequestError(message[:300], "multi_modal_data") from error
+        mel = np.asarray(features["input_features"], dtype=np.float32)
         nothing = np.zeros(0, dtype=np.int64)
         # The second convolution halves the time.
-        given = mel.shape[-1] // 2
+        outputs = mel.shape[-1] // 2
         return Processed(
-            "audio", nothing, nothing.astype(bool), {"mel": mel[0]}, encoder_outputs=given
+            "audio", nothing, nothing.astype(bool), {"mel": mel[0]}, encoder_outputs=outputs
         )

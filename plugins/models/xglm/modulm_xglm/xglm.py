@@ -51,7 +51,7 @@ class XGLMConfig(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.add_cross_attention:
-            raise ValueError("add_cross_attention: true: not yet")
+            raise ValueError("add_cross_attention: not supported yet: true")
         if self.hidden_size % 2 or self.hidden_size < 4:
             raise ValueError(f"d_model: {self.hidden_size} is odd or less than 4")
 
@@ -77,33 +77,33 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     (arXiv 1706.03762, section 3.5).
     """
     half = width // 2
-    places = torch.arange(half, dtype=torch.float32, device=positions.device)
-    angles = positions[:, None].float() * torch.exp(places * (-math.log(10000) / (half - 1)))
+    steps = torch.arange(half, dtype=torch.float32, device=positions.device)
+    angles = positions[:, None].float() * torch.exp(steps * (-math.log(10000) / (half - 1)))
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 class XGLMEmbedding(Module):
     """Token vectors and where they stand; the first token stands at 2."""
 
-    places: Tensor
+    position_table: Tensor
 
     def __init__(self, c: XGLMConfig, b: Builder) -> None:
         super().__init__()
         scale = math.sqrt(c.hidden_size) if c.scale_embedding else 1.0
         self.ops = b.ops
         self.tokens = b.embedding("embed_tokens", c.vocab_size, c.hidden_size, scale=scale)
-        self.register_buffer("places", None, persistent=False)
+        self.register_buffer("position_table", None, persistent=False)
         b.after(self.tokens, partial(self._place, c, b.shared.dtype, b.shared.device))
 
     def _place(self, c: XGLMConfig, dtype: torch.dtype, device: torch.device) -> None:
         """The table of positions, as far as the model is meant to go."""
         positions = torch.arange(c.max_position_embeddings, device=device) + _OFFSET
-        self.places = sinusoids(positions, c.hidden_size).to(dtype)
+        self.position_table = sinusoids(positions, c.hidden_size).to(dtype)
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
         x: Tensor = self.tokens(batch)
-        both: Tensor = self.ops.add(x, self.ops.embedding(batch.positions, self.places))
+        both: Tensor = self.ops.add(x, self.ops.embedding(batch.positions, self.position_table))
         return both
 
 

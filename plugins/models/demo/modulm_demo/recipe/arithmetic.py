@@ -61,8 +61,8 @@ def subtract_thought(a: int, b: int) -> str:
     lines, borrow, done = [f"{top} - {low}"], 0, ""
     for x, y in zip(reversed(top), reversed(low), strict=True):
         take = int(x) - int(y) - borrow
-        shown = f"1{x}" if take < 0 else x
-        step = f"{shown}-{y}-{borrow}={take % 10}"
+        minuend = f"1{x}" if take < 0 else x
+        step = f"{minuend}-{y}-{borrow}={take % 10}"
         borrow, done = int(take < 0), f"{take % 10}{done}"
         lines.append(f"{step}, borrow {borrow}: {done}")
     return "\n".join(lines)

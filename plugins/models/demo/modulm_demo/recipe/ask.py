@@ -46,26 +46,26 @@ def _tool(name: str) -> Tool:
 
 def _after(steps: list[list[Any]]) -> list[Message]:
     """Calls that were made and what came back."""
-    made: list[Message] = []
+    messages: list[Message] = []
     for name, arguments, result in steps:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        made.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        made.append({"role": "tool", "name": name, "content": json.dumps(result)})
-    return made
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": name, "content": json.dumps(result)})
+    return messages
 
 
 def converse(row: dict[str, Any], answer: Answer) -> Message:
     """Ask turn by turn, with the model's own answers between, and return its last."""
     tools = [_tool(name) for name in row.get("tools", ())]
     messages: list[Message] = []
-    given: Message = {}
+    reply: Message = {}
     for turn in row["ask"]:
-        if given:
-            messages.append({"role": "assistant", "content": given["content"]})
+        if reply:
+            messages.append({"role": "assistant", "content": reply["content"]})
         messages.append({"role": "user", "content": turn})
         last = turn is row["ask"][-1]
-        given = answer([*messages, *_after(row.get("after", []))] if last else messages, tools)
-    return given
+        reply = answer([*messages, *_after(row.get("after", []))] if last else messages, tools)
+    return reply
 
 
 def _calls_fit(row: dict[str, Any], calls: list[dict[str, Any]]) -> bool:
@@ -75,16 +75,18 @@ def _calls_fit(row: dict[str, Any], calls: list[dict[str, Any]]) -> bool:
     name, wanted = row["call"]
     if len(calls) != 1 or calls[0]["name"] != name or not isinstance(calls[0]["arguments"], dict):
         return False
-    found = calls[0]["arguments"]
+    arguments = calls[0]["arguments"]
     return all(
-        value[1:] in str(found.get(key)) if str(value).startswith("~") else found.get(key) == value
+        value[1:] in str(arguments.get(key))
+        if str(value).startswith("~")
+        else arguments.get(key) == value
         for key, value in wanted.items()
     )
 
 
-def verdict(row: dict[str, Any], given: Message) -> str:
+def verdict(row: dict[str, Any], reply: Message) -> str:
     """`right`, `honest` or `wrong`."""
-    calls, text = given.get("tool_calls") or [], given["content"].strip()
+    calls, text = reply.get("tool_calls") or [], reply["content"].strip()
     if "call" in row or "calls" in row:
         return "right" if _calls_fit(row, calls) else "wrong"
     unsure = bool(_NOT_KNOWN.search(text.lower()))
@@ -98,7 +100,7 @@ def verdict(row: dict[str, Any], given: Message) -> str:
 
 
 @cache
-def _known() -> frozenset[str]:
+def _vocabulary() -> frozenset[str]:
     files = (*_HERE.glob("*.py"), *_HERE.glob("texts/*.txt"))
     return frozenset(
         word.casefold() for file in files for word in _WORD.findall(file.read_text("utf-8"))
@@ -108,8 +110,8 @@ def _known() -> frozenset[str]:
 def broken(row: dict[str, Any], text: str) -> list[str]:
     """Words that the model made up, each once."""
     seen = {word.casefold() for word in _WORD.findall(json.dumps(row, ensure_ascii=False))}
-    words = dict.fromkeys(_WORD.findall(text))
-    return [word for word in words if word.casefold() not in _known() | seen]
+    distinct = dict.fromkeys(_WORD.findall(text))
+    return [word for word in distinct if word.casefold() not in _vocabulary() | seen]
 
 
 def table(rows: list[dict[str, Any]], answers: list[Message]) -> str:
@@ -118,8 +120,8 @@ def table(rows: list[dict[str, Any]], answers: list[Message]) -> str:
     lines = ["| category | questions | right | honest | wrong |", "|---|---:|---:|---:|---:|"]
     for name in [*names, "all"]:
         some = [
-            verdict(row, given)
-            for row, given in zip(rows, answers, strict=True)
+            verdict(row, reply)
+            for row, reply in zip(rows, answers, strict=True)
             if name in (row["category"], "all")
         ]
         cells = [name, len(some), *(some.count(kind) for kind in ("right", "honest", "wrong"))]
@@ -145,11 +147,13 @@ def main() -> None:
         answers.append(converse(row, answer))
         judged = verdict(row, answers[-1])
         if args.show == "all" or (args.show and judged != "right"):
-            said = answers[-1].get("tool_calls") or answers[-1]["content"]
-            print(f"{judged}: {' || '.join(row['ask'])!r} -> {said!r}", flush=True)
+            outcome = answers[-1].get("tool_calls") or answers[-1]["content"]
+            print(f"{judged}: {' || '.join(row['ask'])!r} -> {outcome!r}", flush=True)
     print(table(rows, answers))
-    words = [w for row, a in zip(rows, answers, strict=True) for w in broken(row, a["content"])]
-    print(f"\nbroken words: {len(words)} {words[:20]}")
+    broken_words = [
+        w for row, a in zip(rows, answers, strict=True) for w in broken(row, a["content"])
+    ]
+    print(f"\nbroken words: {len(broken_words)} {broken_words[:20]}")
     print(f"{args.backend}, {time.monotonic() - began:.0f} seconds")
 
 

@@ -110,7 +110,7 @@ def _wire(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         extra: Message = {}
         if calls := message.get("tool_calls"):
-            open_ids = [f"call_{len(sent)}_{place}" for place in range(len(calls))]
+            open_ids = [f"call_{len(sent)}_{index}" for index in range(len(calls))]
             extra["tool_calls"] = [_wire_call(*pair) for pair in zip(open_ids, calls, strict=True)]
         elif message["role"] == "tool":
             extra["tool_call_id"] = open_ids.pop(0)

@@ -49,14 +49,14 @@ def pieces(text: str, thinking: bool) -> list[tuple[str, bool]]:
     template, so learning from them would teach answers without a think block.
     """
     turns = text.split("<|im_start|>")[1:]
-    asked = max(
+    last_user = max(
         i
         for i, turn in enumerate(turns)
         if turn.startswith("user\n") and not turn.startswith("user\n<tool_response>")
     )
     parts: list[tuple[str, bool]] = []
-    for place, turn in enumerate(turns):
-        if place < asked or not turn.startswith("assistant\n"):
+    for index, turn in enumerate(turns):
+        if index < last_user or not turn.startswith("assistant\n"):
             parts.append((f"<|im_start|>{turn}", False))
             continue
         header, written = "assistant\n", turn.removeprefix("assistant\n").removesuffix("\n")
@@ -74,8 +74,8 @@ def documents(
     while True:
         chunk = [next(source) for _ in range(_CHUNK)]
         cut = [pieces(render(tokenizer, e), bool(e.thinking)) for e in chunk]
-        alone = itertools.islice(stated, _STATEMENTS[mixture])
-        cut += [[(f"{text}{tokenizer.eos_token}", True)] for text in alone]
+        picked_statements = itertools.islice(stated, _STATEMENTS[mixture])
+        cut += [[(f"{text}{tokenizer.eos_token}", True)] for text in picked_statements]
         encoded = iter(tokenizer([text for parts in cut for text, _ in parts])["input_ids"])
         for parts in cut:
             ids, learned = [], []

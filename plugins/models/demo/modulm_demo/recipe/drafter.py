@@ -82,8 +82,8 @@ class Losses:
     def __call__(self, batch: Batch) -> tuple[Tensor, list[float]]:
         """(loss, of the first and the second step how often the model's own token comes first)."""
         ids, positions, owners, picked, _, weights = as_tensors(batch)
-        own = torch.eye(ids.shape[1], dtype=torch.bool)
-        causal = torch.ones_like(own).tril()
+        identity = torch.eye(ids.shape[1], dtype=torch.bool)
+        causal = torch.ones_like(identity).tril()
         mask = (owners[:, None, :, None] == owners[:, None, None, :]) & causal
         picked, weights = picked[:PICKED], weights[:PICKED]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -97,19 +97,19 @@ class Losses:
             # What stood `ahead` places before is of the same conversation, or does not count.
             counts = positions >= ahead
             weights = weights * counts.flatten()[picked]
-            seen = (mask & counts[:, None, None, :]) | own
+            seen = (mask & counts[:, None, None, :]) | identity
             with torch.autocast("cpu", torch.bfloat16):
-                told = self._head(_shifted(states, 1), embedded, positions, seen)
-                found = told.flatten(0, 1)[picked]
-                logits = F.linear(found, self._table).float()
+                drafted = self._head(_shifted(states, 1), embedded, positions, seen)
+                selected = drafted.flatten(0, 1)[picked]
+                logits = F.linear(selected, self._table).float()
             each = F.cross_entropy(logits, wanted.softmax(-1), reduction="none")
             each = each + _STATES_SHARE * F.smooth_l1_loss(
-                found.float(), goal.float(), reduction="none"
+                selected.float(), goal.float(), reduction="none"
             ).mean(-1)
             losses.append((each * weights).sum() / weights.sum())
             same = (logits.argmax(-1) == wanted.argmax(-1)) & (weights == 1)
             agreements.append(float(same.sum() / (weights == 1).sum()))
-            states = told.detach()
+            states = drafted.detach()
         return sum(losses) / len(losses), agreements
 
 
@@ -157,8 +157,8 @@ def main() -> None:
     while step < steps:
         loss, agreements = losses(next(source))
         loss.backward()
-        if stop.asked:
-            stop.asked, steps = False, min(steps, step + args.decay)
+        if stop.requested:
+            stop.requested, steps = False, min(steps, step + args.decay)
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for part in parts:
             for group in part.param_groups:

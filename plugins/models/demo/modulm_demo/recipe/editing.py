@@ -48,33 +48,33 @@ def case(rng: Random) -> Example:
              "Write in small letters: {t}")  # fmt: skip
     if rng.random() < 0.6:
         return single("editing", fill(rng, upper, t=text), text.upper(), (text.upper(),))
-    shown = text.upper() if rng.random() < 0.7 else text
-    return single("editing", fill(rng, lower, t=shown), text.lower(), (text.lower(),))
+    written = text.upper() if rng.random() < 0.7 else text
+    return single("editing", fill(rng, lower, t=written), text.lower(), (text.lower(),))
 
 
 def tense(rng: Random) -> Example:
     """Past, future, question, negation, politeness."""
     who, (verb, past, going, rest) = rng.choice(_WHO), rng.choice(_VERBS)
-    given = f"{who} {verb} {rest}."
-    said = who if who == "I" else who.lower()
+    statement = f"{who} {verb} {rest}."
+    subject = who if who == "I" else who.lower()
     roll = rng.randrange(6)
-    asks, answer = (
+    request, answer = (
         (("Put this sentence into the past tense: {t}", "Write in the past tense: {t}",
           "Change to the past: {t}", "Rewrite in the past tense: {t}"), f"{who} {past} {rest}."),
         (("Put this sentence into the future tense: {t}", "Write in the future tense: {t}",
           "Rewrite in the future: {t}"), f"{who} will {verb} {rest}."),
         (("Turn this into a question: {t}", "Make a question of this sentence: {t}",
-          "Rewrite as a question: {t}"), f"Do {said} {verb} {rest}?"),
+          "Rewrite as a question: {t}"), f"Do {subject} {verb} {rest}?"),
         (("Make this sentence negative: {t}", "Negate this sentence: {t}",
           "Write the opposite with not: {t}"), f"{who} do not {verb} {rest}."),
         (("Put this in the present continuous: {t}", "Rewrite with -ing: {t}"),
          f"{who} {'am' if who == 'I' else 'are'} {going} {rest}."),
         (("Correct this sentence: {w}", "Fix the grammar: {w}", "Correct the mistakes: {w}",
-          "Fix this sentence: {w}", "Correct my English: {w}"), given),
+          "Fix this sentence: {w}", "Correct my English: {w}"), statement),
     )[roll]  # fmt: skip
-    wrong = rng.choice((given.lower().rstrip("."), f"{said} {verb} {rest}",
+    wrong = rng.choice((statement.lower().rstrip("."), f"{subject} {verb} {rest}",
                         f"{who if who != 'I' else 'i'} {verb}s {rest}"))  # fmt: skip
-    return single("editing", fill(rng, asks, t=given, w=wrong), answer, (answer,))
+    return single("editing", fill(rng, request, t=statement, w=wrong), answer, (answer,))
 
 
 _RUDE = (
@@ -167,8 +167,8 @@ def spelling(rng: Random) -> Example:
 def alphabet(rng: Random) -> Example:
     """Words in order, and the next letter."""
     if rng.random() < 0.35:
-        place = rng.randrange(25)
-        letter, following = chr(65 + place), chr(66 + place)
+        index = rng.randrange(25)
+        letter, following = chr(65 + index), chr(66 + index)
         ask = ("What letter comes after {a}?", "Which letter comes after {a} in the alphabet?",
                "What comes after {a} in the alphabet?", "Which letter follows {a}?")  # fmt: skip
         return single("ordering", fill(rng, ask, a=letter), f"{following} comes after {letter}.",
@@ -200,10 +200,12 @@ def repeat(rng: Random) -> Example:
         ask = ("Say hello to {n}.", "Greet {n}.", "Say hi to {n}.", "Please greet my friend {n}.")
         return single("editing", fill(rng, ask, n=name), f"Hello, {name}!", (name,))
     word = rng.choice(MEMBERS_OF[rng.choice(("fruits", "animals", "colors"))])
-    times, said = rng.choice(((2, "twice"), (3, "three times"), (3, "3 times"), (5, "five times")))
+    times, times_text = rng.choice(
+        ((2, "twice"), (3, "three times"), (3, "3 times"), (5, "five times"))
+    )
     ask = ("Write the word {w} {n}.", "Say {w} {n}.", "Repeat {w} {n}.", "Print {w} {n}.")
     answer = " ".join([word] * times)
-    return single("editing", fill(rng, ask, w=word, n=said), answer, (answer,))
+    return single("editing", fill(rng, ask, w=word, n=times_text), answer, (answer,))
 
 
 def combine(rng: Random) -> Example:
@@ -227,12 +229,12 @@ def combine(rng: Random) -> Example:
         ask = ("How many words are in this sentence: {t}", "Count the words: {t}",
                "How many words does this have? {t}")  # fmt: skip
         return single("editing", fill(rng, ask, t=text), f"It has {number} words.", (str(number),))
-    place, said = rng.choice(((0, "first"), (1, "second"), (2, "third"), (2, "last")))
+    index, ordinal = rng.choice(((0, "first"), (1, "second"), (2, "third"), (2, "last")))
     ask = ("What is the {n} word here: {l}?", "Which one is {n}: {l}?",
            "Give me the {n} of these: {l}",
            "What is the {n} item in the list {l}?")  # fmt: skip
-    return single("editing", fill(rng, ask, n=said, l=", ".join(chosen)),
-                  f"The {said} one is {chosen[place]}.", (chosen[place],))  # fmt: skip
+    return single("editing", fill(rng, ask, n=ordinal, l=", ".join(chosen)),
+                  f"The {ordinal} one is {chosen[index]}.", (chosen[index],))  # fmt: skip
 
 
 def editing(rng: Random) -> Example:

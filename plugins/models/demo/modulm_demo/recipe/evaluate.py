@@ -29,21 +29,21 @@ def _object(text: str) -> dict | None:
 
 def _calls(message: Message) -> list[str]:
     """Calls in a form that does not depend on their order."""
-    found = (call.get("function", call) for call in message.get("tool_calls") or ())
-    return sorted(json.dumps([f["name"], f["arguments"]], sort_keys=True) for f in found)
+    functions = (call.get("function", call) for call in message.get("tool_calls") or ())
+    return sorted(json.dumps([f["name"], f["arguments"]], sort_keys=True) for f in functions)
 
 
-def is_right(example: Example, given: Message) -> bool:
+def is_right(example: Example, reply: Message) -> bool:
     """Compare calls and JSON objects by value, and look for the expected words in the rest."""
     wanted = example.messages[-1]
-    if _calls(given) != _calls(wanted):
+    if _calls(reply) != _calls(wanted):
         return False
     if _calls(wanted):
         return True
     if (filled := _object(wanted["content"])) is not None:
-        return _object(given["content"]) == filled
+        return _object(reply["content"]) == filled
     return all(
-        re.search(rf"(?<!\w){re.escape(text)}(?!\w)", given["content"]) for text in example.expect
+        re.search(rf"(?<!\w){re.escape(text)}(?!\w)", reply["content"]) for text in example.expect
     )
 
 
@@ -53,12 +53,14 @@ def unseen(chosen: list[Example], seeds: Iterable[int], count: int) -> list[Exam
     The hash decides on a question as first written; a slip or a greeting added to another question
     can still lead to the same words.
     """
-    asked = {normalized(prompts(example)[-1]) for example in chosen}
+    last_prompts = {normalized(prompts(example)[-1]) for example in chosen}
     written = (e for seed in seeds for e in itertools.islice(training(seed), count))
-    seen = asked.intersection(normalized(prompt) for e in written for prompt in prompts(e))
-    kept = [example for example in chosen if normalized(prompts(example)[-1]) not in seen]
-    print(f"{len(chosen) - len(kept)} of {len(chosen)} prompts dropped: in the training text\n")
-    return kept
+    seen = last_prompts.intersection(normalized(prompt) for e in written for prompt in prompts(e))
+    remaining = [example for example in chosen if normalized(prompts(example)[-1]) not in seen]
+    print(
+        f"{len(chosen) - len(remaining)} of {len(chosen)} prompts dropped: in the training text\n"
+    )
+    return remaining
 
 
 def grouped(chosen: Iterable[Example]) -> dict[str, list[Example]]:
@@ -75,12 +77,12 @@ def score(answer: Answer, chosen: list[Example], show: bool) -> int:
     """Count right answers; print wrong ones on request."""
     right = 0
     for example in chosen:
-        given = answer(example.messages[:-1], example.tools, enable_thinking=example.thinking)
-        passed = is_right(example, given)
+        reply = answer(example.messages[:-1], example.tools, enable_thinking=example.thinking)
+        passed = is_right(example, reply)
         right += passed
         if show and not passed:
             print(json.dumps({"asked": prompts(example)[-1], "wanted": example.messages[-1],
-                              "given": given}, ensure_ascii=False))  # fmt: skip
+                              "given": reply}, ensure_ascii=False))  # fmt: skip
     return right
 
 

@@ -30,21 +30,21 @@ _TABLES = (
 def same_again(rng: Random) -> Example:
     """The same question about something else: `And of Spain?`."""
     if rng.random() < 0.35:
-        asks, answer, rows = rng.choice(
+        questions, answer, rows = rng.choice(
             [
                 r
                 for r in relations()
                 if len(r[2]) > 8 and all("{0}" in a for a in r[0]) and r[0][0] != "{0}?"
             ]
         )
-        asks = tuple(asks[:2])
+        questions = tuple(questions[:2])
     else:
-        rows, asks, answer = rng.choice((*_TABLES, _TABLES[0], _TABLES[0]))
+        rows, questions, answer = rng.choice((*_TABLES, _TABLES[0], _TABLES[0]))
     chosen = rng.sample(rows, rng.choice((2, 2, 3)))
     turns: list[Message] = []
-    for place, (left, right) in enumerate(chosen):
-        question = rng.choice(asks if place == 0 else _AND)
-        left_shown = f"a {left}" if place and rows is YOUNG else left
+    for index, (left, right) in enumerate(chosen):
+        question = rng.choice(questions if index == 0 else _AND)
+        left_shown = f"a {left}" if index and rows is YOUNG else left
         question = sentence(with_article(question.format(left_shown, right)))
         turns += [user(question), assistant(sentence(with_article(answer.format(left, right))))]
     return Example("follow-up", tuple(turns), expect=(chosen[-1][1],))
@@ -95,12 +95,12 @@ _TOLD = (
 
 def about_me(rng: Random) -> Example:
     """What the user told of themselves, asked later, at times after something else."""
-    tells, reply, asks, answer = rng.choices(_TOLD, (4, 1, 1, 1, 1, 1))[0]
+    statements, reply, questions, answer = rng.choices(_TOLD, (4, 1, 1, 1, 1, 1))[0]
     values = {"n": words.given_name(rng), "c": words.city(rng), "a": rng.randint(5, 90),
               "k": rng.choice(MEMBERS_OF["colors"]), "p": rng.choice(("dog", "cat", "horse",
               "parrot", "rabbit")), "j": rng.choice(words.JOBS)}  # fmt: skip
     say = [sentence(with_article(fill(rng, part, **values)))
-           for part in (tells, (reply,), asks, (answer,))]  # fmt: skip
+           for part in (statements, (reply,), questions, (answer,))]  # fmt: skip
     turns: list[Message] = [user(say[0]), assistant(say[1])]
     if rng.random() < 0.35:
         turns += rng.choice((joke, poem, tale, same_again))(rng).messages[:2]
@@ -161,15 +161,17 @@ def reworked(rng: Random) -> Example:
     if roll < 0.35:
         english, foreign = rng.choice(translations())
         first, second = rng.sample(range(4), 2)
-        told = [f'In {TONGUES[at]}, "{english}" is "{foreign[at]}".' for at in (first, second)]
+        answers_in = [
+            f'In {TONGUES[at]}, "{english}" is "{foreign[at]}".' for at in (first, second)
+        ]
         ask = ("And in {l}?", "And {l}?", "What about {l}?", "And how in {l}?", "Now in {l}.")
-        turns = (user(f"How do you say {english} in {TONGUES[first]}?"), assistant(told[0]),
-                 user(fill(rng, ask, l=TONGUES[second])), assistant(told[1]))  # fmt: skip
+        turns = (user(f"How do you say {english} in {TONGUES[first]}?"), assistant(answers_in[0]),
+                 user(fill(rng, ask, l=TONGUES[second])), assistant(answers_in[1]))  # fmt: skip
         return Example("follow-up", turns, expect=(foreign[second],))
-    asks, answers = rng.choice([b for b in blocks("answers.txt") if len(b[1]) == 1
+    questions, answers = rng.choice([b for b in blocks("answers.txt") if len(b[1]) == 1
                                 and len(b[1][0]) < 90 and "\n" not in b[1][0]])  # fmt: skip
     answer = answers[0]
-    ask, told = rng.choice((
+    ask, reply = rng.choice((
         (("Say that again.", "Can you repeat that?", "Repeat that, please.", "Once more, please.",
           "What did you say?", "Again, please."), answer),
         (("In capital letters, please.", "Write that in capitals.", "Now in uppercase."),
@@ -178,8 +180,13 @@ def reworked(rng: Random) -> Example:
          "You are welcome! Ask me anything else you would like to know."),
         (("Are you sure?", "Really?", "Is that true?"),
          "I think so, but I am a very small model, so please check it.")))  # fmt: skip
-    turns = (user(rng.choice(asks)), assistant(answer), user(rng.choice(ask)), assistant(told))
-    return Example("follow-up", turns, expect=(told,))
+    turns = (
+        user(rng.choice(questions)),
+        assistant(answer),
+        user(rng.choice(ask)),
+        assistant(reply),
+    )
+    return Example("follow-up", turns, expect=(reply,))
 
 
 def what_i_asked(rng: Random) -> Example:
@@ -187,8 +194,8 @@ def what_i_asked(rng: Random) -> Example:
     first = rng.choice((same_again, about_it, another))(rng).messages[:2]
     ask = ("What did I ask?", "What was my question?", "What did I just ask you?",
            "What was my last question?", "What did I ask before?")  # fmt: skip
-    told = f"You asked: {first[0]['content']}"
-    return Example("follow-up", (*first, user(rng.choice(ask)), assistant(told)), expect=(told,))
+    reply = f"You asked: {first[0]['content']}"
+    return Example("follow-up", (*first, user(rng.choice(ask)), assistant(reply)), expect=(reply,))
 
 
 def follow_up(rng: Random) -> Example:

@@ -77,10 +77,10 @@ _NEIGHBORS = dict(zip("qwertyuiopasdfghjklzxcvbnm", "wqretyuoipsadgfhkjlxzvcbmn"
 
 def _misspell(rng: Random, text: str) -> str:
     """Damage one longer word as a hasty typist would."""
-    places = [i for i in range(1, len(text) - 1) if text[i - 1 : i + 2].isalpha()]
-    if not places:
+    positions = [i for i in range(1, len(text) - 1) if text[i - 1 : i + 2].isalpha()]
+    if not positions:
         return text
-    at = rng.choice(places)
+    at = rng.choice(positions)
     letter = text[at]
     damaged = rng.choice(("", letter * 2, _NEIGHBORS.get(letter.lower(), letter)))
     return text[:at] + damaged + text[at + 1 :]
@@ -151,8 +151,12 @@ def examples(seed: int, only: str | None = None, mixture: str = "second") -> Ite
 def training(seed: int, mixture: str = "second") -> Iterator[Example]:
     """Conversations of which no question is held out, those of earlier turns included."""
     for example in examples(seed, mixture=mixture):
-        asked = prompts(example)
-        if not (example.heldout or any(map(is_heldout, asked[:-1])) or any(map(is_asked, asked))):
+        example_prompts = prompts(example)
+        if not (
+            example.heldout
+            or any(map(is_heldout, example_prompts[:-1]))
+            or any(map(is_asked, example_prompts))
+        ):
             yield example
 
 
@@ -167,10 +171,10 @@ def statements(seed: int) -> Iterator[str]:
 
 def heldout(seed: int, category: str, count: int) -> list[Example]:
     """Conversations whose last question is held out from training, each only once."""
-    found: dict[str, Example] = {}
+    unique: dict[str, Example] = {}
     for example in itertools.islice(examples(seed, category), count * _TRIES):
         if example.heldout:
-            found.setdefault(prompts(example)[-1], example)
-        if len(found) == count:
+            unique.setdefault(prompts(example)[-1], example)
+        if len(unique) == count:
             break
-    return list(found.values())
+    return list(unique.values())

@@ -28,20 +28,20 @@ Pair = tuple[str, str]
 
 def words(tokenizer: PreTrainedTokenizerFast, seed: int, count: int) -> Counter[str]:
     """How often each piece that merges stay inside of occurs, in the tokenizer's byte letters."""
-    cut, found = tokenizer.backend_tokenizer.pre_tokenizer, Counter[str]()
+    cut, counts = tokenizer.backend_tokenizer.pre_tokenizer, Counter[str]()
     for example in itertools.islice(training(seed), count):
-        found.update(piece for piece, _ in cut.pre_tokenize_str(render(tokenizer, example)))
-    return found
+        counts.update(piece for piece, _ in cut.pre_tokenize_str(render(tokenizer, example)))
+    return counts
 
 
 def _joined(word: Word, pair: Pair) -> Word:
-    made: list[str] = []
+    merged: list[str] = []
     for part in word:
-        if made and (made[-1], part) == pair:
-            made[-1] += part
+        if merged and (merged[-1], part) == pair:
+            merged[-1] += part
         else:
-            made.append(part)
-    return tuple(made)
+            merged.append(part)
+    return tuple(merged)
 
 
 def merges(split: dict[Word, int], known: set[str], count: int) -> list[Pair]:
@@ -81,7 +81,7 @@ def grown(tokenizer: PreTrainedTokenizerFast, seed: int, count: int, tokens: int
     bare.pre_tokenizer = None
     names = {number: token for token, number in bare.get_vocab().items()}
     core = json.loads(model.to_str())["model"]
-    ranks = {tuple(pair): place for place, pair in enumerate(core["merges"])}
+    ranks = {tuple(pair): rank for rank, pair in enumerate(core["merges"])}
     for word, often in words(tokenizer, seed, count).items():
         parts: Word = tuple(word)
         while candidates := [p for p in itertools.pairwise(parts) if p in ranks]:

@@ -112,10 +112,10 @@ def chain(rng: Random) -> Example:
     first, second = rng.choice("++-"), rng.choice("++-")
     half = a + b if first == "+" else a - b
     result = half + c if second == "+" else half - c
-    shown = rng.choice((f"{a} {first} {b} {second} {c}", f"{a}{first}{b}{second}{c}",
+    expression = rng.choice((f"{a} {first} {b} {second} {c}", f"{a}{first}{b}{second}{c}",
                         f"{a} {_SAID[first]} {b} {_SAID[second]} {c}"))  # fmt: skip
     thought = f"{a} {first} {b} = {half}\n{half} {second} {c} = {result}"
-    turns = (user(fill(rng, _ASK_SUM, e=shown)),
+    turns = (user(fill(rng, _ASK_SUM, e=expression)),
              assistant(f"{a} {first} {b} {second} {c} = {result}.", thought))  # fmt: skip
     return Example("chains", turns, thinking=True, expect=(f"= {result}",))
 
@@ -165,12 +165,12 @@ def compare(rng: Random) -> Example:
     ask = ("What comes after {n}?", "What number comes after {n}?", "Which number follows {n}?",
            "What is the next number after {n}?") if after else (
            "What comes before {n}?", "Which number comes before {n}?")  # fmt: skip
-    found = number + 1 if after else number - 1
+    neighbour = number + 1 if after else number - 1
     return single(
         "comparing",
         fill(rng, ask, n=number),
-        f"{found} comes {'after' if after else 'before'} {number}.",
-        (str(found),),
+        f"{neighbour} comes {'after' if after else 'before'} {number}.",
+        (str(neighbour),),
     )
 
 
@@ -188,12 +188,12 @@ def count(rng: Random) -> Example:
                 "List the numbers from 1 to {n}.",
                 "Write the numbers 1 to {n}.", "Count to {n} for me."))  # fmt: skip
         row = list(range(1, last + 1))
-        shown = ", ".join(map(str, reversed(row) if down else row))
-        return single("counting", fill(rng, ask, n=text), shown, (shown,))
+        sequence = ", ".join(map(str, reversed(row) if down else row))
+        return single("counting", fill(rng, ask, n=text), sequence, (sequence,))
     step, start = rng.choice((1, 2, 2, 3, 5, 10)), rng.randint(1, 20)
-    row = [start * (step if step in (5, 10) else 1) + step * place for place in range(6)]
+    row = [start * (step if step in (5, 10) else 1) + step * index for index in range(6)]
     if roll < 0.75:
-        row = [step * place for place in range(1, 7)]
+        row = [step * index for index in range(1, 7)]
         ask = ("Count in steps of {n}.", "Count by {n}s.", "Give me the multiples of {n}.",
                "List multiples of {n}.")  # fmt: skip
         return single("counting", fill(rng, ask, n=step), ", ".join(map(str, row)), ())
@@ -207,26 +207,26 @@ def count(rng: Random) -> Example:
 def order(rng: Random) -> Example:
     """Sorting numbers, and the least and greatest of a few."""
     numbers = rng.sample(range(rng.choice((10, 50, 100))), rng.choice((3, 4, 4, 5)))
-    shown = ", ".join(map(str, numbers))
+    listed = ", ".join(map(str, numbers))
     roll = rng.random()
     if roll < 0.5:
         ask = ("Sort these numbers: {l}", "Sort {l}.", "Put these numbers in order: {l}",
                "Order these numbers from small to large: {l}", "Sort the numbers {l}.",
                "Arrange {l} in ascending order.", "Can you sort {l}?")  # fmt: skip
         answer = ", ".join(map(str, sorted(numbers)))
-        return single("ordering", fill(rng, ask, l=shown), answer, (answer,))
+        return single("ordering", fill(rng, ask, l=listed), answer, (answer,))
     if roll < 0.6:
         ask = ("Sort these numbers from large to small: {l}", "Sort {l} in descending order.")
         answer = ", ".join(map(str, sorted(numbers, reverse=True)))
-        return single("ordering", fill(rng, ask, l=shown), answer, (answer,))
+        return single("ordering", fill(rng, ask, l=listed), answer, (answer,))
     if roll < 0.8:
         ask = ("Which is the largest number: {l}?", "What is the largest of {l}?",
                "Find the maximum of {l}.", "Which of these is the biggest: {l}?")  # fmt: skip
-        return single("ordering", fill(rng, ask, l=shown), f"{max(numbers)} is the largest.",
+        return single("ordering", fill(rng, ask, l=listed), f"{max(numbers)} is the largest.",
                       (str(max(numbers)),))  # fmt: skip
     ask = ("Which is the smallest number: {l}?", "What is the smallest of {l}?",
            "Find the minimum of {l}.", "Which of these is the lowest: {l}?")  # fmt: skip
-    return single("ordering", fill(rng, ask, l=shown), f"{min(numbers)} is the smallest.",
+    return single("ordering", fill(rng, ask, l=listed), f"{min(numbers)} is the smallest.",
                   (str(min(numbers)),))  # fmt: skip
 
 

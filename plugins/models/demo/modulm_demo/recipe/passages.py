@@ -173,30 +173,30 @@ _SUMMARY = (
 _ABSENT = "The text does not say that."
 
 
-def _made(rng: Random, fact: Fact) -> tuple[Fact, dict[str, object]]:
+def _instantiate(rng: Random, fact: Fact) -> tuple[Fact, dict[str, object]]:
     return fact, {field: make(rng) for field, make in fact.makers.items()}
 
 
-def _said(text: str, values: dict[str, object]) -> str:
+def _fill_in(text: str, values: dict[str, object]) -> str:
     return sentence(with_article(text.format(**values)))
 
 
 def reading(rng: Random) -> Example:
     """A question about one of one to four sentences."""
     chosen = [
-        _made(rng, fact)
+        _instantiate(rng, fact)
         for fact in rng.sample(FACTS, rng.choices((1, 2, 3, 4, 5), (5, 5, 4, 2, 1))[0])
     ]
-    passage = " ".join(_said(rng.choice(fact.states), values) for fact, values in chosen)
+    passage = " ".join(_fill_in(rng.choice(fact.states), values) for fact, values in chosen)
     ask, answer = rng.choice(chosen[0][0].asks)
     at = rng.randrange(len(chosen))
     ask, answer = rng.choice(chosen[at][0].asks)
-    question, told = _said(ask, chosen[at][1]), _said(answer, chosen[at][1])
+    question, reply = _fill_in(ask, chosen[at][1]), _fill_in(answer, chosen[at][1])
     if rng.random() < 0.1:
         other = rng.choice([fact for fact in FACTS if fact not in [f for f, _ in chosen]])
-        question, told = _said(rng.choice(other.asks)[0], _made(rng, other)[1]), _ABSENT
-    turns = (user(rng.choice(_ASKED).format(p=passage, q=question)), assistant(told))
-    return Example("reading", turns, expect=(told,))
+        question, reply = _fill_in(rng.choice(other.asks)[0], _instantiate(rng, other)[1]), _ABSENT
+    turns = (user(rng.choice(_ASKED).format(p=passage, q=question)), assistant(reply))
+    return Example("reading", turns, expect=(reply,))
 
 
 _FILLING = ("That is good to know.", "It was a sunny day.", "Many people were there.",
@@ -207,22 +207,25 @@ _FILLING = ("That is good to know.", "It was a sunny day.", "Many people were th
 def summary(rng: Random) -> Example:
     """What a passage says in short: its main things, without what fills it."""
     count = rng.choices((1, 2), (3, 2))[0]
-    chosen = [_made(rng, fact) for fact in rng.sample(FACTS, count)]
-    said = [_said(rng.choice(fact.states), values) for fact, values in chosen]
+    chosen = [_instantiate(rng, fact) for fact in rng.sample(FACTS, count)]
+    sentences = [_fill_in(rng.choice(fact.states), values) for fact, values in chosen]
     filling = rng.sample(_FILLING, rng.choice((1, 2, 2)))
     for text in filling:
-        said.insert(rng.randint(1, len(said)), text)
+        sentences.insert(rng.randint(1, len(sentences)), text)
     short = " and ".join(with_article(fact.short.format(**values)) for fact, values in chosen)
-    turns = (user(rng.choice(_SUMMARY).format(p=" ".join(said))), assistant(f"{sentence(short)}."))
+    turns = (
+        user(rng.choice(_SUMMARY).format(p=" ".join(sentences))),
+        assistant(f"{sentence(short)}."),
+    )
     return Example("summaries", turns, expect=(sentence(short),))
 
 
 def letters_from_note(rng: Random) -> Example:
     """A fact told in the first turns is asked later."""
-    fact, values = _made(rng, rng.choice(FACTS))
+    fact, values = _instantiate(rng, rng.choice(FACTS))
     ask, answer = rng.choice(fact.asks)
-    told = fill(rng, ("Ok, I will remember that.", "Good to know.", "Thank you, I noted that."))
+    reply = fill(rng, ("Ok, I will remember that.", "Good to know.", "Thank you, I noted that."))
     lead = rng.choice(("Remember this: {}", "{}", "Please note: {}", "For your information: {}"))
-    turns = (user(lead.format(_said(rng.choice(fact.states), values))), assistant(told),
-             user(_said(ask, values)), assistant(_said(answer, values)))  # fmt: skip
-    return Example("follow-up", turns, expect=(_said(answer, values),))
+    turns = (user(lead.format(_fill_in(rng.choice(fact.states), values))), assistant(reply),
+             user(_fill_in(ask, values)), assistant(_fill_in(answer, values)))  # fmt: skip
+    return Example("follow-up", turns, expect=(_fill_in(answer, values),))

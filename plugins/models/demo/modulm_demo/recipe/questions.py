@@ -22,7 +22,7 @@ def questions() -> tuple[dict[str, Any], ...]:
 
 
 @cache
-def _asked() -> frozenset[str]:
+def _known_questions() -> frozenset[str]:
     return frozenset(normalized(row["ask"][0]) for row in questions() if len(row["ask"]) == 1)
 
 
@@ -31,4 +31,4 @@ def is_asked(prompt: str) -> bool:
 
     Conversations of several turns are judged by their last, and begin with plain questions.
     """
-    return normalized(prompt) in _asked()
+    return normalized(prompt) in _known_questions()

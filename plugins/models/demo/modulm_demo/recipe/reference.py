@@ -89,31 +89,31 @@ def pairs(name: str, mark: str = ": ") -> tuple[tuple[str, str], ...]:
 @cache
 def blocks(name: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """(ways to ask, answers) of a file in the form of answers.txt."""
-    found: list[tuple[list[str], list[str]]] = []
+    parsed: list[tuple[list[str], list[str]]] = []
     for line in lines(name):
         if line.startswith("= "):
-            found[-1][1].append(line.removeprefix("= ").replace("\\n", "\n").replace("\\\\", "\\"))
+            parsed[-1][1].append(line.removeprefix("= ").replace("\\n", "\n").replace("\\\\", "\\"))
         else:
-            found.append(([ask.strip() for ask in line.split(" | ")], []))
-    return tuple((tuple(asks), tuple(answers)) for asks, answers in found)
+            parsed.append(([ask.strip() for ask in line.split(" | ")], []))
+    return tuple((tuple(questions), tuple(answers)) for questions, answers in parsed)
 
 
 @cache
 def relations() -> tuple[tuple[tuple[str, ...], str, tuple[tuple[str, str], ...]], ...]:
     """(ways to ask, answer, pairs) of relations.txt."""
-    found: list[tuple[list[str], str, tuple[tuple[str, str], ...]]] = []
-    asks: list[str] = []
+    parsed: list[tuple[list[str], str, tuple[tuple[str, str], ...]]] = []
+    questions: list[str] = []
     answer = ""
     for line in lines("relations.txt"):
         if line.startswith("? "):
-            asks.append(line.removeprefix("? "))
+            questions.append(line.removeprefix("? "))
         elif line.startswith("= "):
             answer = line.removeprefix("= ")
         else:
             rows = (row.partition(": ") for row in line.split("; "))
-            found.append((asks, answer, tuple((left, right) for left, _, right in rows)))
-            asks = []
-    return tuple((tuple(asks), answer, rows) for asks, answer, rows in found)
+            parsed.append((questions, answer, tuple((left, right) for left, _, right in rows)))
+            questions = []
+    return tuple((tuple(questions), answer, rows) for questions, answer, rows in parsed)
 
 
 @cache
@@ -128,9 +128,9 @@ def _around(rng: Random, question: str) -> str:
 
 def related(rng: Random) -> tuple[str, str, str]:
     """(question, answer, what the answer has to hold) of one pair of one table."""
-    asks, answer, rows = rng.choices(relations(), [len(r[2]) ** 0.8 for r in relations()])[0]
+    questions, answer, rows = rng.choices(relations(), [len(r[2]) ** 0.8 for r in relations()])[0]
     left, right = rng.choice(rows)
-    question = sentence(with_article(rng.choice(asks).format(left, right)))
+    question = sentence(with_article(rng.choice(questions).format(left, right)))
     return question, sentence(with_article(answer.format(left, right))), right
 
 
@@ -144,16 +144,16 @@ def world(rng: Random) -> Example:
 def definition(rng: Random) -> Example:
     """What something is."""
     word, answer = rng.choice(pairs("definitions.txt"))
-    shown = word if rng.random() < 0.85 else re.sub(r"^(an?|the) ", "", word)
-    question = _around(rng, sentence(fill(rng, _DEFINE, w=shown)))
+    term = word if rng.random() < 0.85 else re.sub(r"^(an?|the) ", "", word)
+    question = _around(rng, sentence(fill(rng, _DEFINE, w=term)))
     return single("definitions", question, answer, (answer,))
 
 
 def everyday(rng: Random) -> Example:
     """Why and how, advice, feelings, small programs."""
-    asks, answers = rng.choice(blocks("answers.txt"))
+    questions, answers = rng.choice(blocks("answers.txt"))
     answer = rng.choice(answers)
-    question = rng.choice(asks)
+    question = rng.choice(questions)
     if len(question.split()) > 3:
         question = _around(rng, question)
     return single("everyday", question, answer, (answer,) if len(answers) == 1 else ())
@@ -177,8 +177,10 @@ def abroad(rng: Random) -> Example:
         ask = rng.choice(("Was ist {} plus {}?", "Wie viel ist {} plus {}?", "Rechne {} plus {}.",
                           "Combien font {} plus {} ?", "Calcule {} plus {}."))  # fmt: skip
         return single("abroad", ask.format(a, b), f"{a} + {b} = {a + b}.", (f"= {a + b}",))
-    asks, answers = rng.choice(blocks("abroad.txt"))
-    return single("abroad", rng.choice(asks), rng.choice(answers), answers[:1] * (len(answers) < 2))
+    questions, answers = rng.choice(blocks("abroad.txt"))
+    return single(
+        "abroad", rng.choice(questions), rng.choice(answers), answers[:1] * (len(answers) < 2)
+    )
 
 
 def _capitals(text: str) -> tuple[tuple[str, ...], ...]:
@@ -203,8 +205,8 @@ _FRENCH_COUNTRIES = _capitals("""
 def translation(rng: Random) -> Example:
     """A word or phrase into another language, back, or which language it is."""
     english, foreign = rng.choice(translations())
-    place = rng.choices(range(4), (4, 4, 2, 2))[0]
-    language, word = LANGUAGES[place], foreign[place]
+    index = rng.choices(range(4), (4, 4, 2, 2))[0]
+    language, word = LANGUAGES[index], foreign[index]
     roll = rng.random()
     if roll < 0.8:
         question = sentence(fill(rng, _TRANSLATE, w=english, l=language))
@@ -227,8 +229,8 @@ def joke(rng: Random) -> Example:
     topic, text = rng.choice(pairs("jokes.txt"))
     if rng.random() < 0.55:
         return single("jokes", rng.choice(_JOKES), text, ())
-    shown = topic if topic.endswith(("h", "c", "ce", "sea", "ol", "od", "ol")) else topic + "s"
+    subject = topic if topic.endswith(("h", "c", "ce", "sea", "ol", "od", "ol")) else topic + "s"
     ask = rng.choice(_JOKES_ABOUT)
-    shown = rng.choice((topic, f"a {topic}", shown)) if "about" in ask else topic
-    turns = (user(with_article(ask.format(w=shown))), assistant(text))
+    subject = rng.choice((topic, f"a {topic}", subject)) if "about" in ask else topic
+    turns = (user(with_article(ask.format(w=subject))), assistant(text))
     return Example("jokes", turns)

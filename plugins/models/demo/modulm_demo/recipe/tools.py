@@ -46,11 +46,11 @@ def _thought(rng: Random, names: list[str]) -> str:
 
 def _ask(rng: Random, kind: str, values: Arguments) -> str:
     """Phrase a request; expressions are at times said in words."""
-    shown = dict(values)
+    values_shown = dict(values)
     if kind == "calculator" and rng.random() < 0.3:
         for sign, spoken in _SPOKEN_SIGNS.items():
-            shown["e"] = shown["e"].replace(sign, rng.choice(spoken))
-    return fill(rng, KINDS[kind].asks, **shown)
+            values_shown["e"] = values_shown["e"].replace(sign, rng.choice(spoken))
+    return fill(rng, KINDS[kind].asks, **values_shown)
 
 
 def _pick(rng: Random) -> str:
@@ -74,8 +74,8 @@ def _same_tool(rng: Random) -> tuple[str, list[tuple[str, Arguments]]]:
     kind = rng.choice(_PARALLEL)
     field = next(iter(KINDS[kind].fields))
     several = [make_values(rng, KINDS[kind]) for _ in range(rng.choice((2, 2, 3)))]
-    shown = [str(values[field]) for values in several]
-    joined = ", ".join(shown[:-1]) + f" and {shown[-1]}"
+    listed = [str(values[field]) for values in several]
+    joined = ", ".join(listed[:-1]) + f" and {listed[-1]}"
     question = KINDS[kind].joint.format(joined)
     return question, [(kind, values) for values in several]
 
@@ -84,9 +84,9 @@ def _two_tools(rng: Random) -> tuple[str, list[tuple[str, Arguments]]]:
     """Ask two different tools in one message."""
     kinds = rng.sample(list(KINDS), 2)
     pairs = [(kind, make_values(rng, KINDS[kind])) for kind in kinds]
-    asks = [_ask(rng, kind, values) for kind, values in pairs]
+    requests = [_ask(rng, kind, values) for kind, values in pairs]
     link = rng.choice((" ", " And ", " Also: "))
-    return asks[0] + link + asks[1], pairs
+    return requests[0] + link + requests[1], pairs
 
 
 def parallel_calls(rng: Random) -> Example:
@@ -115,9 +115,9 @@ def tool_result(rng: Random) -> Example:
     names = [declared[kind].name] * count
     call = _calling([declared[kind].call(v) for v in several], _thought(rng, names) * thinking)
     returned = ({"role": "tool", "name": names[0], "content": as_text(r)} for r in results)
-    told = [KINDS[kind].tells.format(**v, **r) for v, r in zip(several, results, strict=True)]
+    replies = [KINDS[kind].tells.format(**v, **r) for v, r in zip(several, results, strict=True)]
     expect = tuple(str(value) for result in results for value in result.values())
-    turns = (user(question), call, *returned, assistant(" ".join(told)))
+    turns = (user(question), call, *returned, assistant(" ".join(replies)))
     return Example("tool result", turns, _schemas(declared), thinking, expect)
 
 
@@ -130,19 +130,19 @@ def tools_in_a_row(rng: Random) -> Example:
     kinds = rng.sample(list(KINDS), 2) if rng.random() < 0.8 else [_pick(rng)] * 2
     declared = toolset(rng, sorted(set(kinds)), most=3)
     values = [make_values(rng, KINDS[kind]) for kind in kinds]
-    asks = [_ask(rng, kind, each) for kind, each in zip(kinds, values, strict=True)]
-    question = rng.choice(_THEN).format(a=asks[0], b=asks[1])
-    thinking, turns, told, expect = rng.random() < 0.6, [user(question)], [], []
+    requests = [_ask(rng, kind, each) for kind, each in zip(kinds, values, strict=True)]
+    question = rng.choice(_THEN).format(a=requests[0], b=requests[1])
+    thinking, turns, replies, expect = rng.random() < 0.6, [user(question)], [], []
     for kind, each in zip(kinds, values, strict=True):
         result = KINDS[kind].result(rng)
         thought = _thought(rng, [declared[kind].name]) * thinking
         turns.append(_calling([declared[kind].call(each)], thought))
         turns.append({"role": "tool", "name": declared[kind].name, "content": as_text(result)})
-        told.append(KINDS[kind].tells.format(**each, **result))
+        replies.append(KINDS[kind].tells.format(**each, **result))
         expect += [str(value) for value in result.values()]
     if rng.random() < 0.25:
         return Example("tools in a row", tuple(turns[:-1]), _schemas(declared), thinking)
-    turns.append(assistant(" ".join(told)))
+    turns.append(assistant(" ".join(replies)))
     return Example("tools in a row", tuple(turns), _schemas(declared), thinking, tuple(expect))
 
 

@@ -49,11 +49,11 @@ class Stop:
     """Set by Ctrl-C: the learning rate then falls to zero over the last steps, as it would have."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         signal.signal(signal.SIGINT, self._ask)
 
     def _ask(self, *_: object) -> None:
-        self.asked = True
+        self.requested = True
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -186,7 +186,7 @@ def as_tensors(batch: Batch) -> list[Tensor]:
 
 def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
     """One of the processes: every `workers`-th batch is its own."""
-    workers, own = args.workers, PARTS // args.workers
+    workers, batches_here = args.workers, PARTS // args.workers
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers)
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -200,14 +200,14 @@ def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
     while step < steps:
         total, rounded = 0.0, steps - step <= args.int8
         with int8_weights(matrices) if rounded else contextlib.nullcontext():
-            for batch in itertools.islice(mine, own):
-                loss = compute(*as_tensors(batch)) / own
+            for batch in itertools.islice(mine, batches_here):
+                loss = compute(*as_tensors(batch)) / batches_here
                 loss.backward()
                 total += loss.item()
                 tokens += workers * int((batch.owners > 0).sum())
-        mean, stopping = shared_gradients(parameters, total, stop.asked, workers)
+        mean, stopping = shared_gradients(parameters, total, stop.requested, workers)
         if stopping:
-            stop.asked, steps = False, min(steps, step + args.decay)
+            stop.requested, steps = False, min(steps, step + args.decay)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step(rate_at(step, steps, args.decay))
         model.zero_grad()

@@ -117,10 +117,10 @@ def poem(rng: Random) -> Example:
         topic = rng.choice((rng.choice(words.ITEMS), rng.choice(words.TOPICS), words.city(rng),
                             f"my {rng.choice(words.ITEMS)}", f"a {rng.choice(words.JOBS)}",
                             words.given_name(rng)))  # fmt: skip
-    shown = (
+    topic_text = (
         topic.replace("a ", rng.choice(("a ", "my ", "the ")), 1) if topic[:2] == "a " else topic
     )
-    question = with_article(fill(rng, _POEM_ABOUT, t=shown))
+    question = with_article(fill(rng, _POEM_ABOUT, t=topic_text))
     return Example("poems", (user(question), assistant(poem_text(rng, topic))))
 
 
@@ -203,13 +203,13 @@ def listing(rng: Random) -> Example:
     picked = known[:count] if rng.random() < 0.8 else tuple(rng.sample(known, count))
     number = NUMBERS[count] if rng.random() < 0.6 else str(count)
     if roll < 0.55:
-        asks, answer = _NAME, f"{sentence(joined(picked))}."
+        templates, answer = _NAME, f"{sentence(joined(picked))}."
     elif roll < 0.88:
-        asks = _LIST
-        answer = "\n".join(f"{place}. {sentence(each)}" for place, each in enumerate(picked, 1))
+        templates = _LIST
+        answer = "\n".join(f"{number_}. {sentence(each)}" for number_, each in enumerate(picked, 1))
     else:
-        asks, answer = _JSON_LIST, "[" + ", ".join(f'"{each}"' for each in picked) + "]"
-    question = sentence(fill(rng, asks, n=number, k=kind))
+        templates, answer = _JSON_LIST, "[" + ", ".join(f'"{each}"' for each in picked) + "]"
+    question = sentence(fill(rng, templates, n=number, k=kind))
     return Example("lists", (user(question), assistant(answer)))
 
 
@@ -248,19 +248,25 @@ def classify(rng: Random) -> Example:
         return single("classes", question, f"{sentence(picked[0])} is {_ONE[kind]}.",
                       (sentence(picked[0]),))  # fmt: skip
     word = picked[0]
-    named = word if word[0].isupper() or kind in ("colors", "sports", "drinks") else f"a {word}"
+    article_word = (
+        word if word[0].isupper() or kind in ("colors", "sports", "drinks") else f"a {word}"
+    )
     if roll < 0.8:
-        question = with_article(fill(rng, _SORT_OF, w=named))
-        return single("classes", question, with_article(f"{sentence(named)} is {_ONE[kind]}."), ())
+        question = with_article(fill(rng, _SORT_OF, w=article_word))
+        return single(
+            "classes", question, with_article(f"{sentence(article_word)} is {_ONE[kind]}."), ()
+        )
     if rng.random() < 0.5:
-        answer = with_article(f"Yes, {named} is {_ONE[kind]}.")
-        return single("classes", with_article(fill(rng, _IS, w=named, k=_ONE[kind])), answer,
+        answer = with_article(f"Yes, {article_word} is {_ONE[kind]}.")
+        return single("classes", with_article(fill(rng, _IS, w=article_word, k=_ONE[kind])), answer,
                       ("Yes",))  # fmt: skip
     strange = _ONE[other]
     if word in MEMBERS_OF[other]:
         return classify(rng)
-    answer = with_article(f"No, {named} is {_ONE[kind]}.")
-    return single("classes", with_article(fill(rng, _IS, w=named, k=strange)), answer, ("No",))
+    answer = with_article(f"No, {article_word} is {_ONE[kind]}.")
+    return single(
+        "classes", with_article(fill(rng, _IS, w=article_word, k=strange)), answer, ("No",)
+    )
 
 
 _MAIL_ASKS = ("Write a short email to {n} about the {e}.", "Write {n} an email about the {e}.",
