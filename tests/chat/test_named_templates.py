@@ -14,7 +14,7 @@ from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.tokenizer import load_tokenizer
 from modulm_chat.conversation import content_format, load_template, render
-from modulm_chat.named import ChatTemplate, named_template, template_name
+from modulm_chat.named_templates import ChatTemplate, named_template, template_name
 from modulm_parsing import parse
 
 #: Tokens that end a turn: they are not part of what a model's text is read from.
@@ -51,21 +51,21 @@ SINGLE = {"internlm", "internlm2_tool"}
 
 
 def calls(count: int) -> dict[str, Any]:
-    made = [
+    tool_calls = [
         {
-            "id": f"abcdefgh{place}",
+            "id": f"abcdefgh{index}",
             "type": "function",
-            "function": {"name": "get_weather", "arguments": json.dumps(given)},
+            "function": {"name": "get_weather", "arguments": json.dumps(arguments)},
         }
-        for place, given in enumerate(ARGUMENTS[:count])
+        for index, arguments in enumerate(ARGUMENTS[:count])
     ]
-    return {"role": "assistant", "content": None, "tool_calls": made}
+    return {"role": "assistant", "content": None, "tool_calls": tool_calls}
 
 
 def talk(count: int) -> list[dict[str, Any]]:
     results = [
-        {"role": "tool", "tool_call_id": f"abcdefgh{place}", "content": f"sun {place}"}
-        for place in range(count)
+        {"role": "tool", "tool_call_id": f"abcdefgh{index}", "content": f"sun {index}"}
+        for index in range(count)
     ]
     return [
         {"role": "system", "content": "Be kind."},
@@ -106,12 +106,12 @@ def test_what_a_template_writes_its_parser_reads(tokenizer: Tokenizer, name: str
         return
     count = 1 if name in SINGLE else 2
     messages, tools = talk(count), [TOOL]
-    given: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "tokenizer": tokenizer, "template": template.source, "tools": tools,
         "kwargs": {"enable_thinking": False},
     }  # fmt: skip
-    prompt = render(messages[:2], **given)
-    whole = render(messages[:3], add_generation_prompt=False, **given)
+    prompt = render(messages[:2], **keywords)
+    whole = render(messages[:3], add_generation_prompt=False, **keywords)
     text = output(prompt, whole)
     message = parse(
         text.removeprefix("</think>").removeprefix("\n<think></think>\n"),
@@ -119,7 +119,7 @@ def test_what_a_template_writes_its_parser_reads(tokenizer: Tokenizer, name: str
         tools=tools,
     )
     read = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-    assert read == [("get_weather", given) for given in ARGUMENTS[:count]]
+    assert read == [("get_weather", keywords) for keywords in ARGUMENTS[:count]]
     assert not (message.content or "").strip()
 
 
@@ -131,22 +131,22 @@ def test_a_conversation_is_written_in_order(tokenizer: Tokenizer, name: str) -> 
     if template.tool_parser is None:
         messages = [m for m in messages if m["role"] != "tool" and "tool_calls" not in m]
     tools = [TOOL] if template.tool_parser else None
-    given: dict[str, Any] = {"tokenizer": tokenizer, "template": template.source, "tools": tools}
+    keywords: dict[str, Any] = {"tokenizer": tokenizer, "template": template.source, "tools": tools}
     assert content_format(template.source) == "string"
-    text = render(messages, **given)
-    words = ["What will it be like?", "sun 0", "Sunny.", "Thanks!"]
+    text = render(messages, **keywords)
+    phrases = ["What will it be like?", "sun 0", "Sunny.", "Thanks!"]
     if tools:
-        words[1:1] = ["Bergen"] if count == 2 else ["Tromsø"]
+        phrases[1:1] = ["Bergen"] if count == 2 else ["Tromsø"]
         assert "Days of weather." in text
     else:
-        words.remove("sun 0")
+        phrases.remove("sun 0")
     assert text.count("Be kind.") == 1
-    places = [text.rindex(word) for word in words]
-    assert places == sorted(places)
-    ended = render(messages, add_generation_prompt=False, **given)
+    positions = [text.rindex(word) for word in phrases]
+    assert positions == sorted(positions)
+    ended = render(messages, add_generation_prompt=False, **keywords)
     assert text.startswith(ended)
     going = [*messages[:-1], {"role": "assistant", "content": "I go on"}]
-    cut = render(going, add_generation_prompt=False, continue_final_message=True, **given)
+    cut = render(going, add_generation_prompt=False, continue_final_message=True, **keywords)
     assert cut.endswith("I go on")
 
 

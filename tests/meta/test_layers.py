@@ -36,10 +36,12 @@ LAYERS = (
 )
 #: The rooms of modulm.engine in the order of the flow, and the modules on top of them.
 ROOMS = (
+    ("parts",),
     ("kv_cache",),
     ("scheduling",),
     ("sampling",),
     ("structured_output",),
+    ("parts",),
     ("worker",),
     ("core",),
 )
@@ -60,7 +62,7 @@ LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name 
 SERVER = (
     ("engine", "first_request", "flags", "heap", "kinds", "openapi", "output", "prompts"),
     ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
-     "media", "metrics", "pacing", "page_files", "paging", "prompt_embeds", "request_cost",
+     "media_service", "metrics", "pacing", "page_files", "paging", "prompt_embeds", "request_cost",
      "request_guard", "request_log", "sampling", "sse", "stats_log", "template_sandbox",
      "text_work"),
     ("generation",),

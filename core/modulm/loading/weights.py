@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
     from modulm.nn.weight_slots import Part, Slot, Unit
 
-__all__ = ["WeightPlan", "fill", "plan_weights", "expected_tensors", "weight_bytes"]
+__all__ = ["WeightPlan", "expected_tensors", "fill", "plan_weights", "weight_bytes"]
 
 _SHOWN = 5
 

@@ -34,7 +34,8 @@ class Kind:
 
     `contract` is the path of the abstract class that a driver implements, or None where a driver
     is a plain object of another library (a command, a router) or a value. `hook` declares
-    drivers of this kind; `short` is how the kind is called in the names of distributions.
+    drivers of this kind; `short` is how the kind is called in the names of distributions; `part`
+    is the step part that carries what a configured driver of this kind does, if it needs one.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Kind:
     short: str
     contract: str | None = None
     hook: str | None = None
+    part: str = ""
 
     @property
     def group(self) -> str:
@@ -66,11 +68,16 @@ class Kind:
 
 
 def _core(
-    name: str, noun: str, short: str, contract: str | None = None, hook: str | None = None
+    name: str,
+    noun: str,
+    short: str,
+    contract: str | None = None,
+    hook: str | None = None,
+    part: str = "",
 ) -> Kind:
     """A kind of the core: its contract is in `modulm.contracts`, its hook has our prefix."""
     path = contract and f"modulm.contracts.{contract}"
-    return Kind(name, noun, short, path, hook and f"modulm_{hook}")
+    return Kind(name, noun, short, path, hook and f"modulm_{hook}", part)
 
 
 _KINDS = (
@@ -87,15 +94,15 @@ _KINDS = (
     _core("tool_parsers", "tool parser", "parser", "parser:ToolParser", "parsers"),
     _core("reasoning_parsers", "reasoning parser", "parser", "parser:ReasoningParser", "parsers"),
     _core("kernels", "kernel provider", "kernels", "kernels:KernelProvider"),
-    _core("adapters", "adapter bank", "adapter", "adapter:AdapterBank"),
+    _core("adapters", "adapter bank", "adapter", "adapter:AdapterBank", part="adapters"),
     _core("loaders", "weight loader", "loader", "loader:WeightLoader"),
     _core("tokenizers", "tokenizer", "tokenizer", "tokenizer_loader:TokenizerLoader"),
     _core("executors", "executor", "executor", "executor:Executor"),
     _core("schedulers", "scheduling policy", "scheduler", "policy:Policy"),
     _core("poolers", "pooler", "pooler", "pooler:Pooler"),
     _core("grammars", "grammar backend", "grammar", "grammar:GrammarBackend"),
-    _core("speculators", "speculator", "speculator", "drafter:Drafter"),
-    _core("kv_connectors", "KV connector", "connector", "connector:KVConnector"),
+    _core("speculators", "speculator", "speculator", "drafter:Drafter", part="drafts"),
+    _core("kv_connectors", "KV connector", "connector", "connector:KVConnector", part="transfers"),
     _core("step_parts", "step part", "part", "step_part:StepPart"),
     _core("worker_functions", "worker function", "function"),
     _core("logits_processors", "logits processor", "logits", "sampling:LogitsProcessor"),

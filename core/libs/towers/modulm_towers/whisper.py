@@ -26,12 +26,12 @@ __all__ = [
     "WHISPER_BLOCK",
     "WhisperTower",
     "WhisperTowerConfig",
-    "halved",
     "encode_sounds",
-    "zero_key_biases",
+    "halved",
     "sinusoids",
     "tiny_audio",
     "whisper_blocks",
+    "zero_key_biases",
 ]
 
 _EPS = 1e-5

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from modulm.plugins.kinds import KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -18,9 +20,14 @@ __all__ = ["open_parts", "open_runners"]
 
 
 def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, ...]:
-    """The installed parts that are in use with this configuration, in the order of their names."""
-    names = sorted({declared.name for declared in plugins.names("step_parts")})
-    parts = (plugins.load("step_parts", name).opened(config, plugins) for name in names)
+    """The installed parts that are in use with this configuration, in the order of their names.
+
+    Raises PluginNotFound for a part that a configured driver needs and that is not installed.
+    """
+    tables = config.device.plugin_config
+    names = {declared.name for declared in plugins.names("step_parts")}
+    names |= {kind.part for kind in KINDS.values() if kind.part and tables.get(kind.name)}
+    parts = (plugins.load("step_parts", name).opened(config, plugins) for name in sorted(names))
     return tuple(part for part in parts if part is not None)
 
 

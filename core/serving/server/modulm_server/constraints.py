@@ -13,13 +13,13 @@ from modulm_server.sampling import LIMITS, SamplingFields, StructuredFields, che
 
 __all__ = [
     "allowed_tools",
-    "requested_constraints",
     "check_tools",
     "forced_tool",
     "from_response_format",
     "from_structured",
-    "tool_names",
+    "requested_constraints",
     "single_constraint",
+    "tool_names",
 ]
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ApiError",
     "ClientGone",
-    "exception_handler",
     "describe",
     "error_body",
     "escape",
+    "exception_handler",
     "http_error",
     "model_error",
     "report",
