@@ -111,7 +111,9 @@ def described() -> dict[str, Any]:
     """Return the OpenAPI description of a server with every route."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(make_tokenizer(Path(folder), vocab=512))
-    engine = ScriptedEngine(tokenizer, info=scripted_info(tokenizer, adapters=True))
+    engine = ScriptedEngine(
+        tokenizer, info=scripted_info(tokenizer, parts={"adapters": {"slots": 1}})
+    )
     flags = {"server_dev_mode": True, "enable_lora": True, "allow_runtime_lora_updating": True}
     served = create_app(engine, EngineConfig.from_keywords(model="M", **flags))
     document: dict[str, Any] = served.api.openapi()
