@@ -25,7 +25,7 @@ from modulm_layers import (
 __all__ = ["ApertusConfig", "ApertusForCausalLM", "ApertusLayer", "ApertusMLP"]
 
 _BETA = 0.5
-#: What its models were stretched by; it holds where the file says nothing of rotary positions.
+#: Default rotary scaling of its models, if the file has no rotary keys.
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12000000.0,

@@ -158,11 +158,11 @@ class BartForConditionalGeneration(DecoderForCausalLM):
         ignore=(r"(encoder|decoder)\.embed_tokens\.", r"^lm_head\."),
         rewrite=(Rewrite(r"embed_positions\.weight$", _from_first),),
     )
-    #: Whether norms stand before the branches, after the embedding, and at the end.
+    #: Whether norms precede the branches, follow the embedding, and end the model.
     before: ClassVar[bool] = False
     embed_norm: ClassVar[bool] = True
     last_norm: ClassVar[bool] = False
-    #: Whether something is added to the logits.
+    #: Whether a bias is added to the logits.
     biased: ClassVar[bool] = True
     logits_bias: Tensor
 
@@ -174,7 +174,7 @@ class BartForConditionalGeneration(DecoderForCausalLM):
         width = config.d_model
         scale = width**0.5 if config.scale_embedding else 1.0
         tokens = build.embedding("model.shared", config.vocab_size, width, scale=scale)
-        # The base class makes modules with it before it can be a module of this one.
+        # The base class uses these modules before they can be submodules.
         self.__dict__["_tokens"] = tokens
         super().__init__(config, build)
         self.device = build.shared.device
@@ -195,7 +195,7 @@ class BartForConditionalGeneration(DecoderForCausalLM):
         )  # fmt: skip
 
     def make_positions(self, config: Any, b: Builder) -> Embedding | Positions:
-        """Vectors of positions; `b` stands at the encoder or at the decoder."""
+        """Position vectors; `b` points at the encoder or at the decoder."""
         return b.embedding("embed_positions", config.max_length, config.d_model)
 
     def make_embedding(self, config: Any, b: Builder) -> Any:

@@ -1,4 +1,4 @@
-"""Prompts of models that encode text: the prompt is what the encoder reads."""
+"""Prompts of encoder-decoder text models: the prompt is the encoder's input."""
 
 from __future__ import annotations
 

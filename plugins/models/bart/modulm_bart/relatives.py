@@ -31,9 +31,7 @@ class M2M100Config(BartConfig):
 
 
 class M2M100ForConditionalGeneration(BartForConditionalGeneration):
-    """M2M100 and NLLB: norms before the branches, and at the end; positions count from behind that
-    of padding, which has the padding token's number.
-    """
+    """M2M100 and NLLB: pre-norm, with final norms. Positions start after the padding token's id."""
 
     config_type: ClassVar[type] = M2M100Config
     names = _COMPUTED

@@ -43,7 +43,7 @@ WEIGHTS = WeightNames(
 
 @frozen(kw_only=True)
 class BertConfig:
-    """config.json of BERT and its kin. `id2label` names the classes; two where it is missing."""
+    """config.json of BERT and related models. `id2label` names the classes; the default is two."""
 
     vocab_size: int = size()
     hidden_size: int = size()
@@ -165,8 +165,10 @@ def tiny_encoder(model_type: str, architecture: str, **changes: Any) -> Mapping[
 
 
 class BertModel(Encoder):
-    """The encoder alone, for embeddings. The pooler that some files hold is for classifiers, a
-    linear layer at the top for what pools the tokens.
+    """The encoder without a classifier, for embeddings.
+
+    A pooler in the file belongs to classifiers. A linear layer at the top level is applied after
+    pooling.
     """
 
     api = 1
@@ -184,7 +186,7 @@ class BertModel(Encoder):
         self.head = self.make_head(config, build)
 
     def make_head(self, config: Any, b: Builder) -> Module | None:
-        """The classifier, if there is one."""
+        """The classifier, if the model has one."""
         return None
 
     @classmethod

@@ -1,5 +1,7 @@
-"""ModernBERT (Warner et al., arXiv 2412.13663): rotary positions, norms before each branch,
-gated feed-forward, and layers that see a window beside layers that see all."""
+"""ModernBERT (Warner et al., arXiv 2412.13663).
+
+Rotary positions, pre-norm, gated feed-forward; layers with a window alternate with global ones.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,7 @@ class ModernBertHead(Module):
 
 
 class ModernBertModel(Encoder):
-    """The encoder alone, for embeddings."""
+    """The encoder without a classifier, for embeddings."""
 
     api = 1
     config_type: ClassVar[type] = ModernBertConfig
@@ -189,7 +191,7 @@ class ModernBertModel(Encoder):
         self.head = self.make_head(config, build)
 
     def make_head(self, config: ModernBertConfig, b: Builder) -> Module | None:
-        """The classifier, if there is one."""
+        """The classifier, if the model has one."""
         return None
 
     def embeddings(self, tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """RoBERTa (Liu et al., arXiv 1907.11692) and XLM-RoBERTa (Conneau et al., arXiv 1911.02116).
 
-BERT's layers; positions are counted from behind the padding id, and the classifier has its own
-dense layer in place of the pooler.
+BERT's layers. Positions start after the padding id, and the classifier has a dense layer of its own
+instead of the pooler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RobertaConfig(BertConfig):
 
 
 class RobertaModel(BertModel):
-    """The encoder alone, for embeddings."""
+    """The encoder without a classifier, for embeddings."""
 
     config_type: ClassVar[type] = RobertaConfig
     model_type = "roberta"
@@ -74,7 +74,7 @@ class RobertaForTokenClassification(RobertaModel):
 
 
 class XLMRobertaModel(RobertaModel):
-    """The encoder alone, for embeddings."""
+    """The encoder without a classifier, for embeddings."""
 
     model_type = "xlm-roberta"
 

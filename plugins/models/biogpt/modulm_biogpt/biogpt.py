@@ -24,7 +24,7 @@ from modulm_layers import (
 
 __all__ = ["BioGptConfig", "BioGptForCausalLM", "BioGptLayer"]
 
-#: The file's `layer_norm_eps` is not what the model was trained with.
+#: The file's `layer_norm_eps` is not the value used in training.
 _EPS = 1e-5
 _OFFSET = 2
 

@@ -37,7 +37,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class AyaVisionConfig(MultimodalConfig):
-    """config.json of Aya Vision. layer: whose states are read."""
+    """config.json of Aya Vision. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = TowerConfig
     whole_type: ClassVar[type | None] = _Keys

@@ -1,6 +1,6 @@
 """Command R and Command A (Cohere, 2024; arXiv 2504.00698): parallel branches, norms without bias.
 
-Command A (Cohere2) sees a window in three of four layers and knows no positions in the fourth.
+In Command A (Cohere2), three of four layers have a window; the fourth has no positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How prompts of Aya Vision and Command A Vision take images: in tiles, with a small one of all."""
+"""Media family of Aya Vision and Command A Vision: tiles and a thumbnail per image."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ __all__ = ["AyaVisionFamily"]
 
 
 class AyaVisionFamily(MediaFamily):
-    """All is as the processor says."""
+    """Uses the processor's output unchanged."""
 
     image_processors: ClassVar = {
         "Cohere2VisionImageProcessor": "modulm_cohere.tiles:Cohere2VisionImageProcessorPil"

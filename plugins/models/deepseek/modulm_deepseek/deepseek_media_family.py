@@ -1,4 +1,4 @@
-"""How prompts of DeepSeek-VL and DeepSeek-OCR 2 take images."""
+"""Media families of DeepSeek-VL and DeepSeek-OCR 2."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from modulm_media import Media, MediaFamily
 
 __all__ = ["DeepseekOcr2Family", "DeepseekVLFamily"]
 
-#: Tokens of a view of at most so many patches, and of a larger one.
+#: Tokens of a view of at most this many patches, and of a larger one.
 _FEW, _MANY = 144, 256
 
 
 class DeepseekVLFamily(MediaFamily):
-    """All is as the processor says."""
+    """Uses the processor's output unchanged."""
 
 
 class DeepseekOcr2Family(MediaFamily):
-    """As the processor says, for views of the sizes for which the model has queries."""
+    """Uses the processor's output, limited to view sizes for which the model has queries."""
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         outputs = super().call(media, options)

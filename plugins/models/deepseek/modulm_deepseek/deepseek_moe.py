@@ -1,6 +1,6 @@
-"""DeepSeekMoE (arXiv 2401.06066): many small experts beside shared ones, and plain attention.
+"""DeepSeekMoE (arXiv 2401.06066): many small experts plus shared ones, with plain attention.
 
-It is the text model of DeepSeek-OCR 2 as well.
+Also the text model of DeepSeek-OCR 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeepSeek-OCR 2: SAM, learned queries that read its patches, and DeepSeekMoE.
 
-An image is a view of all, and tiles of it where it is large.
+An image becomes one global view and, if it is large, tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434): latent attention, many small experts beside shared ones."""
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, many small experts plus shared ones."""
 
 from __future__ import annotations
 

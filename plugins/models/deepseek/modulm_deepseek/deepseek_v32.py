@@ -43,7 +43,7 @@ __all__ = [
 class DeepseekV32Config(DeepseekV3Config):
     """config.json of DeepSeek-V3.2; a query attends to `index_topk` tokens."""
 
-    #: Whether the indexer turns halves of a head, and not neighbouring dimensions.
+    #: Whether the indexer rotates halves of a head instead of adjacent dimensions.
     INDEX_NEOX: ClassVar[bool] = True
 
     q_lora_rank: int = size(1536)
@@ -63,15 +63,15 @@ class DeepseekV32Config(DeepseekV3Config):
             )
 
     def picks(self, index: int) -> bool:
-        """Whether layer `index` has an indexer; others see what the one before them picked."""
+        """Whether layer `index` has an indexer; others reuse the selection of the layer before."""
         return True
 
 
 @frozen(kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """config.json of GLM 5: `indexer_types` ("full", "shared") says which layers pick.
+    """config.json of GLM 5: `indexer_types` ("full", "shared") says which layers have an indexer.
 
-    Where it is missing, a pattern of F and S or a frequency and an offset say it.
+    Without it, `index_topk_pattern` (F and S) or a frequency and an offset decide.
     """
 
     INDEX_NEOX: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
     @property
     def pattern(self) -> str | None:
-        """`index_topk_pattern`, unless `indexer_types` is given."""
+        """`index_topk_pattern`, unless `indexer_types` is set."""
         return self.index_topk_pattern if self.indexer_types is None else None
 
     def picks(self, index: int) -> bool:
@@ -111,9 +111,9 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
 
 class Indexer(Module):
-    """Picks the tokens that each query attends to, by small heads with keys of their own.
+    """Selects the tokens that each query attends to, with small heads and cached keys.
 
-    `follows`: the attention layer by whose block table the keys are kept. `b` stands at it.
+    `follows`: the attention layer whose block table locates the keys. `b` points at it.
     """
 
     def __init__(self, c: DeepseekV32Config, b: Builder, follows: str) -> None:
@@ -136,7 +136,7 @@ class Indexer(Module):
             picks=c.index_topk,
         )
         self.cache, self.backend = b.attention_cache(spec, follows=follows)
-        #: What it picked in this step, for the layers that share it.
+        #: Its selection in this step, for the layers that share it.
         self.picked = PLAIN
 
     def forward(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
@@ -161,9 +161,9 @@ class SparseLatentAttention(LatentAttention):
         self._source: tuple[Indexer, ...] = ()
 
     def share(self, before: Indexer | None) -> Indexer:
-        """Whose picks this layer sees: its own indexer's, or those of the one before it.
+        """Return the indexer whose selection this layer uses: its own, or the one before.
 
-        Raises UnsupportedError where there is none before it.
+        Raises UnsupportedError if there is neither.
         """
         indexer = self.indexer or before
         if indexer is None:

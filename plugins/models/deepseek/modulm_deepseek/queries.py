@@ -1,4 +1,4 @@
-"""The encoder of DeepSeek-OCR 2 behind SAM: learned queries read patches, one after the other."""
+"""The query encoder of DeepSeek-OCR 2: learned queries that read SAM's patches causally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modulm_towers import Pieces, Tower
 
 __all__ = ["QUERIES", "QueryConfig", "QueryEncoder"]
 
-#: Resolution of an image -> how many queries there are for it.
+#: Image resolution -> number of queries.
 QUERIES = {768: 144, 1024: 256}
 
 

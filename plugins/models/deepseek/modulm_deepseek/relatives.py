@@ -59,6 +59,6 @@ class YoutuForCausalLM(DeepseekForCausalLM):
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
-        # transformers 5 clears the vector of a padding token whenever it loads the model.
+        # transformers 5 zeros the padding token's vector whenever it loads the model.
         changes = {"q_lora_rank": 40, "pad_token_id": None}
         return tiny_deepseek("youtu", "YoutuForCausalLM", **changes)

@@ -14,7 +14,7 @@ from modulm.contracts.checkpoint import NamedCheckpoint
 
 __all__ = ["Demo", "DemoEagle"]
 
-#: Of texts: how many, and a seed that training did not use.
+#: Number of texts, and a seed that training did not use.
 _TEXTS, _TEXTS_SEED = 400, 2026
 
 

@@ -1,4 +1,4 @@
-"""dots.llm1 (rednote, arXiv 2506.05767): many small experts beside shared ones, normed q and k."""
+"""dots.llm1 (rednote, arXiv 2506.05767): many small experts plus shared ones, norms on q and k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How prompts of PaddleOCR-VL take images: their tokens count along time, height and width."""
+"""Media family of PaddleOCR-VL: image positions count time, height and width."""
 
 from __future__ import annotations
 

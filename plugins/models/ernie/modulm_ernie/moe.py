@@ -80,7 +80,7 @@ def _experts(c: Ernie45MoeConfig, b: Builder) -> MoE:
 
 
 class Ernie45MoeLayer(ErnieLayer):
-    """One layer, with experts where it is a sparse one."""
+    """One layer, with experts if it is sparse."""
 
     def __init__(self, c: Ernie45MoeConfig, b: Builder, index: int) -> None:
         dense = not c.sparse(index)

@@ -1,6 +1,6 @@
 """EXAONE 4 (LG AI Research, arXiv 2507.11407): each branch is normed before it is added.
 
-Where some layers see a window, the others see everything and know no positions.
+In models with windows, the global layers have no positions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ __all__ = [
 
 @frozen(kw_only=True)
 class Exaone4Config(DecoderConfig):
-    """config.json of EXAONE 4. Where layer types are missing there is a pattern: every how many
-    layers one sees everything, or letters ("LLLG") that repeat."""
+    """config.json of EXAONE 4.
+
+    Without layer types, `sliding_window_pattern` decides: an interval of global layers, or
+    repeating letters ("LLLG").
+    """
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = size(None)
@@ -52,13 +55,13 @@ class Exaone4Config(DecoderConfig):
 
 
 def check_pattern(pattern: Any) -> None:
-    """Raises ValueError for what is no `sliding_window_pattern`."""
+    """Raise ValueError for an invalid `sliding_window_pattern`."""
     if type(pattern) is not int and (type(pattern) is not str or set(pattern) - {"L", "G"}):
         raise ValueError(f"sliding_window_pattern: {pattern!r} is neither a count nor L and G")
 
 
 def layer_kind(c: DecoderConfig, pattern: int | str, index: int) -> str:
-    """The file's word for layer `index`, or what the pattern makes of it."""
+    """The type of layer `index`, from the file or from the pattern."""
     if c.layer_types is not None:
         return c.layer_types[index]
     if c.sliding_window is None or not pattern:

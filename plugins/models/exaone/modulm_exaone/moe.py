@@ -1,6 +1,6 @@
-"""K-EXAONE (LG AI Research, 2025): experts beside a shared one in pre-norm layers.
+"""K-EXAONE (LG AI Research, 2025): routed experts plus a shared one in pre-norm layers.
 
-Attention is EXAONE 4's: layers with a window turn queries and keys, the others know no positions.
+Attention is EXAONE 4's: layers with a window have rotary positions, the others none.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _FULL = "full_attention"
 
 @frozen(kw_only=True)
 class ExaoneMoeConfig(RoutedConfig):
-    """config.json of K-EXAONE. Windows that differ from layer to layer, and bounds of what gates
-    let through (K-EXAONE 2.0), are refused."""
+    """config.json of K-EXAONE.
+
+    Windows that vary by layer and gate limits (K-EXAONE 2.0) are rejected.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "num_experts": "n_routed_experts",
@@ -78,7 +80,7 @@ class ExaoneMoeLayer(PreNormLayer):
 
 
 class ExaoneMoeForCausalLM(DecoderForCausalLM):
-    """K-EXAONE with a language-model head; a layer beside the others drafts tokens (`mtp`)."""
+    """K-EXAONE with a language-model head; an additional layer drafts tokens (`mtp`)."""
 
     api = 1
     config_type = ExaoneMoeConfig

@@ -149,7 +149,7 @@ class FalconH1Mixer(Module):
         return mixed_out
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate: [tokens, width]; the norm, where there is one, is before the gate or after."""
+        """y, gate: [tokens, width]; the norm, if any, comes before or after the gate."""
         if self.norm is None:
             return self.ops.multiply(y, gate, "silu")  # type: ignore[no-any-return]
         normed: Tensor = self.norm(y, gate)
@@ -245,9 +245,9 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
 
 
 def _times(layer: str, inputs: float, outputs: float | Tensor) -> Rewrite:
-    """A linear layer whose input and output are multiplied, as the layer alone; in fp32.
+    """Fold factors of a linear layer's input and output into its weight, in fp32.
 
-    outputs: one factor, or one for each output.
+    outputs: one factor, or one per output.
     """
 
     def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -25,12 +25,12 @@ from modulm_towers import TokenVectors, vlm_table
 
 __all__ = ["ColPaliConfig", "ColPaliForRetrieval"]
 
-#: Rows attend in lengths that are multiples of this.
+#: Row lengths are padded to multiples of this.
 _MULTIPLE = 16
 
 
 class _Layer(PreNormLayer):
-    """Gemma's block; tokens see those behind them, too."""
+    """Gemma's block with bidirectional attention."""
 
     def __init__(self, c: GemmaConfig, b: Builder, index: int) -> None:
         attention = BidirectionalAttention(
@@ -71,7 +71,7 @@ class _Reader(GemmaForCausalLM):
 
 @frozen(eq=False, kw_only=True)
 class ColPaliConfig(PaliGemmaConfig):
-    """config.json of ColPali, in whose `vlm_config` is that of PaliGemma. width: of vectors."""
+    """config.json of ColPali; `vlm_config` is PaliGemma's. width: of the vectors."""
 
     width: int = 128
 

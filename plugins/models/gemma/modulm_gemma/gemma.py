@@ -45,7 +45,7 @@ class GemmaConfig(DecoderConfig):
 
 
 def gemma_norm(b: Builder, name: str, c: DecoderConfig, width: int | None = None) -> Norm:
-    """An RMS norm whose weight is stored less one, over the hidden size or `width`."""
+    """An RMS norm whose weight is stored minus one, over the hidden size or `width`."""
     return b.rms_norm(name, width or c.hidden_size, c.rms_norm_eps, offset=1.0)
 
 

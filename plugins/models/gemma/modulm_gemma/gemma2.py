@@ -45,7 +45,7 @@ class Gemma2Layer(Module):
         self.mlp_post = gemma_norm(b, "post_feedforward_layernorm", c)
 
     def make_attention(self, c: Gemma2Config, b: Builder, index: int, **changes: Any) -> Attention:
-        """Attention whose scale is a setting and whose scores may be capped."""
+        """Attention with a configurable scale and optional softcap."""
         return standard_attention(
             c,
             b,

@@ -29,7 +29,7 @@ __all__ = ["Gemma3Config", "Gemma3ForConditionalGeneration"]
 
 @frozen(kw_only=True)
 class _Keys:
-    """mm_tokens_per_image: what is left of an image's patches, a square number."""
+    """mm_tokens_per_image: tokens per image after pooling, a square number."""
 
     mm_tokens_per_image: int = size(256)
 

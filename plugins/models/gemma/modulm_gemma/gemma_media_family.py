@@ -1,4 +1,4 @@
-"""How prompts of Gemma 3 and PaliGemma take images: tokens see each other in both directions."""
+"""Media families of Gemma 3 and PaliGemma: image tokens attend in both directions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from modulm_media import Media, MediaFamily
 
 __all__ = ["ColPaliFamily", "Gemma3Family", "PaliGemmaFamily"]
 
-#: Most line ends that one token stands for.
+#: Maximum number of line feeds that one token stands for.
 _LINES = 31
 
 
 class Gemma3Family(MediaFamily):
-    """Gemma 3. Empty lines stand around an image, and are one token with those of the text."""
+    """Gemma 3. Blank lines around an image merge with line feeds of the text."""
 
     bidirectional = True
 
@@ -27,7 +27,7 @@ class Gemma3Family(MediaFamily):
 
     @cached_property
     def _tokens(self) -> Mapping[int, int]:
-        """Number of line ends -> their token, where there is one."""
+        """Number of line feeds -> their single token, if the vocabulary has one."""
         encode = self.processor.tokenizer.encode
         every = {n: encode("\n" * n, add_special_tokens=False) for n in range(1, _LINES + 1)}
         return {count: ids[0] for count, ids in every.items() if len(ids) == 1}
@@ -43,7 +43,7 @@ class PaliGemmaFamily(MediaFamily):
     prefix = True
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The processor's, less what it adds to the text around the image."""
+        """The processor's output without the text that it adds around the image."""
         outputs = dict(super().call(media, options))
         ids = np.asarray(outputs["input_ids"])
         outputs["input_ids"] = ids[:, ids[0] == self.features(media.kind)[0]]
@@ -63,8 +63,9 @@ class PaliGemmaFamily(MediaFamily):
 
 
 class ColPaliFamily(PaliGemmaFamily):
-    """ColPali, all of whose prompts are seen whole. Its processor takes images without their text,
-    so their part of it is asked.
+    """ColPali, whose prompts attend in both directions throughout.
+
+    Only the image part of its processor is called, because the processor takes no text with images.
     """
 
     prefix = False

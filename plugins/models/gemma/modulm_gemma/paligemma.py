@@ -28,7 +28,7 @@ class PaliGemmaConfig(MultimodalConfig):
     """config.json of PaliGemma."""
 
     vision_type: ClassVar[type] = TowerConfig
-    #: In prompts with images, which say so themselves.
+    #: Applies to prompts with images, whose items declare it.
     text_ignored = ("use_bidirectional_attention",)
 
 

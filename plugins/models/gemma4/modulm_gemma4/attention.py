@@ -24,7 +24,7 @@ __all__ = [
 
 
 class SharedKeyValues:
-    """Keys and values that the last layer of one kind made of a step's tokens, and where they go.
+    """Keys and values of a step's tokens that later layers reuse, and their cache.
 
     k, v: [tokens, kv_heads, head_dim].
     """
@@ -84,7 +84,9 @@ class OwnAttention(Attention):
 
 
 class BorrowingAttention(Module):
-    """Attention whose keys and values are those of the last layer of its kind that has its own."""
+    """Attention that reuses the keys and values of the last layer of its kind that computes
+    them.
+    """
 
     def __init__(self, c: SharingConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ class BorrowingAttention(Module):
 
 
 def attention(c: SharingConfig, b: Builder, index: int) -> Module:
-    """The attention of layer `index`; `b` stands at the layer."""
+    """The attention of layer `index`; `b` points at the layer."""
     kind = OwnAttention if index < c.first_shared else BorrowingAttention
     return kind(c, b.at("self_attn"), index)
 

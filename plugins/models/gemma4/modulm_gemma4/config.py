@@ -116,9 +116,11 @@ class Gemma3nConfig(SharingConfig):
 
 @frozen(kw_only=True)
 class Gemma4Config(SharingConfig):
-    """config.json of Gemma 4. Full layers have heads of their own size and number, in either
-    spelling of the keys: `global_head_dim` and `num_global_key_value_heads`, or
-    `per_layer_config` with a table for each layer that differs."""
+    """config.json of Gemma 4.
+
+    Global layers may differ in number and size of heads: `global_head_dim` and
+    `num_global_key_value_heads`, or `per_layer_config` with a table per layer.
+    """
 
     PERIOD = 6
 
@@ -159,9 +161,9 @@ class Gemma4Config(SharingConfig):
         return settings.get("num_key_value_heads", kv_heads), settings.get("head_dim", width)
 
     def rotation(self, index: int) -> Rope:
-        """Full layers turn the first part of a head only, at the speeds that it has in the whole.
+        """Global layers rotate only the first part of a head, at the frequencies of the whole head.
 
-        An infinite factor stands for a dimension that does not turn.
+        An infinite factor marks a dimension that is not rotated.
         """
         kind, (_, width) = self.layer_type(index), self.heads_of(index)
         table = dict((self.rope_parameters or _ROPES).get(kind, _ROPES[kind]))

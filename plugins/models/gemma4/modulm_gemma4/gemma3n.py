@@ -104,7 +104,7 @@ class SparseMLP(GatedMLP):
 
 
 class Gemma3nLayer(Module):
-    """Attention beside a branch of low rank, feed-forward, then the layer's own vector."""
+    """Attention plus a low-rank branch, feed-forward, then the layer's per-token input."""
 
     def __init__(self, c: Gemma3nConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -218,5 +218,5 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _sized(x: Tensor, size: Tensor) -> Tensor:
-    """Rows of x, made as large as `size` says."""
+    """Scale the rows of x to the magnitude of `size`."""
     return (x.float() * size / _size(x).clamp(min=1e-5**0.5)).to(x.dtype)

@@ -1,7 +1,6 @@
-"""Gemma 4 for text (Google, 2026): each layer adds a vector of its own for every token.
+"""Gemma 4 for text (Google, 2026): each layer adds a per-token vector of its own.
 
-The stream a layer gives is multiplied by a number. Some models have experts beside the
-feed-forward part of every layer.
+The output of each layer is scaled. Some models have experts in addition to each feed-forward block.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["Gemma4Experts", "Gemma4ForCausalLM", "Gemma4Layer"]
 
 
 class Gemma4Experts(MoE):
-    """Experts whose router sees the stream itself, normed, and weighs each expert once more."""
+    """Experts whose router reads the normed stream and which have a weight per expert."""
 
     expert_scale: Tensor
 
@@ -168,7 +167,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return normed
 
     def _layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
-        """[tokens, width] for each layer; images and sound have what is looked up for padding."""
+        """[tokens, width] for each layer; tokens of images and sound use the padding token's
+        row.
+        """
         if self.inputs is None:
             return None
         tokens, media = batch.tokens, batch.embeds_mask
@@ -201,6 +202,6 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
 
 def _key_and_value(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Layers whose values are the projected keys: one weight, for both."""
+    """Load one weight as both the key and the value projection."""
     yield name, tensor
     yield name.replace("k_proj", "v_proj"), tensor

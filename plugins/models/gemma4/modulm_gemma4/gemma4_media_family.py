@@ -1,4 +1,4 @@
-"""How prompts of Gemma 4 take images: in some models the tokens of each see each other."""
+"""Media family of Gemma 4: in some models the tokens of an image attend in both directions."""
 
 from __future__ import annotations
 

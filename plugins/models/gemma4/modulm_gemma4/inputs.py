@@ -12,9 +12,9 @@ __all__ = ["LayerInputs"]
 
 
 class LayerInputs(Module):
-    """A vector for each token and layer: looked up, and projected from the token's embedding.
+    """A vector per token and layer: a table row plus a projection of the token's embedding.
 
-    Tokens beyond the table, which stand for images and sound, have that of token 0.
+    Tokens beyond the table, which stand for images and sound, use row 0.
     """
 
     def __init__(self, c: SharingConfig, b: Builder) -> None:

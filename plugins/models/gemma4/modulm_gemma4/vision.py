@@ -23,8 +23,8 @@ _LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 @frozen(kw_only=True)
 class _TowerConfig:
-    """`vision_config`. pooling_kernel_size: the side of the squares of patches that become one
-    token. use_clipped_linears: what goes into linear maps and comes out has limits.
+    """`vision_config`. pooling_kernel_size: side of the squares of patches that are pooled into one
+    token. use_clipped_linears: whether inputs and outputs of linear layers are clipped.
     """
 
     hidden_size: int = size(768)
@@ -57,7 +57,7 @@ class Gemma4VisionConfig(MultimodalConfig):
 
 
 class _Linear(Module):
-    """A linear map whose inputs and outputs may be clipped."""
+    """A linear layer with optional clipping of inputs and outputs."""
 
     input_min: Tensor
     input_max: Tensor

@@ -1,4 +1,4 @@
-"""How prompts of GLM-V take images and video: frames are images with their times between them."""
+"""Media family of GLM-V: the frames of a video are images separated by timestamps."""
 
 from __future__ import annotations
 

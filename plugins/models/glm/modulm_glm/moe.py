@@ -1,4 +1,4 @@
-"""GLM 4.5 and 4.6 (arXiv 2508.06471): many small experts beside shared ones, partial rotation."""
+"""GLM 4.5 and 4.6 (arXiv 2508.06471): many small experts plus shared ones, partial rotation."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _NAMES = BlockNames(
 
 @frozen(kw_only=True)
 class GlmTowerConfig:
-    """`vision_config`. Patches are as large as the processor's; `image_size` says how many learned
-    positions there are along a side.
+    """`vision_config`. The patch size is the processor's; `image_size` determines the size of the
+    learned position grid.
     """
 
     depth: int = size(24)
@@ -62,7 +62,7 @@ class GlmTowerConfig:
 
 
 class GlmTower(Tower):
-    """Patches of images of any size, turned by their places and given learned ones as well."""
+    """Patches of images of any size, with rotary and learned positions."""
 
     def __init__(self, c: GlmTowerConfig, b: Builder) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class GPT2Config(DecoderConfig):
 
 
 class GPT2Block(PreNormLayer):
-    """Layer norms around attention and a plain feed-forward part; `b` stands at the layer."""
+    """Pre-norm block with layer norms and a plain feed-forward; `b` points at the layer."""
 
     def __init__(self, c: DecoderConfig, b: Builder, attention: Attention, eps: float) -> None:
         super().__init__(

@@ -1,6 +1,6 @@
-"""GPT-Neo (Black et al., 2021), TinyStories: GPT-2's block; every other layer sees a window.
+"""GPT-Neo (Black et al., 2021), TinyStories: GPT-2's block; every other layer has a window.
 
-Scores are not divided by the square root of a head's size.
+Scores are not scaled by the square root of the head size.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from modulm_gptj.gptj import GPTJConfig, GPTJForCausalLM, tiny_gptj
 
 __all__ = ["CodeGenConfig", "CodeGenForCausalLM"]
 
-#: Over so many accelerators the projections were cut when the models were trained.
+#: The projections were split over this many accelerators in training.
 _SHARES = 4
 
 

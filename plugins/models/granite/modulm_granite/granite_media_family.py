@@ -1,4 +1,4 @@
-"""How prompts of Granite Speech take sound."""
+"""Media family of Granite Speech."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SpeechFamily"]
 
 
 class SpeechFamily(MediaFamily):
-    """All is as the processor says."""
+    """Uses the processor's output unchanged."""
 
     kinds = ("audio",)
 

@@ -1,4 +1,4 @@
-"""Granite 4 (IBM, 2025): state spaces, a few attention layers, experts beside a shared one."""
+"""Granite 4 (IBM, 2025): state-space layers, a few attention layers, experts plus a shared one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = ("attention", "full_attention")
 
 @frozen(kw_only=True)
 class GraniteMoeHybridConfig(StateSpaceConfig):
-    """config.json of Granite 4; without experts only the shared feed-forward part is there."""
+    """config.json of Granite 4; without experts only the shared feed-forward block exists."""
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -43,7 +43,7 @@ class GraniteMoeHybridConfig(StateSpaceConfig):
             )
 
     def recurrent(self, index: int) -> bool:
-        """Whether layer `index` keeps a state; all do where the file says nothing."""
+        """Whether layer `index` is a state-space layer; all are by default."""
         return self.layer_type(index) not in _ATTENTION
 
 

@@ -24,7 +24,7 @@ __all__ = [
 _EXPERTS = ExpertNames(
     router="router.layer", gate_up_stack="input_linear", down_stack="output_linear"
 )
-#: The stacks are stored as the weights of layers.
+#: The stacks are stored like the weights of linear layers.
 EXPERT_NAMES = WeightNames(rename=((r"(block_sparse_moe\.(?:in|out)put_linear)\.weight$", r"\1"),))
 
 
@@ -41,7 +41,7 @@ class _Sizes(Protocol):
 
 @frozen(kw_only=True)
 class GraniteMoeConfig(GraniteConfig):
-    """config.json of Granite with experts; a shared one is there if it has a size."""
+    """config.json of Granite with experts; a shared one exists if it has a size."""
 
     num_local_experts: int = size(8)
     num_experts_per_tok: int = size(2)
@@ -56,7 +56,7 @@ class GraniteMoeConfig(GraniteConfig):
 
 
 def granite_experts(c: _Sizes, b: Builder) -> MoE:
-    """The routed experts, beside the one that every token takes; `b` stands at the layer."""
+    """The routed experts plus the shared one; `b` points at the layer."""
     return MoE(
         b.at("block_sparse_moe"),
         hidden=c.hidden_size,

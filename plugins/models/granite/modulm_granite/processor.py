@@ -40,8 +40,9 @@ class SpeechProcessor:
         add_special_tokens: bool = True,
         **options: Any,
     ) -> dict[str, Any]:
-        """The tensors of a text with its sounds, of one length if there are several, as the
-        transformers class gives them. Raises ValueError.
+        """Return the tensors of a text with its sounds, like transformers' class.
+
+        Several sounds are padded to one length. Raises ValueError.
         """
         if options:
             raise ValueError(f"{', '.join(options)}: no such keyword")

@@ -48,7 +48,7 @@ class StateSpaceConfig(DecoderConfig):
 
 
 def state_space(c: StateSpaceConfig, b: Builder) -> StateSpaceMixer:
-    """The recurrent branch of a layer; `b` stands at the layer."""
+    """The recurrent branch of a layer; `b` points at the layer."""
     return StateSpaceMixer(
         b.at("mamba"),
         hidden=c.hidden_size,

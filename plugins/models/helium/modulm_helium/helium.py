@@ -34,7 +34,7 @@ class HeliumConfig(DecoderConfig):
 
 
 class HeliumLayer(PreNormLayer):
-    """The pre-norm block; what is attended is never biased."""
+    """The pre-norm block; the output projection of attention has no bias."""
 
     def __init__(self, c: HeliumConfig, b: Builder, index: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Hunyuan V1 with experts (Tencent, 2025; A13B): beside them one that every token takes."""
+"""Hunyuan V1 with experts (Tencent, 2025; A13B), plus a shared expert."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ColModernVBertConfig(Idefics3Config):
     """config.json of ColModernVBERT; `vlm_config` is that of the rest. width: of vectors."""
 
     whole_type: ClassVar[type | None] = _Keys
-    #: Names of classes, where it has none.
+    #: Class names, if the file has none.
     text_ignored = ("id2label",)
 
     width: int = 128

@@ -1,4 +1,4 @@
-"""How prompts of Idefics 3 and SmolVLM take images: in tiles that are named in the text."""
+"""Media families of Idefics 3 and SmolVLM: tiles, labelled in the text."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class InternVLConfig(MultimodalConfig):
-    """config.json of InternVL. layer: whose states are read."""
+    """config.json of InternVL. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = _TowerConfig
     whole_type: ClassVar[type | None] = _Keys
@@ -106,7 +106,7 @@ class InternVLConfig(MultimodalConfig):
 
 
 class _Tower(Tower):
-    """A token of its own, then the patches; each branch of a layer is scaled by what it learned."""
+    """A class token, then the patches; each branch of a layer has a learned scale."""
 
     first: Tensor
     positions: Tensor

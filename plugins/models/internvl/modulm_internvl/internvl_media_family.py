@@ -1,4 +1,4 @@
-"""How prompts of InternVL take images, in tiles with a small one of all, and video."""
+"""Media family of InternVL: images as tiles with a thumbnail, and video."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""Kimi Linear (Moonshot AI, arXiv 2510.26692): a delta rule whose channels fade one by one.
+"""Kimi Linear (Moonshot AI, arXiv 2510.26692): delta rule with per-channel decay.
 
-Some layers have latent attention without positions; most have experts beside a shared one.
+Some layers have latent attention without positions; most have experts plus a shared one.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class KimiLinearConfig(RoutedConfig):
 
 
 class KimiDeltaAttention(Module):
-    """A matrix from keys to values per head, of which each row fades at a speed of its own.
+    """A matrix from keys to values per head, whose rows decay at individual rates.
 
-    A token lets them fade, reads what they hold for its key, and moves that towards its value.
-    Prompts are walked token by token.
+    Each token decays the matrix, reads the value stored for its key and moves it towards its own
+    value. Prompts are processed token by token.
     """
 
     a_log: Tensor
@@ -217,7 +217,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
-        # The norm of what a random delta rule gives: see Qwen3-Next's.
+        # For the norm of the delta rule's output, see Qwen3-Next.
         return tiny_config(
             "kimi_linear",
             "KimiLinearForCausalLM",

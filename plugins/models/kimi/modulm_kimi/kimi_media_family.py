@@ -1,4 +1,4 @@
-"""How prompts of Kimi-VL and Kimi K2.5 take images and video."""
+"""Media families of Kimi-VL and Kimi K2.5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["KimiK25Family", "KimiVLFamily"]
 
 
 class KimiVLFamily(MediaFamily):
-    """Kimi-VL: as the processor says."""
+    """Kimi-VL: uses the processor's output unchanged."""
 
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
@@ -30,7 +30,7 @@ class KimiK25Family(KimiVLFamily):
     kinds = ("image", "video")
 
     def features(self, kind: str) -> Sequence[int]:
-        """A video's token may lie beyond the vocabulary; images' stands in its place there."""
+        """A video token outside of the vocabulary is replaced by the image token."""
         tokens = super().features(kind)
         vocabulary = self.config.get("text_config", {}).get("vocab_size")
         return tokens if vocabulary is None or tokens[0] < vocabulary else super().features("image")

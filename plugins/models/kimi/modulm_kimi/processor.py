@@ -1,7 +1,7 @@
-"""The processor of Kimi-VL and Kimi K2.5, from transformers' files or from Moonshot AI's own.
+"""The processor of Kimi-VL and Kimi K2.5, from transformers' files or Moonshot AI's own.
 
-Their own files name code that comes with the checkpoint. It is not run: what transformers has for
-Kimi K2.5 does the same, for images of Kimi-VL too, with the settings that are here taken over.
+Moonshot's files name code in the checkpoint, which is not executed. transformers' processor of Kimi
+K2.5 does the same with these settings, also for images of Kimi-VL.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from modulm_media.processors import ProcessorFiles
 
 __all__ = ["open_processor"]
 
-#: Of transformers: the model type and the class.
+#: transformers' model type and class.
 _PROCESSOR = ("kimi_k25", "Kimi_K25Processor")
 _IMAGES = "transformers.models.kimi_k25.image_processing_kimi_k25"
-#: Keys of Moonshot's files, for images of Kimi-VL and of Kimi K2.5, and transformers'.
+#: Keys of Moonshot's files, for images of Kimi-VL and of Kimi K2.5, and transformers' names.
 _SETTINGS = {
     "patch_size": "patch_size",
     "image_mean": "image_mean",
@@ -29,7 +29,9 @@ _SETTINGS = {
 
 
 def open_processor(files: ProcessorFiles) -> Any:
-    """transformers' processor of these files. Raises ValueError for what it does not do."""
+    """Create transformers' processor from these files. Raises ValueError for unsupported
+    settings.
+    """
     parts = {
         "image_processor": _image_part(files.settings("image_processor")),
         "tokenizer": files.part("tokenizer"),
@@ -64,7 +66,7 @@ def _video_part(table: Mapping[str, Any]) -> Any:
 
 
 def _settings(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of transformers' classes. Raises ValueError for what those do not do."""
+    """Keyword arguments for transformers' classes. Raises ValueError for unsupported settings."""
     settings = table.get("media_proc_cfg", table)
     if not isinstance(settings, Mapping) or "merge_kernel_size" not in settings:
         return {key: value for key, value in table.items() if not key.endswith("processor_type")}

@@ -28,7 +28,7 @@ from modulm_towers import (
 
 __all__ = ["KimiK25ForConditionalGeneration", "KimiVLConfig", "KimiVLForConditionalGeneration"]
 
-#: What transformers calls all of them.
+#: transformers' architecture for all of them.
 _KNOWN = "Kimi_K25ForConditionalGeneration"
 _BLOCKS = r"^vision_tower\.encoder\.blocks\.(\d+)"
 
@@ -94,7 +94,7 @@ class KimiVLForConditionalGeneration(MultimodalModel):
             (rf"{_BLOCKS}\.", r"vision_tower.layers.\1."),
             (r"^vision_tower\.encoder\.", "vision_tower."),
             (r"\.pos_emb\.position_embeddings$", ".pos_emb.weight"),
-            # What transformers 5.23 writes for the text model's layers.
+            # transformers 5.23 writes these names for the text model's layers.
             (r"^model\.blocks\.", "model.layers."),
         ),
         rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),),
@@ -164,7 +164,7 @@ class KimiK25ForConditionalGeneration(KimiVLForConditionalGeneration):
 
 
 def _turned(heads: int, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Queries and keys whose neighbours are turned together, as halves of a head that are."""
+    """Reorder query and key weights from rotated pairs of neighbours to rotated halves."""
     q, k, v = tensor.chunk(3)
     pair = [part.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) for part in (q, k)]
     return [(name.replace(".wqkv.", ".attn.qkv."), torch.cat([*pair, v]))]

@@ -63,8 +63,11 @@ class Lfm2BaseConfig(DecoderConfig):
 
 @frozen(kw_only=True)
 class Lfm2Config(Lfm2BaseConfig):
-    """config.json of LFM2. The feed-forward part is two thirds as wide as the file says, rounded
-    up to a multiple, unless `block_auto_adjust_ff_dim` is false."""
+    """config.json of LFM2.
+
+    The feed-forward width is two thirds of the file's value, rounded up to a multiple, unless
+    `block_auto_adjust_ff_dim` is false.
+    """
 
     intermediate_size: int | None = size(12288)
     block_ff_dim: int | None = size(None)
@@ -109,7 +112,7 @@ def _attention(c: Lfm2BaseConfig, b: Builder, index: int) -> Attention:
 
 
 def lfm2_mlp(c: Lfm2BaseConfig, b: Builder) -> GatedMLP:
-    """The feed-forward part without experts; `b` stands at the layer."""
+    """The dense feed-forward block; `b` points at the layer."""
     at = b.at("feed_forward")
     return GatedMLP(at, c.hidden_size, c.inner_size, gate="w1", up="w3", down="w2")
 

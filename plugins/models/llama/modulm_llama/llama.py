@@ -1,7 +1,7 @@
-"""Llama 2 to 3.x (arXiv 2307.09288, 2407.21783): the decoder that most others are told apart from.
+"""Llama 2 to 3.x (arXiv 2307.09288, 2407.21783).
 
-Every kind of rotary scaling that its checkpoints use is read from config.json by the shared
-configuration (`modulm_layers.rope`).
+The reference decoder; other families are described by how they differ from it. All rotary scalings
+of its checkpoints are read from config.json by the shared configuration (`modulm_layers.rope`).
 """
 
 from __future__ import annotations

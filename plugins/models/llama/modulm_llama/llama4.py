@@ -1,9 +1,9 @@
 """Llama 4 for text (Meta, 2025): chunked attention, some layers without positions, experts.
 
-A layer with positions sees the tokens of its own chunk. A backend knows windows only, so where
-sequences may be longer than a chunk each key says whether its chunk is an odd one, in two
-dimensions beside its own, and a query puts the other kind out of reach. Of the chunks that reach
-into a window as long as a chunk, one is odd and one even; within the own chunk scores stay exact.
+A layer with positions sees the tokens of its own chunk. Backends only support windows, so if
+sequences may exceed a chunk, two extra key dimensions encode whether the chunk is odd, and queries
+mask the other parity. A window of one chunk reaches into at most one odd and one even chunk; scores
+within the query's own chunk stay exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "Llama4Layer",
 ]
 
-#: What a score in another chunk is lowered by: exp(-1000) is 0, and fp16 holds it at any scale.
+#: Subtracted from scores of other chunks: exp(-1000) is 0, and fp16 can represent it.
 _FAR = 1000.0
 _KINDS = {"chunked_attention", "full_attention"}
 
@@ -50,8 +50,8 @@ _KINDS = {"chunked_attention", "full_attention"}
 class Llama4Config(DecoderConfig):
     """config.json of Llama 4's text model (`text_config` of its own files).
 
-    `no_rope_layers` holds a 0 for each layer without positions. Queries of these grow with the
-    logarithm of their position where `attn_temperature_tuning` is set.
+    `no_rope_layers` has a 0 for each layer without positions. With `attn_temperature_tuning`, their
+    queries grow with the logarithm of the position.
     """
 
     ROPE_NEOX = False
@@ -94,7 +94,7 @@ class Llama4Config(DecoderConfig):
         return bool((index + 1) % self.no_rope_layer_interval)
 
     def chunk(self, index: int) -> int | None:
-        """How long layer `index`'s chunks are, or None where it sees everything."""
+        """Length of layer `index`'s chunks, None for global layers."""
         kind = self.layer_type(index)
         chunked = kind == "chunked_attention" if kind else self.rotates(index)
         return self.attention_chunk_size if chunked else None
@@ -108,7 +108,7 @@ class Llama4Config(DecoderConfig):
 
 @frozen(eq=False)
 class _Widened(Builder):
-    """A builder whose attention layers keep two dimensions more of each key, within `window`."""
+    """A builder whose attention layers store two extra dimensions per key, within `window`."""
 
     window: int = 0
 
@@ -170,7 +170,7 @@ class Llama4Attention(Attention):
 
 
 class Llama4Experts(MoE):
-    """Experts whose weights are put on their input, beside one that every token takes."""
+    """Experts whose routing weights scale their input, plus a shared expert."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""

@@ -42,8 +42,8 @@ _NAMES = BlockNames(
 
 @frozen(kw_only=True)
 class _TowerConfig:
-    """`vision_config`. pixel_shuffle_ratio: one over the side of squares that become one token;
-    intermediate_size is also what such a square has.
+    """`vision_config`. pixel_shuffle_ratio: the inverse of the side of squares that become one
+    token. intermediate_size: also the width of such a square.
     """
 
     hidden_size: int = size()

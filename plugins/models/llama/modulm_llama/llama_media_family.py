@@ -1,4 +1,4 @@
-"""How prompts of Llama 3.2 and 4, Mistral Small 3 and LightOnOCR take images, Voxtral's sound."""
+"""Media families of Llama 3.2 and 4, Mistral Small 3, LightOnOCR and Voxtral."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ __all__ = ["Llama4Family", "MistralFamily", "MllamaFamily", "VoxtralFamily"]
 
 
 class MistralFamily(RowsFamily):
-    """All is as the processor says."""
+    """Uses the processor's output unchanged."""
 
 
 class Llama4Family(MediaFamily):
@@ -48,7 +48,7 @@ class MllamaFamily(MediaFamily):
         return int(tiles * ((height // size) * (width // size) + 1))
 
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
-        """What begins a text, behind images that do, where it is not there."""
+        """Insert the beginning-of-text token after leading images, if it is missing."""
         first = self.processor.tokenizer.bos_token_id
         if first is None or first in tokens:
             return tokens

@@ -40,7 +40,7 @@ _ROPE: Mapping[str, Any] = {
 
 @frozen(kw_only=True)
 class Ministral3Config(MistralConfig):
-    """config.json of Ministral 3; `llama_4_scaling_beta` stands among the rotary keys."""
+    """config.json of Ministral 3; `llama_4_scaling_beta` is one of the rotary keys."""
 
     rms_norm_eps: float = 1e-5
     head_dim: int | None = size(128)
@@ -60,7 +60,7 @@ class Ministral3Config(MistralConfig):
 
 
 class GrowingAttention(Attention):
-    """Attention whose queries are multiplied by 1 + growth * log(1 + spans before them)."""
+    """Attention whose queries are scaled by 1 + growth * log(1 + preceding spans)."""
 
     def __init__(self, c: Ministral3Config, b: Builder) -> None:
         rope = c.rope()

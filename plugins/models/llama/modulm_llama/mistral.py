@@ -1,6 +1,6 @@
-"""Mistral (arXiv 2310.06825): Llama's block with a head size of its own and a sliding window.
+"""Mistral (arXiv 2310.06825): Llama's block with an independent head size and a sliding window.
 
-Ministral 8B (2024) sees the window in three of four layers.
+In Ministral 8B (2024), three of four layers have the window.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class Mistral3Config(MultimodalConfig):
-    """config.json of Mistral Small 3.1. layer: whose states are read."""
+    """config.json of Mistral Small 3.1. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = TowerConfig
     whole_type: ClassVar[type | None] = _Keys

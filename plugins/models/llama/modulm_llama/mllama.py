@@ -25,7 +25,7 @@ from modulm_llama.llama import LlamaLayer
 
 __all__ = ["MORE", "MllamaForCausalLM", "MllamaTextConfig"]
 
-#: Entries of the embedding that the head lacks: the image's, and some for later.
+#: Rows of the embedding without a head row: the image token and reserved ones.
 MORE = 8
 _NAMES = AttentionNames()
 
@@ -45,8 +45,9 @@ class MllamaTextConfig(DecoderConfig):
 
 
 class _CrossLayer(Module):
-    """Attention to images and a feed-forward part, both behind gates. Tokens before the first image
-    pass unchanged.
+    """Gated cross-attention to images and a gated feed-forward block.
+
+    Tokens before the first image pass through unchanged.
     """
 
     attn_gate: Tensor
@@ -73,7 +74,7 @@ class _CrossLayer(Module):
         """x, residual: [tokens, hidden]."""
         x, residual = self.attn_norm.add(x, residual)
         attended = self.attn(x, batch)
-        # Zeros are of tokens that look at nothing: no bias is added to them.
+        # Tokens without image get zeros, and no bias is added to them.
         looking = (attended != 0).any(-1, keepdim=True)
         x, residual = self.mlp_norm.add(attended * self.attn_gate.tanh(), residual)
         return self.mlp(x) * (looking * self.mlp_gate.tanh()), residual

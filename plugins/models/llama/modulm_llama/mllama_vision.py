@@ -1,4 +1,6 @@
-"""Llama 3.2 Vision (Meta, 2024): tiles of an image that see each other, which a text looks at."""
+"""Llama 3.2 Vision (Meta, 2024): tiles of an image attend to each other; text uses
+cross-attention.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from modulm_towers import (
 
 __all__ = ["MllamaConfig", "MllamaForConditionalGeneration"]
 
-#: Images of all tiles that a prompt has room for; blocks of so many tokens hold each.
+#: Number of images of all tiles that fit into a prompt; the cache reserves blocks for them.
 _IMAGES = 4
 _BLOCK = 256
-#: Patches of a tile are filled up to a multiple of this.
+#: The patches of a tile are padded to a multiple of this.
 _MULTIPLE = 8
 _EPS = 1e-5
 
@@ -95,7 +97,7 @@ class MllamaConfig(MultimodalConfig):
 
 
 class _Attention(Module):
-    """Patches see all of their image, those that fill it up only what is real."""
+    """Patches attend to the whole image; padding attends to real patches only."""
 
     def __init__(self, c: _TowerConfig, b: Builder) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class _Block(Module):
 
 
 class _Tower(Tower):
-    """Tiles of patches, each with a token of its own; then all tiles of an image together."""
+    """Encodes each tile with a class token, then all tiles of an image together."""
 
     class_token: Tensor
     gate: Tensor

@@ -49,7 +49,7 @@ TINY_TOWER: Mapping[str, Any] = {
 
 @frozen(kw_only=True)
 class LlavaKeys:
-    """The keys beside those of the two models."""
+    """The keys besides those of the two models."""
 
     projector_hidden_act: str = "gelu"
     multimodal_projector_bias: bool = True
@@ -61,7 +61,7 @@ class LlavaKeys:
 
 @frozen(eq=False, kw_only=True)
 class LlavaConfig(MultimodalConfig):
-    """config.json of LLaVA. layers: those of the tower whose states are read, side by side."""
+    """config.json of LLaVA. layers: the tower layers whose states are concatenated."""
 
     vision_type: ClassVar[type] = TowerConfig
     whole_type: ClassVar[type | None] = LlavaKeys

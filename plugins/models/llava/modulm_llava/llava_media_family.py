@@ -1,4 +1,4 @@
-"""How prompts of LLaVA take images."""
+"""Media families of the LLaVA models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["LlavaFamily", "LlavaNextVideoFamily", "LlavaOnevisionFamily"]
 
 
 class LlavaFamily(RowsFamily):
-    """All is as the processor says."""
+    """Uses the processor's output unchanged."""
 
 
 class LlavaNextVideoFamily(LlavaFamily):
@@ -21,7 +21,7 @@ class LlavaNextVideoFamily(LlavaFamily):
 
 
 class LlavaOnevisionFamily(LlavaNextVideoFamily):
-    """Each image of a prompt is cut into tiles, also where there are several."""
+    """Every image of a prompt is tiled, even if there are several."""
 
     def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         names = ("pixel_values", "image_sizes", "pixel_values_videos")

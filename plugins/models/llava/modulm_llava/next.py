@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (2024): the image whole and in tiles, whose rows end with a learned vector."""
+"""LLaVA-NeXT (2024): the whole image plus tiles, whose rows end with a learned vector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["LlavaNextConfig", "LlavaNextForConditionalGeneration", "LlavaNextKey
 
 @frozen(kw_only=True)
 class LlavaNextKeys(LlavaKeys):
-    """image_grid_pinpoints: (height, width) of what images may be cut into tiles from."""
+    """image_grid_pinpoints: allowed (height, width) of tiled images."""
 
     image_grid_pinpoints: list[list[int]] = field(factory=list)
 

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video (2024): LLaVA-NeXT whose videos are frames of fewer tokens."""
+"""LLaVA-NeXT-Video (2024): LLaVA-NeXT with videos, whose frames have fewer tokens."""
 
 from __future__ import annotations
 

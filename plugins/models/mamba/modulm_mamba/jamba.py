@@ -28,8 +28,11 @@ __all__ = ["JambaConfig", "JambaForCausalLM", "JambaLayer"]
 
 @frozen(kw_only=True)
 class JambaConfig(DecoderConfig):
-    """config.json of Jamba. One layer of every `attn_layer_period` attends, the others keep a
-    state; one of every `expert_layer_period` has experts, if there is more than one."""
+    """config.json of Jamba.
+
+    One of every `attn_layer_period` layers is attention, the others are state-space layers. One of
+    every `expert_layer_period` has experts, if there is more than one.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def narrow_rank(key: str, value: Any, hidden: int) -> int:
-    """The bottleneck of the step sizes that `key` gives; "auto" is a sixteenth of `hidden`.
+    """Rank of the step-size projection from `key`; "auto" means a sixteenth of `hidden`.
 
     Raises ValueError that names the key.
     """
@@ -40,9 +40,10 @@ def narrow_rank(key: str, value: Any, hidden: int) -> int:
 
 @frozen(kw_only=True)
 class MambaConfig(DecoderConfig):
-    """config.json of Mamba. It has no attention; the longest sequence is what it was trained on.
+    """config.json of Mamba.
 
-    `time_step_rank` is the width of the bottleneck that step sizes come from.
+    Without attention, the maximum length is the trained length. `time_step_rank` is the rank of the
+    step-size projection.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"layer_norm_epsilon": "rms_norm_eps"}
@@ -75,10 +76,10 @@ class MambaConfig(DecoderConfig):
 
 
 class MambaMixer(Module):
-    """A state of `state` numbers for each channel; step size, b and c follow the input.
+    """A state of `state` numbers per channel; step size, b and c depend on the input.
 
-    `rank` is the bottleneck of the step sizes. `norms` are applied to step sizes before they are
-    widened, to b and to c, where a family has them.
+    `rank` is the rank of the step-size projection. `norms` are applied to its output, b and c, in
+    families that have them.
     """
 
     a_log: Tensor
@@ -156,7 +157,7 @@ def mamba_mixer(c: MambaConfig, b: Builder, norms: Sequence[Norm] = ()) -> Mamba
 
 
 class MixerLayer(Module):
-    """norm and mixer; the stream they are added to may be kept in fp32."""
+    """Norm and mixer; the residual stream may be fp32."""
 
     def __init__(self, norm: Norm, mixer: Module, *, fp32: bool) -> None:
         super().__init__()

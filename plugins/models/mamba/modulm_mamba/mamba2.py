@@ -16,7 +16,7 @@ __all__ = ["Mamba2Config", "Mamba2ForCausalLM", "Mamba2Layer"]
 
 @frozen(kw_only=True)
 class Mamba2Config(MambaConfig):
-    """config.json of Mamba 2; `n_groups` is how many heads' b and c there are."""
+    """config.json of Mamba 2; `n_groups` is the number of groups of heads that share b and c."""
 
     num_heads: int = size(128)
     head_dim: int | None = size(64)

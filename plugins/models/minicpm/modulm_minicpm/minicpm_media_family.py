@@ -1,4 +1,4 @@
-"""How prompts of MiniCPM-V take images and video: in slices, each image with a number before it."""
+"""Media family of MiniCPM-V: images and videos in slices, each image preceded by its number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MiniCPMVFamily(MediaFamily):
             return tokens
         tokenizer = self.processor.tokenizer
         opens, closes = tokenizer.image_id_start_token, tokenizer.image_id_end_token
-        # What stands for an item already begins, or goes on, with one of these.
+        # Filled placeholders begin or continue with one of these tokens.
         image_start = tokenizer.convert_tokens_to_ids(tokenizer.image_start_token)
         inside = {
             image_start,

@@ -1,5 +1,6 @@
-"""MiniCPM-V 4.6 (arXiv 2408.01800): SigLIP on slices of an image, with squares of patches merged
-in the middle of the encoder and behind it; the text model is Qwen3.5.
+"""MiniCPM-V 4.6 (arXiv 2408.01800): SigLIP on slices of an image, with Qwen3.5 as text model.
+
+Squares of patches are merged in the middle of the encoder and after it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["MiniCPMV46Config", "MiniCPMV46ForConditionalGeneration"]
 
 #: (rows, columns) of patches.
 Grid = Sequence[int]
-#: The side of squares that are merged, and their patches.
+#: The side of squares that are merged, and the number of their patches.
 _SIDE, _SQUARE = 2, 4
 
 
 @frozen(kw_only=True)
 class _SightConfig(TowerConfig):
-    """`vision_config`. insert_layer_id: the layer behind which squares are merged."""
+    """`vision_config`. insert_layer_id: the layer after which squares are merged."""
 
     insert_layer_id: int = size(6, least=0)
     window_kernel_size: tuple[int, int] = (_SIDE, _SIDE)
@@ -53,7 +54,7 @@ class _SightConfig(TowerConfig):
 
 @frozen(kw_only=True)
 class _Keys:
-    """merger_times: how often squares are merged behind the encoder."""
+    """merger_times: number of merges after the encoder."""
 
     merge_kernel_size: tuple[int, int] = (_SIDE, _SIDE)
     merger_times: int = size(1)
@@ -152,7 +153,7 @@ class MiniCPMV46ForConditionalGeneration(MultimodalModel):
     media = ("image", "video")
     names = WeightNames(
         rename=((r"^model\.merger\.", "merger."),),
-        # The text model's rules for its queries are not for the encoder's.
+        # The text model's query rewrites do not apply to the encoder.
         rewrite=(
             flat_patches(r"\.patch_embedding\.weight$"),
             Rewrite(r"^vision_tower\.", lambda name, tensor: [(name, tensor)]),

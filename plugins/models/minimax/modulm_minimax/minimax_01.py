@@ -85,7 +85,7 @@ class MiniMaxConfig(DecoderConfig):
             raise ValueError("shared_intermediate_size: shared experts are not there")
 
     def layer_type(self, index: int) -> str:
-        """Layers take turns, full attention first, where the file does not say."""
+        """The file's type of a layer; by default the types alternate, full attention first."""
         if self.attn_type_list is not None:
             return _KINDS[bool(self.attn_type_list[index])]
         if self.layer_types is not None:
@@ -101,11 +101,11 @@ class MiniMaxConfig(DecoderConfig):
 
 
 class LightningAttention(Module):
-    """Linear attention whose memory fades at a pace of each head (arXiv 2401.04658).
+    """Linear attention with a decay rate per head (arXiv 2401.04658).
 
-    A head's state is multiplied by exp(-slope), gains the outer product of key and value, and is
-    read by the query: the recurrence of a selective scan with steps of one. Slopes are ALiBi's,
-    less in later layers. The result is normed and gated by the layer's input.
+    For each token, a head's state is multiplied by exp(-slope), gains the outer product of key and
+    value, and is read by the query: a selective scan with step size one. Slopes are ALiBi's,
+    smaller in later layers. The result is normed and gated by the layer's input.
     """
 
     def __init__(self, c: MiniMaxConfig, b: Builder, index: int) -> None:
@@ -131,7 +131,7 @@ class LightningAttention(Module):
         states, plan = batch.caches[self.cache]["state"], batch.plan(self.cache)
         qkv, gate = self.act(self.qkv(x)), self.gate(x)
         q, k, v = (torch.unflatten(part, -1, (self.heads, -1)) for part in qkv.chunk(3, -1))
-        # Steps are made to be one by their bounds, whatever is given.
+        # The bounds force the step size to one.
         scan = (v, gate[:, : self.heads], self.log_slopes, k, q, self.none, states, plan)
         read = self.ops.selective_scan(*scan, limit=(1.0, 1.0))
         normed = self._normed(self.ops.cast(read.flatten(1), x.dtype))
@@ -150,7 +150,7 @@ class LightningAttention(Module):
 
 
 class MiniMaxLayer(Module):
-    """Norms before the branches, whose results are added to what the branches saw."""
+    """Norms before the branches; results are added to the normed inputs."""
 
     def __init__(self, c: MiniMaxConfig, b: Builder, index: int) -> None:
         super().__init__()

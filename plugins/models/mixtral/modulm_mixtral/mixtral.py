@@ -60,7 +60,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = MixtralConfig
     layer = MixtralLayer
-    #: Files say the one, the library's running model (and what was trained on it) the other.
+    #: Files contain the first name; the library's models, and adapters trained on them, the second.
     names = WeightNames(rename=((r"\.mlp\.", ".block_sparse_moe."),))
 
     @classmethod

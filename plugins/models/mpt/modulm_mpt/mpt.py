@@ -21,7 +21,7 @@ from modulm_layers import (
 
 __all__ = ["MptConfig", "MptForCausalLM", "MptLayer"]
 
-#: What the released models have; with other values the arithmetic would be another.
+#: Values of the released models; others are not implemented.
 _FIXED = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -33,7 +33,7 @@ _FIXED = {
 
 @frozen(kw_only=True)
 class MptConfig(DecoderConfig):
-    """config.json of MPT; `attn_config` holds what concerns attention."""
+    """config.json of MPT; `attn_config` holds the attention settings."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "d_model": "hidden_size",

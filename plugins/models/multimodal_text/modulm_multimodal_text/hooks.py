@@ -17,7 +17,7 @@ __all__ = ["modulm_choose_model", "modulm_model_built"]
 
 @hookimpl
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
-    """The text model alone, unless a plugin offers the whole."""
+    """Choose the text model, unless a plugin provides the complete model."""
     installed = {declared.name for declared in current().names("models")}
     text = text_architecture(config)
     if installed & set(architectures) or text not in installed:
@@ -28,7 +28,7 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
 
 @hookimpl
 def modulm_model_built(model: Model, config: EngineConfig) -> None:
-    """Raises ConfigError for a model that knows nothing of what was asked of its encoders."""
+    """Raise ConfigError if encoder settings were requested for a model without encoders."""
     if config.group(MediaConfig).mm_encoder_only and not isinstance(model, MultimodalModel):
         who = type(model).__name__
         raise ConfigError("mm_encoder_only", f"{who} has no encoder of media before a text model")

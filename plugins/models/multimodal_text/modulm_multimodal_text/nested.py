@@ -19,7 +19,7 @@ __all__ = ["NestedText"]
 
 log = logging.getLogger("modulm.models")
 
-#: What belongs to the models around them.
+#: Weights of the surrounding models.
 _OTHERS = (
     r"^(model\.)?(vision|visual|image|audio|embed_vision|embed_audio|multi_modal|connector|mm_)",
 )

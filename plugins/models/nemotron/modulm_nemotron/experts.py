@@ -45,9 +45,9 @@ class PlainExperts(Module):
         )
 
     def forward(self, seen: Tensor, x: Tensor) -> Tensor:
-        """seen: [tokens, hidden], what the router reads; x: [tokens, width] -> the same shape.
+        """seen: [tokens, hidden], the router's input; x: [tokens, width] -> the same shape.
 
-        A token's experts are added in the order of their index, in fp32.
+        A token's experts are summed in index order, in fp32.
         """
         r = self.routing
         weights, ids = self.ops.moe_route(

@@ -110,8 +110,7 @@ class _FeedForward(PlainMLP):
 
 
 class _Experts(Module):
-    """Experts in a space of `latent` dimensions, or in that of the stream if it is None, and
-    beside them one for every token."""
+    """Experts in `latent` dimensions, or in the stream's if it is None, plus a shared expert."""
 
     def __init__(self, c: NemotronHConfig, b: Builder) -> None:
         super().__init__()

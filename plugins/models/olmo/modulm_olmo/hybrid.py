@@ -25,7 +25,7 @@ from modulm_olmo.olmo2 import Olmo2Config, Olmo2Layer
 __all__ = ["DeltaNet", "OlmoHybridConfig", "OlmoHybridForCausalLM", "olmo_hybrid_layer"]
 
 _KINDS = {"full_attention", "linear_attention"}
-#: The norm of what a delta rule gives has an epsilon of its own.
+#: Epsilon of the norm of the delta rule's output.
 _EPS = 1e-5
 
 
@@ -161,7 +161,8 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
-        # As many keys as values: transformers stores the three convolutions as thirds of one.
+        # With equal numbers of keys and values, transformers stores the three convolutions as
+        # thirds of one.
         return tiny_config(
             "olmo_hybrid",
             "OlmoHybridForCausalLM",

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-#: What OLMo 3 turns by where its file does not say otherwise.
+#: Default rotary settings of OLMo 3.
 _THETA = 500000.0
 
 

@@ -95,7 +95,7 @@ class OPTLayer(Module):
 
 
 class OPTEmbedding(Module):
-    """Token vectors, widened to the hidden size where they are narrower, plus positions."""
+    """Token vectors, projected to the hidden size if they are narrower, plus positions."""
 
     def __init__(self, c: OPTConfig, b: Builder) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class OPTForCausalLM(DecoderForCausalLM):
     )
 
     def make_embedding(self, config: Any, b: Builder) -> OPTEmbedding:
-        # Narrower vectors than the model's would be asked for.
+        # Hidden states would be narrower than the model's width.
         self.takes_embeds = config.embedding_size == config.hidden_size
         return OPTEmbedding(config, b)
 

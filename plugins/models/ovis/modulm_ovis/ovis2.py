@@ -88,7 +88,7 @@ class _TowerConfig:
 
 @frozen(eq=False, kw_only=True)
 class Ovis2Config(MultimodalConfig):
-    """config.json of Ovis 2. indicators: the tokens that have visual words of their own."""
+    """config.json of Ovis 2. indicators: tokens with rows of their own in the visual vocabulary."""
 
     vision_type: ClassVar[type] = _TowerConfig
 

@@ -1,4 +1,4 @@
-"""How prompts of Ovis take images: tiles, between tokens that the encoder's table embeds too."""
+"""Media family of Ovis: tiles, separated by tokens that the encoder embeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OvisFamily"]
 
 
 class OvisFamily(MediaFamily):
-    """Ovis 2. The encoder is told the tokens, since it embeds all of them."""
+    """Ovis 2. The encoder gets the placeholder's tokens, because it embeds all of them."""
 
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.config["image_token_id"]), *self.config["visual_indicator_token_ids"])

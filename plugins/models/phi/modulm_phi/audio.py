@@ -1,6 +1,4 @@
-"""The audio encoder of Phi-4 multimodal (arXiv 2503.01743): a conformer whose frames know how far
-they are apart.
-"""
+"""The audio encoder of Phi-4 multimodal (arXiv 2503.01743): a conformer with relative positions."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from modulm_towers import Convolution, Pieces, Tower
 __all__ = ["PhiHearing", "PhiHearingConfig"]
 
 _EPS = 1e-5
-#: Frames that see each other; longer sounds are cut, the last piece filled up with zeros.
+#: Frames that attend to each other; longer sounds are cut, the last piece is zero-padded.
 _LONGEST = 500
-#: The two projections: of sounds alone, and of sounds in prompts with images.
+#: The two projections: for sound only, and for sound in prompts with images.
 _PROJECTIONS = ("speech", "vision_speech")
 
 
@@ -100,14 +98,14 @@ class _Stem(Module):
         x = mel[None, None]
         for i, convolution in enumerate(self.convolutions):
             x = convolution(x)
-            # The depthwise ones are followed by one of single frames first.
+            # Depthwise convolutions are followed by pointwise ones.
             x = self.act(x) if i % 2 == 0 else x
         out: Tensor = self.out(x[0].transpose(0, 1).flatten(1))
         return out
 
 
 class _Feed(Module):
-    """A gated feed-forward part behind its norm; the file has the gate last."""
+    """A pre-norm gated feed-forward block; the file stores the gate last."""
 
     def __init__(self, c: PhiHearingConfig, b: Builder) -> None:
         super().__init__()
@@ -190,7 +188,7 @@ class _Block(Module):
 
 
 class PhiHearing(Tower):
-    """One sound at a time, and what makes tokens of its frames."""
+    """Encodes one sound at a time and projects its frames to tokens."""
 
     mean: Tensor
     scale: Tensor

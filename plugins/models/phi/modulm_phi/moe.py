@@ -47,7 +47,7 @@ class PhimoeConfig(DecoderConfig):
             )
 
     def rope_for(self, length: int) -> Rope:
-        """The rotary positions where sequences are up to `length` tokens long."""
+        """Rotary positions for sequences of up to `length` tokens."""
         rope, table = self.rope(), self.rope_parameters or self.rope_scaling or {}
         key = "long_mscale" if length > rope.original else "short_mscale"
         factor = table.get(key)
@@ -106,7 +106,7 @@ class PhimoeForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = PhimoeConfig
     layer = PhimoeLayer
-    #: Files say the one, the library's running model (and what was trained on it) the other.
+    #: Files contain the first name; the library's models, and adapters trained on them, the second.
     names = WeightNames(rename=((r"\.mlp\.", ".block_sparse_moe."),))
 
     def make_norm(self, config: Any, b: Builder) -> Norm:

@@ -1,4 +1,4 @@
-"""Phi-4 multimodal (arXiv 2503.01743): Phi 3's text model, which sees and hears."""
+"""Phi-4 multimodal (arXiv 2503.01743): Phi 3's text model with images and sound."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ class Phi4MultimodalConfig(MultimodalConfig):
 
 
 class Phi4MultimodalForCausalLM(MultimodalModel):
-    """Phi-4 multimodal. Its adapters, one for prompts with images and one for those with sound
-    alone, are loaded like any others.
+    """Phi-4 multimodal.
+
+    Its adapters, one for prompts with images and one for sound only, are loaded like any LoRA
+    adapter.
     """
 
     api = 1

@@ -1,4 +1,6 @@
-"""Phi 1, 1.5 and 2 (arXiv 2309.05463): attention beside a plain feed-forward part, on one norm."""
+"""Phi 1, 1.5 and 2 (arXiv 2309.05463): attention and plain feed-forward in parallel, on one
+norm.
+"""
 
 from __future__ import annotations
 

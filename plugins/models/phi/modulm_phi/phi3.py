@@ -23,7 +23,7 @@ __all__ = ["Phi3Config", "Phi3ForCausalLM", "Phi3Layer"]
 
 @frozen(kw_only=True)
 class Phi3Config(DecoderConfig):
-    """config.json of Phi 3 and 4; the trained length is a key beside the rotary ones."""
+    """config.json of Phi 3 and 4; the trained length is a separate key next to the rotary ones."""
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = size(4096)

@@ -1,4 +1,4 @@
-"""How prompts of Phi-4 multimodal take images and sound."""
+"""Media family of Phi-4 multimodal: images and sound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PhiFamily"]
 
 
 class PhiFamily(MediaFamily):
-    """Phi-4 multimodal, which hears otherwise where it sees."""
+    """Phi-4 multimodal, whose sound projection depends on whether the prompt has images."""
 
     kinds = ("image", "audio")
     image_processors: ClassVar = {

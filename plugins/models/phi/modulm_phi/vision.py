@@ -25,7 +25,7 @@ class PhiSightConfig(TowerConfig):
 
 
 class _Tower(ClipTower):
-    """Tiles whose empty patches are seen by none, with positions that count the others' share."""
+    """Tiles with masked padding patches; positions are relative to the unpadded part."""
 
     def features(self, pixels: Tensor, filled: Tensor, depth: int) -> Pieces[Tensor]:
         """pixels: [tiles, channels, height, width]; filled: [tiles, rows, columns] bool, on the
@@ -43,8 +43,9 @@ class _Tower(ClipTower):
 
 
 def _bucket_positions(filled: Tensor, side: int) -> Tensor:
-    """[patches] int64, the learned position of each patch of [tiles, rows, columns]: where it lies
-    among the filled ones of its side, as a part of that, in steps of the learned positions.
+    """[patches] int64, index of the learned position of each patch of [tiles, rows, columns].
+
+    The relative position within the unpadded part of each side is quantized to the learned grid.
     """
     edges = torch.arange(1 / side, 1.0, 1 / side)
 
@@ -58,8 +59,9 @@ def _bucket_positions(filled: Tensor, side: int) -> Tensor:
 
 
 class PhiSight(Tower):
-    """Squares of four patches become a token; rows of tokens end with a learned one, and a learned
-    one stands between the tiles and the copy of all.
+    """Merges squares of four patches into tokens.
+
+    A learned token ends each row, and another separates the tiles from the thumbnail.
     """
 
     row_end: Tensor

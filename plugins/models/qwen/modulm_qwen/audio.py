@@ -44,7 +44,7 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
     config_type: ClassVar[type] = Qwen2AudioConfig
     media = ("audio",)
     names = WeightNames(rewrite=(zero_key_biases(),))
-    #: What says how many frames are sound.
+    #: The tensor that holds the numbers of unpadded frames.
     mask: ClassVar[str] = "feature_attention_mask"
     projector: Module
 

@@ -15,7 +15,7 @@ __all__ = ["ColQwen2Config", "ColQwen2ForRetrieval"]
 
 @frozen(eq=False, kw_only=True)
 class ColQwen2Config(QwenVLConfig):
-    """config.json of ColQwen2, in whose `vlm_config` is that of Qwen2-VL. width: of vectors."""
+    """config.json of ColQwen2; `vlm_config` is Qwen2-VL's. width: of the vectors."""
 
     width: int = 128
 

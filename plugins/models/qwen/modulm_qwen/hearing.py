@@ -116,8 +116,8 @@ class Qwen3Hearing(Module):
         return list(torch.split(tokens, [len(row) for row in rows]))
 
     def _stem(self, mel: Tensor) -> Tensor:
-        """[bins, frames] -> [tokens, width], chunks with their positions; where there are several
-        the last is filled with zeros.
+        """[bins, frames] -> [tokens, width], chunks with positions; the last chunk is zero-padded
+        if there are several.
         """
         frames = mel.shape[1]
         count = -(-frames // self.chunk)

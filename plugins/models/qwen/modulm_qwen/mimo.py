@@ -24,7 +24,7 @@ class MiMoConfig(Qwen2Config):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """MiMo 7B with a language-model head; a layer beside the others drafts tokens (`mtp`)."""
+    """MiMo 7B with a language-model head; an additional layer drafts tokens (`mtp`)."""
 
     config_type = MiMoConfig
     names = WeightNames(ignore=(r"^model\.mtp_layers\.",))

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3 with experts: many small experts, in Qwen 2 beside one that every token takes."""
+"""Qwen 2 and 3 with experts: many small experts; Qwen 2 also has a shared one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Qwen2MoeConfig(QwenMoeConfig):
 
 @frozen(kw_only=True)
 class Qwen3MoeConfig(QwenMoeConfig):
-    """config.json of Qwen3-MoE: if there is a window, all layers have it."""
+    """config.json of Qwen3-MoE; a window applies to all layers."""
 
     def window(self, index: int) -> int | None:
         return (self.sliding_window or None) if self.use_sliding_window else None
@@ -91,7 +91,7 @@ def _experts(c: QwenMoeConfig, b: Builder) -> MoE:
 
 
 class SharedExperts(Module):
-    """The routed experts and one for all tokens, which a gate of its own weighs."""
+    """The routed experts and a shared one with a learned gate."""
 
     def __init__(self, c: Qwen2MoeConfig, b: Builder) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765): the part that reads, sees, hears and
-writes, which they call the thinker. What speaks is left out.
+"""Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765): the "thinker", without speech
+output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from modulm_towers import Pieces, flat_patches, tiny_audio, tiny_text, zero_key_
 __all__ = ["OmniConfig", "Qwen3OmniConfig", "Qwen3OmniThinker", "Qwen25OmniThinker"]
 
 _SPEAKING = (r"^(talker|token2wav|code2wav)\.", r"^audio_tower\.audio_bos_eos_token\.")
-#: Qwen3-Omni's names of what Qwen3-VL has too.
+#: Qwen3-Omni's names for parts of Qwen3-VL.
 _MERGERS = (
     (r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
     (r"^(visual\.(?:merger|deepstack_merger_list\.\d+))\.ln_q\.", r"\1.norm."),
@@ -42,7 +42,7 @@ _MERGERS = (
 
 @frozen(eq=False, kw_only=True)
 class OmniConfig(QwenVLConfig):
-    """config.json of the whole model, or of the thinker alone."""
+    """config.json of the complete model, or of the thinker only."""
 
     audio_type: ClassVar[type | None] = OmniHearingConfig
     thinker: ClassVar[str] = "Qwen2_5OmniThinkerForConditionalGeneration"
@@ -63,7 +63,7 @@ class Qwen3OmniConfig(OmniConfig):
 
 
 class _Hears:
-    """What models that see have in common where they also hear."""
+    """Mixin that adds sound to a vision model."""
 
     names: ClassVar[WeightNames]
     ears: Qwen25Hearing | Qwen3Hearing
@@ -89,7 +89,7 @@ class _Hears:
         return [_woven(item, video_features.get(id(item)), spoken.get(id(item))) for item in items]
 
     def _sound(self, item: MediaItem) -> Tensor:
-        """[bins, frames] of a sound, without what fills its window."""
+        """[bins, frames] of a sound without padding."""
         frames = int(item.tensors["feature_attention_mask"].sum())
         mel: Tensor = self.tensor(item, "input_features")  # type: ignore[attr-defined]
         return mel[0, :, :frames]
@@ -177,7 +177,9 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
 
 
 def _woven(item: MediaItem, frames: Tensor | None, spoken: Tensor | None) -> Tensor:
-    """What an item shows, what it says, or both in the order of a video with sound."""
+    """Embeddings of an item's frames, of its sound, or of both in the order of a video with
+    sound.
+    """
     if frames is None or spoken is None:
         return torch.cat([part for part in (frames, spoken) if part is not None])
     heard = torch.from_numpy(np.array(item.tensors["heard"])).to(frames.device)

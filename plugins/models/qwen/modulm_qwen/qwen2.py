@@ -23,8 +23,11 @@ __all__ = ["Qwen2Config", "Qwen2ForCausalLM", "Qwen2Layer", "QwenConfig"]
 
 @frozen(kw_only=True)
 class QwenConfig(DecoderConfig):
-    """What Qwen's files have in common: the window counts only where `use_sliding_window` is set,
-    and without layer types only from layer `max_window_layers` on."""
+    """Common keys of Qwen's files.
+
+    The window applies only with `use_sliding_window`, and without layer types only from layer
+    `max_window_layers` on.
+    """
 
     use_sliding_window: bool = False
     max_window_layers: int = size(28, least=0)

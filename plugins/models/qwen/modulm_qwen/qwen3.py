@@ -24,7 +24,7 @@ __all__ = ["Qwen3Config", "Qwen3ForCausalLM", "Qwen3Layer", "qwen3_attention"]
 
 @frozen(kw_only=True)
 class Qwen3Config(QwenConfig):
-    """config.json of Qwen 3; the head size is a key of its own."""
+    """config.json of Qwen 3; the head size is a separate key."""
 
     head_dim: int | None = size(128)
 

@@ -1,6 +1,6 @@
-"""Qwen 3.5 for text (Qwen team, 2026): Qwen3-Next's mixers with projections of their own names.
+"""Qwen 3.5 for text (Qwen team, 2026): Qwen3-Next's mixers with separately named projections.
 
-There is a dense kind, and one with experts beside a shared one.
+There are dense models and models with experts plus a shared one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Qwen35Layer(_Layer):
 
 
 class Qwen35MoeLayer(_Layer):
-    """Delta rule or gated attention, then experts beside a shared one."""
+    """Delta rule or gated attention, then experts plus a shared one."""
 
     def __init__(self, c: Qwen35MoeConfig, b: Builder, index: int) -> None:
         super().__init__(c, b, index, SharedExperts(c, b))

@@ -80,8 +80,8 @@ class Qwen3NextConfig(DeltaKeys, Qwen2MoeConfig):
 class GatedDeltaNet(Module):
     """Linear attention with the gated delta rule (Yang et al., arXiv 2412.06464).
 
-    Each value head keeps a matrix from keys to values. A token lets it fade, reads what it holds
-    for the token's key, and moves that towards the token's value.
+    Each value head has a matrix from keys to values. Each token decays the matrix, reads the value
+    stored for its key and moves it towards its own value.
     """
 
     a_log: Tensor
@@ -148,7 +148,7 @@ class GatedDeltaNet(Module):
 
 
 class Qwen3NextLayer(PreNormLayer):
-    """Delta rule or gated attention, then experts beside a shared one."""
+    """Delta rule or gated attention, then experts plus a shared one."""
 
     def __init__(self, c: Qwen3NextConfig, b: Builder, index: int) -> None:
         super().__init__(
@@ -213,8 +213,8 @@ def delta_mtp(c: DeltaKeys, layer: Callable[[Any, Builder, int], Module]) -> Mtp
 
 def tiny_delta(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:
     """config.json of a tiny checkpoint with delta rules around attention."""
-    # What a random delta rule gives is small: with eps 1e-6 its norm would raise rounding so
-    # far that transformers in fp32 is 1e-4 from itself in fp64.
+    # A random delta rule has small outputs: with eps 1e-6 its norm would amplify rounding so much
+    # that transformers in fp32 differs from itself in fp64 by 1e-4.
     return tiny_config(
         model_type,
         architecture,
@@ -230,13 +230,13 @@ def tiny_delta(model_type: str, architecture: str, **changes: Any) -> Mapping[st
 
 
 def _by_outputs(name: str) -> None:
-    """Refuse what cannot be cut by outputs: tensors that a quantization packs otherwise."""
+    """Reject tensors of quantizations that cannot be split by outputs."""
     if not name.endswith((".weight", ".bias", ".weight_scale", ".weight_scale_inv")):
         raise UnsupportedError(f"{name}: not supported yet in this quantization")
 
 
 def split_gate(heads: int) -> Rewrite:
-    """Queries and the gate of what they attend to, which are stored together, head by head."""
+    """Split the projection of queries and gate, which are stored together per head."""
 
     def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         _by_outputs(name)
@@ -271,12 +271,12 @@ def _split_inputs(c: Qwen3NextConfig) -> tuple[Rewrite, ...]:
 
 
 def offset_norm(c: QwenConfig, b: Builder, name: str, width: int | None = None) -> Norm:
-    """An RMS norm whose weight is stored less one, over the hidden size or `width`."""
+    """An RMS norm whose weight is stored minus one, over the hidden size or `width`."""
     return b.rms_norm(name, width or c.hidden_size, c.rms_norm_eps, offset=1.0)
 
 
 def gated_attention(c: QwenConfig, b: Builder, index: int) -> Attention:
-    """Attention whose result a gate scales."""
+    """Attention with a sigmoid gate on its output."""
     at = b.at("self_attn")
     norms = tuple(offset_norm(c, at, name, c.head_size) for name in ("q_norm", "k_norm"))
     return standard_attention(c, b, index, qk_norm=norms, gate="q_gate")

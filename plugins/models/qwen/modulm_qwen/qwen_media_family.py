@@ -1,4 +1,6 @@
-"""How prompts of Qwen-VL take images and video: tokens count along time, height and width."""
+"""Media families of Qwen-VL, Qwen-Omni and related models: positions count time, height and
+width.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ __all__ = [
     "QwenVLFamily",
 ]
 
-#: Keywords by which the sound of videos is heard: vLLM's, and transformers' own.
+#: Keywords for using the sound of videos: vLLM's, and transformers' own.
 _WITH_SOUND = ("use_audio_in_video", "load_audio_from_video")
 
 
@@ -34,7 +36,7 @@ class QwenVLFamily(GridFamily):
 
 
 class Qwen25VLFamily(QwenVLFamily):
-    """Qwen2.5-VL: a position in time stands for a part of a second."""
+    """Qwen2.5-VL: a position on the time axis is a fraction of a second."""
 
     video_processor = "Qwen2VLVideoProcessor"
 
@@ -69,16 +71,18 @@ class _Film(Video):
 
 
 class OmniFamily(QwenVLFamily):
-    """Qwen2.5-Omni: sound counts as text does, an image takes no time, a video as many positions as
-    its seconds say. With `use_audio_in_video` the first sounds of a prompt are those of its videos,
-    and stand between their frames.
+    """Qwen2.5-Omni.
+
+    Sound advances positions like text, an image takes no time, and a video advances by its
+    duration. With `use_audio_in_video`, the first sounds of a prompt belong to its videos, and
+    their tokens are interleaved with the frames.
     """
 
     kinds = ("image", "video", "audio")
     video_processor = "Qwen2VLVideoProcessor"
-    #: Positions of a second.
+    #: Positions per second.
     rhythm: ClassVar[float] = 25
-    #: Whether the two tokens before a video with sound have one position, and the two behind it.
+    #: Whether the two tokens before a video with sound share one position, and the two after it.
     twins: ClassVar[bool] = True
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -103,7 +107,7 @@ class OmniFamily(QwenVLFamily):
         return self._without_marks(tokens, len(sounds), len(videos)), [*films, *rest]
 
     def _without_marks(self, tokens: np.ndarray, sounds: int, less: int) -> np.ndarray:
-        """The tokens without the marks of the first sounds, where all sounds have one."""
+        """Remove the placeholders of the first sounds, if all sounds have one."""
         (mark,) = self.features("audio")
         ends = [self.config.get(f"audio_{end}_token_id") for end in ("start", "end")]
         inside = np.flatnonzero(tokens == mark)
@@ -184,8 +188,10 @@ class OmniFamily(QwenVLFamily):
 
 
 class Qwen3OmniFamily(OmniFamily):
-    """Qwen3-Omni. Its positions are whole numbers here, where transformers has parts of one: with
-    `fps` that do not divide 26.
+    """Qwen3-Omni.
+
+    Positions are integers here, while transformers uses fractions for an `fps` that does not divide
+    26.
     """
 
     rhythm = 13
@@ -193,7 +199,7 @@ class Qwen3OmniFamily(OmniFamily):
 
 
 def _with_sound(video: Media, sound: Media) -> Media:
-    """One item of both; without a value where one of them has none."""
+    """One item of a video and its sound; without a value if either has none."""
     value, heard, name = video.value, sound.value, fingerprint(video.hash, sound.hash)
     if not isinstance(value, Video) or not isinstance(heard, Sound):
         return Media("video", None, video.uuid or sound.uuid, name)

@@ -116,8 +116,10 @@ class QwenTower(Tower):
         )
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
-        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of each image or video
-        -> [tokens, hidden], side by side with what deeper layers of the text model are given.
+        """pixels: [patches, values per patch] -> [tokens, hidden].
+
+        grids: (frames, rows, columns) of each image or video. Inputs of deeper text layers, if any,
+        are concatenated along the last axis.
         """
         c, merge = self.config, self.config.spatial_merge_size
         x = self.patch(pixels.to(self.dtype))

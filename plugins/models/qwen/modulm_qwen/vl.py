@@ -99,7 +99,7 @@ class Qwen25VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 
 class _Deep(Module):
-    """A layer of the text model, and what an inner layer of the encoder adds behind it."""
+    """A text layer, followed by the addition of an inner encoder layer's output."""
 
     def __init__(self, layer: Module, level: int, hidden: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
         return super().states(self._spread(batch), layers)
 
     def _spread(self, batch: Batch) -> Batch:
-        """The batch with the embeddings themselves, and what is beside them for later layers."""
+        """The batch with plain embeddings, and the inputs of deeper layers as extras."""
         hidden, embeds = self.config.hidden_size, batch.embeds
         if embeds is None or embeds.shape[1] == hidden or self.only_encodes:
             return batch
@@ -246,7 +246,7 @@ def _tiny_delta(
     vision["out_hidden_size"] = table["hidden_size"]
     table_ = dict(_tiny(architecture, model_type, table["model_type"], vision=vision))
     del table["architectures"]
-    # Of a head's numbers a half is turned.
+    # Half of a head's dimensions are rotated.
     sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
     table["rope_parameters"] = {**_ROPE, **sections, "partial_rotary_factor": 0.5}
     return {**table_, "text_config": table}

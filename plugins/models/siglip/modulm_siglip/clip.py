@@ -120,7 +120,7 @@ class TextTower(Module):
 
 
 class CLIPModel(Module, Model):
-    """CLIP: an image is one token whose embedding is the vector itself."""
+    """CLIP: an image is a single token whose embedding is the resulting vector."""
 
     api = 1
     config_type: ClassVar[type] = ClipConfig
@@ -134,7 +134,7 @@ class CLIPModel(Module, Model):
         self.make(config, build)
 
     def make(self, config: Any, b: Builder) -> None:
-        """Make what `vectors` and `pictures` run; `b` stands at the top."""
+        """Make the modules of `vectors` and `pictures`; `b` points at the root."""
         self.text = TextTower(config.text, b.at("text_model"), causal=True)
         self.tower = ClipTower(config.vision, b.at("vision_model"))
         text, vision, width = config.text, config.vision, config.hidden_size

@@ -1,4 +1,4 @@
-"""SigLIP 2 for images of any size (NaFlex, arXiv 2502.14786): their shape is kept."""
+"""SigLIP 2 with native aspect ratios (NaFlex, arXiv 2502.14786)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class NaflexTower(Tower):
 
 
 class Siglip2Model(SiglipModel):
-    """SigLIP 2 whose images keep their shape."""
+    """SigLIP 2 with images in their native aspect ratio."""
 
     config_type: ClassVar[type] = NaflexConfig
 

@@ -23,8 +23,10 @@ __all__ = ["Pool", "SiglipConfig", "SiglipModel"]
 
 
 class SiglipConfig(ClipConfig):
-    """config.json of SigLIP: vectors are as wide as the encoder of images. Texts are filled up with
-    what the tokenizer fills them up with, which the file need not say.
+    """config.json of SigLIP.
+
+    Vectors are as wide as the image encoder. The padding token comes from the tokenizer, because
+    the file may omit it.
     """
 
     @classmethod
@@ -46,7 +48,9 @@ class SiglipConfig(ClipConfig):
 
 
 class Pool(Module):
-    """A learned query sees all patches; a feed-forward part behind it."""
+    """Attention pooling: a learned query attends to all patches, followed by a feed-forward
+    block.
+    """
 
     probe: Tensor
 

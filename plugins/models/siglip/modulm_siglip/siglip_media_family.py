@@ -1,4 +1,4 @@
-"""How prompts of CLIP and SigLIP take images: one alone, without a text."""
+"""Media families of CLIP and SigLIP: one image without text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ClipFamily", "NaflexFamily"]
 
 
 class ClipFamily(MediaFamily):
-    """CLIP and SigLIP. An image stands at one token, the one that ends a text."""
+    """CLIP and SigLIP. An image is placed at a single token, the one that ends a text."""
 
     def mark(self, kind: str) -> str:
         mark: str = self.processor.tokenizer.eos_token
@@ -24,7 +24,7 @@ class ClipFamily(MediaFamily):
         return (int(self.processor.tokenizer.eos_token_id),)
 
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
-        """The image alone: what the tokenizer puts around an empty text is left out."""
+        """The image alone, without the tokens that the tokenizer adds to an empty text."""
         if not np.isin(tokens, self.processor.tokenizer.all_special_ids).all():
             raise RequestError("a prompt is a text or an image, not both", "prompt")
         return mark

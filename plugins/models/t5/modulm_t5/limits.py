@@ -4,6 +4,6 @@ from __future__ import annotations
 
 __all__ = ["LONGEST"]
 
-#: Tokens of either side where config.json has no `n_positions`: what T5 was trained with. Distances
-#: have no end, so more may be said there.
+#: Maximum tokens of either side if config.json has no `n_positions`: T5's trained length. Relative
+#: positions are unbounded, so the file may allow more.
 LONGEST = 512

@@ -123,7 +123,7 @@ def _mlp(c: T5Config, b: Builder) -> Module:
 
 
 class _EncoderAttention(Module):
-    """Tokens see all of their text; what distances add is given."""
+    """Bidirectional attention; position biases are passed in."""
 
     def __init__(self, c: T5Config, b: Builder) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _EncoderLayer(Module):
         lengths: Sequence[int],
         added: Mapping[int, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """As `_EncoderAttention`; what the last branch gave, and the stream before it."""
+        """Like `_EncoderAttention`; returns the last branch's output and the stream before it."""
         x, residual = self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, lengths, added), residual)
         return self.mlp(x), residual
@@ -200,7 +200,7 @@ class _DecoderLayer(Module):
 
 
 class T5ForConditionalGeneration(DecoderForCausalLM):
-    """T5: what distances add to scores is one table for all layers of a side."""
+    """T5: all layers of a side share one table of position biases."""
 
     api = 1
     config_type: ClassVar[type] = T5Config
@@ -214,9 +214,9 @@ class T5ForConditionalGeneration(DecoderForCausalLM):
             r"EncDecAttention\.relative_attention_bias\.",
         ),
     )
-    #: Whether each layer has a table of its own.
+    #: Whether each layer has its own bias table.
     each: ClassVar[bool] = False
-    #: Whether outputs may be scaled before the head, which is the embedding if none is stored.
+    #: Whether outputs may be scaled before the head; without a stored head the embedding is used.
     scales: ClassVar[bool] = True
     _tokens: Embedding
     _relative: dict[tuple[bool, int], RelativePositions]
@@ -226,7 +226,7 @@ class T5ForConditionalGeneration(DecoderForCausalLM):
             raise UnsupportedError(
                 "pipeline_parallel_size: not supported yet for encoder-decoder models"
             )
-        # The base class makes modules with these before they can be modules of this one.
+        # The base class uses these modules before they can be submodules.
         shared = build.embedding("shared", config.vocab_size, config.d_model)
         self.__dict__.update(_tokens=shared, _relative={})
         super().__init__(config, build)
@@ -301,7 +301,7 @@ class _GatedConfig(T5Config):
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """mT5: T5 1.1, whose outputs are never scaled."""
+    """mT5: T5 1.1 without output scaling."""
 
     config_type: ClassVar[type] = _GatedConfig
     scales = False
@@ -312,7 +312,7 @@ class MT5ForConditionalGeneration(T5ForConditionalGeneration):
 
 
 class UMT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """UMT5: mT5 with a table for each layer; outputs are scaled where config.json says so."""
+    """UMT5: mT5 with a bias table per layer; outputs are scaled if config.json says so."""
 
     config_type: ClassVar[type] = _GatedConfig
     each = True

@@ -1,4 +1,4 @@
-"""Prompts of T5: the prompt is what the encoder reads."""
+"""Prompts of T5: the prompt is the encoder's input."""
 
 from __future__ import annotations
 

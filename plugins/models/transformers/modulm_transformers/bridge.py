@@ -1,10 +1,10 @@
-"""Any decoder of the transformers library, on our paged memory, batching and sampling.
+"""Runs any decoder of the transformers library with paged memory, batching and sampling.
 
-transformers lets the attention function be replaced. Ours takes queries, keys and values of a step
-whose rows lie end to end, writes the cache and attends over each row's own blocks, so the model's
-code never knows that it computes several sequences, or the middle of one. Which layers there are
-and what they ask of attention is learnt by running a few tokens once. Linear layers are replaced
-by ours, so that they are packed or quantized as those of native models are.
+transformers allows the attention function to be replaced. Ours receives queries, keys and values of
+a step with concatenated rows, writes the cache and attends over each row's blocks, so the model's
+code does not notice that it processes several sequences, or the middle of one. The attention layers
+and their settings are discovered by running a few tokens once. Linear layers are replaced by ours,
+so that they are packed or quantized like those of native models.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from modulm_transformers.load import explained, replace_linears, whole_model
 
 __all__ = ["NAME", "RemoteForCausalLM", "TransformersForCausalLM"]
 
-#: The name under which transformers finds our attention function.
+#: The name under which our attention function is registered in transformers.
 NAME = "modulm"
 _PROBE = 3
-#: Tensors beside queries, keys and values that say what we know from the step.
+#: Tensor arguments of attention that are known from the step and can be ignored.
 _HARMLESS = frozenset({"cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "position_ids"})
 
 
@@ -43,11 +43,11 @@ class TransformersForCausalLM(Module, Model):
     api = 1
     config_type = TransformersConfig
 
-    #: How the library's own attention is done where ours does not take its place.
+    #: The attention implementation of the library where ours is not used.
     around: ClassVar[str | None] = NAME
 
     def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
-        """One name serves all kinds: what does not generate, and what sees, is another class."""
+        """One name serves all kinds: pooling models and models with images get other classes."""
         from modulm_transformers.image_model import seeing
 
         if not config.generates:
@@ -88,12 +88,12 @@ class TransformersForCausalLM(Module, Model):
         return True
 
     def _take_decoder(self, prefix: str) -> None:
-        """`base` is what each step runs: all of the model but its head."""
+        """Set `base`, which runs in each step: the model without its head."""
         self.base = getattr(self.whole, prefix)
 
     @torch.inference_mode()
     def _learn_layers(self) -> None:
-        """Run a few tokens and note what each attention layer asks for."""
+        """Run a few tokens and record the settings of each attention layer."""
         trace = _Trace(self.build)
         tokens = torch.arange(_PROBE, device=self.build.shared.device)
         name = self.config.model.__name__
@@ -136,14 +136,14 @@ class TransformersForCausalLM(Module, Model):
 
 
 class RemoteForCausalLM(TransformersForCausalLM):
-    """A causal language model whose code lies in the checkpoint, written for transformers."""
+    """A causal language model with code in the checkpoint, written for transformers."""
 
     config_type = RemoteConfig
     remote_code = True
 
 
 class _HiddenStates(Module):
-    """Stands in for the decoder when only the head is to run: gives back what it is given."""
+    """Stands in for the decoder when only the head runs: returns its input."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)
@@ -223,7 +223,7 @@ class _Step:
 
 
 class _AttentionRequest:
-    """What a model asks of attention beside queries, keys and values."""
+    """Attention settings that a model passes besides queries, keys and values."""
 
     def __init__(
         self, scale: float, window: int | None, softcap: float, sinks: Tensor | None
@@ -246,9 +246,9 @@ def _attend(
     modulm: Any = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Our attention function, with the arguments that transformers' models hand over.
+    """Our attention function, with the arguments of transformers' models.
 
-    Raises UnsupportedError for what would change its result and cannot be obeyed.
+    Raises UnsupportedError for arguments that would change the result and are not supported.
     """
     if modulm is None:
         raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")

@@ -14,20 +14,20 @@ from modulm.loading.unsupported import model_kind
 
 __all__ = ["RemoteConfig", "TransformersConfig"]
 
-#: What of `auto_map` the bridge can run.
+#: Entries of `auto_map` that the bridge supports.
 _REMOTE_MODEL = "AutoModelForCausalLM"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _FALLBACK_LENGTH = 2048
-#: Kinds of layers whose rule for what a token sees reaches attention as an argument.
+#: Layer types whose mask reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
-#: How the names of architectures end that give vectors or classes.
+#: Suffixes of architectures that return vectors or classes.
 _GENERATING = "LMHeadModel"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 @frozen(eq=False)
 class TransformersConfig:
-    """The model's class in transformers, its configuration object, and what the engine asks."""
+    """The model's class in transformers, its configuration object, and the engine's properties."""
 
     model: Any
     settings: Any
@@ -97,11 +97,13 @@ def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
 
 @frozen(eq=False)
 class RemoteConfig(TransformersConfig):
-    """The same of a model whose code lies in the checkpoint. That code is run here."""
+    """Like `TransformersConfig`, for a model with code in the checkpoint, which is executed
+    here.
+    """
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> RemoteConfig:
-        """Raises CheckpointError where the code that config.json names cannot be imported."""
+        """Raises CheckpointError if the code that config.json names cannot be imported."""
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         codes = table.get("auto_map")

@@ -25,19 +25,19 @@ from modulm_transformers.load import replace_linears, whole_model
 
 __all__ = ["TransformersForPooling"]
 
-#: What an architecture is for, by the end of its name.
+#: Task of an architecture, by the suffix of its name.
 _TASKS = {
     "ForSequenceClassification": ("classify",),
     "ForTokenClassification": ("token_classify",),
 }
 _EMBED = ("embed", "token_embed")
-#: Tokens of the text that shows what a head reads, and how far apart equal classes may be.
+#: Number of tokens in the text that detects a head's input, and tolerance for equal classes.
 _PROBE = 5
 _CLOSE = 1e-2
 
 
 class TransformersForPooling(Module, Model):
-    """A model of transformers that gives vectors or classes."""
+    """A model of transformers that returns vectors or classes."""
 
     api = 1
     config_type = TransformersConfig
@@ -95,7 +95,7 @@ class TransformersForPooling(Module, Model):
 
     @torch.inference_mode()
     def _split_head(self, prefix: str) -> None:
-        """Take the head apart from what it reads, and learn what that is from a few tokens."""
+        """Separate the head from the encoder, and detect its input by running a few tokens."""
         tokens = torch.arange(1, _PROBE + 1, device=self.build.shared.device)
         tokens = (tokens % self.config.vocab_size)[None]
         expected = self.whole(input_ids=tokens).logits
@@ -136,7 +136,7 @@ class TransformersForPooling(Module, Model):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, classes] by the model's own head; vectors where there is none."""
+        """[n, hidden] -> [n, classes] by the model's head; vectors if it has none."""
         if self.tasks == _EMBED:
             return hidden
         texts = hidden[None] if self.tasks == ("token_classify",) else hidden[:, None]
@@ -145,7 +145,7 @@ class TransformersForPooling(Module, Model):
 
 
 class _FixedEmbeddings(Module):
-    """Stands in for the encoder when only the head is to run: gives back what it is given."""
+    """Stands in for the encoder when only the head runs: returns its input."""
 
     def __init__(self, pooler: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _FixedEmbeddings(Module):
 
 
 class _States:
-    """An encoder's output: hidden states, what its pooler makes of them, and nothing else."""
+    """An encoder's output: hidden states and the pooler's result."""
 
     def __init__(self, hidden: Tensor, pooled: Tensor) -> None:
         self.last_hidden_state, self.pooler_output = hidden, pooled

@@ -12,7 +12,7 @@ __all__ = ["modulm_choose_model"]
 
 @hookimpl(trylast=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
-    """transformers' own code, if it has the architecture and nobody here does better."""
+    """Choose transformers' code if it has the architecture and no native plugin does."""
     installed = {declared.name for declared in current().names("models")}
     if installed & set(architectures):
         return None

@@ -1,8 +1,8 @@
-"""Models of transformers that see: their own code makes the embeddings that stand for images.
+"""Models of transformers with images: their own code computes the image embeddings.
 
-The library's model turns tokens and what the processor made of an image into the embeddings that
-its decoder is given. That is run for one item's tokens, and stopped where the decoder begins; the
-decoder itself runs as that of a model without images does.
+The library's model turns tokens and processor outputs into the decoder's input embeddings. That
+part runs once per item and is stopped where the decoder begins; the decoder runs like that of a
+text model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from modulm_transformers.media_family import EMBEDDED, MEDIA_FAMILY, TOKENS
 
 __all__ = ["SeesOnAxes", "TransformersWithImages", "seeing"]
 
-#: What a decoder is given beside embeddings that says nothing about an image.
+#: Decoder inputs besides embeddings that do not depend on images.
 _OF_TEXT = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"}
     | {"past_key_values", "use_cache", "kwargs"}
@@ -43,7 +43,7 @@ class TransformersWithImages(TransformersForCausalLM):
     around = None
 
     def _take_decoder(self, prefix: str) -> None:
-        """The model around the decoder makes embeddings; the decoder is what each step runs."""
+        """The surrounding model computes embeddings; the decoder runs in each step."""
         self.embedder = getattr(self.whole, prefix)
         self.base = self.embedder.get_decoder()
         name = self.config.model.__name__
@@ -59,15 +59,15 @@ class TransformersWithImages(TransformersForCausalLM):
 
     @torch.inference_mode()
     def _embedded(self, item: MediaItem) -> Tensor:
-        """[item.length, hidden]: the item's tokens as the decoder is given them.
+        """[item.length, hidden]: the decoder's input embeddings of the item's tokens.
 
-        Raises UnsupportedError where the decoder is given more than that.
+        Raises UnsupportedError if the decoder needs further inputs.
         """
         tensors = {name: self._tensor(value) for name, value in item.tensors.items()}
         tokens, inside = tensors.pop(TOKENS), tensors.pop(EMBEDDED)
         for name in ("item_tokens", "item_embedded"):
             tensors.pop(name, None)
-        # Given, so that the model makes none: what is kept does not depend on them.
+        # Passed so that the model does not compute any; the embeddings do not depend on them.
         positions = tokens.new_zeros(
             (self.axes, 1, len(tokens)) if self.axes > 1 else (1, len(tokens))
         )
@@ -109,7 +109,7 @@ class TransformersWithImages(TransformersForCausalLM):
 
 
 class SeesOnAxes(TransformersWithImages):
-    """One whose decoder counts positions in time, height and width."""
+    """A model whose decoder counts positions in time, height and width."""
 
     axes = 3
 
@@ -124,7 +124,7 @@ def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
 
 
 class _Reached(Exception):
-    """The decoder is about to run; given: what by."""
+    """Raised when the decoder is about to run; inputs: its arguments."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__("the decoder was reached")

@@ -1,4 +1,4 @@
-"""Scales of keys and values in eight-bit floats, for layers whose code is transformers'."""
+"""Scales of 8-bit float KV caches, for attention layers run by transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeptScales:
     def take(
         self, checkpoint: Path, prefix: str, layers: Mapping[str, int], device: torch.device
     ) -> None:
-        """Read what the checkpoint has. layers: path below `prefix` -> what `of` is asked with."""
+        """Read the checkpoint's scales. layers: path below `prefix` -> key for `of`."""
         if self.calculate:
             return
         stored = _stored_scales(checkpoint)

@@ -21,7 +21,7 @@ __all__ = ["explained", "replace_linears", "whole_model"]
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raises UnsupportedError that begins with `what` for any error of the library's own."""
+    """Convert errors of the library into UnsupportedError that begins with `what`."""
     try:
         yield
     except ModulmError:
@@ -38,10 +38,10 @@ def whole_model(
     headless: bool = False,
     attention: str | None = None,
 ) -> Any:
-    """The library's model, filled by the library.
+    """The library's model, loaded by the library.
 
-    headless: the file may hold a head that is not used, or lack a pooler that is not. Raises
-    CheckpointError where names or shapes do not fit.
+    headless: the file may contain an unused head, or lack an unused pooler. Raises CheckpointError
+    for names or shapes that do not fit.
     """
     with explained(f"{config.model.__name__}: transformers cannot load {checkpoint}"):
         model, report = config.model.from_pretrained(
@@ -64,7 +64,7 @@ def whole_model(
 
 
 class _Bridged(Module):
-    """One of our linear layers where transformers expects its own: any leading dimensions."""
+    """One of our linear layers in place of transformers' own; supports any leading dimensions."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()

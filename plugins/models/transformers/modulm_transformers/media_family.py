@@ -1,4 +1,4 @@
-"""How prompts of transformers' models take images: the checkpoint's processor says all of it."""
+"""Media family of models run by transformers: everything comes from the checkpoint's processor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BridgedFamily"]
 
-#: The name of this family among the media families.
+#: The name of this media family.
 MEDIA_FAMILY = "transformers"
-#: The names of an item's own tokens, and of which of them stand for it, among its tensors.
+#: Names of tensors with an item's tokens, and with which of them are placeholders.
 TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
-#: Model types whose video processor is another's.
+#: Model types that use another model's video processor.
 _VIDEO = {
     "cosmos3_omni": "Qwen3VLVideoProcessor",
     "exaone4_5": "Qwen2VLVideoProcessor",
@@ -32,13 +32,13 @@ _VIDEO = {
 
 
 class BridgedFamily(MediaFamily):
-    """Prompts of whatever model: its own code is given an item's tokens with its tensors."""
+    """Prompts of any model; its own code receives an item's tokens with its tensors."""
 
     kinds = ("image", "video")
 
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
-        """Asked where the architecture has no family of its own."""
+        """Called if the architecture has no media family of its own."""
         return files.processor(video=_VIDEO.get(str(files.table("config").get("model_type"))))
 
     def mark(self, kind: str) -> str:
@@ -59,7 +59,7 @@ class BridgedFamily(MediaFamily):
 
     @cached_property
     def _counts(self) -> Any:
-        """transformers' function for positions on several axes; None where they count on."""
+        """transformers' function for positions on several axes, None if positions are plain."""
         import torch
         from transformers import CONFIG_MAPPING, MODEL_MAPPING
 

@@ -1,4 +1,4 @@
-"""The bridge offers itself for what sees before anybody offers only the text model inside."""
+"""Offers transformers for image models before plugins offer only the text model inside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["modulm_choose_model"]
 
 @hookimpl(tryfirst=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
-    """transformers' own code, where it has encoders for images that nobody here has."""
+    """Choose transformers' code for models whose image encoders have no native plugin."""
     installed = {declared.name for declared in current().names("models")}
     if installed & set(architectures) or "vision_config" not in config:
         return None

@@ -1,12 +1,12 @@
-"""Where in a sound its tokens are said: cross attention of the heads that follow what is heard.
+"""Word alignment: when in a sound its tokens are spoken, from cross-attention of alignment heads.
 
-A request of the task `align` is a prompt with its answer; `pool_from` is the answer's first token,
-`extra_args["frames"]` how many of the encoder's outputs are of the sound and not of the silence
-behind it. The result is [tokens, frames] float32, one row for each token of the answer.
+A request of the task `align` is a prompt with its answer. `pool_from` is the answer's first token;
+`extra_args["frames"]` is the number of encoder outputs without padding. The result is [tokens,
+frames] float32, one row per token of the answer.
 
 Source: Radford et al., arXiv 2212.04356, and the program published with it: weights of the heads
-that generation_config.json names, normalised over the tokens, smoothed by a median over frames,
-and their mean. Front ends import this file, too: torch is imported by what a worker calls.
+that generation_config.json names, normalized over the tokens, smoothed by a median over frames, and
+averaged. Front ends import this file, too, so torch is imported only by what workers call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AlignmentPooler"]
 
 _TASK = "align"
-#: Frames of the median where config.json does not say it.
+#: Default width of the median filter in frames.
 _FILTER = 7
 
 
@@ -80,8 +80,9 @@ class AlignmentPooler(Pooler):
         raise RequestError("the model pools no texts", "task")
 
     def _heads(self, checkpoint: Checkpoint, model: Any) -> list[list[int]]:
-        """(layer, head) of those that are named; none where they are of another model, as students
-        of larger ones have them, or where ranks share the heads.
+        """(layer, head) of the alignment heads.
+
+        Empty if they belong to another model, as in distilled ones, or if ranks share the heads.
         """
         layers, heads = len(model.layers), model.config.decoder_attention_heads
         configured = checkpoint.generation_config.get("alignment_heads")

@@ -1,4 +1,4 @@
-"""What a worker keeps of rows whose tokens are to be found in a sound, and what it makes of it."""
+"""Worker state of rows that are aligned with a sound, and the alignment matrix."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class AlignmentRows(RowPooler):
                     mine.keys = self._keys(caught, model, number - 1, started)
             if mine is None:
                 continue
-            # What is known when a token of the answer was read, not when it was chosen.
+            # Uses the step in which a token of the answer was read, not the one in which it was
+            # sampled.
             skipped = min(max(mine.first - start, 0), count)
             tokens = slice(int(ends[index]) - count + skipped, int(ends[index]))
             mine.queries.append(
@@ -110,9 +111,9 @@ class AlignmentRows(RowPooler):
         return {row: self._matrix(self._rows[row]) for row in rows}
 
     def _matrix(self, row: _Row) -> np.ndarray:
-        """[tokens, frames], large where a token is likely to be said."""
+        """[tokens, frames], large where a token is likely to be spoken."""
         queries = torch.cat(row.queries, dim=1)
-        # One head at a time, which a processor's caches hold.
+        # One head at a time fits into the CPU cache.
         heads = [self._head(q, k, row.frames) for q, k in zip(queries, row.keys, strict=True)]
         matrix: np.ndarray = torch.stack(heads).mean(0).cpu().numpy()
         return matrix
@@ -123,7 +124,7 @@ class AlignmentRows(RowPooler):
         weights = scores.softmax(-1)[:, :frames]
         mean = weights.mean(0)
         spread = weights.std(0, unbiased=False)
-        # Of one token nothing is larger than its mean.
+        # With a single token, every value equals the mean.
         return median(((weights - mean) / spread).nan_to_num(0.0, 0.0, 0.0), self._filter)
 
 
@@ -134,7 +135,7 @@ def median(x: Tensor, width: int) -> Tensor:
         return x
     mirrored = pad(x, (beside, beside), mode="reflect")
     near = list(mirrored.unfold(-1, width, 1).unbind(-1))
-    # The larger half goes to the end, one after the other: faster than to sort all.
+    # Partition the larger half to the end, element by element: faster than a full sort.
     for last in range(width - 1, beside - 1, -1):
         for i in range(last):
             near[i], near[i + 1] = near[i].minimum(near[i + 1]), near[i].maximum(near[i + 1])
@@ -142,7 +143,7 @@ def median(x: Tensor, width: int) -> Tensor:
 
 
 def _part(x: Tensor, cross: Any, head: int) -> Tensor:
-    """[n, heads * head_dim] -> [n, head_dim] of one head, in fp32 and in memory of its own."""
+    """[n, heads * head_dim] -> [n, head_dim] of one head, as an fp32 copy."""
     return x[:, head * cross.head_dim : (head + 1) * cross.head_dim].to(torch.float32, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""How prompts of Whisper take sound."""
+"""Media family of Whisper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["WhisperFamily"]
 
 
 class WhisperFamily(MediaFamily):
-    """Prompts are what the decoder begins with; the sound goes to the encoder, 30 seconds of it."""
+    """The prompt is the beginning of the decoder's text; the sound, 30 seconds of it, goes to the
+    encoder.
+    """
 
     kinds: ClassVar[tuple[str, ...]] = ("audio",)
     crosses: ClassVar[bool] = True

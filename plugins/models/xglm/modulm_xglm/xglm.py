@@ -83,7 +83,7 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 class XGLMEmbedding(Module):
-    """Token vectors and where they stand; the first token stands at 2."""
+    """Token vectors plus positions; the first token is at position 2."""
 
     position_table: Tensor
 
