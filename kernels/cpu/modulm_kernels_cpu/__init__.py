@@ -1,7 +1,7 @@
 """CPU kernels of modulm: C++ behind a plain C ABI, one library per instruction set.
 
-`ops()` gives the op table of the best level this processor runs, `ops(level)` that of another.
-Importing this package raises LibraryMissing (an ImportError) when nothing was compiled.
+`ops()` returns the op table of the best level that this CPU supports, `ops(level)` that of another.
+Importing this package raises LibraryMissing (an ImportError) if nothing was compiled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ __all__ = [
 
 
 def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
-    """Op name -> callable on tensors, for `level` or the default; names as in the core's twins."""
+    """Return op name -> callable on tensors, for `level` or the default; names as in the core's
+    twins.
+    """
     return _ops(load(level))
 
 

@@ -1,10 +1,10 @@
-"""The paged cache and attention over it.
+"""The paged KV cache and attention over it.
 
-A layer's cache is one tensor [blocks, kv heads, block size, width], whose last dimension counts
-what a token and head takes: a key, a value, and for int8 the 8 bytes of two scales. A latent cache
-holds one key, and its value is the beginning of it. What lies inside the last two dimensions is
-the kernels' own layout (src/attention/cache.h). Only `write_kv`, `qkv_prepare` and
-`paged_attention` read or write it; whole blocks may be copied.
+A layer's cache is a tensor [blocks, kv heads, block size, width], whose last dimension is the size
+of a token's key and value, and for int8 the 8 bytes of two scales. A latent cache holds only keys;
+their first entries are the values. The layout of the last two dimensions is internal to the kernels
+(src/attention/cache.h). Only `write_kv`, `qkv_prepare` and `paged_attention` read or write it;
+whole blocks may be copied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from modulm_kernels_cpu.library import Library
 
 __all__ = ["CACHE_DTYPES", "MAX_HEAD_SIZE", "attention_ops", "cache_shape"]
 
-#: Element types that a cache may have, and their codes in the C ABI.
+#: Cache dtypes and their codes in the C ABI.
 CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 MAX_HEAD_SIZE = 1024
 
-_UNIT = 32  # tokens of a block and dimensions of a head come in multiples of this
+_UNIT = 32  # block sizes and head sizes are padded to multiples of this
 _SCALES = 8  # bytes for the scales of a key and a value in int8
 _RECORD = 6  # int32 values in a record of a plan
 
@@ -38,7 +38,7 @@ def cache_shape(
     value_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[int, int, int, int]:
-    """The shape of a layer's cache; `value_size` None: as the keys, 0: a latent cache.
+    """Return the shape of a layer's cache. value_size: None for the key size, 0 for a latent cache.
 
     `block_size` must be a multiple of 32.
     """
@@ -56,7 +56,7 @@ def _padded(size: int) -> int:
 
 
 def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level."""
+    """Return the ops of this module for one level."""
     return {
         "write_kv": _write_kv(library),
         "qkv_prepare": _qkv_prepare(library),
@@ -69,7 +69,9 @@ def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
 def _cache_arguments(
     cache: Tensor, kv_heads: int, size: int, value_size: int
 ) -> tuple[int, int, int, int, int, int, int]:
-    """Address, kv heads, block size, padded sizes, whether latent, and dtype code of a cache."""
+    """Return address, kv heads, block size, padded sizes, whether latent, and dtype code of a
+    cache.
+    """
     need(
         cache.dim() == 4 and cache.is_contiguous(),
         f"cache must be [blocks, kv_heads, block, width], contiguous, not {list(cache.shape)}",
@@ -193,7 +195,7 @@ def _plan_attention(library: Library) -> Callable[..., Tensor]:
         window: int = 0,
         causal: bool = True,
     ) -> Tensor:
-        """How the work of a step is cut up, for `paged_attention` in all layers of one kind."""
+        """Divide the work of a step, for `paged_attention` in all layers of one kind."""
         contiguous("query_starts", query_starts, torch.int32)
         contiguous("context_lens", context_lens, torch.int32)
         sequences, group = context_lens.shape[0], heads // kv_heads
@@ -273,7 +275,7 @@ def _varlen_attention(library: Library) -> Callable[..., Tensor]:
     def varlen_attention(
         q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None
     ) -> Tensor:
-        """Through a cache of its own, that each row begins a block of."""
+        """Attend through a temporary cache in which each row begins a new block."""
         _heads("q", q)
         _heads("k", k)
         counts = torch.tensor(lengths)
@@ -287,10 +289,10 @@ def _varlen_attention(library: Library) -> Callable[..., Tensor]:
         tables = firsts[:, None] + torch.arange(int(blocks.max()))
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        own = counts.int()
-        plan = plan_attention(starts, own, q.shape[1], kv_heads, causal=False)
+        lens = counts.int()
+        plan = plan_attention(starts, lens, q.shape[1], kv_heads, causal=False)
         return paged_attention(
-            q, cache, tables.int(), starts, own, size**-0.5 if scale is None else scale, out,
+            q, cache, tables.int(), starts, lens, size**-0.5 if scale is None else scale, out,
             causal=False, plan=plan,
         )  # fmt: skip
 

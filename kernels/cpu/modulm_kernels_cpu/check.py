@@ -1,4 +1,4 @@
-"""Checks of tensors before their addresses are handed to C; each failure names the argument."""
+"""Checks of tensors before their addresses are passed to C; each error names the argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["CODES", "contiguous", "dense_rows", "dtype_code", "need", "shape"]
 
-#: Codes of the element types in the C ABI (src/base/types.h).
+#: Codes of element types in the C ABI (src/base/types.h).
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -18,7 +18,7 @@ def need(condition: bool, message: str) -> None:
 
 
 def dtype_code(name: str, x: Tensor) -> int:
-    """The code of x's dtype."""
+    """Return the code of x's dtype."""
     try:
         return CODES[x.dtype]
     except KeyError:
@@ -28,14 +28,14 @@ def dtype_code(name: str, x: Tensor) -> int:
 
 
 def dense_rows(name: str, x: Tensor) -> int:
-    """The row stride of x: [rows, size], whose rows must be dense."""
+    """Return the row stride of x [rows, size], whose rows must be dense."""
     if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
         raise ValueError(f"{name} must be [rows, size] with dense rows, not {_describe(x)}")
     return x.stride(0)
 
 
 def contiguous(name: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
-    """x must be contiguous, on the CPU, and of `dtype`."""
+    """Raise ValueError unless x is contiguous, on the CPU, and of `dtype`."""
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, not {_describe(x)}")
     if dtype is not None and x.dtype != dtype:
@@ -43,7 +43,7 @@ def contiguous(name: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
 
 
 def shape(name: str, x: Tensor, *sizes: int) -> None:
-    """x must have exactly these sizes."""
+    """Raise ValueError unless x has exactly these sizes."""
     if x.shape != sizes:
         raise ValueError(f"{name} must be {list(sizes)}, not {_describe(x)}")
 

@@ -1,4 +1,4 @@
-"""Norms, activations, arithmetic, rotation, lookup. Shapes and meaning are those of the twins."""
+"""Norms, activations, arithmetic, rotary embeddings, lookup. Semantics are those of the twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from modulm_kernels_cpu.linear import INTEGERS, PackedLinear
 
 __all__ = ["elementwise_ops"]
 
-#: Packed formats of floats: their dtype and the bytes of a lane (src/linear/weight.h).
+#: Packed float formats: their dtype and the bytes of a lane (src/linear/weight.h).
 _PACKED = {
     "bf16": (torch.bfloat16, 4),
     "fp32": (torch.float32, 4),
@@ -37,7 +37,7 @@ _IDENTITY = 9
 
 
 def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level."""
+    """Return the ops of this module for one level."""
     return {
         "rms_norm": _rms_norm(library),
         "add_rms_norm": _add_rms_norm(library),
@@ -65,7 +65,9 @@ def _output(x: Tensor, out: Tensor | None, *sizes: int) -> Tensor:
 
 
 def _grouped(name: str, x: Tensor) -> tuple[int, int, int]:
-    """Rows in a group of x, [rows, size] or [groups, rows, size], the groups' stride, the rows'."""
+    """Return the rows per group of x, [rows, size] or [groups, rows, size], and the strides of
+    groups and rows.
+    """
     need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} must be [rows, size] with dense rows")
     if x.dim() == 2:
         return 1, x.stride(0), 0
@@ -74,7 +76,7 @@ def _grouped(name: str, x: Tensor) -> tuple[int, int, int]:
 
 
 def _weight_code(name: str, weight: Tensor, x: Tensor, size: int) -> int:
-    """Code of a per-channel weight: [size], of x's dtype or fp32."""
+    """Return the code of a per-channel weight: [size], of x's dtype or fp32."""
     shape(name, weight, size)
     contiguous(name, weight)
     need(
@@ -187,14 +189,14 @@ def _act_and_mul(library: Library) -> Callable[..., Tensor]:
 
 
 def _kind(act: str) -> int:
-    """The code of an activation without constants."""
+    """Return the code of an activation without constants."""
     known = [name for name in _ACTIVATIONS if name != "xielu"]
     need(act in known, f"act must be one of {', '.join(known)}, not {act!r}")
     return _ACTIVATIONS[act]
 
 
 def _rows(name: str, x: Tensor) -> tuple[Tensor, int]:
-    """x as rows of its last dimension, and how far they are apart."""
+    """Return x as rows of its last dimension, and their stride."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows, dense_rows(name, rows)
 
@@ -362,10 +364,10 @@ def _embedding_packed(library: Library) -> Callable[..., Tensor]:
     def embedding_packed(
         ids: Tensor, packed: PackedLinear, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
-        """Rows of a matrix [V, H] that `pack_linear` packed; ids: [T] int64 -> [T, H].
+        """Look up rows of a packed matrix [V, H]; ids: [T] int64 -> [T, H].
 
-        A table that is also the head's weight is kept once, in the head's form. Floats come as
-        they are stored, int8 and int4 codes as the `dtype` they stand for.
+        A table that is tied to the head is stored once, in the head's format. Floats are returned
+        as stored, int8 and int4 codes are dequantized to `dtype`.
         """
         codes = packed.format in INTEGERS
         need(codes or packed.format in _PACKED, f"packed must hold floats, not {packed.format}")
@@ -377,11 +379,11 @@ def _embedding_packed(library: Library) -> Callable[..., Tensor]:
                 ids.data_ptr(), *packed.arguments, CODES[dtype], out.data_ptr(), ids.numel()
             )
         else:
-            kept, lane = _PACKED[packed.format]
-            out = torch.empty(*ids.shape, packed.inputs, dtype=kept)
+            stored_dtype, lane = _PACKED[packed.format]
+            out = torch.empty(*ids.shape, packed.inputs, dtype=stored_dtype)
             outside = call(
                 ids.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs,
-                kept.itemsize, lane, out.data_ptr(), ids.numel(),
+                stored_dtype.itemsize, lane, out.data_ptr(), ids.numel(),
             )  # fmt: skip
         need(outside == 0, f"ids must lie in [0, {packed.outputs}); {outside} do not")
         return out

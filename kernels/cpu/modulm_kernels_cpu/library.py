@@ -1,4 +1,6 @@
-"""Finding and loading the compiled library: one per instruction set, the best one this CPU runs."""
+"""Find and load the compiled library: one per instruction set, by default the best that runs
+here.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,28 @@ __all__ = [
 #: Instruction sets, weakest first; the position is the number that the library reports.
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
-#: How to build the levels that an editable install leaves out.
+#: How to build the levels that an editable install omits.
 BUILD_ALL = "SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all make setup"
 
 _PREFIX = "libmodulm_cpu_"
 
-#: What `load` takes where no level is named; None: the best one.
+#: Default level of `load`; None for the best one.
 _default: str | None = None
 
 
 class LibraryMissing(ImportError):
-    """The compiled library is not there: the package was installed without a C++ compiler."""
+    """The compiled library is missing: the package was installed without a C++ compiler."""
 
 
 class Calls(Protocol):
-    """Who is told what C functions a thread calls (see `modulm_kernels_cpu.replay`)."""
+    """Observer of the C functions that a thread calls (see `modulm_kernels_cpu.replay`)."""
 
     def add(self, thunk: int | None, name: str, signature: str, arguments: tuple[Any, ...]) -> None:
-        """`name` is called; `thunk` repeats the call from slots, None where nothing can."""
+        """Record a call of `name`; `thunk` repeats the call from slots, None if nothing can."""
 
 
 class Library:
-    """One loaded level. `call(name)` gives a C function that takes ints, floats and pointers."""
+    """One loaded level. `call(name)` returns a C function that takes ints, floats and pointers."""
 
     def __init__(self, level: str, path: Path) -> None:
         self.level = level
@@ -49,14 +51,14 @@ class Library:
         except OSError as error:
             raise LibraryMissing(
                 f"cannot load {path.name}: {error}; reinstall modulm-kernels-cpu with a C++ "
-                "compiler, or go without it: plain torch is used then"
+                "compiler, or remove it to use plain torch"
             ) from error
 
     def call(self, name: str, signature: str, result: type | None = None) -> Callable[..., Any]:
-        """The function `modulm_<name>`.
+        """Return the function `modulm_<name>`.
 
-        `signature` has a letter per argument: p pointer (an address or None), n int64, i int,
-        f float.
+        `signature` has a letter per argument: p pointer (an address or None), n int64, i int, f
+        float.
         """
         try:
             function = self._handle[f"modulm_{name}"]
@@ -79,7 +81,7 @@ class Library:
         return call
 
     def _thunk(self, name: str) -> int | None:
-        """The address of the function that repeats `name` from slots (src/base/replay.h)."""
+        """Return the address of the function that repeats `name` from slots (src/base/replay.h)."""
         try:
             return ctypes.cast(self._handle[f"modulm_replay_{name}"], ctypes.c_void_p).value
         except AttributeError:
@@ -87,7 +89,7 @@ class Library:
 
     @contextmanager
     def listen(self, calls: Calls) -> Iterator[None]:
-        """Tell `calls` of every C function that this thread calls meanwhile."""
+        """Report to `calls` every C function that this thread calls inside the context."""
         self._listening.calls = calls
         try:
             yield
@@ -95,12 +97,12 @@ class Library:
             self._listening.calls = None
 
     def set_threads(self, count: int) -> None:
-        """Use `count` threads, the caller included; 0 for one per core of the affinity mask."""
+        """Use `count` threads, including the caller; 0 for one per core of the affinity mask."""
         self.call("set_threads", "i")(count)
 
     @property
     def threads(self) -> int:
-        """Threads that work on one op, the caller included."""
+        """The number of threads that work on one op, including the caller."""
         return int(self.call("threads", "", ctypes.c_int)())
 
 
@@ -108,7 +110,9 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 
 
 def _path(level: str) -> Path:
-    """Where the level's library lies: beside this file, or where an editable build left it."""
+    """Return the path of the level's library: beside this file, or in the folder of an editable
+    build.
+    """
     import modulm_kernels_cpu
 
     name = f"{_PREFIX}{level}.so"
@@ -117,34 +121,35 @@ def _path(level: str) -> Path:
             return path
     raise LibraryMissing(
         f"modulm_kernels_cpu has no {name}: it was installed without a C++ compiler; reinstall "
-        "modulm-kernels-cpu with g++ or clang present, or go without it: plain torch is used then"
+        "modulm-kernels-cpu with g++ or clang installed, or remove it to use plain torch"
     )
 
 
 @cache
 def runnable() -> tuple[str, ...]:
-    """The levels that this processor runs, built or not, weakest first."""
+    """Return the levels that this CPU supports, built or not, weakest first."""
     highest = _load("scalar").call("highest_level", "", ctypes.c_int)()
     return LEVELS[: highest + 1]
 
 
 @cache
 def levels() -> tuple[str, ...]:
-    """The levels that this processor runs and that were built, weakest first."""
-    found = []
+    """Return the levels that this CPU supports and that were built, weakest first."""
+    built = []
     for level in runnable():
         try:
             _path(level)
         except LibraryMissing:
             continue
-        found.append(level)
-    return tuple(found)
+        built.append(level)
+    return tuple(built)
 
 
 def load(level: str | None = None) -> Library:
-    """The library of `level`, by default the best one that runs here or what `use` said.
+    """Return the library of `level`, by default the best one that runs here or the one set by
+    `use`.
 
-    Raises ValueError if it was not built or the processor cannot run it.
+    Raises ValueError if it was not built or the CPU does not support it.
     """
     if level is None:
         return _load(_default or levels()[-1])
@@ -157,13 +162,15 @@ def check(level: str) -> None:
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
     if level not in runnable():
-        raise ValueError(f"this processor runs {', '.join(runnable())}, not {level}")
+        raise ValueError(f"this CPU supports {', '.join(runnable())}, not {level}")
     if level not in levels():
-        raise ValueError(f"{level} was not built, {', '.join(levels())} were; all: {BUILD_ALL}")
+        raise ValueError(
+            f"{level} was not built; built: {', '.join(levels())}; to build all: {BUILD_ALL}"
+        )
 
 
 def use(level: str | None) -> None:
-    """Make `level` the default of this process; None: the best one again.
+    """Make `level` the default of this process; None restores the best one.
 
     Raises as `load` does.
     """

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: floats, fp8, int8, codes of four bits, ggml's blocks."""
+"""Linear layers on packed weights: floats, fp8, int8, 4-bit codes, ggml's blocks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ __all__ = [
     "check_blocks", "check_codes", "lay", "linear_ops",
 ]  # fmt: skip
 
-#: Formats of packed weights and their codes in the C ABI (src/linear/weight.h). Those of TABLES are
-#: int4 whose nibbles stand for other numbers.
+#: Formats of packed weights and their codes in the C ABI (src/linear/weight.h). Those in TABLES are
+#: int4 codes that index a table.
 FORMATS = {
     "bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5,
     "e2m1": 3 | 1 << 25, "iq4": 3 | 2 << 25, "q4_k": 6, "q5_k": 7, "q6_k": 8,
 }  # fmt: skip
-#: Columns and bytes of ggml's blocks that are kept in as many bits, and columns that share a scale.
+#: Formats that are multiplied in their stored form: columns and bytes of a block, and columns per
+#: scale.
 BLOCKS = {"q4_k": (256, 144, 32), "q5_k": (256, 176, 32), "q6_k": (256, 210, 16)}
-#: What sixteen codes stand for: twice the floats of four bits (OCP Microscaling Formats, version
-#: 1.0), and the numbers of ggml's IQ4 types.
+#: Values of 4-bit codes: doubled e2m1 floats (OCP Microscaling Formats, version 1.0), and ggml's
+#: IQ4 values.
 TABLES = {
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-#: What a product with int8 or int4 weights makes of activations, and its digits of int8. "bf16"
-#: stands for 16-bit numbers with a scale per row and group: as exact as bf16, see ADR 0022.
+#: Formats of activations in products with integer weights, and their number of int8 digits. "bf16"
+#: means 16-bit integers with a scale per row and group, as exact as bf16, see ADR 0022.
 ACTIVATIONS = {"int8": 1, "bf16": 2}
-#: Sizes along K that may share a scale; 0 stands for all of K.
+#: Group sizes along K; 0 stands for all of K.
 GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL, _PAD_K, _PAD_N = 64, 64, 16
@@ -49,13 +50,15 @@ _CODE_DTYPES = {
 }
 #: Formats that are multiplied as integers.
 INTEGERS = ("int8", "int4", *TABLES, *BLOCKS)
-#: Codes of the dtypes of scales; uint8 are exponents of two plus 127.
+#: Codes of scale dtypes; uint8 scales are exponents of two plus 127.
 _SCALES = {**CODES, torch.uint8: 4}
 _LARGEST_EXPONENT = 251
 
 
 class PackedLinear:
-    """A weight [N, K] in the kernels' own layout. Owns its memory; the original can be dropped."""
+    """A weight [N, K] in the kernels' internal layout. Owns its memory; the original can be
+    freed.
+    """
 
     __slots__ = (
         "activations", "arguments", "bias", "data", "format", "group", "inputs", "outputs",
@@ -78,7 +81,7 @@ class PackedLinear:
         self.activations = activations
         self.bias: tuple[Tensor, Tensor] | None = None
         digits = ACTIVATIONS[activations] if format in INTEGERS else 0
-        kept = 0 if scales is None else _SCALES[scales.dtype]
+        scale_code = 0 if scales is None else _SCALES[scales.dtype]
         odd_zeros = zeros is not None and not _whole(zeros)
         self.arguments = (
             data.data_ptr(),
@@ -87,11 +90,11 @@ class PackedLinear:
             outputs,
             inputs,
             group,
-            FORMATS[format] | digits << 8 | kept << 16 | odd_zeros << 24,
+            FORMATS[format] | digits << 8 | scale_code << 16 | odd_zeros << 24,
         )
 
     def wide(self, bias: Tensor) -> Tensor:
-        """The layer's bias in fp32, converted once."""
+        """Return the layer's bias in fp32, converted once."""
         if self.bias is None or self.bias[0] is not bias:
             self.bias = (bias, bias.float().contiguous())
         return self.bias[1]
@@ -107,10 +110,10 @@ class PackedLinear:
 
 
 def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """`pack_linear`, `unpack_linear` and `linear`, bound to one level.
+    """Return `pack_linear`, `unpack_linear` and `linear` for one level.
 
-    `pack_quantized` is `pack_linear` under a name that has no twin: a table that has it can keep
-    quantized weights, one with `pack_blocks` those of BLOCKS as they are stored.
+    `pack_quantized` is `pack_linear` under a name without a twin: an op table that has it can store
+    quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
@@ -168,10 +171,10 @@ def _pack_blocks(library: Library) -> Callable[..., PackedLinear]:
     pack = library.call("pack", "pnpnni")
 
     def pack_blocks(stored: Tensor, format: str, activations: str = "bf16") -> PackedLinear:  # noqa: A002
-        """Pack rows of ggml's blocks for `linear`, each weight in as many bits as it has there.
+        """Pack rows of ggml's blocks for `linear` without requantizing.
 
-        stored: [N, bytes of a row] uint8, blocks of `format`, one of BLOCKS. activations: what
-        they are multiplied with, one of ACTIVATIONS.
+        stored: [N, bytes of a row] uint8, blocks of `format`, one of BLOCKS. activations: their
+        format, one of ACTIVATIONS.
         """
         inputs, group = check_blocks(stored, format, activations)
         outputs = len(stored)
@@ -184,9 +187,9 @@ def _pack_blocks(library: Library) -> Callable[..., PackedLinear]:
 
 
 def check_blocks(stored: Tensor, format: str, activations: str) -> tuple[int, int]:  # noqa: A002
-    """The columns of rows of blocks, and those that share a scale.
+    """Return the columns of rows of blocks, and the columns per scale.
 
-    Raises ValueError unless kernels know such blocks.
+    Raises ValueError for unsupported blocks.
     """
     need(format in BLOCKS, f"format must be one of {', '.join(BLOCKS)}, not {format!r}")
     need(
@@ -202,7 +205,7 @@ def check_blocks(stored: Tensor, format: str, activations: str) -> tuple[int, in
 
 
 def check_codes(weight: Tensor, format: str, group: int, activations: str) -> None:  # noqa: A002
-    """Raise ValueError unless kernels know such codes [N, K]."""
+    """Raise ValueError for unsupported codes [N, K]."""
     known = ", ".join(_CODE_DTYPES)
     need(format in _CODE_DTYPES, f"format must be one of {known}, not {format!r}")
     need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
@@ -221,39 +224,41 @@ def check_codes(weight: Tensor, format: str, group: int, activations: str) -> No
 
 
 def lay(
-    given: Sequence[tuple[Tensor, Tensor | None]],
+    matrices: Sequence[tuple[Tensor, Tensor | None]],
     outputs: int,
     groups: int,
     format: str,  # noqa: A002
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points [N, groups] of matrices as kernels read them, one after the other."""
-    points = [zeros for _, zeros in given if zeros is not None]
+    """Return scales and zero points [N, groups] of consecutive matrices in the kernels' layout."""
+    points = [zeros for _, zeros in matrices if zeros is not None]
     if format == "int4":
         points = [zeros.float() - 8 for zeros in points]
     if not any(bool(zeros.any()) for zeros in points):
         points = []
-    kept = given[0][0].dtype
-    need(kept in _SCALES, f"scales must be float32, bfloat16, float16 or uint8, not {kept}")
-    if kept == torch.uint8:
-        most = max(int(scales.max()) for scales, _ in given)
+    dtype = matrices[0][0].dtype
+    need(dtype in _SCALES, f"scales must be float32, bfloat16, float16 or uint8, not {dtype}")
+    if dtype == torch.uint8:
+        most = max(int(scales.max()) for scales, _ in matrices)
         need(most <= _LARGEST_EXPONENT, f"scales must lie below 2^125, not at 2^{most - 127}")
     if groups == 1 and not points:
-        wide = [s if s.dtype != torch.uint8 else torch.exp2(s.float() - 127) for s, _ in given]
+        wide = [s if s.dtype != torch.uint8 else torch.exp2(s.float() - 127) for s, _ in matrices]
         return torch.cat([_panels("scales", s, outputs, 1) for s in wide]), None
-    need(kept != torch.uint8 or not points, "zeros must be None where scales are exponents")
-    laid = torch.cat([_panels("scales", scales, outputs, groups).to(kept) for scales, _ in given])
+    need(dtype != torch.uint8 or not points, "zeros must be None if scales are exponents")
+    laid = torch.cat(
+        [_panels("scales", scales, outputs, groups).to(dtype) for scales, _ in matrices]
+    )
     if not points:
         return laid, None
-    return laid, torch.cat([_panels("zeros", zeros, outputs, groups).to(kept) for zeros in points])
+    return laid, torch.cat([_panels("zeros", zeros, outputs, groups).to(dtype) for zeros in points])
 
 
 def _round_groups(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     call = library.call("round_groups", "pninnnppp")
 
     def round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, K] of floats -> codes 0..15 [N, K] uint8, scales and zeros [N, K / group] fp32.
+        """Quantize floats [N, K]: codes 0..15 [N, K] uint8, scales and zeros [N, K / group] fp32.
 
-        Bit for bit what `modulm_quantized.round_weight` makes of it.
+        Bit-identical to `modulm_quantized.round_weight`.
         """
         code, stride = dtype_code("weight", weight), dense_rows("weight", weight)
         outputs, inputs = weight.shape
@@ -271,13 +276,13 @@ def _round_groups(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tenso
 
 
 def _whole(zeros: Tensor) -> bool:
-    """Whether zeros of int4, less 8, are all codes themselves."""
+    """Whether the zeros of int4, minus 8, are all valid codes."""
     wide = zeros.float()
     return bool(((wide == wide.round()) & (wide >= -8) & (wide <= 7)).all())
 
 
 def _panels(name: str, values: Tensor, outputs: int, groups: int) -> Tensor:
-    """[N, groups] -> flat fp32 [panel][group][width], N padded to 16."""
+    """Convert [N, groups] to flat fp32 [panel][group][width], with N padded to 16."""
     if values.dim() == 1:
         values = values[:, None]
     shape(name, values, outputs, groups)
@@ -293,11 +298,11 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
     unpack = library.call("unpack", "ppnni")
 
     def unpack_linear(packed: PackedLinear | Tensor) -> Tensor:
-        """The weight as [N, K], in its own float dtype, or bf16 with scales applied."""
+        """Return the weight [N, K] in its float dtype, or dequantized to bf16."""
         if not isinstance(packed, PackedLinear):
             return packed
-        held = torch.float32 if packed.format in BLOCKS else _CODE_DTYPES[packed.format]
-        codes = torch.empty(packed.outputs, packed.inputs, dtype=held)
+        code_dtype = torch.float32 if packed.format in BLOCKS else _CODE_DTYPES[packed.format]
+        codes = torch.empty(packed.outputs, packed.inputs, dtype=code_dtype)
         unpack(
             packed.data.data_ptr(), codes.data_ptr(), packed.outputs, packed.inputs,
             FORMATS[packed.format],
@@ -322,7 +327,7 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
 
 
 def _rows(values: Tensor, packed: PackedLinear) -> Tensor:
-    """The inverse of `_panels`: [N, groups, 1]."""
+    """Invert `_panels`: [N, groups, 1]."""
     padded = -(-packed.outputs // _PAD_N) * _PAD_N
     groups = values.numel() // padded
     whole = padded // _PANEL * _PANEL
@@ -340,9 +345,9 @@ def _linear(library: Library) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x W^T + b; x: [..., K] -> [..., N] in x's dtype, or in `out`'s if it is given.
+        """Compute x W^T + b; x: [..., K] -> [..., N] in x's dtype, or in that of `out`.
 
-        A weight that is not packed goes to torch, so that the op serves every layer.
+        A weight that is not packed is multiplied by torch, so the op serves every layer.
         """
         if not isinstance(weight, PackedLinear):
             result = torch.nn.functional.linear(x, weight, bias)

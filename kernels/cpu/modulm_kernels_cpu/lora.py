@@ -1,4 +1,4 @@
-"""Low-rank additions to the output of a layer, other ones for each group of tokens."""
+"""LoRA: low-rank additions to the output of a layer, with an adapter per group of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDS = -1
 
 
 def lora_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The op of this module, bound to one level."""
+    """Return the op of this module for one level."""
     call = library.call("add_lora", "pnipninpppni")
 
     def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:

@@ -1,4 +1,4 @@
-"""Memory for packed weights: aligned to huge pages and advised to use them."""
+"""Memory for packed weights, aligned to huge pages and advised to use them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HUGE = 2 << 20
 
 
 def huge_buffer(size: int) -> Tensor:
-    """[size] uint8, zeroed. From a huge page's size on it starts at one and is backed by them.
+    """Return [size] zeroed bytes; large buffers are aligned to huge pages and backed by them.
 
-    Weights are read once per token from end to end: with 4 KB pages a seventh of the time goes
-    into address translation.
+    Weights are read sequentially once per token; with 4 KB pages, a seventh of the time is spent on
+    address translation.
     """
     if size < _HUGE:
         return torch.zeros(size, dtype=torch.uint8)

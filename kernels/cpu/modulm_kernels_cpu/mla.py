@@ -1,4 +1,4 @@
-"""The ops around multi-head latent attention. Shapes and meaning are those of the twins."""
+"""Ops of multi-head latent attention. Semantics are those of the twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["latent_ops"]
 
 
 def latent_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level."""
+    """Return the ops of this module for one level."""
     return {"each_head": _each_head(library), "latent_prepare": _latent_prepare(library)}
 
 

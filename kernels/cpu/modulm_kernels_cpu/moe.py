@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing experts, and all of a layer's experts in one call."""
+"""Mixture of experts: routing, and all experts of a layer in one call."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Coded = tuple[Tensor, Tensor, Tensor | None]
 
 
 class PackedExperts:
-    """A stack of weights [experts, parts * N, K] in the kernels' own layout.
+    """A stack of weights [experts, parts * N, K] in the kernels' internal layout.
 
-    Owns its memory; the original can be dropped. `stack[e]` is the weight of expert e, in
-    bf16 if it was quantized.
+    Owns its memory; the original can be freed. `stack[e]` is the weight of expert e, in bf16 if it
+    was quantized.
     """
 
     __slots__ = ("_unpack", "arguments", "experts", "parts", "whole")
@@ -56,31 +56,31 @@ class PackedExperts:
 
     @property
     def format(self) -> str:
-        """Of each matrix, one of `modulm_kernels_cpu.linear.FORMATS`."""
+        """Format of each matrix, one of `modulm_kernels_cpu.linear.FORMATS`."""
         return self.whole.format
 
     @property
     def activations(self) -> str:
-        """What integers are multiplied with."""
+        """Format of activations in products with integers."""
         return self.whole.activations
 
     @property
     def outputs(self) -> int:
-        """Of one part."""
+        """Outputs of one part."""
         return self.whole.outputs
 
     @property
     def inputs(self) -> int:
-        """Of each matrix."""
+        """Inputs of each matrix."""
         return self.whole.inputs
 
     @property
     def bytes(self) -> int:
-        """Memory that all experts take."""
+        """Memory of all experts."""
         return self.whole.bytes
 
     def __getitem__(self, expert: int) -> Tensor:
-        """[parts * N, K], scales applied."""
+        """Return the weight [parts * N, K], dequantized."""
         first = expert * self.parts
         return torch.cat([self._unpack(self._matrix(first + i)) for i in range(self.parts)])
 
@@ -92,33 +92,33 @@ class PackedExperts:
         return f"PackedExperts({size}, {self.format})"
 
     def grow(self, experts: int) -> None:
-        """Have room for so many, in place; the new ones hold nothing yet."""
+        """Make space for more experts, in place; the new ones are empty."""
 
-        def room(held: Tensor) -> Tensor:
-            flat = held.flatten()
-            wide = huge_buffer(flat.nbytes // self.experts * experts).view(held.dtype)
+        def grown(tensor: Tensor) -> Tensor:
+            flat = tensor.flatten()
+            wide = huge_buffer(flat.nbytes // self.experts * experts).view(tensor.dtype)
             wide[: len(flat)] = flat
             return wide
 
         data, *more = (self.whole.data, self.whole.scales, self.whole.zeros)
-        scales, zeros = (None if held is None else room(held) for held in more)
-        self._hold(self._like(room(data), scales, zeros), experts)
+        scales, zeros = (None if tensor is None else grown(tensor) for tensor in more)
+        self._hold(self._like(grown(data), scales, zeros), experts)
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """All that one of them is, to be read: codes, scales and zero points, what there is."""
-        held = (self.whole.data, self.whole.scales, self.whole.zeros)
-        return tuple(x.view(self.experts, -1)[expert] for x in held if x is not None)
+        """Return the tensors of one expert, for reading: codes, scales and zero points."""
+        tensors = (self.whole.data, self.whole.scales, self.whole.zeros)
+        return tuple(x.view(self.experts, -1)[expert] for x in tensors if x is not None)
 
     def put(self, expert: int, memory: Sequence[Tensor]) -> None:
-        """Become what another one is."""
-        for to, given in zip(self.memory(expert), memory, strict=True):
-            to.copy_(given)
-        # Whether zero points are whole may be another answer now.
+        """Replace an expert by the tensors of another one."""
+        for to, tensor in zip(self.memory(expert), memory, strict=True):
+            to.copy_(tensor)
+        # Whether all zero points are valid codes may have changed.
         whole = self.whole
         self._hold(self._like(whole.data, whole.scales, whole.zeros), self.experts)
 
     def _like(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> PackedLinear:
-        """This memory, in the form of what is held."""
+        """Return a PackedLinear over this memory, with the format of the current one."""
         old = self.whole
         return PackedLinear(
             data, scales, zeros, old.outputs, old.inputs, old.group, old.format, old.activations
@@ -127,8 +127,8 @@ class PackedExperts:
     def _matrix(self, index: int) -> PackedLinear:
         all_of, count = self.whole, self.experts * self.parts
 
-        def piece(held: Tensor | None) -> Tensor | None:
-            return None if held is None else held.view(count, -1)[index]
+        def piece(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.view(count, -1)[index]
 
         return PackedLinear(
             all_of.data.view(count, -1)[index],
@@ -143,10 +143,10 @@ class PackedExperts:
 
 
 def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level.
+    """Return the ops of this module for one level.
 
-    `pack_quantized_experts` and `pack_block_experts` have no twins: a table that has them can keep
-    quantized stacks.
+    `pack_quantized_experts` and `pack_block_experts` have no twins: an op table that has them can
+    store quantized stacks.
     """
     return {
         "moe_route": _moe_route(library),
@@ -158,7 +158,7 @@ def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
 
 
 class _Packer:
-    """Puts matrices one after the other."""
+    """Packs matrices one after the other."""
 
     def __init__(self, library: Library) -> None:
         self._size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
@@ -166,12 +166,12 @@ class _Packer:
         self.unpack: Callable[..., Tensor] = linear_ops(library)["unpack_linear"]
 
     def room(self, count: int, outputs: int, inputs: int, form: str) -> Tensor:
-        """[count, bytes of a matrix]"""
+        """Return memory [count, bytes of a matrix]."""
         size = self._size_of(outputs, inputs, FORMATS[form])
         return huge_buffer(count * size).view(count, size)
 
     def put(self, weight: Tensor, parts: Tensor, form: str, inputs: int = 0) -> None:
-        """weight: [parts * N, K], or rows of blocks with `inputs` columns"""
+        """Pack weight [parts * N, K], or rows of blocks with `inputs` columns."""
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         outputs, inputs = len(weight) // len(parts), inputs or weight.shape[1]
         for i, target in enumerate(parts):
@@ -187,7 +187,7 @@ def _pack_experts(library: Library) -> Callable[..., PackedExperts]:
     formats = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
     def pack_experts(weight: Tensor, parts: int = 1) -> PackedExperts:
-        """A stack of bf16, fp32 or fp16 packed as it is."""
+        """Pack a stack of bf16, fp32 or fp16 without converting it."""
         need(weight.dtype in formats, f"weight must hold floats, not {weight.dtype}")
         need(weight.dim() == 3, f"weight must be [experts, N, K], not {list(weight.shape)}")
         experts, rows, inputs = weight.shape
@@ -223,19 +223,25 @@ def _pack_quantized(library: Library) -> Callable[..., PackedExperts]:
         room, laid, first = None, [], None
         for expert, (codes, scales, zeros) in enumerate(stack):
             check_codes(codes, format, group, activations)
-            need(len(codes) % parts == 0, f"{len(codes)} outputs are no {parts} equal parts")
+            need(
+                len(codes) % parts == 0,
+                f"{len(codes)} outputs cannot be split into {parts} equal parts",
+            )
             if room is None:
                 outputs, inputs = len(codes) // parts, codes.shape[1]
                 first, room = (scales, zeros), packer.room(experts * parts, outputs, inputs, format)
             like = scales.dtype == first[0].dtype and (zeros is None) == (first[1] is None)
-            need(like and scales.shape == first[0].shape, "scales must be alike in all experts")
+            need(
+                like and scales.shape == first[0].shape,
+                "scales must have the same shape in all experts",
+            )
             packer.put(codes, room[expert * parts : (expert + 1) * parts], format)
             pieces = [
                 (scales[i : i + outputs], None if zeros is None else zeros[i : i + outputs])
                 for i in range(0, len(scales), outputs)
             ]
             laid.extend(pieces)
-        need(room is not None and len(laid) == experts * parts, f"{experts} experts are needed")
+        need(room is not None and len(laid) == experts * parts, f"expected {experts} experts")
         groups = inputs // group if group else 1
         scales, zeros = lay(laid, outputs, groups, format)
         padded = group or -(-inputs // _PAD_K) * _PAD_K
@@ -262,7 +268,7 @@ def _pack_blocks(library: Library) -> Callable[..., PackedExperts]:
         """
         inputs, group = check_blocks(stored.flatten(0, 1), format, activations)
         experts, rows, _ = stored.shape
-        need(rows % parts == 0, f"{rows} outputs are no {parts} equal parts")
+        need(rows % parts == 0, f"{rows} outputs cannot be split into {parts} equal parts")
         room = packer.room(experts * parts, rows // parts, inputs, format)
         for expert, one in enumerate(stored):
             packer.put(one, room[expert * parts : (expert + 1) * parts], format, inputs)
@@ -291,13 +297,13 @@ def _fused_experts(library: Library) -> Callable[..., Tensor]:
         down_bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As the twin says; stacks that are not both packed go to the twin."""
+        """See the twin; called if the stacks are not both packed."""
         if not (isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)):
-            found = twins.fused_experts(
+            result = twins.fused_experts(
                 x, weights, ids, gate_up, down, act=act, alpha=alpha, limit=limit,
                 gate_up_bias=gate_up_bias, down_bias=down_bias,
             )  # fmt: skip
-            return found if out is None else out.copy_(found)
+            return result if out is None else out.copy_(result)
         code, stride = dtype_code("x", x), dense_rows("x", x)
         tokens, hidden = x.shape
         inner, experts = down.inputs, down.experts
@@ -305,7 +311,7 @@ def _fused_experts(library: Library) -> Callable[..., Tensor]:
         sizes = (gate_up.experts, gate_up.parts, gate_up.outputs, gate_up.inputs)
         need(sizes == (experts, 2, inner, hidden), f"gate_up is {gate_up!r}, down is {down!r}")
         wide = [stack.format in ("fp32", "fp16") for stack in (gate_up, down)]
-        need(wide[0] == wide[1], f"stacks must be alike, not {gate_up!r} and {down!r}")
+        need(wide[0] == wide[1], f"stacks must have the same format, not {gate_up!r} and {down!r}")
         need(down.parts * down.outputs == hidden, f"down must give [{hidden}], not {down!r}")
         top_k = ids.shape[-1]
         shape("ids", ids, tokens, top_k)

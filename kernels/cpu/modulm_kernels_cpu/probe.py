@@ -1,4 +1,4 @@
-"""What this machine can do, measured in a second or two: the yardstick of `bench/`."""
+"""Measure what this machine can do, in a second or two, as the reference for `bench/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from modulm_kernels_cpu.memory import huge_buffer
 
 __all__ = ["RATES", "ReadProbe", "instruction_rates", "read_bandwidth"]
 
-#: Instructions whose rate is measured, by the number the library knows them by.
+#: Instructions whose rate is measured, in the library's order.
 RATES = ("fma", "vdpbf16ps", "vpdpbusd", "tdpbf16ps", "tdpbssd", "vpermw")
 
 _PASSES = 5
@@ -25,18 +25,20 @@ class ReadProbe:
         self._buffer.fill_(1)
 
     def rate(self) -> float:
-        """GB/s of one pass."""
+        """Return the GB/s of one pass."""
         return float(self._call(self._buffer.data_ptr(), self._buffer.numel()))
 
 
 def read_bandwidth(library: Library, size: int = 1 << 29) -> float:
-    """GB/s of reading `size` bytes with all threads, the best of some passes."""
+    """Return the GB/s of reading `size` bytes with all threads, the best of several passes."""
     probe = ReadProbe(library, size)
     return max(probe.rate() for _ in range(_PASSES))
 
 
 def instruction_rates(library: Library) -> Mapping[str, float]:
-    """1e9 multiplications (vpermw: lanes) per second on all threads, of what the level has."""
+    """Return 1e9 multiplications (vpermw: lanes) per second on all threads, for the level's
+    instructions.
+    """
     call = library.call("probe_rate", "i", ctypes.c_double)
-    found = {name: max(call(kind) for _ in range(3)) for kind, name in enumerate(RATES)}
-    return {name: value for name, value in found.items() if value}
+    rates = {name: max(call(kind) for _ in range(3)) for kind, name in enumerate(RATES)}
+    return {name: value for name, value in rates.items() if value}

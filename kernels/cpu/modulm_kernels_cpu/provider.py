@@ -1,4 +1,4 @@
-"""The kernels as a provider for the core's op table."""
+"""The CPU kernels as a provider for the core's op table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modulm_kernels_cpu.replay import Replay
 
 __all__ = ["CpuKernels", "CpuOptions"]
 
-#: Ops on a cache in the kernels' own layout: the attention backend `cpu_paged` calls them itself.
+#: Ops on a cache in the kernels' layout, which the attention backend `cpu_paged` calls directly.
 _PRIVATE = frozenset({"write_kv", "plan_attention", "paged_attention", "qkv_prepare"})
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
@@ -28,15 +28,15 @@ def _known(options: CpuOptions, attribute: Attribute[Any], value: str | None) ->
 
 @frozen
 class CpuOptions:
-    """`level`: the instruction set to compute with; None: the best one that this machine runs."""
+    """`level`: the instruction set to use; None: the best one that this machine supports."""
 
     level: str | None = field(default=None, validator=_known)
 
 
 class CpuKernels(KernelProvider):
-    """The best level that this processor runs, or that of the options.
+    """The kernels of the best level that this CPU supports, or of the configured one.
 
-    The level holds for the process: attention calls the kernels without this table.
+    The level applies to the whole process, because attention calls the kernels without this table.
     """
 
     name = "cpu"
@@ -55,7 +55,7 @@ class CpuKernels(KernelProvider):
         return Probe(2, f"compiled kernels, level {best} at best{unbuilt}")
 
     def ops(self) -> Mapping[str, Op]:
-        """The table, with as many threads as torch was given."""
+        """The op table, with as many threads as torch uses."""
         modulm_kernels_cpu.set_threads(torch.get_num_threads())
         table = modulm_kernels_cpu.ops()
         return {name: op for name, op in table.items() if name not in _PRIVATE}
@@ -65,4 +65,4 @@ class CpuKernels(KernelProvider):
 
     def rejects(self, op: str, **facts: Any) -> str | None:
         dtype = facts.get("dtype")
-        return None if dtype is None or dtype in _DTYPES else f"there is no {op} in {dtype}"
+        return None if dtype is None or dtype in _DTYPES else f"{op} does not support {dtype}"

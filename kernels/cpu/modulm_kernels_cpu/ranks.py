@@ -1,8 +1,8 @@
-"""Collectives among ranks on one machine, through memory that all of them have mapped.
+"""Collectives among ranks on one machine, through shared memory.
 
-Their calls are kernels as all others are, so that steps with them are recorded and repeated. The
-memory has no name anywhere: rank 0 makes it, the others open it through rank 0's process, and it is
-gone with the last of them, however they end.
+They are kernel calls like all others, so steps that use them can be recorded and replayed. The
+memory has no name: rank 0 creates it, the others open it through rank 0's process, and it is freed
+with the last process, however that ends.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryCollectives", "SharedMemoryGroup"]
 
 _LINE = 64
-#: Bytes of a slot: what ranks exchange at once.
+#: Bytes of a slot: the most that ranks exchange at once.
 _ROOM = 1 << 20
 
 
 @frozen(eq=False)
 class SharedMemoryGroup(TorchGroup):
-    """Sums and gathers through shared memory; what is rare goes over sockets.
+    """Reduces and gathers through shared memory; other collectives use sockets.
 
-    memory: [bytes] uint8, the region; calls: the C functions of the level in use.
+    memory: [bytes] uint8, the region. calls: the C functions of the level in use.
     """
 
     memory: np.ndarray = field(factory=lambda: np.zeros(0, np.uint8))
@@ -69,7 +69,7 @@ class SharedMemoryGroup(TorchGroup):
 
 
 class SharedMemoryCollectives(Collectives):
-    """For ranks on the processors of one machine."""
+    """For ranks on the CPUs of one machine."""
 
     name: ClassVar[str] = "cpu"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -77,8 +77,8 @@ class SharedMemoryCollectives(Collectives):
     @classmethod
     def rejects(cls, platform: Platform, members: Members) -> str | None:
         if platform.device.type != "cpu":
-            return "its ranks compute on processors"
-        return None if members.one_host else "its ranks are on one machine"
+            return "its ranks must run on CPUs"
+        return None if members.one_host else "its ranks must be on one machine"
 
     @classmethod
     def open(cls, platform: Platform, members: Members) -> ProcessGroup:
@@ -91,7 +91,7 @@ class SharedMemoryCollectives(Collectives):
 
 
 def _memory(members: Members) -> np.ndarray:
-    """The region, mapped by all ranks: none goes on before the others have it."""
+    """Map the region in all ranks; returns when every rank has it."""
     size = members.size * (_LINE + 2 * _ROOM)
     key, store = f"{members.name} memory", members.store
     if members.rank == 0:

@@ -1,4 +1,4 @@
-"""Convolutions, scans and delta rules over states. Shapes and meaning are those of the twins."""
+"""Convolutions, scans and delta rules over recurrent states. Semantics are those of the twins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = "ppppp" + "nn"
 
 
 def recurrence_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level."""
+    """Return the ops of this module for one level."""
     return {
         "causal_conv": _causal_conv(library),
         "delta_rule": _delta_rule(library),
@@ -28,7 +28,7 @@ def recurrence_ops(library: Library) -> dict[str, Callable[..., Any]]:
 
 
 class _Rows:
-    """A StatePlan as the C functions take it; holds the arrays while they run."""
+    """A StatePlan as the C functions take it; keeps the arrays alive while they run."""
 
     def __init__(self, plan: Any, states: Tensor) -> None:
         contiguous("states", states)
@@ -47,7 +47,7 @@ class _Rows:
         )
 
     def arguments(self) -> tuple[int | None, ...]:
-        """starts, sources, slots, fresh, kept, how many kept, rows."""
+        """Return starts, sources, slots, fresh, kept, number of kept states, rows."""
         arrays = (self.starts, self.sources, self.slots, self.fresh)
         pointers = tuple(array.data_ptr() for array in arrays)
         if self.kept is None:
@@ -56,14 +56,14 @@ class _Rows:
 
 
 def _wide(name: str, x: Tensor, *sizes: int) -> int:
-    """The address of fp32 numbers."""
+    """Return the address of fp32 numbers."""
     shape(name, x, *sizes)
     contiguous(name, x, torch.float32)
     return x.data_ptr()
 
 
 def _tokens(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
-    """Address and row stride of numbers [tokens, ...], dense in each token."""
+    """Return address and row stride of numbers [tokens, ...], dense per token."""
     shape(name, x, *sizes)
     need(x.dtype == dtype, f"{name} must be {str(dtype)[6:]}, not {str(x.dtype)[6:]}")
     if x.dim() == 2:

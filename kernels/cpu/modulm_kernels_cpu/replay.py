@@ -1,15 +1,14 @@
-"""Repeating a decode step as one C call, as CUDA graphs do for GPUs.
+"""Replay a decode step as one C call, as CUDA graphs do on GPUs.
 
-Between the kernels of a step lies Python that decides the same things every time. The first step
-of each number of rows runs as usual while its C calls are written down, with the addresses they
-were given; later steps of as many rows copy their input to the place where the first one's lay
-and repeat the calls. The kernels and their arguments are the same, so the results are, bit for bit.
+Between the kernels of a step, Python makes the same decisions every time. The first step with a
+given number of rows runs normally while its C calls and their arguments are recorded; later steps
+with as many rows copy their inputs to the recorded addresses and repeat the calls. The kernels and
+their arguments are the same, so the results are bit-identical.
 
-That is right only for a model that looks at the shapes of its input and at nothing in it, and
-that computes by this package's kernels alone. Any torch operation that computes ends the
-recording: this model then runs as usual for ever. Views are free, and new tensors get memory that
-stays in place. Python that reads values through `Tensor.numpy()` would go unnoticed: no kernel's
-wrapper may do that.
+This requires a model that uses the shapes of its inputs but not their values, and that computes
+only with this package's kernels. A torch operation that computes ends the recording, and the model
+is not recorded again. Views are allowed, and new tensors get memory at fixed addresses. Reading
+values through `Tensor.numpy()` would not be detected, so no kernel wrapper may do it.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ __all__ = ["MAX_ROWS", "Replay"]
 
 log = logging.getLogger("modulm.kernels.cpu")
 
-#: Steps of more rows compute for so long that what lies between the kernels does not count.
+#: Steps of more rows take so long that the time between kernels does not matter.
 MAX_ROWS = 64
-#: Programs kept; each takes some 50 KB.
+#: Maximum number of programs; each takes about 50 KB.
 _MAX_PROGRAMS = 512
 _ALIGNMENT = 64
 _SMALLEST = 4096
 
 
 class Unrepeatable(Exception):
-    """The step does something that cannot be written down; the message says what."""
+    """The step does something that cannot be recorded; the message says what."""
 
 
 class Arena:
     """Memory for the tensors of recorded steps, in blocks whose sizes are powers of two.
 
-    A block is free again when the last tensor on it is gone, and may then be another tensor's in
-    the same step: repeated in the same order, the calls may share it as well. Programs share all
-    blocks, since only one runs at a time.
+    A block is free when the last tensor on it is freed, and may be reused in the same step:
+    replayed calls run in the same order, so they may share it, too. Programs share all blocks,
+    since only one runs at a time.
     """
 
     def __init__(self) -> None:
@@ -59,14 +58,14 @@ class Arena:
         self._blocks: list[np.ndarray] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new tensor of this shape; its block comes back when nobody uses it any more."""
+        """Return a new tensor of this shape; its block is reused when the tensor is freed."""
         used = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         size = max(_SMALLEST, 1 << max(used - 1, 0).bit_length())
         free = self._free.setdefault(size, [])
         block = free.pop() if free else self._new(size)
-        held = block[:used]  # torch keeps this array for as long as the tensor's memory is used
-        weakref.finalize(held, free.append, block).atexit = False
-        return torch.from_numpy(held).view(dtype).view(tuple(shape))
+        memory = block[:used]  # torch keeps this array alive as long as the tensor's memory is used
+        weakref.finalize(memory, free.append, block).atexit = False
+        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def _new(self, size: int) -> np.ndarray:
         raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
@@ -76,7 +75,7 @@ class Arena:
         return block
 
     def at(self, tensor: Tensor) -> Tensor:
-        """The same place, without holding its block. Raises Unrepeatable if there is none."""
+        """Return a tensor at the same address that does not keep its block. Raises Unrepeatable."""
         address, used = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         if not tensor.is_contiguous():
             raise Unrepeatable("the result is not contiguous")
@@ -88,13 +87,13 @@ class Arena:
                     .view(tensor.dtype)
                     .view(tensor.shape)
                 )
-        raise Unrepeatable("the result is not made by a kernel")
+        raise Unrepeatable("the result was not computed by a kernel")
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down the C calls of one thread, and watches that torch computes nothing meanwhile.
+    """Records the C calls of one thread, and detects computation in torch.
 
-    `reason` says what cannot be repeated; the step itself goes on undisturbed.
+    `reason` is why the step cannot be replayed; the step itself continues normally.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -105,7 +104,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to skip it torch imports it, for a second or more of the first step."""
+        """False: otherwise torch imports dynamo, which takes a second or more in the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,14 +120,14 @@ class Recorder(TorchDispatchMode):
     def add(self, thunk: int | None, name: str, signature: str, arguments: tuple[Any, ...]) -> None:
         """See `library.Calls`."""
         if thunk is None:
-            self.reason = self.reason or f"the kernel {name} cannot be repeated"
+            self.reason = self.reason or f"the kernel {name} cannot be replayed"
             return
         head = struct.pack("=Qq", thunk, len(signature))
         pairs = zip(signature, arguments, strict=True)
         self.slots.append(head + b"".join(_pack(letter, value) for letter, value in pairs))
 
     def program(self) -> np.ndarray:
-        """[slots] uint64, as src/base/replay.cpp reads it. Raises Unrepeatable."""
+        """Return [slots] uint64, as src/base/replay.cpp reads it. Raises Unrepeatable."""
         if self.reason is not None:
             raise Unrepeatable(self.reason)
         return np.frombuffer(b"".join(self.slots), dtype=np.uint64).copy()
@@ -138,7 +137,7 @@ _MAKERS = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_
 
 
 def _is_view(result: Any, args: Any) -> bool:
-    """Whether the results of an operation lie in the memory of its first argument."""
+    """Whether the results of an operation are views of its first argument."""
     results = result if isinstance(result, list | tuple) else [result]
     if not args or not isinstance(args[0], Tensor):
         return False
@@ -158,7 +157,7 @@ Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class _Program:
-    """One recorded step: its inputs, the calls, and where their result lies."""
+    """One recorded step: its inputs, the calls, and the location of its result."""
 
     def __init__(self, batch: Batch) -> None:
         self.inputs = FixedInputs(batch)
@@ -167,9 +166,9 @@ class _Program:
 
 
 class Replay:
-    """`forward`, recorded where that is possible. The result is overwritten by the next call.
+    """`forward`, recorded if possible. The result is overwritten by the next call.
 
-    `reason` says why this model's steps are not recorded.
+    `reason` is why this model's steps are not recorded.
     """
 
     def __init__(self, library: Library, forward: Callable[[Batch], Result]) -> None:
@@ -191,7 +190,7 @@ class Replay:
             return self._record(key, batch)
         program.inputs.put(batch)
         if self._repeat(program.slots.ctypes.data, len(program.slots)):
-            return self._forward(batch)  # it raises what is wrong with the step
+            return self._forward(batch)  # raises the error of the step
         return program.result
 
     def _record(self, key: Hashable, batch: Batch) -> Result:
@@ -201,16 +200,16 @@ class Replay:
         try:
             program.slots = recorder.program()
             several = isinstance(result, tuple)
-            kept = tuple(map(self._arena.at, result if several else (result,)))
-            program.result = kept if several else kept[0]
+            fixed = tuple(map(self._arena.at, result if several else (result,)))
+            program.result = fixed if several else fixed[0]
         except Unrepeatable as why:
             self._give_up(why)
             return result
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.clear()
         self._programs[key] = program
-        # torch has nothing left to compute in such a model that pays for more threads, and its
-        # threads wait for their next work without sleep, on the cores that the kernels need.
+        # Such a model leaves torch nothing to compute that is worth several threads, and torch's
+        # threads would spin on the cores that the kernels need.
         torch.set_num_threads(1)
         return result
 
@@ -221,13 +220,13 @@ class Replay:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether every token's logits are wanted (one per row, or drafts that are verified), there
-    are few enough, and no embeddings to put in place.
+    """Whether all tokens need logits (one per row, or drafts to verify), the step is small enough,
+    and it has no prompt embeddings.
     """
     tokens = batch.tokens.shape[0]
     if tokens > MAX_ROWS or batch.embeds is not None:
         return False
     if tokens == batch.query_starts.shape[0] - 1:
         return True
-    # Of several tokens in a row nothing but tensors may change, or each step would be recorded.
+    # With several tokens per row only tensors may change, or each step would be recorded.
     return tokens == batch.sample.shape[0] and not any(plan.key() for plan in batch.plans)

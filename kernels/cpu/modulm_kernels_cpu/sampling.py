@@ -1,4 +1,4 @@
-"""Choosing tokens. Shapes and meaning are those of the twins in `modulm.ops.sampling_twins`."""
+"""Sampling. Semantics are those of the twins in `modulm.ops.sampling_twins`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["sampling_ops"]
 
 
 def sampling_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The ops of this module, bound to one level."""
+    """Return the ops of this module for one level."""
     return {
         "argmax": _argmax(library),
         "sample": _sample(library),
@@ -150,7 +150,7 @@ def _top_logprobs(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tenso
 
 
 def _fp32_rows(logits: Tensor) -> int:
-    """The row stride of logits: [rows, vocabulary] fp32."""
+    """Return the row stride of logits [rows, vocabulary] fp32."""
     need(logits.dtype == torch.float32, f"logits must be float32, not {str(logits.dtype)[6:]}")
     return dense_rows("logits", logits)
 

@@ -1,8 +1,8 @@
-"""Kernels of modulm in Triton: one source for GPUs of NVIDIA, AMD and Intel.
+"""Triton kernels of modulm: one source for GPUs of NVIDIA, AMD and Intel.
 
-One op per file, each with `OPS`, a table of what it brings. `ops()` imports them all, and Triton
-with them; importing this package imports neither. Whether a kernel is compiled or interpreted
-(`TRITON_INTERPRET=1`, on processors, for tests) is decided when its file is imported.
+There is one op per file, with a table `OPS`. `ops()` imports them all, and Triton; importing this
+package imports neither. Whether a kernel is compiled or interpreted (`TRITON_INTERPRET=1`, on CPUs,
+for tests) is decided when its file is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["FILES", "ops"]
 
-#: The files that bring ops.
+#: Files that define ops.
 FILES = (
     "act_and_mul",
     "activate",
@@ -38,8 +38,8 @@ FILES = (
 
 @cache
 def ops() -> Mapping[str, Callable[..., Any]]:
-    """Op name -> callable on tensors; names as in the core's twins."""
-    found: dict[str, Callable[..., Any]] = {}
+    """Return op name -> callable on tensors; names as in the core's twins."""
+    table: dict[str, Callable[..., Any]] = {}
     for name in FILES:
-        found |= import_module(f"{__name__}.{name}").OPS
-    return MappingProxyType(found)
+        table |= import_module(f"{__name__}.{name}").OPS
+    return MappingProxyType(table)

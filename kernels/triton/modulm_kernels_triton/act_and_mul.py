@@ -1,4 +1,4 @@
-"""The activation of one half of each row times the other half."""
+"""Gated activations: the activation of one half of each row times the other half."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def _act_and_mul(x, out, size, x_row, out_row, ACT: tl.constexpr, BLOCK: tl.cons
 def act_and_mul(x: Tensor, act: str, out: Tensor | None = None) -> Tensor:
     """The op `act_and_mul`; x: [T, 2 I] -> [T, I]."""
     rows, size = dense_rows(x), x.shape[-1] // 2
-    made = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device) if out is None else out
-    flat = made.view(-1, size)
+    result = (
+        torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device) if out is None else out
+    )
+    flat = result.view(-1, size)
     constants = dict(tuned("act_and_mul"))
     block = min(power_of_two(size), constants.pop("BLOCK"))
     launch(
         _act_and_mul, (len(rows), cut(size, block)), rows, flat, size, rows.stride(0),
         flat.stride(0), ACT=NUMBERS[act], BLOCK=block, **constants,
     )  # fmt: skip
-    return made
+    return result
 
 
 OPS = {"act_and_mul": act_and_mul}

@@ -1,4 +1,4 @@
-"""Activations of single tensors, products and sums with them: element by element."""
+"""Elementwise activations, and products and sums with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations by number, inside of kernels."""
+"""Activations by number, inside kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 __all__ = ["NUMBERS", "activated", "sigmoid"]
 
-#: The names of the op `activate` and what the kernels call them; -1: x as it is.
+#: Activation names of the op `activate` -> numbers in the kernels; -1: identity.
 NUMBERS = {
     "": -1,
     "silu": 0,
@@ -34,7 +34,7 @@ def _tanh(x):
 
 @triton.jit
 def activated(x, up, down, ACT: tl.constexpr):
-    """act(x) in fp32; up, down: the constants of xielu."""
+    """Return act(x) in fp32; up, down: constants of xielu."""
     if ACT == 0:
         return x * sigmoid(x)
     if ACT == 1:

@@ -1,6 +1,6 @@
-"""Low-rank additions, of different adapters in one launch: down to the rank, then up and added.
+"""LoRA additions of several adapters in one launch: project down to the rank, then up, and add.
 
-Tokens go in blocks of one adapter. Where its matrices lie is read from the table of addresses.
+Tokens are grouped in blocks of one adapter, whose matrices are found through a table of addresses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @frozen(eq=False)
 class _Blocks:
-    """used: the list of the groups that they were made of. order: [tokens] int32; numbers: [n, 3]
-    int32: a slot, the first of `order`, how many.
+    """used: the group list that the blocks were built from. order: [tokens] int32. numbers: [n, 3]
+    int32: slot, first index in `order`, count.
     """
 
     used: list[tuple[int, int, int]]
@@ -41,7 +41,7 @@ _known: WeakKeyDictionary[SlotGroups, _Blocks] = WeakKeyDictionary()
 
 @triton.jit
 def _block(blocks, order, addresses, most, ROWS: tl.constexpr):
-    """(tokens [ROWS], which are there, where the address of the piece begins)"""
+    """Return (tokens [ROWS], which are valid, address of the adapter's entry)."""
     block, piece = tl.program_id(0), tl.program_id(1)
     slot = tl.load(blocks + block * 3)
     first, count = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
@@ -64,12 +64,12 @@ def _down(
         inside = r < rank
         if IDS:
             entry = tl.load(x + token, known, other=0)
-            found = tl.load(
+            total = tl.load(
                 down + entry[:, None] * rank + r[None, :], known[:, None] & inside[None, :],
                 other=0.0,
             ).to(tl.float32)  # fmt: skip
         else:
-            found = tl.zeros((ROWS, RANK), tl.float32)
+            total = tl.zeros((ROWS, RANK), tl.float32)
             for start in range(0, inputs, BK):
                 k = start + tl.arange(0, BK)
                 there = k < inputs
@@ -83,9 +83,9 @@ def _down(
                 )  # fmt: skip
                 if WIDE:
                     a, b = a.to(tl.float32), b.to(tl.float32)
-                found = tl.dot(a, tl.trans(b), found, input_precision="ieee")
-        place = (token[:, None] * most + tl.program_id(1)) * RANK + r[None, :]
-        tl.store(narrow + place, found, known[:, None])
+                total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        index = (token[:, None] * most + tl.program_id(1)) * RANK + r[None, :]
+        tl.store(narrow + index, total, known[:, None])
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def _up(
         up = tl.load(address + 2).to(tl.pointer_type(KEPT))
         r, column = tl.arange(0, RANK), tl.program_id(2) * BN + tl.arange(0, BN)
         inside = column < size
-        place = (token[:, None] * most + tl.program_id(1)) * RANK + r[None, :]
-        given = tl.load(narrow + place, known[:, None], other=0.0)
+        index = (token[:, None] * most + tl.program_id(1)) * RANK + r[None, :]
+        values = tl.load(narrow + index, known[:, None], other=0.0)
         wide = tl.load(
             up + r[:, None] * size + column[None, :], (r < rank)[:, None] & inside[None, :],
             other=0.0,
@@ -108,56 +108,56 @@ def _up(
         to = out + token[:, None] * out_row + tl.load(address + 3) + column[None, :]
         pair = known[:, None] & inside[None, :]
         before = tl.load(to, pair, other=0.0).to(tl.float32)
-        total = before + tl.dot(given, wide, input_precision="ieee")
+        total = before + tl.dot(values, wide, input_precision="ieee")
         tl.store(to, total.to(out.dtype.element_ty), pair)
 
 
 def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:
-    """The op `add_lora`; the table's addresses lie on the device."""
+    """The op `add_lora`; the table's addresses are on the device."""
     need(len(x) == len(out), f"x must have {len(out)} rows, not {len(x)}")
     need(len(x) == groups.tokens, "x must have as many rows as there are slots")
     ids = x.dtype == torch.int64
     fits = ids or x.shape[1] == table.inputs
     need(fits, f"x must have {table.inputs} numbers, not {list(x.shape[1:])}")
-    here = [piece for slot, *_ in groups.used for piece in table.pieces[slot]]
-    if not here:
+    pieces = [piece for slot, *_ in groups.used for piece in table.pieces[slot]]
+    if not pieces:
         return
     blocks, most = _blocks(groups, out.device), table.addresses.shape[1]
-    rank = max(16, power_of_two(max(piece.up.shape[0] for piece in here)))
+    rank = max(16, power_of_two(max(piece.up.shape[0] for piece in pieces)))
     narrow = torch.empty(len(x), most, rank, dtype=torch.float32, device=out.device)
-    given = x if ids or x.stride(1) == 1 else x.contiguous()
+    inputs = x if ids or x.stride(1) == 1 else x.contiguous()
     shared = (blocks.order, blocks.numbers, table.addresses, narrow, most)
-    count, kept = blocks.numbers.shape[0], _DTYPES[table.dtype]
+    count, dtype = blocks.numbers.shape[0], _DTYPES[table.dtype]
     launch(
-        _down, (count, most), given, given.stride(0), *shared, table.inputs,
-        IDS=ids, KEPT=kept, WIDE=x.dtype != table.dtype, ROWS=_ROWS, RANK=rank,
+        _down, (count, most), inputs, inputs.stride(0), *shared, table.inputs,
+        IDS=ids, KEPT=dtype, WIDE=x.dtype != table.dtype, ROWS=_ROWS, RANK=rank,
         BK=max(16, min(128, power_of_two(table.inputs))),
     )  # fmt: skip
-    widest = max(piece.up.shape[1] for piece in here)
+    widest = max(piece.up.shape[1] for piece in pieces)
     launch(
         _up, (count, most, cut(widest, _WIDE)), out, out.stride(0), *shared,
-        KEPT=kept, ROWS=_ROWS, RANK=rank, BN=_WIDE,
+        KEPT=dtype, ROWS=_ROWS, RANK=rank, BN=_WIDE,
     )  # fmt: skip
 
 
 def _blocks(groups: SlotGroups, device: torch.device) -> _Blocks:
-    """Made once for a step, for all layers."""
-    found = _known.get(groups)
-    if found is None or found.used is not groups.used:
+    """Return the blocks of a step, built once for all layers."""
+    cached = _known.get(groups)
+    if cached is None or cached.used is not groups.used:
         numbers = [
             (slot, first, min(_ROWS, end - first))
             for slot, begin, end in groups.used
             for first in range(begin, end, _ROWS)
         ]
-        laid = torch.from_numpy(np.array(numbers, dtype=np.int32).reshape(-1, 3))
+        table = torch.from_numpy(np.array(numbers, dtype=np.int32).reshape(-1, 3))
         order = groups.order[: groups.tokens]
         if device.type == "cpu":
             order = order.clone()
         else:
-            laid = laid.pin_memory().to(device, non_blocking=True)
+            table = table.pin_memory().to(device, non_blocking=True)
             order = order.pin_memory().to(device, non_blocking=True)
-        found = _known[groups] = _Blocks(groups.used, order, laid)
-    return found
+        cached = _known[groups] = _Blocks(groups.used, order, table)
+    return cached
 
 
 OPS = {"add_lora": add_lora}

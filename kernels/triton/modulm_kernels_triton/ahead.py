@@ -1,10 +1,10 @@
-"""Compile the kernels of a model before it is served, with a GPU or without one.
+"""Compile a model's kernels ahead of time, with or without a GPU.
 
     python -m modulm_kernels_triton.ahead MODEL/config.json --target cuda:90
 
-Kernels are compiled for the target as the ops would have them for a model of these sizes, and kept
-where the server looks for them (kept.py). A target is a backend and an architecture: cuda:90 for
-Hopper, hip:gfx942 for MI300. What a model needs beyond these is compiled when it is first used.
+Kernels are compiled for the target with the sizes of this model, and stored where the server looks
+for them (kept.py). A target is a backend and an architecture: cuda:90 for Hopper, hip:gfx942 for
+MI300. Other kernels are compiled on first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAVES = {"cuda": 32, "xpu": 32, "hip": 64}
 
 @frozen
 class Sizes:
-    """A model's sizes; `latent` and `turned`: of latent attention, 0 without."""
+    """A model's sizes; `latent` and `turned` are those of latent attention, 0 without."""
 
     hidden: int
     intermediate: int
@@ -49,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], kv_dtype: str | None = None) -> Sizes:
-        """Those of a config.json. Raises KeyError for what it does not say."""
+        """Read the sizes in a config.json. Raises KeyError for missing keys."""
         text = config.get("text_config") or config
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         stored = text.get("torch_dtype") or text.get("dtype") or "bfloat16"
@@ -81,7 +81,7 @@ def elementwise(sizes: Sizes) -> None:
 
 
 def attention(sizes: Sizes) -> None:
-    """Cache writes and attention, of a prompt and of a decode."""
+    """Cache writes and attention, for a prompt and for a decode."""
     from modulm_kernels_triton import paged
 
     tokens = paged.FEW + 2
@@ -112,12 +112,13 @@ def attention(sizes: Sizes) -> None:
     paged.paged_attention(q, cache, form, work, 1.0, out, look)
 
 
-#: What is compiled for every model; each calls ops on small tensors. kinds.py has what some need.
+#: Kernels that every model needs; each function calls ops on small tensors. kinds.py has optional
+#: ones.
 KINDS: tuple[Callable[[Sizes], None], ...] = (elementwise, attention)
 
 
 class _Absent:
-    """As much of Triton's driver as compiling asks for, of a device that need not be there."""
+    """The part of Triton's driver that compiling needs, for a device that may be absent."""
 
     def __init__(self, backend: str, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -137,9 +138,9 @@ class _Absent:
 
 @contextmanager
 def compiling_for(backend: str, architecture: str) -> Iterator[list[Any]]:
-    """Inside, ops compile their kernels for this target and do not start them.
+    """Compile kernels for this target, inside the context, without starting them.
 
-    Gives the list of compiled kernels. Raises RuntimeError where kernels are interpreted.
+    Yields the list of compiled kernels. Raises RuntimeError if kernels are interpreted.
     """
     from triton.runtime import driver
 
@@ -149,8 +150,8 @@ def compiling_for(backend: str, architecture: str) -> Iterator[list[Any]]:
     driver.set_active(_Absent(backend, architecture))
     _forget()
     try:
-        with compiling_only() as made:
-            yield made
+        with compiling_only() as compiled:
+            yield compiled
     finally:
         driver.set_active(before)
         _forget()
@@ -164,10 +165,10 @@ def _forget() -> None:
 def compile_all(
     sizes: Sizes, backend: str, architecture: str, also: Collection[str] = ()
 ) -> list[Any]:
-    """Compile all KINDS for a model of these sizes, and those of kinds.py that are named; the
+    """Compile all KINDS for a model of these sizes, and the named ones of kinds.py; return the
     compiled kernels.
     """
-    with compiling_for(backend, architecture) as made:
+    with compiling_for(backend, architecture) as compiled:
         from modulm_kernels_triton import kinds
 
         for kind in KINDS:
@@ -175,11 +176,11 @@ def compile_all(
         for more in kinds.KINDS:
             if more.__name__ in also:
                 more(sizes)
-    return made
+    return compiled
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m modulm_kernels_triton.ahead")
     parser.add_argument("config", type=Path, help="a model's config.json")
     parser.add_argument("--target", default="cuda:90", help="backend:architecture")
@@ -189,14 +190,16 @@ def main() -> None:
         nargs="*",
         default=["sampling"],
         choices=("sampling", "coded_layers", "experts", "adapters", "recurrence"),
-        help="what the model needs beside norms, lookup and attention; default: sampling",
+        help="what the model needs besides norms, lookup and attention; default: sampling",
     )
-    given = parser.parse_args()
-    sizes = Sizes.of(json.loads(given.config.read_text()), given.kv_cache_dtype)
+    arguments = parser.parse_args()
+    sizes = Sizes.of(json.loads(arguments.config.read_text()), arguments.kv_cache_dtype)
     keep_compiled()
-    made = compile_all(sizes, *given.target.split(":", 1), also=given.also)
-    lines = [f"{kernel.name}: {kernel.metadata.shared} bytes of shared memory" for kernel in made]
-    print(*lines, f"{len(made)} kernels for {given.target} in {folder()}", sep="\n")  # noqa: T201
+    compiled = compile_all(sizes, *arguments.target.split(":", 1), also=arguments.also)
+    lines = [
+        f"{kernel.name}: {kernel.metadata.shared} bytes of shared memory" for kernel in compiled
+    ]
+    print(*lines, f"{len(compiled)} kernels for {arguments.target} in {folder()}", sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":

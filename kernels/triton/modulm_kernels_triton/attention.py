@@ -1,10 +1,10 @@
-"""Attention over the paged cache: what both kinds of its programs share.
+"""Paged attention: code shared by its prompt and decode kernels.
 
 A tile is BLOCK_M rows: some tokens of one row of the step, each with GROUP_TILE of the heads that
-share a key head. It walks over keys in tiles of TILE, relative to the largest score so far, with
-scores in units of log 2. A head is read in two parts, A and B, each padded to a power of two: 80 is
-64 and 16, a latent of 512 and a rotated part of 64 are these two. With LATENT values are the part
-A of the keys, which is not read again.
+share a key head. It iterates over keys in tiles of TILE with an online softmax, with scores in
+units of log 2. A head is read in two parts, A and B, each padded to a power of two: 80 is 64 and
+16; a latent of 512 and a rotated part of 64 are these two. With LATENT, the values are part A of
+the keys, which is not read again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["reach", "stored", "walk"]
+__all__ = ["reach", "store_result", "walk"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INT8 = tl.constexpr(3)
@@ -26,7 +26,9 @@ def _tanh(x):
 @triton.jit
 def reach(first, last, length, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
           SPANS: tl.constexpr):  # fmt: skip
-    """[low, high): the keys that queries at positions `first` to `last` may see of `length`."""
+    """Return [low, high): the keys that queries at positions `first` to `last` may attend to, of
+    `length`.
+    """
     low = 0
     high = length
     if WINDOW > 0:
@@ -42,11 +44,11 @@ def reach(first, last, length, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.co
 
 
 @triton.jit
-def _visible(at, inside, places, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+def _visible(at, inside, positions, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
              SPANS: tl.constexpr):  # fmt: skip
-    """[M, TILE]: whether the query at places[m] sees the key at at[n]."""
-    distance = places[:, None] - at[None, :]
-    seen = inside[None, :] & (places[:, None] >= 0)
+    """Return [M, TILE]: whether the query at positions[m] may attend to the key at at[n]."""
+    distance = positions[:, None] - at[None, :]
+    seen = inside[None, :] & (positions[:, None] >= 0)
     if CAUSAL:
         seen = seen & (distance >= 0)
     if WINDOW > 0:
@@ -62,34 +64,32 @@ def _visible(at, inside, places, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.
 @triton.jit
 def _part(base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
           PAD: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """[TILE, PAD]: numbers FROM on of the cached rows, 0 where there are none."""
+    """Return [TILE, PAD]: the cached rows' numbers from FROM on, 0 outside."""
     d = tl.arange(0, PAD)
     where = base + rows[:, None] + (FROM + d)[None, :]
     if MASKED and SIZE < PAD:
-        found = tl.load(where, inside[:, None] & (d < SIZE)[None, :], other=0.0)
+        numbers = tl.load(where, inside[:, None] & (d < SIZE)[None, :], other=0.0)
     elif MASKED:
-        found = tl.load(where, inside[:, None], other=0.0)
+        numbers = tl.load(where, inside[:, None], other=0.0)
     elif SIZE < PAD:
-        found = tl.load(where, (d < SIZE)[None, :], other=0.0)
+        numbers = tl.load(where, (d < SIZE)[None, :], other=0.0)
     else:
-        found = tl.load(where)
-    return found.to(dtype)
+        numbers = tl.load(where)
+    return numbers.to(dtype)
 
 
 @triton.jit
 def walk(
-    acc, total, most, qa, qb, places, firsts, ends, slopes,
+    acc, total, most, qa, qb, positions, firsts, ends, slopes,
     cache, scales, table, begin, stop, low, high, block_stride, scale, softcap,
     MASKED: tl.constexpr, SHAPE: tl.constexpr, FORM: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys [begin, stop), of which those in [low, high) exist.
+    """Accumulate the keys [begin, stop), of which those in [low, high) exist.
 
-    cache, scales: of the key head, in its first block; block_stride: of the cache. `scale` turns
-    products into scores, in units of log 2 unless LOOK bends them further.
-
-    SHAPE: (TILE, sizes and paddings of A, B and values, where values begin, whether LATENT).
-    FORM: (BLOCK_SIZE, numbers of a token, KEPT, precision). LOOK: (CAUSAL, WINDOW, SOFTCAP, ALIBI,
-    SPANS).
+    cache, scales: of the key head, in its first block. block_stride: of the cache. scale: turns
+    products into scores, in units of log 2 unless LOOK transforms them further. SHAPE: (TILE, sizes
+    and paddings of A, B and values, start of values, LATENT). FORM: (BLOCK_SIZE, numbers per token,
+    KEPT, precision). LOOK: (CAUSAL, WINDOW, SOFTCAP, ALIBI, SPANS).
     """
     TILE: tl.constexpr = SHAPE[0]
     BLOCK_SIZE: tl.constexpr = FORM[0]
@@ -106,16 +106,16 @@ def walk(
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
         scores = scores * scale
         if FORM[2] == INT8:
-            places_of_scales = block // 4 + at % BLOCK_SIZE * 2
-            scores = scores * tl.load(scales + places_of_scales, inside, other=0.0)[None, :]
+            scale_at = block // 4 + at % BLOCK_SIZE * 2
+            scores = scores * tl.load(scales + scale_at, inside, other=0.0)[None, :]
         if LOOK[2]:
             scores = softcap * _tanh(scores / softcap)
         if LOOK[3]:
-            scores = scores - slopes[:, None] * (places[:, None] - at[None, :])
+            scores = scores - slopes[:, None] * (positions[:, None] - at[None, :])
         if LOOK[2] or LOOK[3]:
             scores = scores * LOG2E
         if MASKED:
-            seen = _visible(at, inside, places, firsts, ends, LOOK[0], LOOK[1], LOOK[4])
+            seen = _visible(at, inside, positions, firsts, ends, LOOK[0], LOOK[1], LOOK[4])
             scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -125,7 +125,7 @@ def walk(
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
         if FORM[2] == INT8:
-            factor = tl.load(scales + places_of_scales + 1, inside, other=0.0)
+            factor = tl.load(scales + scale_at + 1, inside, other=0.0)
             weights = weights * factor[None, :]
         if SHAPE[8]:
             v = ka
@@ -136,8 +136,8 @@ def walk(
 
 
 @triton.jit
-def stored(acc, total, out, where, real, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Write acc over total to out + where[m] for the rows that are `real`."""
+def store_result(acc, total, out, where, real, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Write acc / total to out + where[m] for the rows that are `real`."""
     d = tl.arange(0, PAD)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     mask = real[:, None] & (d < SIZE)[None, :]

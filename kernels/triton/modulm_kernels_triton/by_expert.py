@@ -1,4 +1,6 @@
-"""A step's choices sorted by expert, in blocks of rows of one; the host waits for nothing."""
+"""Sort a step's expert choices into blocks of rows per expert, without synchronizing with the
+host.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ _AT_ONCE = 1024
 
 @frozen(eq=False)
 class ByExpert:
-    """places: [choices] int32, token * top_k + choice, sorted by expert, then as they came. blocks:
-    [most, 3] int32: expert (-1: none), first of `places`, how many, at most `rows`.
+    """Choices sorted by expert.
+
+    order: [choices] int32, token * top_k + choice, in stable order. blocks: [most, 3] int32: expert
+    (-1: none), first index in `order`, count (at most `rows`).
     """
 
-    places: Tensor
+    order: Tensor
     blocks: Tensor
     rows: int
 
@@ -38,10 +42,10 @@ def _count(ids, counts, choices, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["choices", "most"])
 def _place(
-    ids, counts, places, blocks, choices, experts, rows, most,
+    ids, counts, order, blocks, choices, experts, rows, most,
     BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program `experts` fills what is left of the blocks."""
+    """Program `experts` fills the unused blocks."""
     expert = tl.program_id(0)
     number = tl.arange(0, BE)
     each = tl.load(counts + number, number < experts, other=0)
@@ -55,7 +59,7 @@ def _place(
             at = start + tl.arange(0, BLOCK)
             mine = (tl.load(ids + at, at < choices, other=-1) == expert).to(tl.int32)
             rank = tl.cumsum(mine, 0) - mine
-            tl.store(places + done + rank, at, mine != 0)
+            tl.store(order + done + rank, at, mine != 0)
             done += tl.sum(mine, 0)
         for start in range(0, count, rows):
             to = blocks + (block + start // rows) * 3
@@ -68,22 +72,22 @@ def _place(
 
 
 def sort_by_expert(ids: Tensor, experts: int, rows: int) -> ByExpert:
-    """ids: [T, top_k] int64, dense; choices outside of [0, experts) are left out."""
+    """Sort ids [T, top_k] int64, dense; choices outside [0, experts) are dropped."""
     choices = ids.numel()
     most = min(choices, experts + choices // rows)
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    places = torch.empty(choices, dtype=torch.int32, device=ids.device)
+    order = torch.empty(choices, dtype=torch.int32, device=ids.device)
     blocks = torch.empty(most, 3, dtype=torch.int32, device=ids.device)
     block = min(_AT_ONCE, power_of_two(choices))
     launch(_count, (experts,), ids, counts, choices, BLOCK=block)
     launch(
-        _place, (experts + 1,), ids, counts, places, blocks, choices, experts, rows, most,
+        _place, (experts + 1,), ids, counts, order, blocks, choices, experts, rows, most,
         BE=power_of_two(experts), BLOCK=block,
     )  # fmt: skip
-    return ByExpert(places, blocks, rows)
+    return ByExpert(order, blocks, rows)
 
 
 def rows_of_blocks(choices: int, experts: int) -> int:
-    """How many rows a block has: few where experts get few."""
+    """Return the number of rows per block: few if experts get few rows."""
     each = cut(choices, experts)
     return 16 if each <= 16 else 64 if each <= 128 else 128

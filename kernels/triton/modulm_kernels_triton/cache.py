@@ -1,9 +1,9 @@
-"""How a layer's keys and values lie in its cache, and in what format.
+"""Layout and number formats of a layer's KV cache.
 
-A cache is one tensor [blocks, kv heads, numbers of a block and head]. A block and head holds its
-tokens one after the other, each a key and beside it a value; in a latent cache a token is one
-vector of which the value is the beginning. In int8 two fp32 scales for each token follow behind the
-tokens, a key's and a value's.
+A cache is a tensor [blocks, kv heads, numbers of a block and head]. A block and head holds its
+tokens consecutively, each a key followed by its value; in a latent cache, a token is one vector
+whose first entries are the value. In int8, two fp32 scales per token, for key and value, follow the
+tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 __all__ = ["KEPT", "CacheForm"]
 
-#: Formats of numbers in a cache and their codes in the kernels: floats of the layer or wider, then
-#: those that are written in a way of their own.
+#: Number formats of a cache and their codes in the kernels: the layer's or wider floats, then
+#: formats that need conversion.
 KEPT = {
     torch.float32: 0,
     torch.bfloat16: 0,
@@ -29,7 +29,7 @@ _SCALES = 8
 
 @frozen
 class CacheForm:
-    """Where things are in a cache, in numbers of its dtype."""
+    """Positions in a cache, in numbers of its dtype."""
 
     kv_heads: int
     block_size: int
@@ -45,41 +45,41 @@ class CacheForm:
 
     @property
     def token(self) -> int:
-        """Numbers of a token."""
+        """Numbers per token."""
         return self.head_dim + (0 if self.latent else self.value_dim)
 
     @property
     def values_at(self) -> int:
-        """Where in a token its value begins."""
+        """Offset of the value within a token."""
         return 0 if self.latent else self.head_dim
 
     @property
     def scales_at(self) -> int:
-        """Where in a block and head the scales begin."""
+        """Offset of the scales within a block and head."""
         return self.block_size * self.token
 
     @property
     def head(self) -> int:
-        """Numbers of a block and head."""
+        """Numbers per block and head."""
         return self.scales_at + (self.block_size * _SCALES if self.dtype == torch.int8 else 0)
 
     @property
     def block(self) -> int:
-        """Numbers of a block."""
+        """Numbers per block."""
         return self.kv_heads * self.head
 
     def shape(self, blocks: int) -> tuple[int, int, int]:
-        """The shape of a cache of so many blocks."""
+        """Return the shape of a cache of `blocks` blocks."""
         return blocks, self.kv_heads, self.head
 
     def readable(self, cache: Tensor) -> Tensor:
-        """The cache as attention reads it."""
+        """Return the cache as attention reads it."""
         return cache
 
     def scales(self, cache: Tensor) -> Tensor | None:
-        """The cache as fp32, for the scales in it; None if there are none."""
+        """Return the cache as fp32, for its scales; None if there are none."""
         return cache.view(torch.float32) if self.dtype == torch.int8 else None
 
     def writable(self, cache: Tensor) -> Tensor:
-        """The cache as it is written: 8-bit floats as bytes."""
+        """Return the cache as it is written: 8-bit floats as bytes."""
         return cache.view(torch.uint8) if self.code in (1, 2) else cache

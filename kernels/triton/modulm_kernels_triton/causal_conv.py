@@ -1,4 +1,4 @@
-"""Causal convolution along rows, channel by channel, over states of the last inputs."""
+"""Causal convolution along rows, per channel, with states of the last inputs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _TOKENS, _CHANNELS = 32, 128
 
 @triton.jit
 def _seen(
-    x, x_row, states, held, fresh, first, at, lag, channel, inside, channels, PAST: tl.constexpr
+    x, x_row, states, state, fresh, first, at, lag, channel, inside, channels, PAST: tl.constexpr
 ):
     """Input `at` - PAST + lag of a row, from before its first token where that is negative."""
-    place = at - PAST + lag
+    position = at - PAST + lag
     now = tl.load(
-        x + (first + place).to(tl.int64) * x_row + channel, inside & (place >= 0), other=0.0
+        x + (first + position).to(tl.int64) * x_row + channel, inside & (position >= 0), other=0.0
     )
     before = tl.load(
-        states + held + (place + PAST).to(tl.int64) * channels + channel,
-        inside & (place < 0) & (fresh == 0),
+        states + state + (position + PAST).to(tl.int64) * channels + channel,
+        inside & (position < 0) & (fresh == 0),
         other=0.0,
     )
-    return tl.where(place >= 0, now.to(tl.float32), before.to(tl.float32))
+    return tl.where(position >= 0, now.to(tl.float32), before.to(tl.float32))
 
 
 @triton.jit
@@ -47,19 +47,19 @@ def _causal_conv(
     inside = (at < last - first) & known
     if tl.program_id(1) * BT < last - first:
         new = tl.load(fresh + row)
-        held = tl.load(source + row) * PAST * channels
+        state = tl.load(source + row) * PAST * channels
         total = tl.zeros((BT, BC), tl.float32)
         for lag in tl.static_range(PAST + 1):
             factor = tl.load(weight + channel * (PAST + 1) + lag, known, other=0.0).to(tl.float32)
             total += factor * _seen(
-                x, x_row, states, held, new, first, at, lag, channel, inside, channels, PAST
+                x, x_row, states, state, new, first, at, lag, channel, inside, channels, PAST
             )
         if BIAS:
             total += tl.load(bias + channel, known, other=0.0).to(tl.float32)
         if SILU:
             total = total / (1.0 + tl.exp(-total))
-        place = out + (first + at).to(tl.int64) * channels + channel
-        tl.store(place, total.to(out.dtype.element_ty), inside)
+        target = out + (first + at).to(tl.int64) * channels + channel
+        tl.store(target, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -67,45 +67,46 @@ def _keep_inputs(
     x, x_row, states, source, slots, fresh, starts, bounds, pieces, channels,
     PAST: tl.constexpr, PIECES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of each row, and those before places on the way, into their slots."""
+    """Write the last inputs of each row, and those before intermediate states, to their slots."""
     row = tl.program_id(0)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = channel < channels
     new = tl.load(fresh + row)
-    held = tl.load(source + row) * PAST * channels
+    state = tl.load(source + row) * PAST * channels
     if PIECES:
         for piece in range(tl.load(bounds + row), tl.load(bounds + row + 1)):
             slot = tl.load(pieces + piece * 3 + 2).to(tl.int64)
             end = tl.load(pieces + piece * 3) + tl.load(pieces + piece * 3 + 1) - first
             if slot >= 0:
                 for lag in tl.static_range(PAST):
-                    found = _seen(
-                        x, x_row, states, held, new, first, end, lag, channel, inside, channels,
+                    value = _seen(
+                        x, x_row, states, state, new, first, end, lag, channel, inside, channels,
                         PAST,
                     )  # fmt: skip
                     to = states + (slot * PAST + lag) * channels + channel
-                    tl.store(to, found.to(states.dtype.element_ty), inside)
-    # From the oldest on: where a row's own state is moved up, what is read was not written yet.
+                    tl.store(to, value.to(states.dtype.element_ty), inside)
+    # Oldest first: if a row's state is shifted in place, inputs are read before they are
+    # overwritten.
     slot = tl.load(slots + row)
     for lag in tl.static_range(PAST):
-        found = _seen(
-            x, x_row, states, held, new, first, last - first, lag, channel, inside, channels, PAST
+        value = _seen(
+            x, x_row, states, state, new, first, last - first, lag, channel, inside, channels, PAST
         )
         to = states + (slot * PAST + lag) * channels + channel
-        tl.store(to, found.to(states.dtype.element_ty), inside)
+        tl.store(to, value.to(states.dtype.element_ty), inside)
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, plan: StatePlan
 ) -> Tensor:
-    """The op `causal_conv`: the outputs of all rows, then what is kept of their inputs."""
+    """The op `causal_conv`: compute the outputs of all rows, then store their last inputs."""
     tokens, channels = x.shape
     past = weight.shape[-1] - 1
     need(tuple(weight.shape) == (channels, 1, past + 1), f"weight must be [{channels}, 1, width]")
     need(tuple(states.shape[1:]) == (past, channels), f"states must be [slots, {past}, {channels}]")
     need(states.is_contiguous() and weight.is_contiguous(), "states and weight must be dense")
-    x, made, rows = dense(x), segments(plan, x.device), len(plan.counts)
+    x, split, rows = dense(x), segments(plan, x.device), len(plan.counts)
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     block, source = min(_CHANNELS, power_of_two(channels)), sources(plan)
     longest = max(plan.counts)
@@ -119,9 +120,9 @@ def causal_conv(
     launch(
         _keep_inputs, (rows, cut(channels, block)),
         x, x.stride(0), states, source, plan.slots, fresh(plan), plan.query_starts,
-        plan.query_starts if made is None else made.bounds,
-        plan.query_starts if made is None else made.pieces, channels,
-        PAST=past, PIECES=made is not None, BC=block,
+        plan.query_starts if split is None else split.bounds,
+        plan.query_starts if split is None else split.pieces, channels,
+        PAST=past, PIECES=split is not None, BC=block,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,7 @@
-"""The gated delta rule: token by token, and in segments whose matrices are inverted beforehand.
+"""The gated delta rule: token by token, or in segments with precomputed inverses.
 
-Yang et al., arXiv 2412.06464, section 3.3. What does not depend on the state, the inverse of each
-segment's unit triangular matrix, is computed for all segments side by side.
+Yang et al., arXiv 2412.06464, section 3.3. The inverse of each segment's unit triangular matrix
+does not depend on the state, so it is computed for all segments in parallel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _one(state, q, k, v, beta, decay, scale):
-    """state: [BK, BV]; q, k: [BK]; v: [BV] -> (state, [BV])"""
+    """Process one token: state [BK, BV]; q, k: [BK]; v: [BV] -> (state, [BV])."""
     q, k = _unit(q, 0) * scale, _unit(k, 0)
     state = state * tl.exp(decay)
     change = (v - tl.sum(k[:, None] * state, 0)) * beta
@@ -47,7 +47,7 @@ def _by_token(
     slots, fresh, starts, bounds, pieces, out, heads, key_dim, value_dim, each, reach, scale,
     PIECES: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one token."""
+    """Process rows with one token."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts + row)
     if tl.load(starts + row + 1) - first == 1:
@@ -80,20 +80,20 @@ def _by_token(
 def _segment(
     beta, beta_row, step, step_row, a_log, bias, pieces, piece, head, reach, SEGMENT: tl.constexpr
 ):  # fmt: skip
-    """(tokens, which are there, beta, sums of decays), each [SEGMENT]"""
+    """Return (tokens, which are valid, beta, cumulative decays), each [SEGMENT]."""
     ramp = tl.arange(0, SEGMENT)
     known = ramp < tl.load(pieces + piece * 3 + 1)
     token = tl.load(pieces + piece * 3).to(tl.int64) + ramp
     moved = tl.load(beta + token * beta_row + head, known, other=0.0).to(tl.float32)
     moved = tl.where(known, reach * _sigmoid(moved), 0.0)
-    given = tl.load(step + token * step_row + head, known, other=0.0).to(tl.float32)
-    fade = tl.where(known, softplus(given + tl.load(bias + head)), 0.0)
+    step_size = tl.load(step + token * step_row + head, known, other=0.0).to(tl.float32)
+    fade = tl.where(known, softplus(step_size + tl.load(bias + head)), 0.0)
     return token, known, moved, tl.cumsum(-tl.exp(tl.load(a_log + head)) * fade, 0)
 
 
 @triton.jit
 def _vectors(x, x_row, token, known, shared, inside):
-    """[SEGMENT, BK] fp32; shared: [BK], where a token's vector lies."""
+    """Return [SEGMENT, BK] fp32; shared: [BK], offsets of a token's vector."""
     where = token[:, None] * x_row + shared[None, :]
     return tl.load(x + where, known[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
@@ -103,9 +103,10 @@ def _invert(
     k, k_row, beta, beta_row, step, step_row, a_log, bias, pieces, inverse, heads, key_dim, each,
     reach, PRECISION: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """(1 + what a segment's tokens change of each other)^-1, row by row from above.
+    """Compute the inverse of (1 + the changes that a segment's tokens make to each other), row by
+    row.
 
-    Keys are read in parts, whose products fit into the memory of small chips.
+    Keys are read in parts, so that the products fit into the memory of small GPUs.
     """
     piece, head = tl.program_id(0), tl.program_id(1)
     ramp = tl.arange(0, SEGMENT)
@@ -124,13 +125,13 @@ def _invert(
         length = tl.rsqrt(squares + 1e-6)
         mixing *= length[:, None] * length[None, :] * decays(total, SEGMENT) * moved[:, None]
         mixing = tl.where(ramp[:, None] > ramp[None, :], mixing, 0.0)
-        found = (ramp[:, None] == ramp[None, :]).to(tl.float32)
+        inverted = (ramp[:, None] == ramp[None, :]).to(tl.float32)
         for i in range(1, count):
             line = tl.sum(tl.where(ramp[:, None] == i, mixing, 0.0), 0)
-            before = tl.sum(line[:, None] * found, 0)
-            found = tl.where(ramp[:, None] == i, found - before[None, :], found)
-        place = (piece * heads + head).to(tl.int64) * SEGMENT * SEGMENT
-        tl.store(inverse + place + ramp[:, None] * SEGMENT + ramp[None, :], found)
+            before = tl.sum(line[:, None] * inverted, 0)
+            inverted = tl.where(ramp[:, None] == i, inverted - before[None, :], inverted)
+        target = (piece * heads + head).to(tl.int64) * SEGMENT * SEGMENT
+        tl.store(inverse + target + ramp[:, None] * SEGMENT + ramp[None, :], inverted)
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def _by_segment(
     slots, fresh, starts, bounds, pieces, out, heads, key_dim, value_dim, each, reach, scale,
     inverse, PRECISION: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of a head's state of a row of several tokens."""
+    """Process BV columns of a head's state for a row of several tokens."""
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(starts + row + 1) - tl.load(starts + row) > 1:
         key, value = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
@@ -159,8 +160,8 @@ def _by_segment(
                 one_key = tl.load(k + at * k_row + shared, key < key_dim, other=0.0)
                 one_value = tl.load(v + at * v_row + head * value_dim + value, inside, other=0.0)
                 one_beta = reach * _sigmoid(tl.load(beta + at * beta_row + head).to(tl.float32))
-                given = tl.load(step + at * step_row + head).to(tl.float32)
-                decay = -tl.exp(tl.load(a_log + head)) * softplus(given + tl.load(bias + head))
+                step_size = tl.load(step + at * step_row + head).to(tl.float32)
+                decay = -tl.exp(tl.load(a_log + head)) * softplus(step_size + tl.load(bias + head))
                 state, one = _one(
                     state, one_query.to(tl.float32), one_key.to(tl.float32),
                     one_value.to(tl.float32), one_beta, decay, scale,
@@ -177,11 +178,13 @@ def _by_segment(
                     v + token[:, None] * v_row + head * value_dim + value[None, :], dims, other=0.0
                 ).to(tl.float32)
                 grown = tl.exp(total)[:, None]
-                held = tl.dot(keys, state, input_precision=PRECISION)
-                place = (piece * heads + head).to(tl.int64) * SEGMENT * SEGMENT
-                found = tl.load(inverse + place + ramp[:, None] * SEGMENT + ramp[None, :])
+                prediction = tl.dot(keys, state, input_precision=PRECISION)
+                source_at = (piece * heads + head).to(tl.int64) * SEGMENT * SEGMENT
+                inverted = tl.load(inverse + source_at + ramp[:, None] * SEGMENT + ramp[None, :])
                 change = tl.dot(
-                    found, moved[:, None] * (values - grown * held), input_precision=PRECISION
+                    inverted,
+                    moved[:, None] * (values - grown * prediction),
+                    input_precision=PRECISION,
                 )
                 y = grown * tl.dot(query, state, input_precision=PRECISION)
                 mixed = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
@@ -219,11 +222,11 @@ def delta_rule(
     fits = tuple(states.shape[1:]) == (heads, key_dim, value_dim) and states.is_contiguous()
     need(fits, f"states must be [slots, {heads}, {key_dim}, {value_dim}], dense")
     q, k, v, beta, step = (dense(part) for part in (q, k, v, beta, step))
-    made, device = segments(plan, v.device), v.device
+    split, device = segments(plan, v.device), v.device
     out = torch.empty(v.shape, dtype=torch.float32, device=device)
-    cuts = (plan.query_starts,) * 2 if made is None else (made.bounds, made.pieces)
+    cuts = (plan.query_starts,) * 2 if split is None else (split.bounds, split.pieces)
     rates = (beta, beta.stride(0), step, step.stride(0), a_log, bias)
-    given = (
+    arguments = (
         q, q.stride(0), k, k.stride(0), v, v.stride(0), *rates, states, sources(plan), plan.slots,
         fresh(plan), plan.query_starts, *cuts, out, heads, key_dim, value_dim, heads // key_heads,
         float(reach), key_dim**-0.5,
@@ -234,20 +237,20 @@ def delta_rule(
     grid = (rows, heads, cut(value_dim, values))
     if min(plan.counts) == 1:
         launch(
-            _by_token, grid, *given, PIECES=made is not None, BK=keys, BV=values,
+            _by_token, grid, *arguments, PIECES=split is not None, BK=keys, BV=values,
             num_warps=tiles["num_warps"],
         )  # fmt: skip
-    if made is not None and max(plan.counts) > 1:
-        count = made.pieces.shape[0]
+    if split is not None and max(plan.counts) > 1:
+        count = split.pieces.shape[0]
         inverse = torch.empty(count, heads, SEGMENT, SEGMENT, dtype=torch.float32, device=device)
         meta = {"PRECISION": precision(), "SEGMENT": SEGMENT}
         launch(
-            _invert, (count, heads), k, k.stride(0), *rates, made.pieces, inverse, heads, key_dim,
+            _invert, (count, heads), k, k.stride(0), *rates, split.pieces, inverse, heads, key_dim,
             heads // key_heads, float(reach), **meta, PART=min(keys, 64),
             num_warps=tiles["num_warps"],
         )  # fmt: skip
         launch(
-            _by_segment, grid, *given, inverse, **meta, BK=keys, BV=values,
+            _by_segment, grid, *arguments, inverse, **meta, BK=keys, BV=values,
             num_warps=tiles["num_warps"], num_stages=tiles["num_stages"],
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""What the kernels run on, as Triton tells it."""
+"""The device that kernels run on, according to Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 __all__ = ["fp8_products", "interpreting", "target", "unusable", "version"]
 
-#: The oldest NVIDIA GPUs that Triton compiles for.
+#: Lowest compute capability that Triton supports.
 _CUDA_SINCE = 80
-#: Those that multiply fp8 as it is stored in files: chips with another fp8 (fnuz) do not count.
+#: Architectures that multiply fp8 in the checkpoint format (e4m3fn); chips with fnuz formats do not
+#: count.
 _CUDA_FP8_SINCE, _OTHERS_WITH_FP8 = 89, (("hip", "gfx950"), ("hip", "gfx1200"), ("hip", "gfx1201"))
-#: What brings the module, depending on the torch that it belongs to.
+#: How to install Triton, which depends on the torch build.
 _DISTRIBUTIONS = (
     "triton",
     "triton-rocm",
@@ -27,7 +28,7 @@ _INSTALL = "install triton in the version that this torch names"
 
 
 def version() -> str:
-    """Triton's version; "" where it is not installed."""
+    """Return Triton's version; "" if it is not installed."""
     for name in (
         "triton",
         "pytorch-triton-rocm",
@@ -51,38 +52,38 @@ def interpreting() -> bool:
 
 @cache
 def target() -> tuple[str, str]:
-    """(backend, architecture) that kernels are compiled for: ("cuda", "90"), ("hip", "gfx942"),
-    ("xpu", ..); ("interpreter", "") where they are interpreted.
+    """Return (backend, architecture) that kernels are compiled for: ("cuda", "90"), ("hip",
+    "gfx942"), ("xpu", ..); ("interpreter", "") if they are interpreted.
     """
     if interpreting():
         return "interpreter", ""
     from triton.runtime import driver
 
-    found = driver.active.get_current_target()
-    return str(found.backend), str(found.arch)
+    current = driver.active.get_current_target()
+    return str(current.backend), str(current.arch)
 
 
 def unusable(device: torch.device) -> str | None:
-    """Why kernels cannot run on a device here, None if they can."""
+    """Return the reason why kernels cannot run on a device, or None."""
     if find_spec("triton") is None:
         return f"Triton is not installed: {_INSTALL}"
     try:
         if interpreting():
             return None
         if device.type == "cpu":
-            return "needs a GPU; TRITON_INTERPRET=1 runs kernels slowly on processors, for tests"
+            return "needs a GPU; TRITON_INTERPRET=1 runs kernels slowly on CPUs, for tests"
         backend, architecture = target()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"Triton does not work here: {str(error).splitlines()[0]}"
+        return f"Triton does not work: {str(error).splitlines()[0]}"
     if backend == "cuda" and int(architecture) < _CUDA_SINCE:
-        found, since = int(architecture) / 10, _CUDA_SINCE / 10
-        return f"Triton needs a GPU of capability {since}, this one has {found}"
+        capability, since = int(architecture) / 10, _CUDA_SINCE / 10
+        return f"Triton needs a GPU of compute capability {since}, but this one has {capability}"
     return None
 
 
 @cache
 def fp8_products() -> bool:
-    """Whether the device multiplies floats of eight bits (e4m3fn) itself."""
+    """Whether the device multiplies 8-bit floats (e4m3fn) natively."""
     backend, architecture = target()
     if backend == "cuda":
         return int(architecture) >= _CUDA_FP8_SINCE

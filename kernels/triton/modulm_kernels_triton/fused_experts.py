@@ -1,4 +1,4 @@
-"""All experts of a layer: two grouped products and a sum, tokens sorted by expert."""
+"""All experts of a layer: two grouped products and a sum, with tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Coded = tuple[Tensor, Tensor, Tensor | None]
 
 @frozen(eq=False)
 class ExpertCodes:
-    """A stack of weights [experts, N, K] as codes, all experts' rows below each other.
+    """A stack of weights [experts, N, K] as codes, with all experts' rows concatenated.
 
     `stack[e]` is the weight of expert e in bf16.
     """
@@ -45,7 +45,7 @@ class ExpertCodes:
 
     @property
     def bytes(self) -> int:
-        """Memory that all experts take."""
+        """Memory of all experts."""
         return self.codes.bytes
 
     def __getitem__(self, expert: int) -> Tensor:
@@ -60,29 +60,30 @@ def _gated(gate, up, ACT: tl.constexpr, alpha, limit):
     if ACT == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        made = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+        result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     elif ACT == "silu":
-        made = gate / (1.0 + tl.exp(-gate)) * up
+        result = gate / (1.0 + tl.exp(-gate)) * up
     elif ACT == "gelu":
-        made = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        made = gate / (1.0 + tl.exp(-2.0 * inner)) * up
-    return made
+        result = gate / (1.0 + tl.exp(-2.0 * inner)) * up
+    return result
 
 
 @triton.jit
 def _experts(
-    x, x_row, x_scales, x_groups, weight, scales, zeros, table, bias, out, places, blocks,
+    x, x_row, x_scales, x_groups, weight, scales, zeros, table, bias, out, sorted_choices, blocks,
     top_k, N, K, size, groups, alpha, limit,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
     ZEROS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one expert times BN of its N outputs, for GATED those of gate and up.
+    """Multiply a block of rows of one expert by BN of its N outputs; for GATED, by those of gate
+    and up.
 
-    x: rows by token if GATED, else by choice; out: [choices, N].
+    x: rows by token if GATED, else by choice. out: [choices, N].
     """
     expert = tl.load(blocks + tl.program_id(1) * 3)
     if expert >= 0:
@@ -92,7 +93,7 @@ def _experts(
         )
         at = tl.arange(0, BM)
         row_inside = at < count
-        choice = tl.load(places + first + at, row_inside, other=0).to(tl.int64)
+        choice = tl.load(sorted_choices + first + at, row_inside, other=0).to(tl.int64)
         row = choice
         if GATED:
             row = choice // top_k
@@ -120,9 +121,9 @@ def _experts(
                 more = tl.load(bias + base + N + column, column_inside, other=0.0)
                 up += more.to(tl.float32)[None, :]
             total = _gated(total, up, ACT, alpha, limit)
-        place = out + choice[:, None] * N + column[None, :]
+        target = out + choice[:, None] * N + column[None, :]
         tl.store(
-            place, total.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :]
+            target, total.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :]
         )
 
 
@@ -130,7 +131,7 @@ def _experts(
 def _add_up(
     parts, weights, ids, out, out_row, size, top_k, BT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A token's experts in the order of their index."""
+    """Sum a token's experts in the order of their index."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -151,7 +152,7 @@ def _add_up(
 
 
 def pack_experts(weight: Tensor, parts: int = 1) -> Any:
-    """The op `pack_experts`: a stack of floats stays as it is."""
+    """The op `pack_experts`: stacks of floats are unchanged."""
     need(weight.dim() == 3, f"weight must be [experts, N, K], not {list(weight.shape)}")
     need(weight.dtype in _FLOATS, f"weight must hold floats, not {weight.dtype}")
     need(weight.shape[1] % parts == 0, f"weight of {weight.shape[1]} outputs has no {parts} parts")
@@ -166,19 +167,26 @@ def pack_quantized_experts(
     parts: int = 1,
     activations: str = "bf16",
 ) -> ExpertCodes:
-    """Codes for `fused_experts`; stack: of each of `experts` experts codes [parts * N, K], scales
-    and zero points [parts * N, groups] or None, as `pack_quantized` takes them, alike in all.
+    """Pack codes for `fused_experts`.
+
+    stack: for each of `experts` experts, codes [parts * N, K], scales and zero points [parts * N,
+    groups] or None, as `pack_quantized` takes them, all in the same format.
     """
-    held = [lay(codes, format, group, scales, zeros, activations) for codes, scales, zeros in stack]
-    need(len(held) == experts, f"{experts} experts are needed, not {len(held)}")
-    first = held[0]
-    need(first.outputs % parts == 0, f"{first.outputs} outputs are no {parts} equal parts")
+    packed = [
+        lay(codes, format, group, scales, zeros, activations) for codes, scales, zeros in stack
+    ]
+    need(len(packed) == experts, f"expected {experts} experts, not {len(packed)}")
+    first = packed[0]
+    need(
+        first.outputs % parts == 0,
+        f"{first.outputs} outputs cannot be split into {parts} equal parts",
+    )
     alike = all(
         one.data.shape == first.data.shape and one.scales.dtype == first.scales.dtype
-        for one in held
+        for one in packed
     )
-    need(alike, "experts must be stored alike")
-    return ExpertCodes(stacked(held), experts)
+    need(alike, "experts must have the same format")
+    return ExpertCodes(stacked(packed), experts)
 
 
 def fused_experts(
@@ -195,24 +203,26 @@ def fused_experts(
     down_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the twin says; stacks that are neither floats nor codes of this provider go to it."""
+    """See the twin, which is called for stacks that are neither floats nor codes of this
+    provider.
+    """
     if not all(isinstance(stack, Tensor | ExpertCodes) for stack in (gate_up, down)):
-        found = twins.fused_experts(
+        result = twins.fused_experts(
             x, weights, ids, gate_up, down, act=act, alpha=alpha, limit=limit,
             gate_up_bias=gate_up_bias, down_bias=down_bias,
         )  # fmt: skip
-        return found if out is None else out.copy_(found)
+        return result if out is None else out.copy_(result)
     need(act in _GATES, f"act must be one of {', '.join(_GATES)}, not {act!r}")
     (tokens, hidden), (experts, _, inner) = x.shape, down.shape
     fits = tuple(gate_up.shape) == (experts, 2 * inner, hidden) and down.shape[1] == hidden
     need(fits, f"stacks must be [E, 2 I, {hidden}] and [E, {hidden}, I]")
     ids, weights = ids.contiguous(), weights.contiguous()
     by_expert = sort_by_expert(ids, experts, rows_of_blocks(ids.numel(), experts))
-    made = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+    inner_rows = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    _product(x, gate_up, gate_up_bias, made, by_expert, ids.shape[1], act, alpha, limit)
+    _product(x, gate_up, gate_up_bias, inner_rows, by_expert, ids.shape[1], act, alpha, limit)
     parts = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    _product(made, down, down_bias, parts, by_expert)
+    _product(inner_rows, down, down_bias, parts, by_expert)
     if out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     top_k = ids.shape[1]
@@ -235,7 +245,7 @@ def _product(
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> None:
-    """Rows by expert; with `act` those of gate and up, joined."""
+    """Multiply rows by their expert; with `act`, by gate and up, combined."""
     outputs, inputs = out.shape[1], x.shape[1]
     tiles = dict(tuned("fused_experts", BM=by_expert.rows, BYTES=x.element_size()))
     if isinstance(stack, Tensor):
@@ -256,7 +266,7 @@ def _product(
     launch(
         _experts, (cut(outputs, tiles["BN"]), by_expert.blocks.shape[0]),
         rounded, rounded.stride(0), factors, factors.stride(0), *tensors,
-        x if bias is None else bias.contiguous(), out, by_expert.places, by_expert.blocks,
+        x if bias is None else bias.contiguous(), out, by_expert.order, by_expert.blocks,
         top_k, outputs, inputs, *sizes, alpha, limit,
         GATED=bool(act), ACT=act, BIAS=bias is not None,
         BM=by_expert.rows, **meta, **tiles,

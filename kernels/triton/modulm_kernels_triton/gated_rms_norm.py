@@ -1,4 +1,4 @@
-"""RMS norm of parts of a row, with a gate before or after: a program per part."""
+"""RMS norm of parts of a row, with a gate before or after: one program per part."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _gated_rms_norm(
     wide = wide * tl.load(weight + part * weight_part + at, inside, other=0.0).to(tl.float32)
     if FIRST:
         wide = wide * factor
-    place = out + row * size * tl.num_programs(1) + part * size + at
-    tl.store(place, wide.to(out.dtype.element_ty), inside)
+    target = out + row * size * tl.num_programs(1) + part * size + at
+    tl.store(target, wide.to(out.dtype.element_ty), inside)
 
 
 def gated_rms_norm(

@@ -1,8 +1,8 @@
-"""Where compiled kernels are kept: a folder for each set of versions that makes them.
+"""The folder of compiled kernels: one per combination of versions.
 
-Triton keeps what it compiled under a hash of the source and of everything else that it depends
-on. A folder by version can be filled ahead (`ahead.py`), shipped with an image, and thrown away as
-a whole after an upgrade.
+Triton stores compiled kernels under a hash of the source and of everything else that they depend
+on. A folder per version can be filled ahead of time (`ahead.py`), shipped with an image, and
+deleted as a whole after an upgrade.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["folder", "keep_compiled"]
 
 
 def folder() -> Path:
-    """The folder of these versions; TRITON_CACHE_DIR names another place for all of them."""
-    own = version_of("modulm-kernels-triton")
-    versions = f"modulm-{own}-triton-{version()}-torch-{torch.__version__}"
+    """Return the folder for the installed versions; TRITON_CACHE_DIR overrides it."""
+    kernels_version = version_of("modulm-kernels-triton")
+    versions = f"modulm-{kernels_version}-triton-{version()}-torch-{torch.__version__}"
     home = variables().get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "modulm" / "triton" / versions
 
 
 def keep_compiled() -> None:
-    """Have Triton keep what it compiles in `folder`, unless it was told where."""
+    """Make Triton store compiled kernels in `folder`, unless TRITON_CACHE_DIR is set."""
     from triton import knobs
 
     if not interpreting() and "TRITON_CACHE_DIR" not in variables():

@@ -1,7 +1,7 @@
-"""What is written to a cache: numbers as they are, as bytes of 8-bit floats, or int8 with a scale.
+"""Convert numbers for the cache: unchanged, as bytes of 8-bit floats, or as int8 with a scale.
 
-Eight-bit floats are rounded here, to nearest even and within their largest number, by integer
-arithmetic: not every GPU has an instruction for it, and Triton's interpreter rounds otherwise.
+8-bit floats are rounded to nearest even and clamped to the largest number by integer arithmetic,
+because not every GPU has an instruction for it and Triton's interpreter rounds differently.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _INT8 = tl.constexpr(3)
 
 @triton.jit
 def _bytes_of(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
-    """x: fp32 -> uint8, the 8-bit float next to it."""
+    """Convert x fp32 to uint8, the nearest 8-bit float."""
     size = tl.minimum(tl.abs(x), MOST)
     bits = size.to(tl.int32, bitcast=True)
     SHIFT: tl.constexpr = 23 - MANTISSA
     half = (1 << (SHIFT - 1)) - 1
     normal = ((bits + half + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Below the least normal number: an addition that leaves no bits but those of the format.
+    # Below the smallest normal number: an addition that leaves only the bits of the format.
     MAGIC: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
     small = (size + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
     LEAST: tl.constexpr = 2.0 ** (1 - BIAS)
@@ -36,10 +36,10 @@ def _bytes_of(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr)
 
 @triton.jit
 def keep(x, where, mask, scale, at_scale, scale_mask, KEPT: tl.constexpr):
-    """Write x [heads, size] fp32 to the pointers `where`; zero where it is padded.
+    """Write x [heads, size] fp32 to the pointers `where`; padding is zero.
 
-    KEPT: the code of the format (cache.py). For int8 the scale of each head goes to at_scale
-    [heads]; `scale` [heads] divides the others first.
+    KEPT: the format's code (cache.py). For int8, the scale of each head is written to at_scale
+    [heads]; other formats are divided by `scale` [heads] first.
     """
     if KEPT == _INT8:
         of_head = tl.maximum(tl.max(tl.abs(x), 1) / 127.0, 1e-12)

@@ -1,7 +1,7 @@
-"""Calls of ops on small tensors, by which their kernels are compiled before they are needed.
+"""Calls of ops on small tensors, which compile their kernels ahead of time.
 
-What a model needs of them depends on how it is stored; all that is common is called here. Grids and
-numbers of rows change no kernel.
+Which kernels a model needs depends on how it is stored; all common ones are called here. Grids and
+numbers of rows do not change kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VOCABULARY, _EXPERTS, _TOP_K, _GROUP = 8192, 128, 8, 128
 
 
 class Shape(Protocol):
-    """Of a model."""
+    """Sizes of a model."""
 
     @property
     def hidden(self) -> int: ...
@@ -35,7 +35,7 @@ class Shape(Protocol):
 
 
 def sampling(shape: Shape) -> None:
-    """Greedy rows, draws with and without filters, log probabilities, penalties, masks."""
+    """Greedy rows, sampling with and without filters, log probabilities, penalties, masks."""
     ops = modulm_kernels_triton.ops()
     logits, ids = torch.zeros(2, _VOCABULARY), torch.zeros(2, dtype=torch.int64)
     some, k = torch.ones(2), torch.ones(2, dtype=torch.int32)
@@ -51,7 +51,7 @@ def sampling(shape: Shape) -> None:
 
 
 def coded_layers(shape: Shape) -> None:
-    """Linear layers of int4 in groups, of int8, and of fp8 in blocks, for few rows and for many."""
+    """Linear layers of int4 in groups, int8, and fp8 in blocks, for few rows and for many."""
     ops = modulm_kernels_triton.ops()
     size = (shape.intermediate, shape.hidden)
     groups = torch.ones(shape.intermediate, shape.hidden // _GROUP)
@@ -84,7 +84,7 @@ def experts(shape: Shape) -> None:
 
 
 def recurrence(shape: Shape) -> None:
-    """Convolutions, scans and delta rules of the usual sizes, of a prompt beside a decode."""
+    """Convolutions, scans and delta rules of the usual sizes, for a prompt beside a decode."""
     ops = modulm_kernels_triton.ops()
     tokens, heads, dim, size = 3, 4, 64, 128
     plan = StatePlan(
@@ -95,16 +95,16 @@ def recurrence(shape: Shape) -> None:
         starts=(0, 0),
     )
 
-    def given(*sizes: int) -> torch.Tensor:
+    def zeros(*sizes: int) -> torch.Tensor:
         return torch.zeros(tokens, *sizes, dtype=shape.dtype)
 
     weight = torch.zeros(shape.hidden, 1, 4, dtype=shape.dtype)
     states = torch.zeros(2, 3, shape.hidden, dtype=shape.dtype)
-    ops["causal_conv"](given(shape.hidden), weight, None, True, states, plan)
-    rates, pair = torch.zeros(heads), given(2, size)
-    scan = (given(heads, dim), given(heads), rates[:, None], pair, pair, rates)
+    ops["causal_conv"](zeros(shape.hidden), weight, None, True, states, plan)
+    rates, pair = torch.zeros(heads), zeros(2, size)
+    scan = (zeros(heads, dim), zeros(heads), rates[:, None], pair, pair, rates)
     ops["selective_scan"](*scan, torch.zeros(2, heads, dim, size), plan, rates)
-    delta = (pair, pair, given(heads, size), given(heads), given(heads), rates, rates)
+    delta = (pair, pair, zeros(heads, size), zeros(heads), zeros(heads), rates, rates)
     ops["delta_rule"](*delta, torch.zeros(2, heads, size, size), plan)
 
 
@@ -118,7 +118,7 @@ def adapters(shape: Shape) -> None:
     modulm_kernels_triton.ops()["add_lora"](x.clone(), x, groups, table)
 
 
-#: In the order of how often they are needed.
+#: In order of how often they are needed.
 KINDS: tuple[Callable[[Shape], None], ...] = (
     sampling, coded_layers, experts, adapters, recurrence
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Queries and keys of latent attention: the product per head by torch, the rest in one kernel."""
+"""Queries and keys of latent attention: the product per head in torch, the rest in one kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _latent_prepare(
     RANK: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
-    """The rotated parts of some heads' queries; the first program of a token makes its key."""
+    """Rotate the queries of some heads; a token's first program also builds its key."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     width: tl.constexpr = RANK + 2 * HALF

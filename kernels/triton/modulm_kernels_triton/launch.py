@@ -1,4 +1,4 @@
-"""How a kernel is started: on the device, or only compiled for it."""
+"""Start a kernel on the device, or only compile it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _compiled: list[Any] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """`kernel[grid](*args, **meta)`, if the grid holds a program at all."""
+    """Call `kernel[grid](*args, **meta)`, unless the grid is empty."""
     if 0 in grid:
         return
     if _compiled is None:
@@ -23,9 +23,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 @contextmanager
 def compiling_only() -> Iterator[list[Any]]:
-    """Inside, kernels are compiled as their calls would have them and not started.
+    """Compile kernels for their calls, inside the context, without starting them.
 
-    Gives the list that the compiled kernels are put into.
+    Yields the list of compiled kernels.
     """
     global _compiled
     before, _compiled = _compiled, []
@@ -36,10 +36,10 @@ def compiling_only() -> Iterator[list[Any]]:
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two from `size` on; blocks of a kernel are as long as these."""
+    """Return the smallest power of two that is at least `size`; kernel blocks have such sizes."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def cut(size: int, block: int) -> int:
-    """How many blocks hold `size`."""
+    """Return the number of blocks that cover `size`."""
     return -(-size // block)

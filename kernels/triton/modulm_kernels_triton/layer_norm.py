@@ -27,8 +27,8 @@ def _layer_norm(
     wide = tl.where(inside, wide - tl.sum(wide, 0) / size, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     if WEIGHT:
-        place = weight + row % weight_rows * weight_row + at
-        wide = wide * tl.load(place, inside, other=0.0).to(tl.float32)
+        source = weight + row % weight_rows * weight_row + at
+        wide = wide * tl.load(source, inside, other=0.0).to(tl.float32)
     if BIAS:
         wide = wide + tl.load(bias + at, inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + at, wide.to(out.dtype.element_ty), inside)
@@ -38,10 +38,10 @@ def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """The op `layer_norm`; x: [T, H], or [T, n, H] with weight [H] or [n, H]."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     size = x.shape[-1]
     x, rows_in_group, group, row = grouped(x)
-    flat = made.view(-1, size)
+    flat = result.view(-1, size)
     each = weight is not None and weight.dim() == 2
     block = power_of_two(size)
     launch(
@@ -50,7 +50,7 @@ def layer_norm(
         weight.stride(0) if each else 0, flat.stride(0), size, eps, WEIGHT=weight is not None,
         BIAS=bias is not None, BLOCK=block, **tuned("rms_norm", BLOCK=block),
     )  # fmt: skip
-    return made
+    return result
 
 
 OPS = {"layer_norm": layer_norm}

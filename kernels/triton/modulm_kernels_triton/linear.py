@@ -1,7 +1,7 @@
-"""Linear layers: floats through torch, codes through a kernel.
+"""Linear layers: floats with torch, codes with a kernel.
 
-Sums over K run over spans of it, then over the spans' sums, in an order that the weight's shape
-decides and nothing else. With few rows the spans are computed side by side.
+Sums over K are computed per span and then over spans, in an order that only depends on the weight's
+shape. With few rows, spans are computed in parallel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from modulm_kernels_triton.weights import PackedCodes, lay, need
 
 __all__ = ["OPS"]
 
-#: Programs that keep a large GPU busy, and the least blocks of K that are worth a program.
+#: Programs that keep a large GPU busy, and the fewest blocks of K per program.
 _PROGRAMS, _LEAST_BLOCKS, _MOST_SPANS = 512, 4, 16
-#: Rows up to which spans are computed side by side.
+#: Maximum rows for which spans are computed in parallel.
 _FEW_ROWS = 32
 _COLUMNS = 64
 
@@ -64,8 +64,8 @@ def _linear(
                 )  # fmt: skip
         if BIAS:
             total += tl.load(bias + column, column_inside, other=0.0).to(tl.float32)[None, :]
-    place = out + part.to(tl.int64) * M * N + row[:, None] * out_row + column[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :])
+    target = out + part.to(tl.int64) * M * N + row[:, None] * out_row + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "spans"])
@@ -75,12 +75,12 @@ def _add_spans(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < N
-    place = parts + row * N + column
+    source = parts + row * N + column
     step = (tl.program_id(0) * 0 + M).to(tl.int64) * N
-    total = tl.load(place, inside, other=0.0)
+    total = tl.load(source, inside, other=0.0)
     for _ in range(1, spans):
-        place += step
-        total += tl.load(place, inside, other=0.0)
+        source += step
+        total += tl.load(source, inside, other=0.0)
     if BIAS:
         total += tl.load(bias + column, inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), inside)
@@ -94,12 +94,12 @@ def pack_linear(
     zeros: Tensor | None = None,
     activations: str = "bf16",
 ) -> Any:
-    """The op `pack_linear`, which leaves floats as they are; and `pack_quantized`, for codes.
+    """The op `pack_linear`, which leaves floats unchanged; and `pack_quantized`, for codes.
 
     weight: [N, K]: int8, float8_e4m3fn, or for "int4", "e2m1" and "iq4" uint8 in 0..15. scales,
-    zeros: [N, K / group], a weight being scale * (code - zero); uint8 scales are exponents of two
-    plus 127. zeros default to 0, for int4 to 8. `group` 0 means all of K. `activations` are what
-    they may be rounded to, "bf16" being not at all.
+    zeros: [N, K / group]; a weight is scale * (code - zero); uint8 scales are exponents of two plus
+    127. zeros default to 0, for int4 to 8. group: 0 means all of K. activations: what they may be
+    rounded to, "bf16" for no rounding.
     """
     if format is None:
         need(weight.is_floating_point(), f"weight must hold floats, not {weight.dtype}")
@@ -108,17 +108,17 @@ def pack_linear(
 
 
 def unpack_linear(packed: PackedCodes | Tensor) -> Tensor:
-    """The weight as [N, K], in its own float dtype, or bf16 with scales applied."""
+    """Return the weight [N, K] in its float dtype, or dequantized to bf16."""
     return packed.weight() if isinstance(packed, PackedCodes) else packed
 
 
 def linear(
     x: Tensor, packed: PackedCodes | Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The op `linear`; x: [..., K] -> [..., N] in x's dtype, or in `out`'s if it is given."""
+    """The op `linear`; x: [..., K] -> [..., N] in x's dtype, or in that of `out`."""
     if not isinstance(packed, PackedCodes):
-        made = F.linear(x, packed, bias)
-        return made if out is None else out.copy_(made)
+        result = F.linear(x, packed, bias)
+        return result if out is None else out.copy_(result)
     need(x.shape[-1] == packed.inputs, f"x must be [T, {packed.inputs}], not {list(x.shape)}")
     if out is None:
         out = torch.empty(*x.shape[:-1], packed.outputs, dtype=x.dtype, device=x.device)
@@ -155,7 +155,7 @@ def linear(
 
 
 def _spans(outputs: int, inputs: int, block: int) -> tuple[int, int]:
-    """(blocks of inputs in a span, how many spans there are)."""
+    """Return (blocks of inputs per span, number of spans)."""
     blocks = cut(inputs, block)
     wanted = min(_PROGRAMS // max(cut(outputs, _COLUMNS), 1), blocks // _LEAST_BLOCKS, _MOST_SPANS)
     each = cut(blocks, max(wanted, 1))
@@ -169,5 +169,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "unpack_linear": unpack_linear,
 }
 if fp8_products():
-    # Quantization methods take it as a sign that activations may be rounded so.
+    # Its presence tells quantization methods that activations may be rounded this way.
     OPS["round_rows_fp8"] = partial(round_rows, to="fp8")

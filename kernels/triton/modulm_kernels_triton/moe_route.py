@@ -1,4 +1,4 @@
-"""The experts of each token: one program per token, nothing sorted."""
+"""Expert routing: one program per token, without sorting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCORINGS, _GROUP_SCORES = ("softmax", "sigmoid"), ("max", "top2")
 
 @triton.jit
 def _first_best(values, at, far):
-    """(the greatest, the lowest place that has it)"""
+    """Return (the maximum, the lowest index that has it)."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, at, far), 0)
 
@@ -27,21 +27,21 @@ def _kept_groups(
     ranking, number, known, top_groups, groups, TOP2: tl.constexpr, BG: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """ranking: [BG, BE]: -inf in all but the best groups."""
+    """Return ranking [BG, BE], -inf outside the best groups."""
     at = tl.arange(0, BE)
     score = tl.max(ranking, 1)
     if TOP2:
-        place = tl.min(tl.where(ranking == score[:, None], at[None, :], BE), 1)
-        score += tl.max(tl.where(at[None, :] == place[:, None], float("-inf"), ranking), 1)
+        best_at = tl.min(tl.where(ranking == score[:, None], at[None, :], BE), 1)
+        score += tl.max(tl.where(at[None, :] == best_at[:, None], float("-inf"), ranking), 1)
     number = tl.arange(0, BG)
     score = tl.where(number < groups, score, float("-inf"))
-    taken = number < 0
+    chosen = number < 0
     for _ in range(top_groups):
-        left = tl.where(taken, float("-inf"), score)
-        # A group may hold nothing but -inf: of those that are left the first one is taken then.
-        open_place = tl.min(tl.where((left == tl.max(left, 0)) & (taken == 0), number, BG), 0)
-        taken = taken | (number == open_place)
-    return tl.where(taken[:, None] & known, ranking, float("-inf"))
+        left = tl.where(chosen, float("-inf"), score)
+        # A group may hold only -inf: then the first remaining one is chosen.
+        best_group = tl.min(tl.where((left == tl.max(left, 0)) & (chosen == 0), number, BG), 0)
+        chosen = chosen | (number == best_group)
+    return tl.where(chosen[:, None] & known, ranking, float("-inf"))
 
 
 @triton.jit
@@ -68,20 +68,20 @@ def _moe_route(
         ranking = _kept_groups(ranking, number, known, top_groups, groups, TOP2, BG, BE)
     flat, scores = tl.reshape(ranking, (BG * BE,)), tl.reshape(scores, (BG * BE,))
     at, far = tl.arange(0, BG * BE), BG * BE
-    place = tl.arange(0, BK)
+    slot = tl.arange(0, BK)
     chosen = tl.zeros((BK,), tl.int32)
-    found = tl.zeros((BK,), tl.float32)
+    top_weights = tl.zeros((BK,), tl.float32)
     for i in range(top_k):
         _, first = _first_best(flat, at, far)
         here = tl.sum(tl.where(at == first, scores, 0.0), 0)
-        found = tl.where(place == i, here, found)
-        chosen = tl.where(place == i, first // BE * size + first % BE, chosen)
+        top_weights = tl.where(slot == i, here, top_weights)
+        chosen = tl.where(slot == i, first // BE * size + first % BE, chosen)
         flat = tl.where(at == first, float("-inf"), flat)
     if RENORMALISE:
-        found = found / tl.sum(found, 0)
-    inside = place < top_k
-    tl.store(weights + row * top_k + place, found * scale, inside)
-    tl.store(ids + row * top_k + place, chosen.to(tl.int64), inside)
+        top_weights = top_weights / tl.sum(top_weights, 0)
+    inside = slot < top_k
+    tl.store(weights + row * top_k + slot, top_weights * scale, inside)
+    tl.store(ids + row * top_k + slot, chosen.to(tl.int64), inside)
 
 
 def moe_route(
@@ -96,7 +96,7 @@ def moe_route(
     group_score: str = "max",
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The op `moe_route`; of experts that rank alike the first one is taken."""
+    """The op `moe_route`; ties are broken by the lowest expert."""
     rows, experts = logits.shape
     need(scoring in _SCORINGS, f"scoring must be one of {_SCORINGS}, not {scoring!r}")
     need(group_score in _GROUP_SCORES, f"group_score must be one of {_GROUP_SCORES}")

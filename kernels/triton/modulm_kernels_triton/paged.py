@@ -1,4 +1,4 @@
-"""What the attention driver `triton` is made of: the cache, writing to it, attention over it."""
+"""Interface for the attention backend `triton`: cache, cache writes, attention."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
     "write_kv",
 ]
 
-#: The first NVIDIA GPUs that convert from e4m3.
+#: Lowest compute capability that converts from e4m3.
 _E4M3_SINCE = 89
 
 
 def unreadable(kv_dtype: str) -> str | None:
-    """Why a cache of this format cannot be read on the device, None if it can."""
+    """Return the reason why the device cannot read a cache of this format, or None."""
     backend, architecture = target()
     if kv_dtype == "float8_e4m3fn" and backend == "cuda" and int(architecture) < _E4M3_SINCE:
-        return f"this GPU reads no e4m3: capability {_E4M3_SINCE / 10} does"
+        return f"this GPU does not support e4m3; compute capability {_E4M3_SINCE / 10} does"
     return None

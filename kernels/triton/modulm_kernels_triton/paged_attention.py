@@ -1,9 +1,9 @@
-"""Attention over the paged cache for any mix of prompts and decodes.
+"""Paged attention for any mix of prompts and decodes.
 
-Rows with many new tokens are cut into tiles over their queries, each of which walks over all keys
-that it sees. For rows with few, the context is cut into at most SPLITS pieces of equal length,
-which depends on what the row sees and on nothing else; their results are merged by another kernel.
-How many programs share the pieces of a row depends on the shape of the step alone.
+Rows with many new tokens are divided into tiles over their queries, each of which iterates over all
+visible keys. For rows with few new tokens, the context is split into at most SPLITS pieces of equal
+length, which only depends on what the row may attend to; another kernel merges their results. The
+number of programs that share a row's pieces only depends on the shape of the step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from modulm_kernels_triton.attention import LOG2E, reach, stored, walk
+from modulm_kernels_triton.attention import LOG2E, reach, store_result, walk
 from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
 
 __all__ = ["FEW", "Look", "Work", "paged_attention", "queries_of_a_tile"]
 
-#: Rows with up to so many new tokens have their context split.
+#: Rows with at most this many new tokens have their context split.
 FEW = 8
 
 
@@ -32,8 +32,8 @@ def _rows_of_tile(
     tiles, query_starts, context_lens, sinks, alibi, spans, GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr, BLOCK_M: tl.constexpr, ALIBI: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """(row of the step, which rows are real, token, head, position, first and last position, a
-    span's first key and end, slope) of a tile.
+    """Return (row of the step, valid rows, token, head, position, first and last position, a span's
+    first key and end, slope) of a tile.
     """
     step_row = tl.load(tiles + 3 * tl.program_id(0))
     first = tl.load(tiles + 3 * tl.program_id(0) + 1)
@@ -55,13 +55,13 @@ def _rows_of_tile(
     slopes = 0.0
     if ALIBI:
         slopes = tl.load(alibi + head, real, other=0.0)
-    place = tl.where(real, before + token, -1)
+    position = tl.where(real, before + token, -1)
     return (
         step_row,
         real,
         token,
         head,
-        place,
+        position,
         before + first,
         before + end - 1,
         firsts,
@@ -82,7 +82,7 @@ def _queries(q, token, head, real, q_token, q_head, FROM: tl.constexpr, SIZE: tl
 @triton.jit
 def _scales(k_scale, v_scale, kv_head, scale, scale_step, SCALED: tl.constexpr,
             BENT: tl.constexpr):  # fmt: skip
-    """What products are multiplied with, and what results are."""
+    """Return the factors of products and of results."""
     of_values = 1.0
     if SCALED:
         scale = scale * tl.load(k_scale + kv_head * scale_step)
@@ -100,8 +100,8 @@ def _prompt(
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr,
     FORM: tl.constexpr, LOOK: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against all that it sees."""
-    step_row, real, token, head, place, first, last, firsts, ends, slopes = _rows_of_tile(
+    """One tile of queries against all visible keys."""
+    step_row, real, token, head, pos, first, last, firsts, ends, slopes = _rows_of_tile(
         tiles, query_starts, context_lens, sinks, alibi, spans, GROUP, GROUP_TILE, BLOCK_M,
         LOOK[3], LOOK[4],
     )  # fmt: skip
@@ -141,20 +141,20 @@ def _prompt(
     row_table = table + step_row.to(tl.int64) * table_row
     if LOOK[1] > 0:
         acc, total, most = walk(
-            acc, total, most, qa, qb, place, firsts, ends, slopes, head_cache, head_scales,
+            acc, total, most, qa, qb, pos, firsts, ends, slopes, head_cache, head_scales,
             row_table, begin, tl.minimum(full_from, high), low, high, block_stride, scale, softcap,
             True, SHAPE, FORM, LOOK,
         )  # fmt: skip
     acc, total, most = walk(
-        acc, total, most, qa, qb, place, firsts, ends, slopes, head_cache, head_scales, row_table,
+        acc, total, most, qa, qb, pos, firsts, ends, slopes, head_cache, head_scales, row_table,
         full_from, full_to, low, high, block_stride, scale, softcap, False, SHAPE, FORM, LOOK,
     )  # fmt: skip
     acc, total, most = walk(
-        acc, total, most, qa, qb, place, firsts, ends, slopes, head_cache, head_scales, row_table,
+        acc, total, most, qa, qb, pos, firsts, ends, slopes, head_cache, head_scales, row_table,
         full_to, high, low, high, block_stride, scale, softcap, True, SHAPE, FORM, LOOK,
     )  # fmt: skip
     where = token.to(tl.int64) * out_token + head * out_head
-    stored(acc * of_values, total, out, where, real, SHAPE[5], SHAPE[6])
+    store_result(acc * of_values, total, out, where, real, SHAPE[5], SHAPE[6])
 
 
 @triton.jit(do_not_specialize=["table_row"])
@@ -167,13 +167,13 @@ def _split(
     FORM: tl.constexpr, LOOK: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Some of the pieces of what a tile of few queries sees: every n-th, for n programs.
+    """Every n-th piece, for n programs, of the keys that a tile of few queries may attend to.
 
-    part: [tokens, heads, SPLITS, values] fp32, sums of weights times values; stats: [tokens, heads,
-    SPLITS, 2] fp32, the largest score and the sum of weights; counts: [tokens, heads] int32, how
-    many pieces there are. A single piece goes to `out` at once.
+    part: [tokens, heads, SPLITS, values] fp32, sums of weights times values. stats: [tokens, heads,
+    SPLITS, 2] fp32, the largest score and the sum of weights. counts: [tokens, heads] int32, number
+    of pieces. A single piece is written to `out` directly.
     """
-    step_row, real, token, head, place, first, last, firsts, ends, slopes = _rows_of_tile(
+    step_row, real, token, head, position, first, last, firsts, ends, slopes = _rows_of_tile(
         tiles, query_starts, context_lens, sinks, alibi, spans, GROUP, GROUP_TILE, BLOCK_M,
         LOOK[3], False,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _split(
         most = tl.where(split == 0, sink, float("-inf"))
         acc, total, most = walk(
             tl.zeros([BLOCK_M, PAD], tl.float32), tl.where(most > float("-inf"), 1.0, 0.0),
-            most, qa, qb, place, firsts, ends, slopes,
+            most, qa, qb, position, firsts, ends, slopes,
             cache + kv_head.to(tl.int64) * head_stride,
             scales + (kv_head.to(tl.int64) * head_stride + scales_at) // 4,
             table + step_row.to(tl.int64) * table_row, begin + split * each,
@@ -216,7 +216,7 @@ def _split(
         acc = acc * of_values
         if count == 1:
             where = token.to(tl.int64) * out_token + head * out_head
-            stored(acc, total, out, where, real, SHAPE[5], SHAPE[6])
+            store_result(acc, total, out, where, real, SHAPE[5], SHAPE[6])
         else:
             at = mine * SPLITS + split
             d = tl.arange(0, PAD)
@@ -231,7 +231,7 @@ def _merge(
     part, stats, counts, tokens, out, out_token, out_head, heads,
     SIZE: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of some heads of one token, put together; those of one piece are done."""
+    """Merge the pieces of some heads of one token; single pieces are already done."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = tl.program_id(0).to(tl.int64) * heads + head
     count = tl.load(counts + at, head < heads, other=0)
@@ -256,7 +256,7 @@ def _merge(
 
 @frozen
 class Look:
-    """What queries see and how: as in `AttentionSpec`; window 0: none."""
+    """Masking and score options, as in `AttentionSpec`; window 0: none."""
 
     causal: bool = True
     window: int = 0
@@ -268,11 +268,11 @@ class Look:
 class Work:
     """A step, on the device.
 
-    block_tables: [rows, blocks] int32 with dense rows; query_starts: [rows + 1], context_lens and
-    key_lens: [rows] int32, the last one what there are of keys. prompts, splits: [n, 3] int32,
+    block_tables: [rows, blocks] int32 with dense rows. query_starts: [rows + 1]; context_lens,
+    key_lens: [rows] int32, where key_lens are the existing keys. prompts, splits: [n, 3] int32,
     tiles of rows with many and with few tokens: row, first token of the step, and for the latter
-    how many tokens of such rows come before. few: [tokens of such rows] int32, their places in the
-    step. spans: [tokens, 2] int32, the keys that a token of a prompt sees in both directions, 0 and
+    the number of preceding tokens in such rows. few: [tokens of such rows] int32, their indices in
+    the step. spans: [tokens, 2] int32, the keys that a prompt token sees in both directions, 0 and
     0 if none.
     """
 
@@ -287,12 +287,12 @@ class Work:
 
 
 def _sizes(form: CacheForm, dtype: torch.dtype) -> dict[str, int]:
-    """What the table of `tuning` is asked with: the width of a head, bits of a number."""
+    """Return the keys for the table of `tuning`: head width and bits per number."""
     return {"SIZE": form.head_dim, "BITS": 8 * dtype.itemsize}
 
 
 def _shape(form: CacheForm, tile: int) -> tuple[int, ...]:
-    """The constant SHAPE of the kernels (attention.py)."""
+    """Return the constant SHAPE of the kernels (attention.py)."""
     size, values = form.head_dim, form.value_dim
     first = values if form.latent else max(16, 1 << (size.bit_length() - 1))
     first = min(first, size)
@@ -304,8 +304,8 @@ def _shape(form: CacheForm, tile: int) -> tuple[int, ...]:
 def queries_of_a_tile(
     kind: str, group: int, form: CacheForm, dtype: torch.dtype
 ) -> tuple[int, int, dict[str, int]]:
-    """(tokens, heads of a tile, constants) for `kind` "prompt" or "split", `group` heads beside
-    one key head.
+    """Return (tokens, heads of a tile, constants) for `kind` "prompt" or "split" with `group` heads
+    per key head.
     """
     constants = dict(tuned(f"attention_{kind}", **_sizes(form, dtype)))
     heads = min(group, constants["BLOCK_M"])
@@ -325,19 +325,19 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Fill out [T, heads, values] for q [T, heads, size]; the cache holds the step's keys.
+    """Fill out [T, heads, values] for q [T, heads, size]; the cache already holds the step's keys.
 
     sinks, alibi: [heads] fp32; k_scale, v_scale: [1] or [kv heads] fp32, both or none.
     """
     group = q.shape[1] // form.kv_heads
     scaled = k_scale is not None
-    held = form.readable(cache)
+    readable = form.readable(cache)
     scales = form.scales(cache)
-    tensors = (q, out, held, q if scales is None else scales)
-    given = [x if x is not None else q for x in (work.spans, sinks, alibi, k_scale, v_scale)]
-    rows = (work.block_tables, work.query_starts, work.context_lens, work.key_lens, *given)
+    tensors = (q, out, readable, q if scales is None else scales)
+    optional = [x if x is not None else q for x in (work.spans, sinks, alibi, k_scale, v_scale)]
+    rows = (work.block_tables, work.query_starts, work.context_lens, work.key_lens, *optional)
     numbers = (
-        scale, look.softcap, int(scaled and len(given[3]) > 1), q.stride(0), q.stride(1),
+        scale, look.softcap, int(scaled and len(optional[3]) > 1), q.stride(0), q.stride(1),
         out.stride(0), out.stride(1), work.block_tables.stride(0), form.block, form.head,
         form.scales_at,
     )  # fmt: skip
@@ -381,7 +381,7 @@ def paged_attention(
 
 
 def splits_of(columns: int, programs: int) -> int:
-    """Into how many pieces a context is cut at most, where a token has `columns` tiles of heads
-    and the device runs `programs` at a time: enough for one row to fill it, 4 to 128.
+    """Return the maximum number of context pieces, 4 to 128, if a token has `columns` tiles of
+    heads and the device runs `programs` at a time: enough for one row to fill it.
     """
     return min(128, max(4, power_of_two(cut(programs, columns))))

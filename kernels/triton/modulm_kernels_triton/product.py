@@ -1,7 +1,7 @@
-"""The inner loop of products with stored weights, shared by linear layers and experts.
+"""Inner loop of products with stored weights, shared by linear layers and experts.
 
-A weight row of K numbers is stored as floats, bytes, or codes of four bits, two to a byte, the
-first of a pair in the low half. Sums over K run in one order, in blocks of BK.
+A weight row of K numbers is stored as floats, bytes, or 4-bit codes, two per byte with the first in
+the low half. Sums over K have a fixed order, in blocks of BK.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["product"]
 
 @triton.jit
 def _nibbles(weight, start, column_inside, k0, size, BN: tl.constexpr, BK: tl.constexpr):
-    """Codes of four bits: [BN, BK] uint8, 0 where there are none."""
+    """Return 4-bit codes: [BN, BK] uint8, 0 outside."""
     at = k0 // 2 + tl.arange(0, BK // 2)
     inside = column_inside[:, None] & (at < size)[None, :]
     pairs = tl.load(weight + start[:, None] + at[None, :], inside, other=0)
@@ -26,44 +26,44 @@ def _numbers(
     weight, table, start, column_inside, k0, inside, size,
     FORM: tl.constexpr, RAW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Stored numbers [BN, BK]: whole ones as int8; fp8 as fp16, divided by 256, or RAW."""
+    """Return stored numbers [BN, BK]: integers as int8; fp8 as fp16, divided by 256, or RAW."""
     if FORM == "int4":
-        found = _nibbles(weight, start, column_inside, k0, size, BN, BK).to(tl.int8) - 8
-    elif FORM == "e2m1":  # twice the float: a mantissa bit and two of the exponent
+        numbers = _nibbles(weight, start, column_inside, k0, size, BN, BK).to(tl.int8) - 8
+    elif FORM == "e2m1":  # doubled e2m1: one mantissa bit, two exponent bits
         code = _nibbles(weight, start, column_inside, k0, size, BN, BK)
         power, low = (code >> 1) & 3, code & 1
         shift = tl.where(power > 0, power - 1, 0).to(tl.uint8)
         magnitude = tl.where(power > 0, (low | 2) << shift, low).to(tl.int8)
-        found = tl.where(code > 7, -magnitude, magnitude)
+        numbers = tl.where(code > 7, -magnitude, magnitude)
     elif FORM == "iq4":
         code = _nibbles(weight, start, column_inside, k0, size, BN, BK)
-        found = tl.load(table + code.to(tl.int32))
+        numbers = tl.load(table + code.to(tl.int32))
     else:
         at = k0 + tl.arange(0, BK)
         where = column_inside[:, None] & inside[None, :]
-        place = weight + start[:, None] + at[None, :]
+        source = weight + start[:, None] + at[None, :]
         if FORM == "int8":
-            found = tl.load(place, where, other=0)
+            numbers = tl.load(source, where, other=0)
         elif FORM == "fp8" and not RAW:
-            # The exponent of e4m3 is a part of that of fp16, whose bias is 8 more.
-            byte = tl.load(place, where, other=0).to(tl.uint16)
-            found = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            # The exponent of e4m3 is part of that of fp16, whose bias is 8 more.
+            byte = tl.load(source, where, other=0).to(tl.uint16)
+            numbers = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.float16, bitcast=True)
         else:
-            found = tl.load(place, where, other=0.0)
-    return found
+            numbers = tl.load(source, where, other=0.0)
+    return numbers
 
 
 @triton.jit
 def _scale(scales, at, inside, EXPONENTS: tl.constexpr):
-    found = tl.load(scales + at, inside, other=0)
+    values = tl.load(scales + at, inside, other=0)
     if EXPONENTS:
-        found = tl.exp2(found.to(tl.float32) - 127.0)
-    return found.to(tl.float32)
+        values = tl.exp2(values.to(tl.float32) - 127.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
 def _spread(values, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """[BN, BK / GROUP] -> [BN, BK]"""
+    """Repeat [BN, BK / GROUP] to [BN, BK]."""
     wide = tl.broadcast_to(values[:, :, None], (BN, BK // GROUP, GROUP))
     return tl.reshape(wide, (BN, BK))
 
@@ -76,11 +76,11 @@ def product(
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
     ZEROS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x W^T over inputs [first, last): [BM, BN] fp32.
+    """Compute x W^T over inputs [first, last): [BM, BN] fp32.
 
-    x_at: [BM] int64, where rows begin; column: [BN] int64, rows of W. size: stored elements of a
-    row; groups: scales of a row, for GROUP inputs each (0: for all). ROUNDED: "" for floats in x,
-    "int8" with a scale for 256 inputs in x_scales, or "fp8" with one for 128.
+    x_at: [BM] int64, offsets of rows. column: [BN] int64, rows of W. size: stored elements per row.
+    groups: scales per row, for GROUP inputs each (0: for all). ROUNDED: "" for floats in x, "int8"
+    with a scale per 256 inputs in x_scales, or "fp8" with one per 128.
     """
     total = tl.zeros((BM, BN), tl.float32)
     sums = tl.zeros((BM,), tl.float32)
@@ -101,15 +101,15 @@ def product(
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
         elif GROUP > 0 and GROUP < BK:
             at = k0 // GROUP + tl.arange(0, BK // GROUP)
-            place = column[:, None] * groups + at[None, :]
+            scale_at = column[:, None] * groups + at[None, :]
             known = column_inside[:, None] & (at < groups)[None, :]
             wide = b.to(tl.float32)
             if FORM == "fp8":
                 wide *= 256.0
             if ZEROS:
-                zero = tl.load(zeros + place, known, other=0).to(tl.float32)
+                zero = tl.load(zeros + scale_at, known, other=0).to(tl.float32)
                 wide -= _spread(zero, BN, BK, GROUP)
-            wide *= _spread(_scale(scales, place, known, EXPONENTS), BN, BK, GROUP)
+            wide *= _spread(_scale(scales, scale_at, known, EXPONENTS), BN, BK, GROUP)
             total = tl.dot(a, tl.trans(wide.to(a.dtype)), total, input_precision="ieee")
         else:
             if ROUNDED == "int8":
@@ -126,11 +126,11 @@ def product(
                 if ZEROS:
                     line *= factor
             if GROUP > 0:
-                place = column * groups + k0 // GROUP
+                scale_at = column * groups + k0 // GROUP
                 if ZEROS:
-                    zero = tl.load(zeros + place, column_inside, other=0).to(tl.float32)
+                    zero = tl.load(zeros + scale_at, column_inside, other=0).to(tl.float32)
                     part -= line[:, None] * zero[None, :]
-                total += part * _scale(scales, place, column_inside, EXPONENTS)[None, :]
+                total += part * _scale(scales, scale_at, column_inside, EXPONENTS)[None, :]
             else:
                 total += part
                 if ZEROS:

@@ -1,4 +1,4 @@
-"""The kernels as a provider for the core's op table."""
+"""The Triton kernels as a provider for the core's op table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class TritonKernels(KernelProvider):
-    """Kernels compiled for the device when they are first called, and kept on disk."""
+    """Kernels that are compiled for the device on first use and cached on disk."""
 
     name = "triton"
     api = 1
@@ -38,7 +38,7 @@ class TritonKernels(KernelProvider):
     def rejects(self, op: str, **facts: Any) -> str | None:
         dtype = facts.get("dtype")
         if dtype is not None and dtype not in _DTYPES:
-            return f"there is no {op} in {dtype}"
+            return f"{op} does not support {dtype}"
         if dtype == "bfloat16" and interpreting():
             return "Triton's interpreter gives wrong products in bfloat16"
         return None

@@ -1,5 +1,5 @@
-"""Between a layer's projection and its attention, in one kernel: split, norm per head, rotation,
-and keys and values into the cache. A program for some heads of a token.
+"""One kernel between a layer's projection and its attention: split, norm per head, rotary
+embeddings, cache writes. One program per group of heads of a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = ["qkv_prepare"]
 
 @triton.jit
 def _part(base, d, mask, norm, weights, dtype: tl.constexpr, NORM: tl.constexpr):
-    """Numbers d of each head as fp32, after the norm: times norm [heads], times weights [.., d]."""
+    """Return numbers d of each head as fp32, normalised: times norm [heads], times weights [..,
+    d].
+    """
     x = tl.load(base + d[None, :], mask, other=0.0).to(tl.float32)
     if NORM:
         x = (x * norm[:, None] * weights).to(dtype).to(tl.float32)
@@ -28,7 +30,7 @@ def _part(base, d, mask, norm, weights, dtype: tl.constexpr, NORM: tl.constexpr)
 
 @triton.jit
 def _weights(q_norm, k_norm, head, d, inside, offset, heads):
-    """[heads, d]: the norm's weights of queries and of keys."""
+    """Return [heads, d]: the norm weights of queries and keys."""
     of_q = tl.load(q_norm + d, inside, other=0.0).to(tl.float32) + offset
     of_k = tl.load(k_norm + d, inside, other=0.0).to(tl.float32) + offset
     return tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
@@ -82,7 +84,7 @@ def _qkv_prepare(
     to_q = q_out + (token * heads + head[:, None]) * SIZE + d[None, :]
     tl.store(to_q, x.to(q_out.dtype.element_ty), mask & (head < heads)[:, None])
     is_value = head >= heads + kv_heads
-    kept = there & (head >= heads)
+    cached = there & (head >= heads)
     kv_head = tl.where(is_value, head - heads - kv_heads, head - heads)
     slot = tl.load(slots + token)
     start = slot // BLOCK_SIZE * block_stride + kv_head.to(tl.int64) * head_stride
@@ -91,12 +93,12 @@ def _qkv_prepare(
     start = start + in_block * (2 * SIZE) + tl.where(is_value, SIZE, 0)
     factor = norm * 0.0 + 1.0
     if SCALED:
-        of_key = tl.load(k_scale + kv_head * scale_step, kept & (is_value == 0), other=1.0)
-        of_value = tl.load(v_scale + kv_head * scale_step, kept & is_value, other=1.0)
+        of_key = tl.load(k_scale + kv_head * scale_step, cached & (is_value == 0), other=1.0)
+        of_value = tl.load(v_scale + kv_head * scale_step, cached & is_value, other=1.0)
         factor = of_key * of_value
     rounded = x.to(dtype).to(tl.float32)
-    keep(rounded, cache + start[:, None] + d[None, :], mask & kept[:, None], factor, at_scale, kept,
-         KEPT)  # fmt: skip
+    keep(rounded, cache + start[:, None] + d[None, :], mask & cached[:, None], factor, at_scale,
+         cached, KEPT)  # fmt: skip
 
 
 def qkv_prepare(
@@ -115,9 +117,10 @@ def qkv_prepare(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """The queries [T, Hq, D] of qkv [T, (Hq + 2 Hk) D]; keys and values go to `slots` [T] int64.
+    """Return the queries [T, Hq, D] of qkv [T, (Hq + 2 Hk) D]; write keys and values to `slots` [T]
+    int64.
 
-    q_norm, k_norm: [D], both or none; cos_sin: [positions, R] or None. As
+    q_norm, k_norm: [D], both or none; cos_sin: [positions, R] or None. See
     `modulm.testing.paged_attention.qkv_prepare`.
     """
     size, kv_heads = form.head_dim, form.kv_heads
@@ -126,10 +129,10 @@ def qkv_prepare(
     pad = power_of_two(size)
     constants = dict(tuned("qkv_prepare", SIZE=pad))
     block = min(power_of_two(heads + 2 * kv_heads), constants.pop("HEADS"))
-    given = [x if x is not None else qkv for x in (q_norm, k_norm, cos_sin)]
+    optional = [x if x is not None else qkv for x in (q_norm, k_norm, cos_sin)]
     launch(
         _qkv_prepare, (qkv.shape[0], cut(heads + 2 * kv_heads, block)), qkv, q_out,
-        form.writable(cache), qkv if scales is None else scales, slots, *given, positions,
+        form.writable(cache), qkv if scales is None else scales, slots, *optional, positions,
         qkv if k_scale is None else k_scale, qkv if v_scale is None else v_scale, qkv.stride(0),
         form.block, form.head, form.scales_at, heads, kv_heads,
         int(k_scale is not None and len(k_scale) > 1), eps, norm_offset,

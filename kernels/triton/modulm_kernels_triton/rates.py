@@ -12,7 +12,7 @@ __all__ = ["decays", "precision", "softplus"]
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) to the last digits also where it is small."""
+    """Return log(1 + e^x), exact for small results, too."""
     small = tl.exp(-tl.abs(x))
     one = 1.0 + small
     rest = tl.where(one == 1.0, small, tl.log(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)))
@@ -21,9 +21,9 @@ def softplus(x):
 
 @triton.jit
 def decays(total, SIZE: tl.constexpr):
-    """exp of what decays sum up to from each token (last index) to each later one, else 0.
+    """Return exp of the accumulated decay from each token (last index) to each later one, else 0.
 
-    total: [SIZE], sums up to and including each token.
+    total: [SIZE], cumulative sums including each token.
     """
     at = tl.arange(0, SIZE)
     span = total[:, None] - total[None, :]
@@ -31,5 +31,5 @@ def decays(total, SIZE: tl.constexpr):
 
 
 def precision() -> str:
-    """How products of fp32 are made: of three in tf32 where those are fast, else exactly."""
+    """Return the precision of fp32 products: three tf32 products if those are fast, else exact."""
     return "tf32x3" if target()[0] == "cuda" else "ieee"

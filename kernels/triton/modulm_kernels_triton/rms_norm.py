@@ -27,10 +27,10 @@ def _rms_norm(
     start = row // rows_in_group * x_group + row % rows_in_group * x_row
     wide = tl.load(x + start + at, inside, other=0.0).to(tl.float32)
     if ADD:
-        place = residual + row * residual_row + at
-        before = tl.load(place, inside, other=0.0)
+        target = residual + row * residual_row + at
+        before = tl.load(target, inside, other=0.0)
         total = (before.to(tl.float32) + wide).to(before.dtype)
-        tl.store(place, total, inside)
+        tl.store(target, total, inside)
         wide = total.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     if WEIGHT:
@@ -42,9 +42,9 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
     """The op `rms_norm`; x: [T, H] or [T, n, H] with dense rows."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _start(x, None, weight, made, eps, offset)
-    return made
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _start(x, None, weight, result, eps, offset)
+    return result
 
 
 def add_rms_norm(
@@ -56,9 +56,9 @@ def add_rms_norm(
     offset: float = 0.0,
 ) -> Tensor:
     """The op `add_rms_norm`; x, residual: [T, H] with dense rows."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _start(x, residual, weight, made, eps, offset)
-    return made
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _start(x, residual, weight, result, eps, offset)
+    return result
 
 
 def _start(

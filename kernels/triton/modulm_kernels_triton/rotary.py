@@ -1,7 +1,6 @@
-"""Rotation of heads in place: a program for some heads of a token.
+"""Rotary embeddings in place: one program per group of heads of a token.
 
-Each number is read by the threads that write it and by no others, so nothing is read after it was
-written.
+Each number is read only by the threads that write it, so nothing is read after it was written.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["OPS", "rotary", "turn"]
 
 @triton.jit
 def turn(base, to, mask, cos, sin, i, HALF: tl.constexpr, NEOX: tl.constexpr):
-    """Turn the pairs i of the heads at base [heads, 1] and write them to `to` [heads, 1]."""
+    """Rotate the pairs i of the heads at base [heads, 1] and write them to `to` [heads, 1]."""
     if NEOX:
         first = i
         second = i + HALF
@@ -46,9 +45,9 @@ def _rotary(
     sin = tl.load(row + HALF, inside, other=0.0).to(tl.float32)
     base = q + token * q_token + (head * q_head)[:, None]
     turn(base, base, (head < heads)[:, None] & inside[None, :], cos, sin, i, HALF, NEOX)
-    own = head - heads
-    base = k + token * k_token + (own * k_head)[:, None]
-    mask = ((own >= 0) & (own < kv_heads))[:, None] & inside[None, :]
+    kv_index = head - heads
+    base = k + token * k_token + (kv_index * k_head)[:, None]
+    mask = ((kv_index >= 0) & (kv_index < kv_heads))[:, None] & inside[None, :]
     turn(base, base, mask, cos, sin, i, HALF, NEOX)
 
 

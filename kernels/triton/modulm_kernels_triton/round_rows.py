@@ -1,7 +1,7 @@
-"""Activations rounded to bytes, with a scale for each row and so many of its numbers.
+"""Round activations to bytes, with a scale per group of a row's numbers.
 
-They are brought to numbers of the smaller format before they are converted, so that it does not
-matter how the device, or the interpreter, would round.
+Numbers are brought to values of the smaller format before conversion, so the result does not depend
+on how the device or the interpreter rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 @triton.jit
 def _nearest(x, large):
-    """The nearest multiple of `large`'s last bit; of two, the even one."""
+    """Return the nearest multiple of `large`'s last bit; ties to even."""
     return (x + large) - large
 
 
@@ -42,16 +42,16 @@ def _round(
         wide = _nearest(wide, 12582912.0)
     else:
         bits = wide.to(tl.int32, bitcast=True)
-        kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
-        normal = kept.to(tl.float32, bitcast=True)
+        rounded_bits = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
+        normal = rounded_bits.to(tl.float32, bitcast=True)
         wide = tl.where(tl.abs(wide) < 0.015625, _nearest(wide, 24576.0), normal)
     tl.store(out + row * size + at, wide.to(out.dtype.element_ty), inside)
     tl.store(scales + row * groups + group, scale)
 
 
 def round_rows(x: Tensor, to: str) -> tuple[Tensor, Tensor]:
-    """x: [T, K] with dense rows -> (bytes [T, K], scales [T, groups] fp32), for `to` "int8" with a
-    scale for 256 numbers and "fp8" with one for 128; (x, x) for "".
+    """Round x [T, K] with dense rows to (bytes [T, K], scales [T, groups] fp32): `to` "int8" with a
+    scale per 256 numbers, "fp8" with one per 128; (x, x) for "".
     """
     if not to:
         return x, x

@@ -8,11 +8,11 @@ __all__ = ["dense_rows", "grouped"]
 
 
 def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x: [rows, size] or [groups, rows, size] -> (x with dense rows, rows of a group, the stride
-    of groups, that of rows).
+    """Return (x with dense rows, rows per group, group stride, row stride) for x [rows, size] or
+    [groups, rows, size].
 
-    Row i lies at i // (rows of a group) * stride of groups + i % (rows of a group) * stride of
-    rows. x is copied only if its last dimension is not dense.
+    Row i is at i // (rows per group) * group stride + i % (rows per group) * row stride. x is
+    copied only if its last dimension is not dense.
     """
     if x.dim() > 3 or (x.stride(-1) != 1 and x.shape[-1] > 1):
         x = x.reshape(-1, x.shape[-1]).contiguous()
@@ -23,7 +23,7 @@ def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x as [rows, size] with dense rows; copied only if it has to be."""
+    """Return x as [rows, size] with dense rows; copied only if necessary."""
     if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
         return x.reshape(-1, x.shape[-1]).contiguous()
     return x

@@ -1,9 +1,8 @@
-"""Choosing tokens: one program per row, which reads its logits a few times and sorts nothing.
+"""Sampling: one program per row, which reads its logits a few times without sorting.
 
-What min-p, top-k and top-p keep is what lies at or above a number. The greatest such number is
-found by bisection over the bits of floats: among the few logits near the best one where those are
-enough to know it, else over the whole row. Sums are fp64, of weights e^(x - best) in fp32, in one
-order for a row in any company.
+min-p, top-k and top-p keep the logits at or above a threshold. The threshold is found by bisection
+over the bits of floats: among the few logits near the best one if they suffice, else over the whole
+row. Sums are fp64, of weights e^(x - best) in fp32, in an order that does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from modulm_kernels_triton.weights import need
 __all__ = ["OPS"]
 
 _BLOCK = 4096
-#: Logits near the best one that are looked at without reading the row again.
+#: Number of logits near the best one that are examined without reading the row again.
 _CANDIDATES = 2048
 
 
@@ -30,7 +29,7 @@ def _scaled(row, at, size, heat):
 
 @triton.jit
 def _order(x):
-    """Whole numbers in the order of floats."""
+    """Map floats to integers in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -43,25 +42,25 @@ def _float(order):
 
 @triton.jit
 def _best(row, size, heat, BLOCK: tl.constexpr):
-    """(the greatest of a row, the first place that has it, -1 if it is not finite)"""
+    """Return (the maximum of a row, the first index that has it, -1 if it is not finite)."""
     value = tl.full((BLOCK,), float("-inf"), tl.float32)
-    place = tl.zeros((BLOCK,), tl.int32)
+    index = tl.zeros((BLOCK,), tl.int32)
     broken = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = _scaled(row, at, size, heat)
         broken |= (x != x).to(tl.int32)
-        place = tl.where(x > value, at, place)
+        index = tl.where(x > value, at, index)
         value = tl.where(x > value, x, value)
     peak = tl.max(value, 0)
-    first = tl.min(tl.where(value == peak, place, size), 0)
+    first = tl.min(tl.where(value == peak, index, size), 0)
     bad = (tl.max(broken, 0) > 0) | (peak == float("inf")) | (peak == float("-inf"))
     return peak, tl.where(bad, -1, first).to(tl.int64)
 
 
 @triton.jit
 def _mass(x, peak, lowest):
-    """Weights of what lies at or above `lowest`: fp64."""
+    """Return the fp64 weights of logits at or above `lowest`."""
     return tl.where(x >= lowest, tl.exp(x - peak), 0.0).to(tl.float64)
 
 
@@ -85,14 +84,14 @@ def _row_mass(row, size, heat, peak, lowest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row, size, heat, lowest, few, BLOCK: tl.constexpr, MOST: tl.constexpr):
-    """What lies at or above `lowest` goes to `few`, in order; how many there are."""
+    """Copy the logits at or above `lowest` to `few`, in order; return their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, size, BLOCK):
         x = _scaled(row, start + tl.arange(0, BLOCK), size, heat)
-        taken = (x >= lowest).to(tl.int32)
-        place = count + tl.cumsum(taken, 0) - taken
-        tl.store(few + place, x, (taken > 0) & (place < MOST))
-        count += tl.sum(taken, 0)
+        selected = (x >= lowest).to(tl.int32)
+        target = count + tl.cumsum(selected, 0) - selected
+        tl.store(few + target, x, (selected > 0) & (target < MOST))
+        count += tl.sum(selected, 0)
     return count
 
 
@@ -100,29 +99,29 @@ def _gather(row, size, heat, lowest, few, BLOCK: tl.constexpr, MOST: tl.constexp
 def _near(
     row, size, heat, peak, floor, k, p, total, few, BLOCK: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """(how many logits were put into `few`, whether they are all that matters: 1 or 0)"""
-    found, enough = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    """Return (number of logits in `few`, 1 if they suffice, else 0)."""
+    count, enough = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     step = tl.full((), 0, tl.int32)
-    while (step < 3) & (found <= MOST) & (enough == 0):
+    while (step < 3) & (count <= MOST) & (enough == 0):
         span = tl.where(step == 0, 2.0, tl.where(step == 1, 6.0, 16.0))
         lowest = tl.maximum(peak - span, floor)
-        found = _gather(row, size, heat, lowest, few, BLOCK, MOST)
+        count = _gather(row, size, heat, lowest, few, BLOCK, MOST)
         tl.debug_barrier()
-        if found <= MOST:
-            place = tl.arange(0, MOST)
-            x = tl.load(few + place, place < found, other=float("-inf"))
+        if count <= MOST:
+            index = tl.arange(0, MOST)
+            x = tl.load(few + index, index < count, other=float("-inf"))
             reached = tl.sum(_mass(x, peak, lowest), 0) >= p.to(tl.float64) * total
-            alone = (k == 0) & (floor == float("-inf")) & reached
-            enough = ((lowest == floor) | ((k > 0) & (found >= k)) | alone).to(tl.int32)
+            by_mass = (k == 0) & (floor == float("-inf")) & reached
+            enough = ((lowest == floor) | ((k > 0) & (count >= k)) | by_mass).to(tl.int32)
         step += 1
-    return found, enough
+    return count, enough
 
 
 @triton.jit
 def _floor(
     row, size, heat, peak, k, p, share, few, BLOCK: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """The least logit that min-p, top-k and top-p keep, -inf if they are all off."""
+    """Return the smallest logit that min-p, top-k and top-p keep, -inf if they are all off."""
     floor = peak * 0.0 + float("-inf")
     if share > 0:
         floor = peak + tl.log(share)
@@ -130,9 +129,9 @@ def _floor(
         total = tl.full((), 0.0, tl.float64)
         if (k == 0) & (share <= 0):
             total = _row_mass(row, size, heat, peak, float("-inf"), BLOCK)
-        found, enough = _near(row, size, heat, peak, floor, k, p, total, few, BLOCK, MOST)
-        place = tl.arange(0, MOST)
-        x = tl.load(few + place, (place < found) & (enough > 0), other=float("-inf"))
+        count_near, enough = _near(row, size, heat, peak, floor, k, p, total, few, BLOCK, MOST)
+        index = tl.arange(0, MOST)
+        x = tl.load(few + index, (index < count_near) & (enough > 0), other=float("-inf"))
         lowest, above = tl.full((), -2139095041, tl.int64), _order(peak) + 1
         if k > 0:
             low, high = lowest, above
@@ -186,19 +185,19 @@ def _sample(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0)
-    row = logits + place.to(tl.int64) * row_stride
-    heat = tl.load(temperature + place)
+    row_index = tl.program_id(0)
+    row = logits + row_index.to(tl.int64) * row_stride
+    heat = tl.load(temperature + row_index)
     peak, chosen = _best(row, size, tl.where(heat > 0, heat, 1.0), BLOCK)
     if (heat > 0) & (chosen >= 0):
         floor = peak * 0.0 + float("-inf")
         if TOP_K or TOP_P or MIN_P:
-            k = tl.minimum(tl.load(top_k + place), size) if TOP_K else tl.full((), 0, tl.int32)
-            p = tl.load(top_p + place) if TOP_P else peak * 0.0 + 1.0
-            share = tl.load(min_p + place) if MIN_P else peak * 0.0
-            floor = _floor(row, size, heat, peak, k, p, share, few + place * MOST, BLOCK, MOST)
+            k = tl.minimum(tl.load(top_k + row_index), size) if TOP_K else tl.full((), 0, tl.int32)
+            p = tl.load(top_p + row_index) if TOP_P else peak * 0.0 + 1.0
+            share = tl.load(min_p + row_index) if MIN_P else peak * 0.0
+            floor = _floor(row, size, heat, peak, k, p, share, few + row_index * MOST, BLOCK, MOST)
         total = _row_mass(row, size, heat, peak, floor, BLOCK)
-        target = tl.load(uniform + place) * total
+        target = tl.load(uniform + row_index) * total
         before = tl.full((), 0.0, tl.float64)
         start, drawn = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + size
         while (start < size) & (drawn == size):
@@ -209,13 +208,13 @@ def _sample(
             if before + whole > target:
                 running = before + tl.cumsum(weights, 0)
                 drawn = tl.min(tl.where((running > target) & (x >= floor), at, size), 0)
-            # The last kept one, should the sums have been rounded apart.
+            # Fallback to the last kept token, in case the sums were rounded differently.
             last = tl.max(tl.where((weights > 0) & (at < size), at, -1), 0)
             chosen = tl.where(last >= 0, last.to(tl.int64), chosen)
             before += whole
             start += BLOCK
         chosen = tl.where(drawn < size, drawn.to(tl.int64), chosen)
-    tl.store(out + place, chosen)
+    tl.store(out + row_index, chosen)
 
 
 @triton.jit
@@ -223,20 +222,20 @@ def _filter(
     logits, row_stride, temperature, top_k, top_p, min_p, few, out, size, BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0)
-    row = logits + place.to(tl.int64) * row_stride
-    heat = tl.load(temperature + place)
+    row_index = tl.program_id(0)
+    row = logits + row_index.to(tl.int64) * row_stride
+    heat = tl.load(temperature + row_index)
     peak, first = _best(row, size, heat, BLOCK)
     floor = peak * 0.0 + float("-inf")
     if first >= 0:
-        k = tl.minimum(tl.load(top_k + place), size)
-        p, share = tl.load(top_p + place), tl.load(min_p + place)
-        floor = _floor(row, size, heat, peak, k, p, share, few + place * MOST, BLOCK, MOST)
+        k = tl.minimum(tl.load(top_k + row_index), size)
+        p, share = tl.load(top_p + row_index), tl.load(min_p + row_index)
+        floor = _floor(row, size, heat, peak, k, p, share, few + row_index * MOST, BLOCK, MOST)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = _scaled(row, at, size, heat)
-        kept = tl.where(x < floor, float("-inf"), x)
-        tl.store(out + place.to(tl.int64) * size + at, kept, at < size)
+        filtered = tl.where(x < floor, float("-inf"), x)
+        tl.store(out + row_index.to(tl.int64) * size + at, filtered, at < size)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -270,22 +269,22 @@ def _bar(logits, row_stride, places, mask, mask_row, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure(
-    values, row_stride, chosen, own, rank, shift, size, NORMALISE: tl.constexpr,
+    values, row_stride, chosen, chosen_value, rank, shift, size, NORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The chosen one's value, its rank, and what is taken off values."""
-    place = tl.program_id(0).to(tl.int64)
-    row = values + place * row_stride
-    mine = tl.load(row + tl.load(chosen + place)).to(tl.float32)
+    """Compute the chosen token's value and rank, and the shift of values."""
+    row_index = tl.program_id(0).to(tl.int64)
+    row = values + row_index * row_stride
+    mine = tl.load(row + tl.load(chosen + row_index)).to(tl.float32)
     better = _count_above(row, size, mine, BLOCK)
-    taken = mine * 0.0
+    offset = mine * 0.0
     if NORMALISE:
         peak, _ = _best(row, size, 1.0, BLOCK)
         total = _row_mass(row, size, 1.0, peak, float("-inf"), BLOCK)
-        taken = peak + tl.log(total.to(tl.float32))
-    tl.store(own + place, mine - taken)
-    tl.store(rank + place, better.to(tl.int64) + 1)
-    tl.store(shift + place, taken)
+        offset = peak + tl.log(total.to(tl.float32))
+    tl.store(chosen_value + row_index, mine - offset)
+    tl.store(rank + row_index, better.to(tl.int64) + 1)
+    tl.store(shift + row_index, offset)
 
 
 @triton.jit
@@ -298,7 +297,7 @@ def _count_above(row, size, bound, BLOCK: tl.constexpr):
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """(x with dense rows, rows, size)"""
+    """Return (x with dense rows, rows, size)."""
     rows, size = x.shape
     need(size > 0, "logits must have a vocabulary")
     return (x if x.stride(1) == 1 else x.contiguous()), rows, size
@@ -324,7 +323,7 @@ def sample(
     min_p: Tensor | None,
     uniform: Tensor,
 ) -> Tensor:
-    """The ops `sample` and `sample_blind`: filters may be None where they are off for all rows."""
+    """The ops `sample` and `sample_blind`; filters may be None if they are off for all rows."""
     logits, rows, size = _rows(logits)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     filters = (top_k, top_p, min_p)
@@ -342,7 +341,7 @@ def sample(
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The op `filter_logits`; the host looks at no value."""
+    """The op `filter_logits`, without reading values on the host."""
     logits, rows, size = _rows(logits)
     out = torch.empty(rows, size, device=logits.device)
     few = torch.empty(rows, _CANDIDATES, device=logits.device)
@@ -384,17 +383,17 @@ def apply_bitmask(logits: Tensor, places: Tensor, mask: Tensor) -> None:
 def top_logprobs(
     values: Tensor, chosen: Tensor, k: int, normalise: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op `top_logprobs`; torch finds the k best."""
+    """The op `top_logprobs`; torch finds the k largest."""
     values, rows, size = _rows(values)
-    own, shift = torch.empty(2, rows, device=values.device)
+    chosen_values, shift = torch.empty(2, rows, device=values.device)
     rank = torch.empty(rows, dtype=torch.int64, device=values.device)
     launch(
-        _measure, (rows,), values, values.stride(0), chosen, own, rank, shift, size,
+        _measure, (rows,), values, values.stride(0), chosen, chosen_values, rank, shift, size,
         NORMALISE=normalise, **_block(size),
     )  # fmt: skip
     best, ids = values.topk(min(k, size), dim=-1)
     best = best - shift[:, None] if normalise else best
-    return torch.cat([chosen[:, None], ids], 1), torch.cat([own[:, None], best], 1), rank
+    return torch.cat([chosen[:, None], ids], 1), torch.cat([chosen_values[:, None], best], 1), rank
 
 
 OPS = {

@@ -1,4 +1,4 @@
-"""Where the rows of a step are cut for recurrent layers, as `modulm.ops.chunked_scan` cuts them."""
+"""Segments of a step's rows for recurrent layers, as in `modulm.ops.chunked_scan`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["SEGMENT", "Segments", "dense", "fresh", "segments", "sources"]
 
 @frozen(eq=False)
 class Segments:
-    """bounds: [rows + 1] int32, each row's first of pieces: [n, 3] int32: the first token, how
-    many, and the slot that takes the state after them (-1: none).
+    """bounds: [rows + 1] int32, each row's first piece. pieces: [n, 3] int32: first token, count,
+    and the slot for the state after them (-1: none).
     """
 
     bounds: Tensor
@@ -29,16 +29,17 @@ _known: WeakKeyDictionary[StatePlan, Segments] = WeakKeyDictionary()
 
 
 def segments(plan: StatePlan, device: torch.device) -> Segments | None:
-    """Of the step; None where each row has a token and no state is wanted on the way.
+    """Return the segments of a step; None if each row has one token and no intermediate state is
+    kept.
 
-    Made once per step, for all layers.
+    Built once per step, for all layers.
     """
     if max(plan.counts) == 1 and not plan.kept:
         return None
-    found = _known.get(plan)
-    if found is None:
-        found = _known[plan] = _cut(plan, device)
-    return found
+    cached = _known.get(plan)
+    if cached is None:
+        cached = _known[plan] = _cut(plan, device)
+    return cached
 
 
 def _cut(plan: StatePlan, device: torch.device) -> Segments:
@@ -49,10 +50,10 @@ def _cut(plan: StatePlan, device: torch.device) -> Segments:
     bounds, pieces, first = [0], [], 0
     for row, (start, count) in enumerate(zip(starts, plan.counts, strict=True)):
         stops = [(at, -1) for at in range(SEGMENT - start % SEGMENT, count, SEGMENT)]
-        kept = wanted.get(row, [])
-        places = {at for at, _ in kept}
-        stops = sorted([stop for stop in stops if stop[0] not in places] + kept)
-        if count not in places:
+        stops_kept = wanted.get(row, [])
+        kept_at = {at for at, _ in stops_kept}
+        stops = sorted([stop for stop in stops if stop[0] not in kept_at] + stops_kept)
+        if count not in kept_at:
             stops.append((count, -1))
         at = 0
         for stop, slot in stops:
@@ -64,22 +65,22 @@ def _cut(plan: StatePlan, device: torch.device) -> Segments:
 
 
 def _sent(numbers: list[int] | list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """int32, on its way to the device; the host does not wait for what runs there."""
-    held = torch.from_numpy(np.array(numbers, dtype=np.int32))
-    return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
+    """Copy numbers to the device as int32 without waiting for running work."""
+    array = torch.from_numpy(np.array(numbers, dtype=np.int32))
+    return array if device.type == "cpu" else array.pin_memory().to(device, non_blocking=True)
 
 
 def sources(plan: StatePlan) -> Tensor:
-    """[rows] int64, the slots of the states before the step."""
+    """Return [rows] int64, the slots of the states before the step."""
     return plan.slots if plan.sources is None else plan.sources
 
 
 def fresh(plan: StatePlan) -> Tensor:
-    """[rows] uint8, whether a row starts from zeros."""
+    """Return [rows] uint8, whether a row starts from zeros."""
     return plan.fresh.view(torch.uint8)
 
 
 def dense(x: Tensor) -> Tensor:
-    """x: [T, ...], copied unless each token's numbers lie together."""
+    """Return x [T, ...], copied unless it is dense per token."""
     inner = x[:1].contiguous().stride()[1:]
     return x if x.stride()[1:] == inner else x.contiguous()

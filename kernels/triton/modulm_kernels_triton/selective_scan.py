@@ -1,7 +1,6 @@
-"""Selective scan: token by token, or where a head has one decay, segments as matrix products.
+"""Selective scan: token by token, or in segments as matrix products if a head has one decay.
 
-Rows of a token always go through the first kernel, so that what they get does not depend on the
-rows beside them.
+Rows with one token always use the first kernel, so their results do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _step_size(step, bias, low, high, BIAS: tl.constexpr):
 
 @triton.jit
 def _token(state, drive, dt, a, b, c):
-    """state: [BC, BS]; drive, dt: [BC]; a, b, c: [BC, BS] -> (state, [BC])"""
+    """Process one token: state [BC, BS]; drive, dt: [BC]; a, b, c: [BC, BS] -> (state, [BC])."""
     state = state * tl.exp(dt[:, None] * a) + drive[:, None] * b
     return state, tl.sum(state * c, 1)
 
@@ -45,28 +44,30 @@ def _by_token(
     PACES: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr, SINGLE: tl.constexpr,
     BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """BC of a row's channels [heads * dim]. `each`: heads of a group. SINGLE: only rows of one
-    token; PIECES: states may be wanted on the way.
+    """Process BC of a row's channels [heads * dim].
+
+    each: heads per group. SINGLE: only rows with one token. PIECES: intermediate states may be
+    kept.
     """
     row = tl.program_id(0)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
     if (last - first == 1) or (not SINGLE):
         channel = tl.program_id(1) * BC + tl.arange(0, BC)
-        place = tl.arange(0, BS)
+        index = tl.arange(0, BS)
         inside = channel < channels
         head = channel // dim
-        pair = inside[:, None] & (place < size)[None, :]
-        where = channel[:, None].to(tl.int64) * size + place[None, :]
+        pair = inside[:, None] & (index < size)[None, :]
+        where = channel[:, None].to(tl.int64) * size + index[None, :]
         new = tl.load(fresh + row)
-        held = states + tl.load(source + row) * channels * size
-        state = tl.load(held + where, pair & (new == 0), other=0.0)
+        base = states + tl.load(source + row) * channels * size
+        state = tl.load(base + where, pair & (new == 0), other=0.0)
         if PACES == 1:
             a = -tl.exp(tl.load(a_log + head, inside, other=0.0))[:, None]
         else:
-            a = -tl.exp(tl.load(a_log + head[:, None] * size + place[None, :], pair, other=0.0))
+            a = -tl.exp(tl.load(a_log + head[:, None] * size + index[None, :], pair, other=0.0))
         more = tl.load(skip + head, inside, other=0.0)
         added = tl.load(bias + head, inside, other=0.0) if BIAS else more
-        shared = (head // each)[:, None] * size + place[None, :]
+        shared = (head // each)[:, None] * size + index[None, :]
         begin, end = 0, 1
         if PIECES:
             begin, end = tl.load(bounds + row), tl.load(bounds + row + 1)
@@ -78,8 +79,8 @@ def _by_token(
             for t in range(at, stop):
                 token = tl.full((), 0, tl.int64) + t
                 now = tl.load(x + token * x_row + channel, inside, other=0.0).to(tl.float32)
-                given = tl.load(step + token * step_row + head, inside, other=0.0)
-                dt = _step_size(given, added, low, high, BIAS)
+                step_size = tl.load(step + token * step_row + head, inside, other=0.0)
+                dt = _step_size(step_size, added, low, high, BIAS)
                 here = tl.load(b + token * b_row + shared, pair, other=0.0).to(tl.float32)
                 there = tl.load(c + token * c_row + shared, pair, other=0.0).to(tl.float32)
                 state, y = _token(state, now * dt, dt, a, here, there)
@@ -98,19 +99,19 @@ def _by_segment(
     BIAS: tl.constexpr, PRECISION: tl.constexpr, SEGMENT: tl.constexpr, BD: tl.constexpr,
     BS: tl.constexpr,
 ):  # fmt: skip
-    """BD numbers of a head of a row of several tokens; state: [BD, BS]."""
+    """Process BD numbers of a head of a row with several tokens; state: [BD, BS]."""
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(starts + row + 1) - tl.load(starts + row) > 1:
-        d, place, ramp = (
+        d, index, ramp = (
             tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, BS), tl.arange(0, SEGMENT)
         )  # fmt: skip
         channel = head * dim + d
-        pair = (d < dim)[:, None] & (place < size)[None, :]
-        where = channel[:, None].to(tl.int64) * size + place[None, :]
+        pair = (d < dim)[:, None] & (index < size)[None, :]
+        where = channel[:, None].to(tl.int64) * size + index[None, :]
         wide = (head * 0 + heads).to(tl.int64) * dim * size
         new = tl.load(fresh + row)
-        held = states + tl.load(source + row) * wide
-        state = tl.load(held + where, pair & (new == 0), other=0.0)
+        base = states + tl.load(source + row) * wide
+        state = tl.load(base + where, pair & (new == 0), other=0.0)
         a = -tl.exp(tl.load(a_log + head))
         more = tl.load(skip + head)
         added = tl.load(bias + head) if BIAS else more
@@ -121,21 +122,21 @@ def _by_segment(
             if count == 1:
                 now = tl.load(x + at * x_row + channel, d < dim, other=0.0).to(tl.float32)
                 dt = _step_size(tl.load(step + at * step_row + head), added, low, high, BIAS)
-                here = tl.load(b + at * b_row + group + place, place < size, other=0.0)
-                there = tl.load(c + at * c_row + group + place, place < size, other=0.0)
+                here = tl.load(b + at * b_row + group + index, index < size, other=0.0)
+                there = tl.load(c + at * c_row + group + index, index < size, other=0.0)
                 state = state * tl.exp(dt * a) + (now * dt)[:, None] * here.to(tl.float32)[None, :]
                 y = tl.sum(state * there.to(tl.float32)[None, :], 1)
                 tl.store(out + at * heads * dim + channel, y + more * now, d < dim)
             elif count > 1:
                 token, known = at + ramp, ramp < count
                 dims = known[:, None] & (d < dim)[None, :]
-                sizes = known[:, None] & (place < size)[None, :]
+                sizes = known[:, None] & (index < size)[None, :]
                 now = tl.load(x + token[:, None] * x_row + channel[None, :], dims, other=0.0)
                 now = now.to(tl.float32)
-                given = tl.load(step + token * step_row + head, known, other=0.0)
-                dt = tl.where(known, _step_size(given, added, low, high, BIAS), 0.0)
-                b_at = b + token[:, None] * b_row + group + place[None, :]
-                c_at = c + token[:, None] * c_row + group + place[None, :]
+                step_size = tl.load(step + token * step_row + head, known, other=0.0)
+                dt = tl.where(known, _step_size(step_size, added, low, high, BIAS), 0.0)
+                b_at = b + token[:, None] * b_row + group + index[None, :]
+                c_at = c + token[:, None] * c_row + group + index[None, :]
                 here = tl.load(b_at, sizes, other=0.0).to(tl.float32)
                 there = tl.load(c_at, sizes, other=0.0).to(tl.float32)
                 total = tl.cumsum(dt * a, 0)
@@ -179,8 +180,11 @@ def selective_scan(
     need(heads % groups == 0, f"{groups} groups do not divide {heads} heads")
     need(states.dtype == torch.float32 and states.is_contiguous(), "states must be float32, dense")
     x, step, b, c = (dense(part) for part in (x, step, b, c))
-    made, out = segments(plan, x.device), torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    cuts = (plan.query_starts,) * 2 if made is None else (made.bounds, made.pieces)
+    split, out = (
+        segments(plan, x.device),
+        torch.empty(x.shape, dtype=torch.float32, device=x.device),
+    )
+    cuts = (plan.query_starts,) * 2 if split is None else (split.bounds, split.pieces)
     some = (
         x, x.stride(0), step, step.stride(0), a_log.contiguous(), b, b.stride(0), c, c.stride(0),
         skip, skip if bias is None else bias, states, sources(plan), plan.slots, fresh(plan),
@@ -194,7 +198,7 @@ def selective_scan(
     if not fits or min(plan.counts) == 1:
         launch(
             _by_token, (rows, cut(heads * dim, block)), *some, heads * dim, *rest,
-            PACES=paces if paces == 1 else 2, BIAS=bias is not None, PIECES=made is not None,
+            PACES=paces if paces == 1 else 2, BIAS=bias is not None, PIECES=split is not None,
             SINGLE=fits, BC=block, BS=wide, num_warps=tiles["num_warps"],
         )  # fmt: skip
     if fits and max(plan.counts) > 1:

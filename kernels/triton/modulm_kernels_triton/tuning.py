@@ -1,11 +1,11 @@
-"""How a kernel is cut up on which device: a small table, `tuning.json`.
+"""Tuning of kernels per device: a small table, `tuning.json`.
 
-The table has a part per device, found from the particular to the general: the device's name as
-torch gives it ("NVIDIA H200"), "cuda 90", "cuda", "default". A part has a list for each kernel;
-its first entry counts whose bounds "upto" {size: number} all hold. What else is in the entry is
-given to the kernel: its constants, num_warps, num_stages.
+The table has sections per device, looked up from specific to general: the device's name in torch
+("NVIDIA H200"), "cuda 90", "cuda", "default". A section has a list per kernel; the first entry
+whose bounds "upto" {size: number} all hold applies. The rest of the entry is passed to the kernel:
+its constants, num_warps, num_stages.
 
-No entry may depend on the number of rows of a step where that changes the order of a sum
+An entry must not depend on the number of rows of a step if that changes the order of a sum
 (docs/adr/0120-deterministic-sums-in-gpu-kernels.md).
 """
 
@@ -42,9 +42,9 @@ def _parts() -> Iterator[str]:
 
 @cache
 def tuned(kernel: str, **sizes: int) -> Mapping[str, int]:
-    """The constants of a kernel for a problem of these sizes on this device.
+    """Return the constants of a kernel for a problem of these sizes on this device.
 
-    Raises KeyError for a kernel or sizes that the table does not know.
+    Raises KeyError for a kernel or sizes that the table lacks.
     """
     for part in _parts():
         for entry in _table().get(part, {}).get(kernel, ()):

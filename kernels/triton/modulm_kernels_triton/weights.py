@@ -1,4 +1,4 @@
-"""Weights as the kernels keep them: codes with scales, rows of one matrix or of many."""
+"""Weights in the kernels' format: codes with scales, rows of one matrix or of many."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from modulm_kernels_triton.device import fp8_products
 
 __all__ = ["FORMS", "GROUPS", "PackedCodes", "lay", "need", "stacked"]
 
-#: Inputs that may share a scale; 0 stands for all.
+#: Group sizes of inputs; 0 stands for all.
 GROUPS = (0, 16, 32, 64, 128, 256)
-#: What activations may be rounded to: not at all, or to bytes with a scale for each row and ...
+#: What activations may be rounded to: nothing, or bytes with a scale per row and ...
 ACTIVATIONS = {"bf16": 0, "int8": 256, "fp8": 128}
 FORMS = {
     "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, "e2m1": torch.uint8,
     "iq4": torch.uint8,
 }  # fmt: skip
-#: What sixteen codes stand for: twice the floats of four bits (OCP Microscaling Formats, version
-#: 1.0), and the numbers of ggml's IQ4 types.
+#: Values of 4-bit codes: doubled e2m1 floats (OCP Microscaling Formats, version 1.0), and ggml's
+#: IQ4 values.
 _TABLES = {
     "int4": tuple(range(-8, 8)),
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
@@ -30,23 +30,23 @@ _TABLES = {
 }
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _LARGEST_EXPONENT = 251
-#: The least inputs that share a scale where activations are rounded: products take so many.
+#: Smallest group if activations are rounded: products process that many inputs.
 _LEAST_ROUNDED = {"int8": 32, "fp8": 128}
 
 
-def need(holds: bool, words: str) -> None:
-    """Raise ValueError with `words` unless `holds`."""
+def need(holds: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `holds`."""
     if not holds:
-        raise ValueError(words)
+        raise ValueError(message)
 
 
 @frozen(eq=False)
 class PackedCodes:
-    """Rows [rows, K] of codes: scale * (number - zero), K numbers with a scale for `group` each.
+    """Rows [rows, K] of codes: scale * (number - zero), with a scale per `group` numbers.
 
-    data: [rows, K] bytes, or [rows, ceil(K / 2)] for codes of four bits. scales: [rows, groups] of
-    a float dtype, or uint8, exponents of two plus 127; zeros: the same, or None. rounded: what
-    activations are rounded to, "" for nothing. outputs: rows of one matrix.
+    data: [rows, K] bytes, or [rows, ceil(K / 2)] for 4-bit codes. scales: [rows, groups] of a float
+    dtype, or uint8, exponents of two plus 127; zeros: the same, or None. rounded: what activations
+    are rounded to, "" for nothing. outputs: rows of one matrix.
     """
 
     data: Tensor
@@ -61,16 +61,16 @@ class PackedCodes:
 
     @property
     def groups(self) -> int:
-        """Scales of a row."""
+        """Scales per row."""
         return self.scales.shape[1]
 
     @property
     def bytes(self) -> int:
-        """Memory that a product with all of it reads."""
+        """Memory that a product with all rows reads."""
         return sum(x.nbytes for x in (self.data, self.scales, self.zeros) if x is not None)
 
     def rows(self, first: int, count: int) -> PackedCodes:
-        """Some of the rows."""
+        """Return some of the rows."""
         some = slice(first, first + count)
         zeros = None if self.zeros is None else self.zeros[some]
         return evolve(
@@ -78,7 +78,7 @@ class PackedCodes:
         )
 
     def weight(self) -> Tensor:
-        """[rows, K] bf16, what the codes stand for."""
+        """Return the dequantized weight [rows, K] bf16."""
         if self.form in _TABLES:
             codes = torch.stack([self.data & 15, self.data >> 4], -1).flatten(1)
             wide = self.table.float()[codes[:, : self.inputs].int()]
@@ -93,7 +93,7 @@ class PackedCodes:
         return (grouped * scales[..., None]).flatten(1).bfloat16()
 
     def meta(self) -> dict[str, Any]:
-        """The constants of a kernel that reads it."""
+        """Return the constants of a kernel that reads it."""
         return {
             "FORM": self.form,
             "ROUNDED": self.rounded,
@@ -119,7 +119,7 @@ def lay(
     zeros: Tensor | None,
     activations: str,
 ) -> PackedCodes:
-    """One matrix [N, K] of codes; arguments as those of the op `pack_quantized`."""
+    """Pack one matrix [N, K] of codes; arguments as in the op `pack_quantized`."""
     need(form in FORMS, f"format must be one of {', '.join(FORMS)}, not {form!r}")
     need(codes.dim() == 2, f"weight must be [N, K], not {list(codes.shape)}")
     need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
@@ -158,7 +158,9 @@ def _stored(codes: Tensor, form: str) -> Tensor:
 
 
 def _rounded(form: str, group: int, activations: str) -> str:
-    """What activations are rounded to: never more than asked for, less where that is no gain."""
+    """Return what activations are rounded to: at most what was requested, less if rounding gains
+    nothing.
+    """
     if activations == "fp8":
         fits = form == "fp8" and fp8_products()
     else:
@@ -169,16 +171,16 @@ def _rounded(form: str, group: int, activations: str) -> str:
 
 
 def stacked(parts: Iterable[PackedCodes]) -> PackedCodes:
-    """Matrices that are stored alike, one below the other."""
-    held = list(parts)
-    first = held[0]
+    """Concatenate matrices of the same format."""
+    matrices = list(parts)
+    first = matrices[0]
     zeros = None
-    if any(part.zeros is not None for part in held):
+    if any(part.zeros is not None for part in matrices):
         zeros = torch.cat([
             torch.zeros_like(part.scales, dtype=torch.float32) if part.zeros is None else part.zeros
-            for part in held
+            for part in matrices
         ])  # fmt: skip
     data, scales = (
-        torch.cat([getattr(part, name) for part in held]) for name in ("data", "scales")
+        torch.cat([getattr(part, name) for part in matrices]) for name in ("data", "scales")
     )
     return evolve(first, data=data, scales=scales, zeros=zeros)

@@ -1,4 +1,4 @@
-"""Keys and values into their slots of the cache: a program for some heads of a token."""
+"""Write keys and values to their cache slots: one program per group of heads of a token."""
 
 from __future__ import annotations
 
@@ -56,18 +56,19 @@ def write_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """k: [n, kv heads, size], v: [n, kv heads, values] with dense heads, to slots [n] int64.
+    """Write k [n, kv heads, size] and v [n, kv heads, values], with dense heads, to slots [n]
+    int64.
 
-    k_scale, v_scale: [1] or [kv heads] fp32, what keys and values are divided by, both or none. The
-    value of a latent cache is not looked at.
+    k_scale, v_scale: [1] or [kv heads] fp32, divisors of keys and values, both or none. The value
+    of a latent cache is ignored.
     """
     values = 0 if form.latent else form.value_dim
     pad, pad_values = power_of_two(form.head_dim), power_of_two(max(values, 1))
     constants = dict(tuned("write_kv", SIZE=pad))
     heads = min(power_of_two(form.kv_heads), constants.pop("HEADS"))
-    held, scales = form.writable(cache), form.scales(cache)
+    writable, scales = form.writable(cache), form.scales(cache)
     launch(
-        _write_kv, (len(slots), cut(form.kv_heads, heads)), k, k if form.latent else v, held,
+        _write_kv, (len(slots), cut(form.kv_heads, heads)), k, k if form.latent else v, writable,
         k if scales is None else scales, slots, k if k_scale is None else k_scale,
         k if v_scale is None else v_scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         form.block, form.head, form.scales_at, form.kv_heads,
