@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from modulm.contracts.executor import Plan, RowStart, StepResult
+from modulm.contracts.executor import Plan, RowFailure, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.testing.fakes import FakeExecutor, FakeFault, Group, Script, reference_tokens
 
@@ -110,7 +110,7 @@ def test_scripts() -> None:
     for step, start in ((20, 8), (21, 9)):
         result = fake.run(plan(step, start, [-1], [[3, 4, 5]]))
         assert (result.tokens.tolist(), result.accepted.tolist()) == ([], [0])
-        assert result.errors == {0: "broken on purpose"}
+        assert result.errors == {0: RowFailure("broken on purpose")}
     fake.run(plan(22, 0, PROMPT, [[3, 4]], admit=[admit()], release=[0]))
     assert list(fake.rows) == [0]
 
