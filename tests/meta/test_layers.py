@@ -41,7 +41,6 @@ ROOMS = (
     ("scheduling",),
     ("sampling",),
     ("structured_output",),
-    ("parts",),
     ("worker",),
     ("core",),
 )
@@ -265,3 +264,11 @@ def literals(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
             case ast.FunctionDef(name=text) | ast.ClassDef(name=text):
                 yield node.lineno, text
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    rooms = {f"`{path.name}/`" for path in CORE.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {f"`{name}/`" for layer in ROOMS for name in layer}
+    distributions = {f"`{package.replace('_', '-')}`" for package in NEEDS.keys() - {"modulm"}}
+    assert not {name for name in rooms | distributions if name not in page}

@@ -92,10 +92,10 @@ class Browser:
     def event(self, method: str) -> dict[str, Any]:
         """The next event of this kind."""
         while True:
-            for place, event in enumerate(self.events):
+            for index, event in enumerate(self.events):
                 if event.get("method") == method:
-                    found: dict[str, Any] = self.events.pop(place)["params"]
-                    return found
+                    params: dict[str, Any] = self.events.pop(index)["params"]
+                    return params
             self.events.append(self._message())
 
     def _message(self, seconds: float = 300) -> dict[str, Any]:
@@ -142,9 +142,9 @@ class Browser:
         self.call("Page.reload")
         self.wait(f"!window.before && {READY}")
 
-    def click(self, selector: str, place: int = 0) -> None:
+    def click(self, selector: str, index: int = 0) -> None:
         """Click what the selector finds."""
-        self.run(f"document.querySelectorAll({json.dumps(selector)})[{place}].click()")
+        self.run(f"document.querySelectorAll({json.dumps(selector)})[{index}].click()")
 
     def type(self, selector: str, text: str) -> None:
         """Write into a field, as typing does."""
@@ -169,25 +169,25 @@ class Browser:
 
     def text(self, selector: str = "body") -> str:
         """What can be read there."""
-        found: str = self.run(f"document.querySelector({json.dumps(selector)}).innerText")
-        return found
+        text: str = self.run(f"document.querySelector({json.dumps(selector)}).innerText")
+        return text
 
     def count(self, selector: str) -> int:
         """How many there are."""
-        found: int = self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
-        return found
+        count: int = self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+        return count
 
     def each(self, selector: str, value: str) -> list[Any]:
         """`value`, an expression on `node`, for each that is found."""
         nodes = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        found: list[Any] = self.run(f"{nodes}.map((node) => {value})")
-        return found
+        values: list[Any] = self.run(f"{nodes}.map((node) => {value})")
+        return values
 
     def elsewhere(self, *origins: str) -> set[str]:
         """Addresses that were asked for since the page was opened, but not of these origins."""
         self.run("0")
-        asked = (e for e in self.events if e.get("method") == "Network.requestWillBeSent")
-        urls = {event["params"]["request"]["url"] for event in asked}
+        requests = (e for e in self.events if e.get("method") == "Network.requestWillBeSent")
+        urls = {event["params"]["request"]["url"] for event in requests}
         return {url for url in urls if not url.startswith((*origins, "data:", "blob:"))}
 
     def screen(self, width: int, height: int, dark: bool = False) -> None:

@@ -94,9 +94,11 @@ class Description:
                 return f"{method} {path}: {status} with {media} is not described"
             whole = {**shape, "components": self._shapes}
             self._validators[key] = jsonschema_rs.validator_for(whole)
-        found = next(self._validators[key].iter_errors(value), None)
-        told = None if found is None else f"{found.message} at {found.instance_path}"
-        return told and f"{method} {path}: {status}, {media}: {told[:600]}\n  {str(value)[:600]}"
+        error = next(self._validators[key].iter_errors(value), None)
+        problem = None if error is None else f"{error.message} at {error.instance_path}"
+        return (
+            problem and f"{method} {path}: {status}, {media}: {problem[:600]}\n  {str(value)[:600]}"
+        )
 
 
 def closed(schema: Any) -> Any:
@@ -105,10 +107,10 @@ def closed(schema: Any) -> Any:
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: closed(item) for key, item in schema.items()}
-    if made.get("type") == "object" and "properties" in made:
-        made.setdefault("additionalProperties", False)
-    return made
+    strict = {key: closed(item) for key, item in schema.items()}
+    if strict.get("type") == "object" and "properties" in strict:
+        strict.setdefault("additionalProperties", False)
+    return strict
 
 
 class Watch:
@@ -146,9 +148,13 @@ class Watch:
                 self._look(scope, status, media, bytes(body))
 
     def _look(self, scope: Scope, status: int, media: str, body: bytes) -> None:
-        asked = {"type": "http", **{key: scope[key] for key in ("path", "method", "headers")}}
+        request_scope = {
+            "type": "http",
+            **{key: scope[key] for key in ("path", "method", "headers")},
+        }
         route = next(
-            (r for r in self._routes if r.matches(asked)[0] is Match.FULL and described(r)), None
+            (r for r in self._routes if r.matches(request_scope)[0] is Match.FULL and described(r)),
+            None,
         )
         if route is None:
             return
@@ -203,8 +209,8 @@ def make_server(
     with ExitStack() as stack:
 
         def make(info: dict[str, Any] | None = None, **flags: Any) -> Live:
-            given = {"model": "M", "disable_uvicorn_access_log": True, **flags}
-            config = EngineConfig.from_keywords(**given)
+            keywords = {"model": "M", "disable_uvicorn_access_log": True, **flags}
+            config = EngineConfig.from_keywords(**keywords)
             facts = {"config": config, **(info or {})}
             engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, **facts))
             return stack.enter_context(serve_in_thread(engine, config, watched))

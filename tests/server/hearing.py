@@ -33,17 +33,17 @@ def sound(*parts: tuple[int, float], rate: int = 16000) -> np.ndarray:
     """[n] float32 of (level in tenths, seconds) one after the other: square waves of 200 Hz."""
     half = np.ones(rate // 400)
     wave = np.concatenate([half, -half])
-    made = [np.resize(level / 10 * wave, int(s * rate)) for level, s in parts]
-    return np.concatenate(made).astype(np.float32)
+    waves = [np.resize(level / 10 * wave, int(s * rate)) for level, s in parts]
+    return np.concatenate(waves).astype(np.float32)
 
 
 def wav(samples: np.ndarray, rate: int = 16000, form: str = "WAV", kind=None) -> bytes:
     """A file of sound."""
     import soundfile
 
-    made = io.BytesIO()
-    soundfile.write(made, samples, rate, format=form, subtype=kind)
-    return made.getvalue()
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=form, subtype=kind)
+    return file.getvalue()
 
 
 class Hears(ScriptedEngine):
@@ -75,8 +75,10 @@ class Hears(ScriptedEngine):
         samples = item.tensors["samples"]
         self.lengths.append(len(samples))
         level = round(10 * float(np.median(np.abs(samples))))
-        named = {**prompt, "prompt": str(level)}
-        outputs: AsyncGenerator[Any, None] = super().generate(named, params, request_id, **more)
+        levelled_prompt = {**prompt, "prompt": str(level)}
+        outputs: AsyncGenerator[Any, None] = super().generate(
+            levelled_prompt, params, request_id, **more
+        )
         try:
             async for output in outputs:
                 self.most = max(self.most, self.active)
@@ -87,8 +89,8 @@ class Hears(ScriptedEngine):
     def _doubted(self, output: Any) -> Any:
         """The output, less likely where nobody is said to speak."""
         if self.nobody and output.prompt_logprobs:
-            said = Logprob(logprob=math.log(self.nobody), rank=1, decoded_token=None)
-            output.prompt_logprobs[1] = {self.ids["nospeech"]: said}
+            no_speech = Logprob(logprob=math.log(self.nobody), rank=1, decoded_token=None)
+            output.prompt_logprobs[1] = {self.ids["nospeech"]: no_speech}
             for choice in output.outputs:
                 choice.logprobs = [
                     {token: evolve(entry, logprob=-1.5) for token, entry in position.items()}
@@ -106,11 +108,11 @@ class Hears(ScriptedEngine):
     def _said(self, level: str, params: Any) -> Reply:
         if params.allowed_token_ids:
             return Reply(tokens=[self.ids[self.code]])
-        said: Any = self.tries.get(params.temperature, self.said[int(level)])
-        if isinstance(said, Reply):
-            return said
+        script: Any = self.tries.get(params.temperature, self.said[int(level)])
+        if isinstance(script, Reply):
+            return script
         tokens: list[int] = []
-        for part in said if isinstance(said, list) else [said]:
+        for part in script if isinstance(script, list) else [script]:
             if isinstance(part, str):
                 tokens += self.words(part)
             else:
@@ -137,9 +139,9 @@ class Reader:
 @contextmanager
 def serve_ears(folder: Path, watched: Callable[..., Any] | None, **flags: Any) -> Iterator[Live]:
     """A server of such an engine, whose files are in a folder."""
-    given = {"model": "M", "disable_uvicorn_access_log": True, "max_audio_clip_filesize_mb": 3,
+    keywords = {"model": "M", "disable_uvicorn_access_log": True, "max_audio_clip_filesize_mb": 3,
              "max_transcription_seconds": 120.0, **flags}  # fmt: skip
-    config = EngineConfig.from_keywords(**given)
+    config = EngineConfig.from_keywords(**keywords)
     with serve_in_thread(Hears(folder, config), config, watched) as live:
         live.served.generation.media.reader = Reader()
         yield live

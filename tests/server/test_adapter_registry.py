@@ -128,12 +128,12 @@ class Setting:
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator[Setting]:
-    made = Setting(tmp_path)
-    yield made
-    for gate in made.executor.shut.values():
+    environment = Setting(tmp_path)
+    yield environment
+    for gate in environment.executor.shut.values():
         gate.set()
-    made.registry.close()
-    made.executor.stop()
+    environment.registry.close()
+    environment.executor.stop()
 
 
 def test_reading_one_takes_no_step_from_anybody(setting: Setting) -> None:

@@ -36,31 +36,31 @@ def write(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("adapters")
+    root = tmp_path_factory.mktemp("adapters")
     for name in ("sql", "loads/new", "loads/rotten", "found/poet", "found/team/critic"):
-        write(made / name)
-    write(made / "secret")
-    (made / "found/linked").symlink_to(made / "secret")
-    sly = write(made / "found/sly")
-    (sly / "adapter_model.safetensors").symlink_to(made / "secret/adapter_config.json")
-    (made / "found/round").symlink_to(made / "found/round")
-    (made / "found/empty").mkdir()
-    return made
+        write(root / name)
+    write(root / "secret")
+    (root / "found/linked").symlink_to(root / "secret")
+    sly = write(root / "found/sly")
+    (sly / "adapter_model.safetensors").symlink_to(root / "secret/adapter_config.json")
+    (root / "found/round").symlink_to(root / "found/round")
+    (root / "found/empty").mkdir()
+    return root
 
 
 @pytest.fixture(scope="module")
 def live(make_server: ServerMaker, folder: Path) -> Live:
-    named = json.dumps({"name": "told", "path": str(folder / "sql"), "base_model_name": "Base"})
-    made = make_server(
+    module = json.dumps({"name": "told", "path": str(folder / "sql"), "base_model_name": "Base"})
+    server = make_server(
         {**SLOTS, "tasks": ("generate", "embed", "classify")},
         enable_lora=True,
-        lora_modules=[f"sql={folder / 'sql'}", named],
+        lora_modules=[f"sql={folder / 'sql'}", module],
         allow_runtime_lora_updating=True,
         allowed_lora_path=[str(folder / "loads")],
         lora_resolver_folder=str(folder / "found"),
     )
-    made.engine.bad[str(folder / "loads/rotten")] = "rank 99 is more than 16"
-    return made
+    server.engine.bad[str(folder / "loads/rotten")] = "rank 99 is more than 16"
+    return server
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_an_unknown_name_is_404_everywhere(http: httpx.Client, path: str) -> Non
     body = {**BODIES, **COUNTED}[path]
     answer = http.post(path, json={**body, "model": "nobody"})
     assert answer.status_code == 404
-    told = answer.json()["error"]
-    assert (told["code"], told["param"]) == ("model_not_found", "model")
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
     known = http.post(path, json={**body, "model": "sql"})
     assert known.status_code == 200, known.text
 
@@ -155,15 +155,15 @@ def test_batches_name_them(live: Live) -> None:
                "body": {"model": "sql", "messages": ASKED}}  # fmt: skip
         data = json.dumps(row).encode()
         file = client.files.create(file=("rows.jsonl", data), purpose="batch")
-        made = client.batches.create(
+        batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         for _ in range(30_000):
-            made = client.batches.retrieve(made.id)
-            if made.status == "completed":
+            batch = client.batches.retrieve(batch.id)
+            if batch.status == "completed":
                 break
             threading.Event().wait(0.01)
-        answer = json.loads(client.files.content(str(made.output_file_id)).text)
+        answer = json.loads(client.files.content(str(batch.output_file_id)).text)
     assert answer["response"]["body"]["model"] == "sql"
     assert live.engine.used[-1] == "sql"
 
@@ -202,8 +202,8 @@ def test_loaded_used_and_unloaded(live: Live, http: httpx.Client, folder: Path) 
     assert load(http, "new", folder / "loads/new", load_inplace=True).status_code == 200
     assert unload(http, "new").text.startswith("Success")
     assert http.post("/v1/completions", json={"model": "new", "prompt": "x"}).status_code == 404
-    gone = unload(http, "new")
-    assert (gone.status_code, error_of(gone)["param"]) == (404, "lora_name")
+    response = unload(http, "new")
+    assert (response.status_code, error_of(response)["param"]) == (404, "lora_name")
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_without_the_flags_nobody_loads(make_server: ServerMaker, folder: Path) 
 
 
 def test_loading_asks_for_a_key(make_server: ServerMaker, folder: Path) -> None:
-    made = make_server(
+    created = make_server(
         SLOTS, enable_lora=True, allow_runtime_lora_updating=True, api_key=["right"],
         allowed_lora_path=[str(folder / "loads")],
     )  # fmt: skip
-    with made.client() as http:
+    with created.client() as http:
         assert load(http, "a", folder / "loads/new").status_code == 401
         assert unload(http, "a").status_code == 401
         http.headers["Authorization"] = "Bearer right"
@@ -332,7 +332,7 @@ def test_entries_in_both_forms() -> None:
 
 def test_a_name_is_found_on_first_use_and_stays(live: Live, folder: Path) -> None:
     calls: list[str] = []
-    family = next(found for found in live.served.families if found.name == "adapters")
+    family = next(candidate for candidate in live.served.families if candidate.name == "adapters")
     resolver: Any = family._resolvers[0]  # type: ignore[attr-defined]
     resolve = resolver.resolve
     resolver.resolve = lambda name: calls.append(name) or resolve(name)
@@ -373,23 +373,23 @@ def test_the_hub_is_asked_only_for_what_the_operator_names(
 ) -> None:
     from modulm_adapter_resolver_hub import resolver
 
-    asked: list[tuple[str, str | None]] = []
+    downloads: list[tuple[str, str | None]] = []
 
     def download(name: str, config: EngineConfig) -> Path:
-        asked.append((name, config.model.revision))
+        downloads.append((name, config.model.revision))
         return folder / "sql"
 
     monkeypatch.setattr(resolver, "download", download)
     config = EngineConfig.from_keywords(
         model="M", revision="v1", lora_resolver_repos=["us/one", "them/*"]
     )
-    found = resolver.HubResolver.of(config)
-    assert found is not None
+    hub = resolver.HubResolver.of(config)
+    assert hub is not None
     for name in ("us/one", "them/any"):
-        assert found.resolve(name) == folder / "sql"
+        assert hub.resolve(name) == folder / "sql"
     for name in ("us/two", "one", "../us/one", "us/one/more", "them/", "us"):
-        assert found.resolve(name) is None
-    assert asked == [("us/one", None), ("them/any", None)]
+        assert hub.resolve(name) is None
+    assert downloads == [("us/one", None), ("them/any", None)]
     assert resolver.HubResolver.of(EngineConfig()) is None
     for wrong in ("*", "*/*", "us", "us/o*"):
         with pytest.raises(ConfigError, match="owner"):

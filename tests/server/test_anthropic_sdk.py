@@ -70,9 +70,9 @@ def test_tools(client: anthropic.Anthropic) -> None:
 
 
 def test_forced_tools(client: anthropic.Anthropic, live: Live) -> None:
-    named = {"type": "tool", "name": "get_weather"}
+    named_tool = {"type": "tool", "name": "get_weather"}
     call: Any = client.messages.create(
-        **ask("call in its own format", tools=[TOOL], tool_choice=named)
+        **ask("call in its own format", tools=[TOOL], tool_choice=named_tool)
     ).content[0]
     assert call.input == {"city": "Bern"}
     tag = json.loads(live.engine.seen[-1][1].structured_outputs.structural_tag)
@@ -112,12 +112,12 @@ def test_stream_equals_whole(client: anthropic.Anthropic, text: str) -> None:
     with client.messages.stream(**ask(text, tools=[TOOL])) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    shown = [block.model_dump(exclude={"id"}) for block in final.content]
+    streamed = [block.model_dump(exclude={"id"}) for block in final.content]
     expected = [block.model_dump(exclude={"id"}) for block in whole.content]
-    for blocks in (shown, expected):
+    for blocks in (streamed, expected):
         for block in blocks:
             block.pop("parsed_output", None)
-    assert shown == expected
+    assert streamed == expected
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
     assert kinds[0] == "message_start"

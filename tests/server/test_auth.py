@@ -45,14 +45,14 @@ def locked(make_server: ServerMaker, tmp_path_factory: pytest.TempPathFactory) -
 
 def routes(live: Live) -> list[tuple[str, str]]:
     """Every method and path of the live route table."""
-    found = []
+    pairs = []
     for route in live.served.api.router.routes:
         path = getattr(route, "path", None)
         assert path is not None, f"{route}: say here how a route of this kind is walked"
         plain = path.replace("{", "").replace("}", "").replace(":path", "")
         methods = sorted(getattr(route, "methods", None) or {"GET"})
-        found += [(method, plain) for method in methods]
-    return found
+        pairs += [(method, plain) for method in methods]
+    return pairs
 
 
 def test_a013_every_route_asks_for_a_key(locked: Live) -> None:
@@ -156,15 +156,15 @@ def test_a014_no_path_opens_a_route(locked: Live, path: str) -> None:
 
 
 def test_a015_cors_is_closed(live: Live, make_server: ServerMaker) -> None:
-    asked = {"Origin": "https://evil.test", "Access-Control-Request-Method": "POST"}
+    headers = {"Origin": "https://evil.test", "Access-Control-Request-Method": "POST"}
     with live.client() as client:
-        answer = client.options(PATH, headers=asked)
+        answer = client.options(PATH, headers=headers)
         assert "access-control-allow-origin" not in answer.headers
-        answer = client.get("/v1/models", headers=asked)
+        answer = client.get("/v1/models", headers=headers)
         assert "access-control-allow-origin" not in answer.headers
     with make_server(allowed_origins=("https://good.test",)).client() as client:
-        assert "access-control-allow-origin" not in client.options(PATH, headers=asked).headers
-        answer = client.options(PATH, headers={**asked, "Origin": "https://good.test"})
+        assert "access-control-allow-origin" not in client.options(PATH, headers=headers).headers
+        answer = client.options(PATH, headers={**headers, "Origin": "https://good.test"})
         assert answer.headers["access-control-allow-origin"] == "https://good.test"
 
 
@@ -177,17 +177,17 @@ def test_a019_comparing_takes_no_short_cut(monkeypatch: pytest.MonkeyPatch) -> N
     names, compared = (b"first", b"second", b"third"), []
     compare = hmac.compare_digest
 
-    def watched(given: bytes, kept: bytes) -> bool:
-        compared.append((given, kept))
-        return compare(given, kept)
+    def watched(sent: bytes, stored: bytes) -> bool:
+        compared.append((sent, stored))
+        return compare(sent, stored)
 
     monkeypatch.setattr(auth.hmac, "compare_digest", watched)
     keys = Keys(name.decode() for name in names)
     for key in (*names, b"firsT", b"other", b""):
         compared.clear()
         assert keys.knows(key) == (key in names)
-        given = sha256(key).digest()
-        assert compared == [(given, sha256(name).digest()) for name in names], "every key, hashed"
+        sent = sha256(key).digest()
+        assert compared == [(sent, sha256(name).digest()) for name in names], "every key, hashed"
 
 
 def test_keys_are_several_and_empty_ones_are_refused(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_p12_routes_of_any_kind_are_locked() -> None:
 
     class Odd(BaseRoute):
         def matches(self, scope: Any) -> Any:
-            found = scope["type"] == "http" and scope["path"] == "/odd"
-            return (Match.FULL if found else Match.NONE), {}
+            matches = scope["type"] == "http" and scope["path"] == "/odd"
+            return (Match.FULL if matches else Match.NONE), {}
 
         async def handle(self, scope: Any, receive: Any, send: Any) -> None:
             await PlainTextResponse("odd")(scope, receive, send)

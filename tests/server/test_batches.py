@@ -43,8 +43,8 @@ def finished(client: openai.OpenAI, identity: str) -> Any:
 
 def records(client: openai.OpenAI, identity: str | None) -> dict[str, Any]:
     text = client.files.content(identity).text if identity else ""
-    found = [json.loads(part) for part in text.splitlines()]
-    return {record["custom_id"]: record for record in found}
+    rows = [json.loads(part) for part in text.splitlines()]
+    return {record["custom_id"]: record for record in rows}
 
 
 def test_a_batch(client: openai.OpenAI) -> None:
@@ -115,17 +115,17 @@ def test_an_empty_batch_fails(client: openai.OpenAI, content: bytes) -> None:
 
 
 def test_a169_names_of_files_are_never_paths(client: openai.OpenAI, http: httpx.Client) -> None:
-    made = client.files.create(file=("../../x.html", b"<script>"), purpose="batch")
-    answer = http.get(f"/v1/files/{made.id}/content")
+    file_card = client.files.create(file=("../../x.html", b"<script>"), purpose="batch")
+    answer = http.get(f"/v1/files/{file_card.id}/content")
     assert answer.content == b"<script>", answer.text
     assert answer.headers["content-disposition"].startswith("attachment")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["content-type"] == "application/octet-stream"
     assert "x.html" not in answer.headers["content-disposition"]
-    assert made.id in [file.id for file in client.files.list()]
-    client.files.delete(made.id)
+    assert file_card.id in [file.id for file in client.files.list()]
+    client.files.delete(file_card.id)
     with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(made.id)
+        client.files.retrieve(file_card.id)
     for name in ("..%2f..%2fetc%2fpasswd", "file-", "*"):
         assert http.get(f"/v1/files/{name}/content").status_code == 404
 
@@ -134,21 +134,21 @@ PURPOSES: Any = ("assistants", "batch", "fine-tune", "vision", "user_data", "eva
 
 
 def test_files_of_every_purpose(client: openai.OpenAI) -> None:
-    made = {
+    by_purpose = {
         purpose: client.files.create(file=("data.bin", purpose.encode()), purpose=purpose)
         for purpose in PURPOSES
     }
-    for purpose, file in made.items():
+    for purpose, file in by_purpose.items():
         assert (file.purpose, file.bytes, file.status) == (purpose, len(purpose), "processed")
         assert client.files.retrieve(file.id) == file
         assert client.files.content(file.id).read() == purpose.encode()
-        listed = [found.id for found in client.files.list(purpose=purpose)]
+        listed = [card.id for card in client.files.list(purpose=purpose)]
         assert listed[0] == file.id
-        assert not set(listed) & {other.id for p, other in made.items() if p != purpose}
+        assert not set(listed) & {other.id for p, other in by_purpose.items() if p != purpose}
     month = 30 * 24 * 3600
-    assert made["batch"].expires_at == made["batch"].created_at + month
-    assert made["vision"].expires_at is None
-    for file in made.values():
+    assert by_purpose["batch"].expires_at == by_purpose["batch"].created_at + month
+    assert by_purpose["vision"].expires_at is None
+    for file in by_purpose.values():
         assert client.files.delete(file.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.content(file.id)
@@ -194,16 +194,16 @@ def test_files_that_expire(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatc
     assert client.files.retrieve(batch.output_file_id).expires_at is not None
     later = time.monotonic() + 3601
     monkeypatch.setattr(store, "time", SimpleNamespace(time=time.time, monotonic=lambda: later))
-    for gone in (brief.id, batch.output_file_id):
+    for deleted in (brief.id, batch.output_file_id):
         with pytest.raises(openai.NotFoundError):
-            client.files.retrieve(gone)
+            client.files.retrieve(deleted)
     listed = {file.id for file in client.files.list()}
     assert lasting.id in listed
     assert brief.id not in listed
 
 
 @pytest.mark.parametrize(
-    "given",
+    "expiry",
     [
         {"anchor": "created_at", "seconds": 3599},
         {"anchor": "created_at", "seconds": 2_592_001},
@@ -214,13 +214,13 @@ def test_files_that_expire(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_times_that_files_cannot_have(
-    client: openai.OpenAI, http: httpx.Client, given: Any
+    client: openai.OpenAI, http: httpx.Client, expiry: Any
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.files.create(file=("x", b"x"), purpose="user_data", expires_after=given)
+        client.files.create(file=("x", b"x"), purpose="user_data", expires_after=expiry)
     assert caught.value.param == "expires_after"
     source = client.files.create(file=("x", line("1")), purpose="batch")
-    body = {"input_file_id": source.id, "endpoint": CHAT, "output_expires_after": given}
+    body = {"input_file_id": source.id, "endpoint": CHAT, "output_expires_after": expiry}
     answer = http.post("/v1/batches", json=body)
     assert error_of(answer)["param"] == "output_expires_after"
 
@@ -278,14 +278,14 @@ def test_files_and_batches_belong_to_a_key(make_server: ServerMaker) -> None:
 
 
 def test_models_that_do_not_hear_or_speak_say_so(http: httpx.Client) -> None:
-    for path, words in (
+    for path, message in (
         ("transcriptions", "does not transcribe"),
         ("translations", "does not transcribe"),
         ("speech", "Not supported yet"),
     ):
         answer = http.post(f"/v1/audio/{path}", files={"file": b"x"})
         assert answer.status_code == 400
-        assert words in error_of(answer)["message"]
+        assert message in error_of(answer)["message"]
         assert error_of(answer)["code"] == "unsupported"
 
 

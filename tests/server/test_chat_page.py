@@ -75,8 +75,8 @@ class Script:
         question = prompt.rpartition("<|im_start|>user\n")[2]
         if "<|im_start|>tool\n" in question:
             return Reply("The tool said so.")
-        for words, reply in REPLIES.items():
-            if question.startswith(words):
+        for opening, reply in REPLIES.items():
+            if question.startswith(opening):
                 return reply
         return Reply("Hello there.")
 
@@ -88,8 +88,8 @@ class ToolHandler(BaseHTTPRequestHandler):
         self._answer(b"")
 
     def do_POST(self) -> None:
-        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._answer(json.dumps({"weather": f"rain in {given['city']}"}).encode())
+        arguments = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer(json.dumps({"weather": f"rain in {arguments['city']}"}).encode())
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -270,10 +270,10 @@ def test_settings_survive_a_reload_and_leave_room(tab: Browser, page: Live, widt
     tab.screen(width, 700)
     tab.click("#toggle-settings")
     setting(tab, "temperature", "0.5")
-    shown = tab.run("document.querySelector('#settings').getBoundingClientRect().toJSON()")
+    box = tab.run("document.querySelector('#settings').getBoundingClientRect().toJSON()")
     assert tab.run("document.documentElement.scrollWidth") <= width
     if width < 500:
-        assert shown["height"] <= 350, "half of the screen"
+        assert box["height"] <= 350, "half of the screen"
     bottom = tab.run("document.querySelector('#text').getBoundingClientRect().bottom")
     assert bottom <= 700
     tab.reload()
@@ -334,9 +334,9 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     setting(tab, "temperature", "0.3")
     tab.call("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     tab.click("#conversations .more")
-    for place, ending in ((1, "md"), (2, "json")):
+    for index, ending in ((1, "md"), (2, "json")):
         tab.run("document.querySelector('#menu').showPopover()")
-        tab.click("#menu button", place)
+        tab.click("#menu button", index)
         end = time.monotonic() + 300
         while not [*tmp_path.glob(f"*.{ending}")]:
             assert time.monotonic() < end
@@ -356,10 +356,10 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     files = [str(markdown), str(stored), str(foreign)]
     tab.call("DOM.setFileInputFiles", {"files": files, "nodeId": node})
     tab.wait("document.querySelectorAll('#conversations .open').length === 3")
-    for place in range(2):
+    for index in range(2):
         tab.run(
             "[...document.querySelectorAll('#conversations .open')]"
-            f".filter((each) => each.innerText.startsWith('think'))[{place}].click()"
+            f".filter((each) => each.innerText.startsWith('think'))[{index}].click()"
         )
         assert tab.text("article.user .said") == "think first\n<!-- user -->\n# not a heading"
         assert "It is 4." in tab.text("article.assistant .markdown")
@@ -586,11 +586,11 @@ FORMS = {
 def test_forms_of_answers(tab: Browser, page: Live) -> None:
     for form, (constraint, expected) in FORMS.items():
         settings = json.dumps({"format": form, "constraint": constraint})
-        made = tab.run(
+        request = tab.run(
             "import('/page/js/request.js').then(({ body }) =>"
             f" body({{ model: 'M', settings: {settings} }}, []))"
         )
-        assert expected.items() <= made.items(), form
+        assert expected.items() <= request.items(), form
     setting(tab, "format", "json_schema")
     setting(tab, "constraint", '{"type": "object"}')
     say(tab, "hello")
@@ -655,8 +655,8 @@ def test_probabilities_under_the_pointer(tab: Browser) -> None:
     say(tab, "hello")
     tab.click("article.assistant [aria-label=Tokens]")
     assert "".join(tab.each(".token", "node.textContent")).startswith("Hello there.")
-    place = tab.run("document.querySelectorAll('.token')[1].getBoundingClientRect().toJSON()")
-    at = {"x": place["x"] + 3, "y": place["y"] + 5}
+    box = tab.run("document.querySelectorAll('.token')[1].getBoundingClientRect().toJSON()")
+    at = {"x": box["x"] + 3, "y": box["y"] + 5}
     tab.call("Input.dispatchMouseEvent", {"type": "mouseMoved", **at})
     tab.wait("document.querySelectorAll('.tokens .card li').length >= 3")
     assert "60.7 %" in tab.text(".tokens .card strong")
@@ -685,14 +685,14 @@ def test_figures_tell_what_usage_tells(tab: Browser) -> None:
         "num_spec_steps": 10, "num_accepted_draft_tokens": 9, "draft_acceptance_rate": 0.45,
         "mean_acceptance_length": 1.9,
     }  # fmt: skip
-    said = tab.run(
+    content = tab.run(
         "import('/page/js/figures.js').then((figuresOf) => {"
         " const { noFigures, takeUsage, takeDrafts, described } = figuresOf;"
         f" const figures = noFigures(); takeUsage(figures, {json.dumps(usage)});"
         f" takeDrafts(figures, {json.dumps(metrics)});"
         " return described({ ...figures, waited: 0.5, seconds: 2, steps: 20 }); })"
     )
-    assert said == (
+    assert content == (
         "prompt 100 tokens (60 cached), 80.0 tokens/s · answer 21 tokens (4 of thoughts), "
         "10.0 tokens/s · 9 drafts accepted (45 %, 1.9 tokens a step) · first after 0.50 s"
     )
@@ -744,9 +744,9 @@ def test_by_keyboard_and_for_screen_readers(tab: Browser) -> None:
     tab.click("#conversations .open")
     roles = {"button", "textbox", "combobox", "searchbox", "link", "checkbox", "navigation"}
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
-    found = [node for node in nodes if node.get("role", {}).get("value") in roles]
-    assert len(found) > 30
-    unnamed = [node for node in found if not node["ignored"] and not node["name"].get("value")]
+    controls = [node for node in nodes if node.get("role", {}).get("value") in roles]
+    assert len(controls) > 30
+    unnamed = [node for node in controls if not node["ignored"] and not node["name"].get("value")]
     assert not unnamed, unnamed
     landmarks = {node["role"]["value"] for node in nodes if "role" in node}
     assert {"main", "navigation", "banner", "contentinfo", "complementary", "log"} <= landmarks

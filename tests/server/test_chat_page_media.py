@@ -196,7 +196,7 @@ def test_films_of_requests(page: Live) -> None:
         film, noise = sent(page).items
         greys = film.tensors["frames"][:, 24, 32].mean(-1)
         assert film.tensors["places"].tolist() == [0, 13, 26, 39]
-        assert np.abs(greys - [shade(place) for place in (0, 13, 26, 39)]).max() < 9
+        assert np.abs(greys - [shade(index) for index in (0, 13, 26, 39)]).max() < 9
         assert abs(len(noise.tensors["samples"]) - 3200) < 1200
         for kind, wrong in (("video", sound), ("audio", data)):
             bad = {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:;base64,{wrong}"}}
@@ -204,12 +204,12 @@ def test_films_of_requests(page: Live) -> None:
                 "/v1/chat/completions", json={"messages": [{"role": "user", "content": [bad]}]}
             )
             assert answer.status_code == 400
-            said = answer.json()["error"]["message"]
-            assert said.startswith(f"messages[0].content[0].{kind}_url: there is no")
+            message = answer.json()["error"]["message"]
+            assert message.startswith(f"messages[0].content[0].{kind}_url: there is no")
 
 
 def test_what_was_attached_is_exported_and_read_again(tab: Browser) -> None:
-    found = tab.run(
+    attachments = tab.run(
         "(async () => { const { toMarkdown, fromText } = await import('/page/js/export.js');"
         " const { add, newConversation, path } = await import('/page/js/tree.js');"
         " const first = newConversation(); const url = 'data:image/png;base64,AAAA';"
@@ -217,7 +217,7 @@ def test_what_was_attached_is_exported_and_read_again(tab: Browser) -> None:
         "  {kind: 'image', name: 'a.png', url}, {kind: 'text', name: 'b', text: 'c'}]});"
         " const [again] = fromText(toMarkdown(first)); return path(again)[0].attachments; })()"
     )
-    assert found == [
+    assert attachments == [
         {"kind": "image", "name": "a.png", "url": "data:image/png;base64,AAAA"},
         {"kind": "text", "name": "b", "text": "c"},
     ]

@@ -94,8 +94,8 @@ def test_media_of_requests() -> None:
     assert back.spans == ((1, 3),)
     looked = MediaItem("image", b"hash", 0, 2, {}, cross=True, seen=5)
     request = Request(id="r", prompt=[1, 2, 3], params=SamplingParams(), media=(looked,))
-    (found,) = codec.unpack_request(crossed(codec.pack_request(request))).media
-    assert (found.cross, found.seen) == (True, 5)
+    (result,) = codec.unpack_request(crossed(codec.pack_request(request))).media
+    assert (result.cross, result.seen) == (True, 5)
     np.testing.assert_array_equal(back.tensors["pixel_values"], pixels)
 
 
@@ -190,7 +190,7 @@ def test_flags_of_packages_and_flags_that_nothing_reads_cross() -> None:
 def frames_of_everything() -> list[bytes]:
     """A frame of each kind that crosses."""
     request = Request(id="r", prompt=[1, 2, 3], params=SAMPLING, eos=(1,), arrival=5.5)
-    made = {
+    values = {
         "submit": [codec.pack_request(request)],
         "events": codec.pack_events(events()),
         "error": frames.pack_error(QueueFull("later")),
@@ -199,24 +199,24 @@ def frames_of_everything() -> list[bytes]:
         "answer": 3,
         "is_sleeping": 1,
     }
-    return [frames.pack(kind, value) for kind, value in made.items()]
+    return [frames.pack(kind, value) for kind, value in values.items()]
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
     """Bytes changed, cut out, put in or doubled."""
-    found = bytearray(data)
+    damaged_bytes = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        place = rng.randrange(len(found) + 1)
+        index = rng.randrange(len(damaged_bytes) + 1)
         match rng.randrange(4):
             case 0:
-                found[place : place + 1] = rng.randbytes(1)
+                damaged_bytes[index : index + 1] = rng.randbytes(1)
             case 1:
-                del found[place : place + rng.randrange(1, 9)]
+                del damaged_bytes[index : index + rng.randrange(1, 9)]
             case 2:
-                found[place:place] = rng.randbytes(rng.randrange(1, 9))
+                damaged_bytes[index:index] = rng.randbytes(rng.randrange(1, 9))
             case _:
-                found[place:place] = found[place : place + 20]
-    return bytes(found)
+                damaged_bytes[index:index] = damaged_bytes[index : index + 20]
+    return bytes(damaged_bytes)
 
 
 def test_damaged_frames_are_errors_and_nothing_else(rng: random.Random, rounds: int) -> None:
@@ -294,8 +294,8 @@ def test_a_request_that_cannot_be_unpacked_ends_and_its_front_end_stays() -> Non
     bad = {**good, "id": "bad", "params": ["sampling", {"no such field": 1}]}
     for tables in ([bad], [good]):
         server._request(core, peer, "submit", [tables])
-    (told,) = sent
-    (finish,) = codec.unpack_events(told[1]).finished
+    (sent_frame,) = sent
+    (finish,) = codec.unpack_events(sent_frame[1]).finished
     assert (finish.request, finish.reason) == ("bad", "error")
     assert [request.id for request in core.submitted] == ["good"]
     assert peer.open == {"good"}

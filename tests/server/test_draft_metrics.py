@@ -44,14 +44,14 @@ def counted(live: Live) -> dict[str, float]:
     """The server's own counts: name and place -> value."""
     with live.client() as http:
         lines = http.get("/metrics").text.splitlines()
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for line in lines:
         if line.startswith("modulm:spec_decode") and "_created" not in line:
             head, value = line.rsplit(" ", 1)
             name = head.partition("{")[0].removeprefix("modulm:spec_decode_")
-            place = head.partition('position="')[2].partition('"')[0]
-            found[name + place] = float(value)
-    return found
+            position = head.partition('position="')[2].partition('"')[0]
+            counts[name + position] = float(value)
+    return counts
 
 
 def sent(live: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -72,46 +72,46 @@ def test_an_answer_tells_what_became_of_its_drafts(live, path, ask, stream) -> N
     assert "metrics" not in sent(live, path, {**ask, **more})
     before = counted(live)
     body = sent(live, path, {**ask, **more, "include_metrics": True})
-    told = body["metrics"]["speculative_decoding"]
+    metrics = body["metrics"]["speculative_decoding"]
     after = {name: value - before.get(name, 0) for name, value in counted(live).items()}
-    assert told["num_spec_tokens"] == 4
-    assert "per_step_drafted" not in told
-    assert after["num_drafts_total"] == told["num_spec_steps"] > 0
-    assert after["num_draft_tokens_total"] == told["num_draft_tokens"]
-    assert after["num_accepted_tokens_total"] == told["num_accepted_draft_tokens"]
-    steps = told["acceptance_histogram"]
-    for place in range(4):
-        name = f"num_accepted_tokens_per_pos_total{place}"
-        assert after.get(name, 0) == sum(steps[place + 1 :])
+    assert metrics["num_spec_tokens"] == 4
+    assert "per_step_drafted" not in metrics
+    assert after["num_drafts_total"] == metrics["num_spec_steps"] > 0
+    assert after["num_draft_tokens_total"] == metrics["num_draft_tokens"]
+    assert after["num_accepted_tokens_total"] == metrics["num_accepted_draft_tokens"]
+    steps = metrics["acceptance_histogram"]
+    for index in range(4):
+        name = f"num_accepted_tokens_per_pos_total{index}"
+        assert after.get(name, 0) == sum(steps[index + 1 :])
     if path == "/v1/completions":
-        assert told["draft_acceptance_rate"] > 0.5
-        assert told["mean_acceptance_length"] > 2
+        assert metrics["draft_acceptance_rate"] > 0.5
+        assert metrics["mean_acceptance_length"] > 2
 
 
 def test_none_of_several_choices_and_none_without_drafts(live) -> None:
     several = {**ASK, "n": 2, "temperature": 1, "include_metrics": True}
     assert sent(live, "/v1/completions", several)["metrics"] == {"speculative_decoding": None}
     off = {**ASK, "speculative": False, "include_metrics": True}
-    told = sent(live, "/v1/completions", off)["metrics"]["speculative_decoding"]
-    assert (told["num_spec_steps"], told["mean_acceptance_length"]) == (0, 1.0)
+    metrics = sent(live, "/v1/completions", off)["metrics"]["speculative_decoding"]
+    assert (metrics["num_spec_steps"], metrics["mean_acceptance_length"]) == (0, 1.0)
 
 
 def test_the_server_may_tell_every_request_and_each_step(live) -> None:
     config = EngineConfig.from_keywords(**SMALL, per_request_spec_decode_metrics="detailed")
     with serve_in_thread(live.engine, config) as server:
-        told = sent(server, "/v1/completions", ASK)["metrics"]["speculative_decoding"]
-    assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
-    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
+        metrics = sent(server, "/v1/completions", ASK)["metrics"]["speculative_decoding"]
+    assert sum(metrics["per_step_accepted"]) == metrics["num_accepted_draft_tokens"]
+    assert sum(metrics["per_step_drafted"]) == metrics["num_draft_tokens"]
 
 
 def test_bench_reports_it(live, tmp_path) -> None:
     before, file = counted(live), tmp_path / "result.json"
-    words = [
+    items = [
         "serve", "--base-url", live.url, "--model", "demo", "--num-prompts", "4",
         "--random-input-len", "24", "--random-output-len", "64", "--ignore-eos", "--disable-tqdm",
         "--temperature", "0", "--save-result", "--result-filename", str(file),
     ]  # fmt: skip
-    outcome = CliRunner().invoke(command, words, catch_exceptions=False)
+    outcome = CliRunner().invoke(command, items, catch_exceptions=False)
     assert outcome.exit_code == 0, outcome.output
     result, after = json.loads(file.read_text()), counted(live)
     # One more request goes first, to see that it works.
@@ -124,13 +124,13 @@ def test_bench_reports_it(live, tmp_path) -> None:
 
 def test_bench_reports_it_for_a_model_in_the_process(tmp_path) -> None:
     file = tmp_path / "result.json"
-    words = [
+    items = [
         "latency", "--model", "demo", "--max-model-len", "256", "--num-gpu-blocks-override", "60",
         "--input-len", "40", "--output-len", "40", "--batch-size", "1", "--num-iters", "1",
         "--num-iters-warmup", "0", "--speculative-config", json.dumps(SPECULATION),
         "--output-json", str(file),
     ]  # fmt: skip
-    outcome = CliRunner().invoke(command, words, catch_exceptions=False)
+    outcome = CliRunner().invoke(command, items, catch_exceptions=False)
     assert outcome.exit_code == 0, outcome.output
     result = json.loads(file.read_text())
     assert result["spec_decode_draft_tokens"] >= result["spec_decode_num_drafts"] > 0
@@ -149,12 +149,12 @@ def test_places_are_added_up_over_steps() -> None:
     metrics = Metrics("m")
     for at in ((2, 1), (), (3, 3, 1)):
         metrics.step(StepStats(1, 1, 0, 0.0, drafts=3, drafted=9, accepted=sum(at), accepted_at=at))
-    found = {
+    counts = {
         sample.labels.get("position", sample.name): sample.value
         for family in metrics.collect()
         for sample in family.samples
         if "spec_decode" in sample.name
     }
-    assert [found[place] for place in "012"] == [5, 4, 1]
-    assert found["modulm:spec_decode_num_drafts_total"] == 9
-    assert found["modulm:spec_decode_num_accepted_tokens_total"] == 10
+    assert [counts[position] for position in "012"] == [5, 4, 1]
+    assert counts["modulm:spec_decode_num_drafts_total"] == 9
+    assert counts["modulm:spec_decode_num_accepted_tokens_total"] == 10

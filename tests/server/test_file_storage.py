@@ -57,18 +57,18 @@ def test_files_outlive_a_server_that_was_told_where(
     flags = {"file_storage_path": str(tmp_path / "kept"), "api_key": ("one", "two")}
     mine, other = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
     with make_server(**flags).client(**mine) as http:
-        kept = upload(http, b"abc").json()
+        card = upload(http, b"abc").json()
         source = upload(http, b"\n".join(line(str(i)) for i in range(3))).json()
         batch = http.post("/v1/batches", json={"input_file_id": source["id"], **ASKED}).json()
         done = ended(http, batch["id"])
     again = make_server(**flags)
     with again.client(**mine) as http:
-        assert http.get(f"/v1/files/{kept['id']}").json() == kept
-        assert http.get(f"/v1/files/{kept['id']}/content").content == b"abc"
+        assert http.get(f"/v1/files/{card['id']}").json() == card
+        assert http.get(f"/v1/files/{card['id']}/content").content == b"abc"
         assert ended(http, batch["id"]) == done
         assert sorted(names(http, done["output_file_id"])) == ["0", "1", "2"]
-        assert http.delete(f"/v1/files/{kept['id']}").json()["deleted"] is True
-        assert http.get(f"/v1/files/{kept['id']}").status_code == 404
+        assert http.delete(f"/v1/files/{card['id']}").json()["deleted"] is True
+        assert http.get(f"/v1/files/{card['id']}").status_code == 404
     with again.client(**other) as http:
         assert http.get(f"/v1/files/{source['id']}").status_code == 404
         assert http.get(f"/v1/batches/{batch['id']}").status_code == 404
@@ -97,12 +97,14 @@ def test_a_batch_goes_on_where_the_last_server_stopped(
     table = {**json.loads(path.read_bytes()), "status": "in_progress", "counts": {"total": 5}}
     path.write_text(json.dumps(table))
     with make_server(**flags).client() as http:
-        found = ended(http, batch["id"])
-        assert found["status"] == "completed"
-        assert found["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
-        assert sorted(names(http, found["output_file_id"])) == ["0", "1", "2", "3"]
+        finished = ended(http, batch["id"])
+        assert finished["status"] == "completed"
+        assert finished["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
+        assert sorted(names(http, finished["output_file_id"])) == ["0", "1", "2", "3"]
         assert output.read_bytes().startswith(first)
-        assert len(http.get(f"/v1/files/{found['error_file_id']}/content").text.splitlines()) == 1
+        assert (
+            len(http.get(f"/v1/files/{finished['error_file_id']}/content").text.splitlines()) == 1
+        )
 
 
 def test_a_server_that_ends_leaves_its_batches_to_the_next(
@@ -123,9 +125,9 @@ def test_a_server_that_ends_leaves_its_batches_to_the_next(
             time.sleep(0.02)
         live.served.generation.closing = False
         time.sleep(0.05)
-        found = http.get(f"/v1/batches/{batch['id']}").json()
-        assert found["status"] == "in_progress", "what ran was finished, nothing more was begun"
-        assert found["request_counts"] == {"total": 60, "completed": 32, "failed": 0}
+        card = http.get(f"/v1/batches/{batch['id']}").json()
+        assert card["status"] == "in_progress", "what ran was finished, nothing more was begun"
+        assert card["request_counts"] == {"total": 60, "completed": 32, "failed": 0}
 
 
 def test_several_servers_on_one_folder(make_server: ServerMaker, tmp_path: Path) -> None:
@@ -145,9 +147,9 @@ def test_several_servers_on_one_folder(make_server: ServerMaker, tmp_path: Path)
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("place", ["write", "card", "spool"])
+@pytest.mark.parametrize("failing_step", ["write", "card", "spool"])
 def test_an_upload_that_has_no_room(
-    make_server: ServerMaker, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    make_server: ServerMaker, tmp_path: Path, failing_step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> Any:
         raise FULL
@@ -159,12 +161,12 @@ def test_an_upload_that_has_no_room(
                 "card": (store.Path, "replace"),
                 "spool": (store.tempfile.SpooledTemporaryFile, "write"),
             }
-            patch.setattr(*target[place], full)
+            patch.setattr(*target[failing_step], full)
             answer = upload(http, b"abc")
         assert answer.status_code == 507
         assert error_of(answer)["code"] == "insufficient_storage"
         assert http.get("/v1/files").json()["data"] == []
-        assert not list((tmp_path / "files").glob("*")) or place == "spool"
+        assert not list((tmp_path / "files").glob("*")) or failing_step == "spool"
         assert upload(http, b"abc").status_code == 200
 
 
@@ -181,10 +183,10 @@ def test_a_batch_that_has_no_room(
 
         monkeypatch.setattr("modulm_route_files.batch._append", full)
         batch = http.post("/v1/batches", json={"input_file_id": source["id"], **ASKED}).json()
-        found = ended(http, batch["id"])
-        assert found["status"] == "failed"
-        assert found["errors"]["data"][0]["message"] == "No space left on device"
-        assert len(names(http, found["output_file_id"])) == found["request_counts"]["completed"]
+        failed = ended(http, batch["id"])
+        assert failed["status"] == "failed"
+        assert failed["errors"]["data"][0]["message"] == "No space left on device"
+        assert len(names(http, failed["output_file_id"])) == failed["request_counts"]["completed"]
 
 
 def test_uploads_and_lists_at_once(make_server: ServerMaker) -> None:
@@ -209,10 +211,10 @@ def test_a_look_while_a_file_is_kept(tmp_path: Path) -> None:
             files.keep(file)
 
     with ThreadPoolExecutor(2) as pool:
-        made = [pool.submit(keep) for _ in range(2)]
-        while not all(future.done() for future in made):
+        futures = [pool.submit(keep) for _ in range(2)]
+        while not all(future.done() for future in futures):
             files.of("me")
-        for future in made:
+        for future in futures:
             future.result()
     assert len(files.of("me")) == 600
 
@@ -243,9 +245,9 @@ with path.open("ab", buffering=0) as target:
 print(sorted(_done(path)), path.stat().st_size)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    told = done.stdout.splitlines()
-    assert told[:-1] == [str(errno.EFBIG)] * 2
-    assert told[-1] == "[0] 93"
+    lines = done.stdout.splitlines()
+    assert lines[:-1] == [str(errno.EFBIG)] * 2
+    assert lines[-1] == "[0] 93"
 
 
 def test_ages_of_files_are_of_a_clock_that_never_jumps(tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_a_batch_that_is_cancelled_at_any_moment_lets_go_of_its_lock(
     """Also before its task began, and while it ends: six of 2,325 batches of a soak kept theirs."""
     files = store.FileStore(tmp_path, 9, 1 << 20, lasting=False)
     batches = BatchStore(files)
-    begun = Batch("owner", "/v1/completions", "24h", "file-x")
+    batch = Batch("owner", "/v1/completions", "24h", "file-x")
 
     async def work(_: Batch) -> None:
         with suppress(asyncio.CancelledError):
@@ -284,15 +286,15 @@ def test_a_batch_that_is_cancelled_at_any_moment_lets_go_of_its_lock(
         await asyncio.sleep(0)
 
     async def main() -> None:
-        batches.begin(begun, work)
+        batches.start(batch, work)
         for _ in range(turns):
             await asyncio.sleep(0)
-        both = (batches.cancel(begun), batches.cancel(begun))
+        both = (batches.cancel(batch), batches.cancel(batch))
         await asyncio.gather(*both)
 
     open_before = set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else set()
     asyncio.run(main())
-    assert begun.status == "cancelled"
+    assert batch.status == "cancelled"
     assert batches.running == 0
     assert [path.suffix for path in (tmp_path / "batches").iterdir()] == [".json"]
     if open_before:

@@ -36,10 +36,10 @@ def test_the_suggested_command_works(
     url = httpx.URL(live.url)
     sock: Any = SimpleNamespace(getsockname=lambda: (url.host, url.port))
     suggested = first_request("M", live.engine.info.tasks)
-    said = banner(EngineConfig.from_keywords(model="M"), manager.current(), sock, (), suggested)
+    text = banner(EngineConfig.from_keywords(model="M"), manager.current(), sock, (), suggested)
     assert suggested[0] == path
-    (line,) = [line for line in said.splitlines() if line.startswith("  try")]
-    assert ("chat page" in said) is ("generate" in tasks)
+    (line,) = [line for line in text.splitlines() if line.startswith("  try")]
+    assert ("chat page" in text) is ("generate" in tasks)
     if shutil.which("curl") is None:
         pytest.skip("no curl here")
     command = line.removeprefix("  try").strip().replace("curl", "curl -sSf", 1)

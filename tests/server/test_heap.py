@@ -74,8 +74,8 @@ print(before, held())
 
 def printed(script: str, *arguments: str) -> list[int]:
     command = [sys.executable, "-c", script, *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    return [int(word) for word in found.stdout.split()]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return [int(word) for word in process.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
@@ -100,8 +100,8 @@ def test_free_pages_go_back() -> None:
 def test_a_server_gives_back_beside_an_engine_of_its_own_process(
     address: str | None, make_server: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(serving, "give_back", lambda: given.append(1))
+    calls: list[Any] = []
+    monkeypatch.setattr(serving, "give_back", lambda: calls.append(1))
     live = make_server()
     live.engine.address = address
     server = serving.make_server(live.served, live.engine.info.config.group(ServerConfig))
@@ -111,7 +111,7 @@ def test_a_server_gives_back_beside_an_engine_of_its_own_process(
             assert not await server.on_tick(counter)
 
     asyncio.run(ticks())
-    assert len(given) == (1 if address else 0)
+    assert len(calls) == (1 if address else 0)
 
 
 class Ready(Exception):
@@ -129,7 +129,7 @@ def test_collections_leave_out_what_the_start_has_made(tokenizer: Any, tmp_path:
     gc.unfreeze()
     try:
         with pytest.raises(Ready):
-            serving.serve(config, lambda given: ScriptedEngine(tokenizer), announce)
+            serving.serve(config, lambda engine_config: ScriptedEngine(tokenizer), announce)
     finally:
         gc.unfreeze()
     assert frozen[0] > 1_000

@@ -67,11 +67,11 @@ def post(live: Live):
 
 def test_the_client_gets_whole_answers(live: Live) -> None:
     client = client_of(live)
-    told = client.new_completion("Hello", n_predict=20)
-    assert told.content == "Hello there."
-    assert (told.stop_type, told.truncated) == ("eos", False)
-    assert told.tokens_evaluated > 0
-    assert told.tokens_predicted > 0
+    completion = client.new_completion("Hello", n_predict=20)
+    assert completion.content == "Hello there."
+    assert (completion.stop_type, completion.truncated) == ("eos", False)
+    assert completion.tokens_evaluated > 0
+    assert completion.tokens_predicted > 0
     assert client.completion("stop at END", stop=["END"])["stop_type"] == "word"
 
 
@@ -85,29 +85,29 @@ def test_the_client_gets_streams(live: Live) -> None:
 
 def test_the_client_gets_streams_on_an_event_loop(live: Live) -> None:
     async def read() -> bytes:
-        found = client_of(live).async_completion("Hello", stream=True)
-        return b"".join([piece async for piece in found])
+        result = client_of(live).async_completion("Hello", stream=True)
+        return b"".join([piece async for piece in result])
 
     lines = asyncio.run(read()).decode().split("\n\n")
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line]
-    assert "".join(part["content"] for part in told) == "Hello there."
-    assert told[-1]["timings"]["predicted_n"] == told[-1]["tokens_predicted"] > 0
+    rows = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert "".join(part["content"] for part in rows) == "Hello there."
+    assert rows[-1]["timings"]["predicted_n"] == rows[-1]["tokens_predicted"] > 0
 
 
 # The requests of its documentation.
 
 
 def test_a_completion(post) -> None:
-    told = post("/completion", prompt="Building a website can be done in 10 simple steps:",
+    body = post("/completion", prompt="Building a website can be done in 10 simple steps:",
                 n_predict=128, return_tokens=True)  # fmt: skip
-    assert told["content"] == "Hello there."
-    assert len(told["tokens"]) == told["tokens_predicted"]
-    assert told["model"] == "M"
-    assert told["stop"] is True
-    assert told["prompt"].startswith("Building")
-    assert told["generation_settings"]["n_predict"] == 128
-    assert told["generation_settings"]["temperature"] == 0.8
-    assert set(told["timings"]) >= {"prompt_n", "predicted_per_second"}
+    assert body["content"] == "Hello there."
+    assert len(body["tokens"]) == body["tokens_predicted"]
+    assert body["model"] == "M"
+    assert body["stop"] is True
+    assert body["prompt"].startswith("Building")
+    assert body["generation_settings"]["n_predict"] == 128
+    assert body["generation_settings"]["temperature"] == 0.8
+    assert set(body["timings"]) >= {"prompt_n", "predicted_per_second"}
 
 
 @pytest.mark.parametrize(
@@ -123,26 +123,26 @@ def test_a_completion(post) -> None:
 )
 def test_prompts_of_each_form(post, live: Live, prompt: Any, texts: list[str] | None) -> None:
     before = len(live.engine.seen)
-    told = post("/completion", prompt=prompt)
-    many = told if isinstance(told, list) else [told]
-    seen = [given for given, _ in live.engine.seen[before:]]
+    body = post("/completion", prompt=prompt)
+    many = body if isinstance(body, list) else [body]
+    seen = [prompt_table for prompt_table, _ in live.engine.seen[before:]]
     assert len(seen) == len(many)
     assert [one["index"] for one in many] == list(range(len(many)))
     if texts is not None:
-        assert [given["prompt"] for given in seen] == texts
+        assert [prompt_table["prompt"] for prompt_table in seen] == texts
     else:
         assert seen[0]["prompt_token_ids"][0] == 12
 
 
 def test_several_completions_of_one_prompt(post) -> None:
-    told = post("/completion", prompt="hello", n_cmpl=2)
-    assert [one["index"] for one in told] == [0, 1]
+    body = post("/completion", prompt="hello", n_cmpl=2)
+    assert [one["index"] for one in body] == [0, 1]
 
 
 def test_fields_of_the_answer(post) -> None:
     names = ["content", "generation_settings/n_predict", "nonsense"]
-    told = post("/completion", prompt="hello", n_predict=4, response_fields=names)
-    assert set(told) == {"content", "n_predict"}
+    body = post("/completion", prompt="hello", n_predict=4, response_fields=names)
+    assert set(body) == {"content", "n_predict"}
     assert post("/completion", prompt="hello", n_predict=0)["content"] == ""
 
 
@@ -189,10 +189,10 @@ def test_what_is_not_there_is_refused_by_its_name(post, field: str, value: Any) 
 
 def test_neutral_settings_of_other_samplers_are_taken(post) -> None:
     names = ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
-    told = post("/completion", prompt="hello", mirostat=0, typical_p=1.0, dynatemp_range=0,
+    body = post("/completion", prompt="hello", mirostat=0, typical_p=1.0, dynatemp_range=0,
                 dry_multiplier=0, xtc_probability=0, n_keep=5, mirostat_tau=5.0, id_slot=-1,
                 samplers=names)  # fmt: skip
-    assert told["content"] == "Hello there."
+    assert body["content"] == "Hello there."
 
 
 def test_a_prompt_that_is_too_long(post) -> None:
@@ -213,13 +213,17 @@ def test_streams_of_several_prompts_and_progress(live: Live) -> None:
             "timings_per_token": True}  # fmt: skip
     with live.client() as http:
         text = http.post("/completion", json=body).text
-    told = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
     for index in (0, 1):
-        own = [part for part in told if part["index"] == index]
-        assert "".join(part["content"] for part in own) == "Hello there."
-        assert own[0]["prompt_progress"]["processed"] == own[0]["prompt_progress"]["total"] > 0
-        assert own[-1]["stop"] is True
-        assert all("timings" in part for part in own)
+        own_parts = [part for part in parts if part["index"] == index]
+        assert "".join(part["content"] for part in own_parts) == "Hello there."
+        assert (
+            own_parts[0]["prompt_progress"]["processed"]
+            == own_parts[0]["prompt_progress"]["total"]
+            > 0
+        )
+        assert own_parts[-1]["stop"] is True
+        assert all("timings" in part for part in own_parts)
 
 
 def test_tokens_in_both_dialects(post) -> None:
@@ -256,9 +260,9 @@ def test_what_the_server_tells(live: Live) -> None:
 
 
 def test_a_conversation_as_text(post) -> None:
-    told = post("/apply-template", messages=[{"role": "user", "content": "Hi"}])
-    assert "Hi" in told["prompt"]
-    assert told["prompt"].rstrip().endswith("assistant")
+    body = post("/apply-template", messages=[{"role": "user", "content": "Hi"}])
+    assert "Hi" in body["prompt"]
+    assert body["prompt"].rstrip().endswith("assistant")
 
 
 def test_a_model_without_tokens_for_a_gap(post) -> None:
@@ -319,14 +323,16 @@ def test_probabilities_are_the_models(real: Live, stream: bool) -> None:
         answer = http.post("/completion", json=body)
         if stream:
             lines = [json.loads(x.removeprefix("data: ")) for x in answer.text.split("\n\n") if x]
-            found = [one for part in lines for one in part.get("completion_probabilities", ())]
+            probabilities = [
+                one for part in lines for one in part.get("completion_probabilities", ())
+            ]
         else:
-            found = answer.json()["completion_probabilities"]
+            probabilities = answer.json()["completion_probabilities"]
         params = {"model": "demo", "prompt": body["prompt"], "max_tokens": 3, "logprobs": 4,
                   "temperature": 0, "ignore_eos": True}  # fmt: skip
-        told = http.post("/v1/completions", json=params).json()["choices"][0]["logprobs"]
-    assert [one["token"] for one in found] == told["tokens"]
-    for one, logprob in zip(found, told["token_logprobs"], strict=True):
+        reference = http.post("/v1/completions", json=params).json()["choices"][0]["logprobs"]
+    assert [one["token"] for one in probabilities] == reference["tokens"]
+    for one, logprob in zip(probabilities, reference["token_logprobs"], strict=True):
         assert math.isclose(one["logprob"], logprob, abs_tol=1e-4)
         assert len(one["top_logprobs"]) == 4
         assert one["top_logprobs"][0]["id"] == one["id"]
@@ -338,12 +344,12 @@ def test_penalties_change_what_is_said(real: Live) -> None:
             "return_tokens": True, "ignore_eos": True}  # fmt: skip
     with real.client(timeout=300) as http:
         plain = http.post("/completion", json=body).json()["tokens"]
-        held = http.post("/completion", json={**body, "repeat_penalty": 5.0,
+        penalized = http.post("/completion", json={**body, "repeat_penalty": 5.0,
                                               "repeat_last_n": 4}).json()["tokens"]  # fmt: skip
         off = http.post("/completion", json={**body, "repeat_penalty": 5.0,
                                              "repeat_last_n": 0}).json()["tokens"]  # fmt: skip
     assert off == plain
-    assert held != plain
+    assert penalized != plain
 
 
 def test_figures_of_the_prompt_cache(real: Live) -> None:

@@ -48,13 +48,13 @@ def test_an_answer_is_no_refusal(http: httpx.Client, caplog: pytest.LogCaptureFi
 
 def test_what_lies_below_a_path_is_silent() -> None:
     drops = _Silent(frozenset({"/health", "/page/*"}))
-    for path, kept in (
+    for path, is_logged in (
         ("/page/js/app.js?x=1", False), ("/health", False), ("/page", True), ("/healthy", True),
     ):  # fmt: skip
         record = logging.LogRecord(
             "uvicorn.access", 20, "", 1, "", ("c", "GET", path, "1.1", 200), None
         )
-        assert drops.filter(record) is kept, path
+        assert drops.filter(record) is is_logged, path
 
 
 def test_signs_of_life_are_not_logged_unless_asked_for() -> None:

@@ -22,9 +22,9 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[ollama.Client]:
-    made = ollama.Client(host=live.url, timeout=300)
-    yield made
-    made._client.close()
+    ollama_client = ollama.Client(host=live.url, timeout=300)
+    yield ollama_client
+    ollama_client._client.close()
 
 
 def asked(text: str) -> list[dict[str, str]]:
@@ -107,9 +107,9 @@ def test_options_reach_the_engine(client: ollama.Client, live: Live) -> None:
 def test_what_is_there(client: ollama.Client) -> None:
     (model,) = client.list().models
     assert model.model == "M"
-    shown = client.show("M")
-    assert "tools" in shown.capabilities
-    assert "thinking" in shown.capabilities
+    details = client.show("M")
+    assert "tools" in details.capabilities
+    assert "thinking" in details.capabilities
     assert client.ps().models[0].model == "M"
     assert client.pull("M").status == "success"
     assert client.generate("M", "").done_reason == "load"
@@ -117,7 +117,7 @@ def test_what_is_there(client: ollama.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "message"),
     [
         ("chat", {"model": "nope", "messages": asked("x")}, 404, "modulm serve MODEL"),
         ("pull", {"model": "nope"}, 404, "not served here"),
@@ -132,12 +132,12 @@ def test_what_is_there(client: ollama.Client) -> None:
     ],
 )
 def test_what_is_wrong_is_said_as_its_clients_read_it(
-    http: httpx.Client, path: str, body: dict[str, object], status: int, words: str
+    http: httpx.Client, path: str, body: dict[str, object], status: int, message: str
 ) -> None:
     answer = http.post(f"/api/{path}", json=body)
     assert answer.status_code == status
     assert set(answer.json()) == {"error"}
-    assert words in answer.json()["error"]
+    assert message in answer.json()["error"]
 
 
 def test_an_error_inside_a_stream_is_its_last_line(client: ollama.Client) -> None:

@@ -136,12 +136,15 @@ def test_a128_tools_streamed_and_whole(client: openai.OpenAI) -> None:
     options: Any = {"model": "M", "messages": ask("call two tools"), "tools": [TOOL]}
     whole = client.chat.completions.create(**options).choices[0]
     assert whole.finish_reason == "tool_calls"
-    made = whole.message.tool_calls
-    assert made is not None
-    assert [json.loads(call.function.arguments)["city"] for call in made] == ["Paris", "Rome"]
-    assert len({call.id for call in made}) == 2
+    calls_whole = whole.message.tool_calls
+    assert calls_whole is not None
+    assert [json.loads(call.function.arguments)["city"] for call in calls_whole] == [
+        "Paris",
+        "Rome",
+    ]
+    assert len({call.id for call in calls_whole}) == 2
     calls, text, reasons = streamed_calls(client.chat.completions.create(**options, stream=True))
-    assert [c["arguments"] for c in calls] == [c.function.arguments for c in made]
+    assert [c["arguments"] for c in calls] == [c.function.arguments for c in calls_whole]
     assert len({call["id"] for call in calls}) == 2
     assert "tool_call" not in text
     assert reasons[-1] == "tool_calls"
@@ -180,11 +183,11 @@ def test_a126_a_call_that_is_cut(client: openai.OpenAI) -> None:
 def test_forced_calls_use_a_grammar(client: openai.OpenAI, live: Live, stream: bool) -> None:
     def create(text: str, choice: Any) -> tuple[str, str, str]:
         options: Any = {"model": "M", "messages": ask(text), "tools": [TOOL]}
-        made = client.chat.completions.create(**options, tool_choice=choice, stream=stream)
+        response = client.chat.completions.create(**options, tool_choice=choice, stream=stream)
         if stream:
-            calls, _, reasons = streamed_calls(made)
+            calls, _, reasons = streamed_calls(response)
             return calls[0]["name"], calls[0]["arguments"], str(reasons[-1])
-        answer = made.choices[0]
+        answer = response.choices[0]
         call = answer.message.tool_calls[0].function
         return call.name, call.arguments, answer.finish_reason
 
@@ -199,16 +202,16 @@ def test_forced_calls_use_a_grammar(client: openai.OpenAI, live: Live, stream: b
     assert schema["json_schema"] == TOOL["function"]["parameters"]
     assert end["value"] == "}\n</tool_call>"
     assert [(each["type"], each["max"]) for each in more] == [("repeat", 63)]
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    name, arguments, reason = create("call in its own format", named)
+    named_tool = {"type": "function", "function": {"name": "get_weather"}}
+    name, arguments, reason = create("call in its own format", named_tool)
     assert (name, json.loads(arguments), reason) == ("get_weather", {"city": "Bern"}, "stop")
     assert len(held()["elements"]) == 3, "one call"
 
 
 def test_response_formats_become_constraints(client: openai.OpenAI, live: Live) -> None:
     schema = {"type": "object"}
-    named: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    client.chat.completions.create(model="M", messages=ask("hi"), response_format=named)
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    client.chat.completions.create(model="M", messages=ask("hi"), response_format=response_format)
     assert live.engine.seen[-1][1].structured_outputs.json == schema
     whole: Any = {"type": "json_object"}
     client.chat.completions.create(model="M", messages=ask("hi"), response_format=whole)
@@ -277,12 +280,12 @@ def test_a072_echo(client: openai.OpenAI) -> None:
     assert plain.usage is not None
     assert plain.usage.completion_tokens == 0
     scored = client.completions.create(model="M", prompt="abc", echo=True, max_tokens=2, logprobs=1)
-    shown = scored.choices[0].logprobs
-    assert shown is not None
-    assert "".join(shown.tokens or []) == scored.choices[0].text
-    assert shown.token_logprobs is not None
-    assert shown.token_logprobs[0] is None
-    for offset, token in zip(shown.text_offset or [], shown.tokens or [], strict=True):
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == scored.choices[0].text
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    for offset, token in zip(logprobs.text_offset or [], logprobs.tokens or [], strict=True):
         assert scored.choices[0].text[offset:].startswith(token)
 
 
@@ -345,18 +348,22 @@ def only(mode: str, *names: str) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 def test_allowed_tools(client: openai.OpenAI, live: Live, stream: bool) -> None:
     """All tools stay in the prompt; only those that are allowed are called."""
-    given: Any = {"model": "M", "tools": [CLOCK, TOOL], "tool_choice": only("auto", "get_weather")}
-    given["messages"] = ask("call what is not allowed")
+    options: Any = {
+        "model": "M",
+        "tools": [CLOCK, TOOL],
+        "tool_choice": only("auto", "get_weather"),
+    }
+    options["messages"] = ask("call what is not allowed")
     calls: list[tuple[int, str]] = []
     text = ""
     if stream:
-        for chunk in client.chat.completions.create(**given, stream=True):
+        for chunk in client.chat.completions.create(**options, stream=True):
             text += chunk.choices[0].delta.content or ""
             new = chunk.choices[0].delta.tool_calls or ()
             calls += [(call.index, call.function.name) for call in new if call.function.name]
             reason = chunk.choices[0].finish_reason
     else:
-        choice = client.chat.completions.create(**given).choices[0]
+        choice = client.chat.completions.create(**options).choices[0]
         calls = [(i, call.function.name) for i, call in enumerate(choice.message.tool_calls or ())]
         text, reason = choice.message.content or "", choice.finish_reason
     assert calls == [(0, "get_weather")]
@@ -386,12 +393,14 @@ def test_required_of_allowed_tools(client: openai.OpenAI, live: Live) -> None:
 def test_usage_where_it_was_asked_for(client: openai.OpenAI, options: Any) -> None:
     """Every chunk has the counts so far; `include_usage` is about a chunk of its own."""
     each = "continuous_usage_stats" in options
-    for create, given in (
+    for create, arguments in (
         (client.chat.completions.create, {"messages": ask("count slowly"), "n": 2}),
         (client.completions.create, {"prompt": ["a", "b"]}),
     ):
-        made: Any = create
-        chunks = list(made(model="M", max_tokens=5, stream=True, stream_options=options, **given))
+        create_any: Any = create
+        chunks = list(
+            create_any(model="M", max_tokens=5, stream=True, stream_options=options, **arguments)
+        )
         *ordinary, last = chunks
         assert bool(last.choices) == each
         assert all((chunk.usage is not None) == each for chunk in ordinary)

@@ -67,8 +67,8 @@ def test_what_the_description_allows_is_answered(make_server: ServerMaker, round
 
         return ask
 
-    for found in schema.get_all_operations():
-        asked_of(found.ok())()
+    for result in schema.get_all_operations():
+        asked_of(result.ok())()
     assert len(statuses) > 30
 
 
@@ -126,9 +126,9 @@ def test_every_operation_says_what_it_gives(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            told = operation["responses"]
-            assert set(told) == {"200", "4XX", "5XX"}, (path, method)
-            for status, answer in told.items():
+            responses = operation["responses"]
+            assert set(responses) == {"200", "4XX", "5XX"}, (path, method)
+            for status, answer in responses.items():
                 for media, content in answer.get("content", {}).items():
                     plain = media.startswith(("text/plain", "application/octet"))
                     assert content["schema"] or plain, (path, method, status)
@@ -149,6 +149,8 @@ def test_a_route_that_says_nothing_keeps_what_fastapi_says(make_server: ServerMa
     document = live.served.api.openapi()
     answers = document["paths"]["/mine/{number}"]["get"]["responses"]
     assert set(answers) == {"200", "4XX", "5XX"}
-    shown = document["paths"]["/told"]["get"]["responses"]["200"]["content"]
-    assert shown == {"application/json": {"schema": {"$ref": f"#/components/schemas/{HERE}.Leaf"}}}
+    content = document["paths"]["/told"]["get"]["responses"]["200"]["content"]
+    assert content == {
+        "application/json": {"schema": {"$ref": f"#/components/schemas/{HERE}.Leaf"}}
+    }
     assert live.served.api.openapi() is document

@@ -109,9 +109,9 @@ def test_f16_a_dead_engine(make_server: ServerMaker) -> None:
 
 
 def test_tokens(http: httpx.Client, live: Live) -> None:
-    made = http.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
-    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-    back = http.post("/detokenize", json={"tokens": made["tokens"]}).json()
+    body = http.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    back = http.post("/detokenize", json={"tokens": body["tokens"]}).json()
     assert back == {"prompt": "Hello", "content": "Hello"}
     chat = http.post("/tokenize", json={"messages": ask()["messages"]}).json()["tokens"]
     http.post(CHAT, json=ask())
@@ -253,8 +253,8 @@ def test_a_renderer_asks_fresh_workers_from_time_to_time(
 ) -> None:
     monkeypatch.setattr(template_sandbox, "_QUESTIONS", 2)
     workers = set()
-    for place in range(5):
-        assert renderer.render("{{ n }}", {"n": place}) == str(place)
+    for index in range(5):
+        assert renderer.render("{{ n }}", {"n": index}) == str(index)
         workers.add(renderer._worker.pid)  # type: ignore[union-attr]
     assert len(workers) == 3
 
@@ -323,9 +323,9 @@ def test_metrics_name_the_packages_of_others(monkeypatch: pytest.MonkeyPatch) ->
     other = PluginManager()
     monkeypatch.setattr(other, "everything", lambda: (*ours, theirs, theirs))
     with manager.using(other):
-        said = exposition(_registry())[0].decode()
-    assert 'modulm:plugin_info{distribution="theirs",version="2"} 1.0' in said
-    assert said.count("modulm:plugin_info{") == 1
+        text = exposition(_registry())[0].decode()
+    assert 'modulm:plugin_info{distribution="theirs",version="2"} 1.0' in text
+    assert text.count("modulm:plugin_info{") == 1
 
 
 def _registry() -> CollectorRegistry:

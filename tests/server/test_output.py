@@ -71,7 +71,7 @@ def test_f62_nobody_waits_for_a_reader_and_drops_are_said(pipe: Pipe) -> None:
     received = b""
     while b"nobody read them\n" not in received or received.count(line) < put - dropped:
         received += pipe.read()
-    assert f"WARNING modulm: dropped {dropped} lines of output".encode() in received
+    assert f"WARNING modulm: {dropped} lines of output were dropped".encode() in received
     assert (received.count(line), outlet.dropped) == (put - dropped, dropped)
 
 
@@ -137,7 +137,7 @@ print("through")
 
 def test_standard_files_keep_what_others_ask_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = io.StringIO()
-    monkeypatch.setattr(output, "_let_go", lambda descriptor: None)
+    monkeypatch.setattr(output, "_unblock_pipe", lambda descriptor: None)
     monkeypatch.setattr(sys, "stdout", foreign)
     monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", closefd=False))
     output.unblock()

@@ -38,25 +38,25 @@ class Clock:
 
 def test_so_many_begin_in_a_turn_in_their_order() -> None:
     async def all_at_once() -> list[tuple[int, int]]:
-        clock, turns, begun = Clock(), Turns(per_turn=3), []
+        clock, turns, started = Clock(), Turns(per_turn=3), []
 
         async def one(number: int) -> None:
             await turns.wait()
-            begun.append((clock.turn, number))
+            started.append((clock.turn, number))
 
-        asked = [asyncio.create_task(one(number)) for number in range(20)]
+        tasks = [asyncio.create_task(one(number)) for number in range(20)]
         await asyncio.sleep(0)
-        asked[7].cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        tasks[7].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)
         late = asyncio.create_task(one(20))
         await late
         clock.stop()
-        return begun
+        return started
 
-    begun = asyncio.run(all_at_once())
-    assert [number for _, number in begun] == [n for n in range(21) if n != 7]
-    turns = [turn for turn, _ in begun]
+    started = asyncio.run(all_at_once())
+    assert [number for _, number in started] == [n for n in range(21) if n != 7]
+    turns = [turn for turn, _ in started]
     assert max(map(turns.count, turns)) <= 3
     assert len(set(turns[:19])) <= 8
 
@@ -64,10 +64,10 @@ def test_so_many_begin_in_a_turn_in_their_order() -> None:
 @pytest.mark.parametrize(("path", "waits"), [("/health", False), ("/tokenize", True)])
 def test_signs_of_life_begin_before_those_that_came_first(path: str, waits: bool) -> None:
     async def last_of_many() -> int:
-        begun: list[str] = []
+        order: list[str] = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            begun.append(scope["path"])
+            order.append(scope["path"])
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
@@ -81,10 +81,10 @@ def test_signs_of_life_begin_before_those_that_came_first(path: str, waits: bool
         scopes = [{"type": "http", "path": "/many", "headers": []} for _ in range(100)]
         scopes.append({"type": "http", "path": path, "headers": []})
         await asyncio.gather(*(guard(scope, receive, send) for scope in scopes))
-        return begun.index(path)
+        return order.index(path)
 
-    place = asyncio.run(last_of_many())
-    assert place == (100 if waits else 2)
+    position = asyncio.run(last_of_many())
+    assert position == (100 if waits else 2)
 
 
 def test_many_connections_are_taken_in_few_turns(tokenizer: Tokenizer) -> None:
@@ -118,9 +118,9 @@ def test_choices_are_shown_in_a_turn_each() -> None:
 
     async def shown() -> list[dict[str, int]]:
         clock = Clock()
-        made = [each async for each in paced(range(6), lambda place: {"turn": clock.turn})]
+        items = [each async for each in paced(range(6), lambda index: {"turn": clock.turn})]
         clock.stop()
-        return made
+        return items
 
     turns = [each["turn"] for each in asyncio.run(shown())]
     assert len(set(turns)) == 6

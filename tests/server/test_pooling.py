@@ -79,8 +79,8 @@ def test_other_routes(pooling: Live) -> None:
             assert scores[0] == pytest.approx(1)
             assert scores[1] < 1
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            asked = {"query": "same", "documents": ["else", {"text": "same"}], "top_n": 1}
-            results = client.post(path, json=asked).json()["results"]
+            request = {"query": "same", "documents": ["else", {"text": "same"}], "top_n": 1}
+            results = client.post(path, json=request).json()["results"]
             assert [(r["index"], r["document"]["text"]) for r in results] == [(1, "same")]
 
 

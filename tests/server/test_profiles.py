@@ -43,25 +43,27 @@ def events(folder: Path) -> list[dict[str, Any]]:
     (file,) = folder.glob("modulm.*.pt.trace.json*")
     raw = file.read_bytes()
     text = gzip.decompress(raw) if file.suffix == ".gz" else raw
-    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    return found
+    trace_events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return trace_events
 
 
 def steps(folder: Path) -> list[int]:
     """Numbers of the steps that were recorded, in order of time; each has a length."""
     marks = [e for e in events(folder) if str(e.get("name", "")).startswith("modulm step ")]
-    own = [e for e in marks if e.get("cat") == "user_annotation"]
-    assert all(mark["dur"] > 0 for mark in own)
-    return [int(e["name"].rpartition(" ")[2]) for e in sorted(own, key=lambda e: float(e["ts"]))]
+    annotations = [e for e in marks if e.get("cat") == "user_annotation"]
+    assert all(mark["dur"] > 0 for mark in annotations)
+    return [
+        int(e["name"].rpartition(" ")[2]) for e in sorted(annotations, key=lambda e: float(e["ts"]))
+    ]
 
 
 @pytest.mark.parametrize("thread", [True, False])
 def test_a_server_writes_a_trace(model: str, tmp_path: Path, thread: bool) -> None:
-    given = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "new" / "folder"),
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "new" / "folder"),
              "torch_profiler_with_stack": False, "torch_profiler_use_gzip": thread}  # fmt: skip
     ask = {"model": "m", "prompt": "One", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     with (
-        served(model, profiler_config=given, disable_frontend_multiprocessing=thread) as live,
+        served(model, profiler_config=profiler, disable_frontend_multiprocessing=thread) as live,
         live.client(timeout=300) as http,
     ):
         plain = http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
@@ -83,9 +85,9 @@ def test_a_server_writes_a_trace(model: str, tmp_path: Path, thread: bool) -> No
 
 def test_a_part_of_the_steps(model: str, tmp_path: Path) -> None:
     """delay_iterations and max_iterations; afterwards another profile may be taken."""
-    given = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "delay_iterations": 1,
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "delay_iterations": 1,
              "max_iterations": 2, "torch_profiler_with_stack": False}  # fmt: skip
-    with modulm.LLM(model, profiler_config=given, **SMALL) as llm:
+    with modulm.LLM(model, profiler_config=profiler, **SMALL) as llm:
         llm.start_profile()
         llm.generate("One", PARAMS, use_tqdm=False)
         assert steps(tmp_path) == [2, 3]
@@ -102,9 +104,9 @@ def test_without_the_flag(model: str, tmp_path: Path) -> None:
     ):
         llm.start_profile()
     (tmp_path / "file").touch()
-    given = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "file" / "below")}
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "file" / "below")}
     with (
-        modulm.LLM(model, profiler_config=given, **SMALL) as llm,
+        modulm.LLM(model, profiler_config=profiler, **SMALL) as llm,
         pytest.raises(RequestError, match="cannot be created"),
     ):
         llm.start_profile()

@@ -58,20 +58,20 @@ def coded(value: Any) -> str:
 def test_tensors_arrive_as_they_were(
     client: openai.OpenAI, taking: Live, kind: torch.dtype, form: str
 ) -> None:
-    given = {
+    tensor = {
         "plain": numbers(kind=kind),
         "batched": numbers(kind=kind)[None],
         "slice": torch.cat([numbers(9, kind)] * 2, 1)[2:7, 3 : 3 + HIDDEN],
         "transposed": numbers(kind=kind).t().contiguous().t(),
     }[form]
     answer = client.completions.create(
-        model="M", prompt="", extra_body={"prompt_embeds": coded(given)}
+        model="M", prompt="", extra_body={"prompt_embeds": coded(tensor)}
     )
     assert answer.choices[0].text == "Hello there."
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 5
     (item,) = taking.engine.seen[-1][0]["prompt_embeds"]
-    expected = given.view(5, HIDDEN) if form == "batched" else given
+    expected = tensor.view(5, HIDDEN) if form == "batched" else tensor
     np.testing.assert_array_equal(item.tensors["embeds"], expected.float().numpy())
 
 
@@ -148,9 +148,9 @@ class Touch:
 
 def archive(members: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", kind) as made:
+    with zipfile.ZipFile(file, "w", kind) as archive_file:
         for name, data in members.items():
-            made.writestr(f"archive/{name}", data)
+            archive_file.writestr(f"archive/{name}", data)
     return file.getvalue()
 
 

@@ -23,16 +23,16 @@ ITEM = "conversation.item.input_audio_transcription"
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     flags = {"max_realtime_sessions": 3, "max_realtime_seconds": 20.0}
-    with serve_ears(tmp_path_factory.mktemp("whisper"), None, **flags) as found:
-        yield found
+    with serve_ears(tmp_path_factory.mktemp("whisper"), None, **flags) as server:
+        yield server
 
 
 @pytest.fixture
 def socket(live: Live) -> Iterator[ClientConnection]:
     live.engine.said = dict(LEVELS)
-    with opened(live) as found:
-        assert take(found)["type"] == "session.created"
-        yield found
+    with opened(live) as connection:
+        assert take(connection)["type"] == "session.created"
+        yield connection
 
 
 def opened(live: Live, query: str = "", **options: Any) -> ClientConnection:
@@ -61,8 +61,8 @@ def append(socket: ClientConnection, *parts: tuple[int, float], rate: int = 2400
     give(socket, "input_audio_buffer.append", audio=pcm(*parts, rate=rate))
 
 
-def session(**given: Any) -> dict[str, Any]:
-    return {"type": "transcription", "audio": {"input": given}}
+def session(**audio_input: Any) -> dict[str, Any]:
+    return {"type": "transcription", "audio": {"input": audio_input}}
 
 
 def test_openais_events(live: Live, socket: ClientConnection) -> None:
@@ -180,8 +180,8 @@ def test_the_sdk_speaks_with_it(live: Live) -> None:
 def test_what_is_wrong_is_told_and_the_session_goes_on(
     socket: ClientConnection, message: Any, param: str | None
 ) -> None:
-    named = message if isinstance(message, str | bytes) else json.dumps(message | {"event_id": "e"})
-    socket.send(named)
+    text = message if isinstance(message, str | bytes) else json.dumps(message | {"event_id": "e"})
+    socket.send(text)
     error = take(socket)
     assert error["type"] == "error", error
     assert (error["error"]["type"], error["error"]["param"]) == ("invalid_request_error", param)

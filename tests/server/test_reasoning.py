@@ -92,9 +92,9 @@ TOLD = {CHAT: '"reasoning":"', RESPONSES: '"type":"reasoning', MESSAGES: '"type"
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_that_is_not_wanted_is_nowhere(live: Live, path: str, stream: bool) -> None:
-    shown = posted(live, path, stream=stream, **ASKED[path]).text
+    output = posted(live, path, stream=stream, **ASKED[path]).text
     hidden = posted(live, path, stream=stream, include_reasoning=False, **ASKED[path]).text
-    assert TOLD[path] in shown
+    assert TOLD[path] in output
     assert TOLD[path] not in hidden
     assert "see" not in hidden
     assert "4" in hidden
@@ -104,8 +104,8 @@ def test_a_thought_that_is_not_wanted_is_nowhere(live: Live, path: str, stream: 
 def test_neither_are_its_tokens(live: Live, stream: bool) -> None:
     fields = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "stream": stream}
     answer = posted(live, CHAT, include_reasoning=False, **fields, **ASKED[CHAT])
-    told = [answer.json()] if not stream else chunks(answer.text)
-    choices = [choice for one in told for choice in one["choices"]]
+    bodies = [answer.json()] if not stream else chunks(answer.text)
+    choices = [choice for one in bodies for choice in one["choices"]]
     tokens = [
         entry["token"] for c in choices for entry in (c["logprobs"] or {}).get("content") or ()
     ]
@@ -152,11 +152,11 @@ def test_thoughts_are_counted(chat: openai.OpenAI, messages: anthropic.Anthropic
     item = chat.responses.create(model="M", input="think first").usage
     assert item is not None
     assert item.output_tokens_details.reasoning_tokens == thought
-    asked: Any = {"model": "M", "max_tokens": 100, "messages": ask("think first")}
-    theirs = messages.messages.create(**asked).usage
+    request: Any = {"model": "M", "max_tokens": 100, "messages": ask("think first")}
+    theirs = messages.messages.create(**request).usage
     assert theirs.output_tokens_details is not None
     assert theirs.output_tokens_details.thinking_tokens == thought
-    with messages.messages.stream(**asked) as stream:
+    with messages.messages.stream(**request) as stream:
         final = stream.get_final_message().usage
     assert final.output_tokens_details == theirs.output_tokens_details
     plain = chat.chat.completions.create(model="M", messages=ask("hi")).usage
@@ -174,22 +174,26 @@ def test_nothing_is_counted_where_nothing_reads_thoughts(deaf: Live) -> None:
 
 def test_effort_reaches_the_template(plain: Live) -> None:
     for path, field in ((CHAT, "reasoning_effort"), (RESPONSES, "reasoning")):
-        for effort, told in (("none", "none;False;False"), ("low", "low;True;True")):
-            given = {field: effort if path == CHAT else {"effort": effort}}
-            assert prompt_of(plain, path, **ASKED[path], **given).endswith(f"]{told}")
+        for effort, expected in (("none", "none;False;False"), ("low", "low;True;True")):
+            arguments = {field: effort if path == CHAT else {"effort": effort}}
+            assert prompt_of(plain, path, **ASKED[path], **arguments).endswith(f"]{expected}")
         assert prompt_of(plain, path, **ASKED[path]).endswith("];True;")
-        own = {"chat_template_kwargs": {"enable_thinking": "mine", "reasoning_effort": "high"}}
-        given = {field: "none" if path == CHAT else {"effort": "none"}}
-        assert prompt_of(plain, path, **ASKED[path], **given, **own).endswith("]high;mine;False")
+        explicit_kwargs = {
+            "chat_template_kwargs": {"enable_thinking": "mine", "reasoning_effort": "high"}
+        }
+        arguments = {field: "none" if path == CHAT else {"effort": "none"}}
+        assert prompt_of(plain, path, **ASKED[path], **arguments, **explicit_kwargs).endswith(
+            "]high;mine;False"
+        )
     effort = {"output_config": {"effort": "max"}}
     assert prompt_of(plain, MESSAGES, **ASKED[MESSAGES], **effort).endswith("]max;True;True")
-    for thinking, told in (
+    for thinking, expected in (
         ({"type": "disabled"}, ";False;False"),
         ({"type": "adaptive"}, "max;True;True"),
         ({"type": "enabled", "budget_tokens": 1024}, "max;True;True"),
     ):
-        asked = {**ASKED[MESSAGES], **effort, "thinking": thinking}
-        assert prompt_of(plain, MESSAGES, **asked).endswith(f"]{told}")
+        options = {**ASKED[MESSAGES], **effort, "thinking": thinking}
+        assert prompt_of(plain, MESSAGES, **options).endswith(f"]{expected}")
 
 
 @pytest.mark.parametrize(
@@ -233,9 +237,9 @@ def test_budgets_reach_the_engine(live: Live, deaf: Live) -> None:
         assert answer.status_code == 400
         assert "--reasoning-parser" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "thinking_token_budget"
-    asked = {**ASKED[MESSAGES], "thinking": {"type": "enabled", "budget_tokens": 9}}
+    options = {**ASKED[MESSAGES], "thinking": {"type": "enabled", "budget_tokens": 9}}
     for server, budget in ((live, 9), (deaf, None)):
-        assert posted(server, MESSAGES, **asked).status_code == 200
+        assert posted(server, MESSAGES, **options).status_code == 200
         assert server.engine.seen[-1][1].thinking_token_budget == budget
     completion = posted(live, "/v1/completions", prompt="hi", thinking_token_budget=3)
     assert completion.status_code == 200
@@ -247,19 +251,19 @@ def test_budgets_reach_the_engine(live: Live, deaf: Live) -> None:
 
 
 def test_a_stream_tells_thoughts_and_calls_in_order(chat: openai.OpenAI) -> None:
-    told: list[str] = []
+    kinds: list[str] = []
     texts: dict[str, str] = {}
     for chunk in chat.chat.completions.create(
         model="M", messages=ask("think between calls"), tools=[TOOL], stream=True
     ):
         delta = chunk.choices[0].delta
         thought = delta.model_dump().get("reasoning") or ""
-        told += [f"call {call.index}" for call in delta.tool_calls or ()]
+        kinds += [f"call {call.index}" for call in delta.tool_calls or ()]
         if thought:
-            told.append("thought")
+            kinds.append("thought")
         for name, text in (("thought", thought), ("content", delta.content or "")):
             texts[name] = texts.get(name, "") + text
-    runs = [one for place, one in enumerate(told) if not place or told[place - 1] != one]
+    runs = [one for index, one in enumerate(kinds) if not index or kinds[index - 1] != one]
     assert runs == ["thought", "call 0", "thought", "call 1"]
     assert texts == {"thought": "First.Second.", "content": ""}
 
@@ -274,12 +278,12 @@ def test_one_delta_is_split_where_the_order_would_be_lost() -> None:
 
 
 def test_items_are_in_order_and_come_back_in_order(chat: openai.OpenAI, plain: Live) -> None:
-    asked: Any = {"model": "M", "input": "think between calls", "tools": [FLAT]}
-    whole = chat.responses.create(**asked)
+    options: Any = {"model": "M", "input": "think between calls", "tools": [FLAT]}
+    whole = chat.responses.create(**options)
     kinds = ["reasoning", "function_call", "reasoning", "function_call"]
     assert [item.type for item in whole.output] == kinds
     added, deltas = [], []
-    for event in chat.responses.create(**asked, stream=True):
+    for event in chat.responses.create(**options, stream=True):
         if event.type == "response.output_item.added":
             added.append(event.item.type)
         if event.type.endswith(".delta"):
@@ -288,8 +292,8 @@ def test_items_are_in_order_and_come_back_in_order(chat: openai.OpenAI, plain: L
     assert deltas == sorted(deltas)
     assert set(deltas) == {0, 1, 2, 3}
     outputs = [
-        {"type": "function_call_output", "call_id": item.call_id, "output": f"it is {place}"}
-        for place, item in enumerate(i for i in whole.output if i.type == "function_call")
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"it is {index}"}
+        for index, item in enumerate(i for i in whole.output if i.type == "function_call")
     ]
     items = [item.model_dump(exclude_none=True) for item in whole.output]
     prompt = prompt_of(plain, RESPONSES, input=[*ask("Both?"), *items, *outputs], tools=[FLAT])
@@ -302,12 +306,12 @@ def test_items_are_in_order_and_come_back_in_order(chat: openai.OpenAI, plain: L
 def test_blocks_are_in_order_and_come_back_in_order(
     messages: anthropic.Anthropic, plain: Live
 ) -> None:
-    asked: Any = {"model": "M", "max_tokens": 200, "tools": [THEIRS]}
-    asked["messages"] = ask("think between calls")
-    whole = messages.messages.create(**asked)
+    options: Any = {"model": "M", "max_tokens": 200, "tools": [THEIRS]}
+    options["messages"] = ask("think between calls")
+    whole = messages.messages.create(**options)
     kinds = ["thinking", "tool_use", "thinking", "tool_use"]
     assert [block.type for block in whole.content] == kinds
-    with messages.messages.stream(**asked) as stream:
+    with messages.messages.stream(**options) as stream:
         starts = [e.content_block.type for e in stream if e.type == "content_block_start"]
         final = stream.get_final_message()
     assert starts == kinds
@@ -323,8 +327,8 @@ def test_blocks_are_in_order_and_come_back_in_order(
     redacted = {"type": "redacted_thinking", "data": "x"}
     calls = [block for block in blocks if block["type"] == "tool_use"]
     results = [
-        {"type": "tool_result", "tool_use_id": call["id"], "content": f"it is {place}"}
-        for place, call in enumerate(calls)
+        {"type": "tool_result", "tool_use_id": call["id"], "content": f"it is {index}"}
+        for index, call in enumerate(calls)
     ]
     prompt = prompt_of(
         plain, MESSAGES, max_tokens=9, tools=[THEIRS],
@@ -340,10 +344,10 @@ def test_blocks_are_in_order_and_come_back_in_order(
 
 
 def test_thoughts_that_are_omitted_are_blocks_without_text(messages: anthropic.Anthropic) -> None:
-    asked: Any = {"model": "M", "max_tokens": 100, "messages": ask("think first")}
-    asked["thinking"] = {"type": "adaptive", "display": "omitted"}
-    whole = messages.messages.create(**asked).content
-    with messages.messages.stream(**asked) as stream:
+    options: Any = {"model": "M", "max_tokens": 100, "messages": ask("think first")}
+    options["thinking"] = {"type": "adaptive", "display": "omitted"}
+    whole = messages.messages.create(**options).content
+    with messages.messages.stream(**options) as stream:
         final = stream.get_final_message().content
     for blocks in (whole, final):
         thought: Any = blocks[0]
@@ -355,31 +359,33 @@ def test_thoughts_that_are_omitted_are_blocks_without_text(messages: anthropic.A
 
 
 def test_a_conversation_keeps_its_thoughts(chat: openai.OpenAI, plain: Live) -> None:
-    told = chat.chat.completions.create(model="M", messages=ask("think first")).choices[0].message
-    again = [*ask("One?"), told.model_dump(), *ask("Two?")]
+    message = (
+        chat.chat.completions.create(model="M", messages=ask("think first")).choices[0].message
+    )
+    again = [*ask("One?"), message.model_dump(), *ask("Two?")]
     wanted = "[user One?][assistant(Let me see.) It is 4.][user Two?]"
     assert prompt_of(plain, CHAT, messages=again).startswith(wanted)
     first = posted(plain, RESPONSES, input="think first").json()
-    for given in (
+    for options in (
         {"previous_response_id": first["id"], "input": "Two?"},
         {"input": [*ask("One?"), *first["output"], *ask("Two?")]},
     ):
-        prompt = prompt_of(plain, RESPONSES, **given)
+        prompt = prompt_of(plain, RESPONSES, **options)
         assert prompt.partition("]")[2].startswith(wanted.partition("]")[2])
 
 
 def test_a_thought_is_told_from_what_is_said_after_it(plain: Live) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
-    told = {"type": "reasoning_text", "text": "Hm."}
+    part = {"type": "reasoning_text", "text": "Hm."}
     summary = {**thought, "summary": [{"type": "summary_text", "text": "Hm."}]}
     empty = {**thought, "encrypted_content": "gAAA"}
     answer = {"type": "message", "role": "assistant", "content": "Yes."}
-    for items, shown in (
-        ([{**thought, "content": [told]}, answer], "[assistant(Hm.) Yes.]"),
+    for items, rendered in (
+        ([{**thought, "content": [part]}, answer], "[assistant(Hm.) Yes.]"),
         ([summary, answer], "[assistant(Hm.) Yes.]"),
         ([summary, summary, answer], "[assistant(Hm.Hm.) Yes.]"),
         ([empty, answer], "[assistant Yes.]"),
         ([answer, summary, answer], "[assistant Yes.][assistant(Hm.) Yes.]"),
     ):
         prompt = prompt_of(plain, RESPONSES, input=[*ask("One?"), *items, *ask("Two?")])
-        assert prompt.startswith(f"[user One?]{shown}[user Two?]")
+        assert prompt.startswith(f"[user One?]{rendered}[user Two?]")

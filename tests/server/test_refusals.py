@@ -126,11 +126,11 @@ def test_two_hosts_are_refused_everywhere(live: Live, locked: Live) -> None:
         assert server.raw(head + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
-def check(asked: str, **flags: Any) -> int:
+def check(host: str, **flags: Any) -> int:
     """The status of a request with this Host; 200 where the check lets it through."""
     keys = bool(flags.get("api_key"))
     config = EngineConfig.from_keywords(**flags).group(ServerConfig)
-    scope = {"method": "GET", "headers": [(b"host", asked.encode())]}
+    scope = {"method": "GET", "headers": [(b"host", host.encode())]}
     try:
         HostCheck.of(config, keys).check(scope)
     except ApiError as error:
@@ -147,8 +147,8 @@ def test_who_is_checked_is_who_has_no_other_protection(tmp_path: Any) -> None:
 
 
 def test_hosts_that_a_flag_names() -> None:
-    named = {"allowed_hosts": ("api.test", "*.mine.test")}
-    for flags in (named, {**named, "api_key": ("k",)}, {**named, "host": "0.0.0.0"}):
+    hosts = {"allowed_hosts": ("api.test", "*.mine.test")}
+    for flags in (hosts, {**hosts, "api_key": ("k",)}, {**hosts, "host": "0.0.0.0"}):
         for host, status in (("api.test", 200), ("API.test:80", 200), ("a.b.mine.test", 200),
                              ("localhost", 200), ("mine.test", 403), ("xmine.test", 403),
                              ("evil.test", 403), ("192.0.2.7", 403)):  # fmt: skip
@@ -159,14 +159,14 @@ def test_hosts_that_a_flag_names() -> None:
 def test_pages_of_other_origins_send_nothing(live: Live, locked: Live) -> None:
     """Browsers send forms and empty bodies to any server without asking it first."""
     form = {"files": {"file": ("x", b"x")}, "data": {"purpose": "batch"}}
-    own = str(httpx.URL(live.url))
+    own_origin = str(httpx.URL(live.url))
     with live.client() as client:
         for origin in ("https://evil.test", "http://evil.test:8000", "null"):
             answer = client.post("/v1/files", headers={"Origin": origin}, **form)
             assert answer.status_code == 403
             assert error_of(answer)["code"] == "origin_not_allowed"
             assert client.get("/v1/models", headers={"Origin": origin}).status_code == 200
-        for origin in (own, "http://localhost:3000", "vscode-webview://x"):
+        for origin in (own_origin, "http://localhost:3000", "vscode-webview://x"):
             answer = client.post("/v1/files", headers={"Origin": origin}, **form)
             assert answer.status_code == 200, origin
     with locked.client(headers={"Authorization": "Bearer ann"}) as client:
@@ -188,8 +188,8 @@ def test_origins_that_a_flag_names(make_server: ServerMaker) -> None:
 @pytest.mark.parametrize("count", [-1, 0, 5])
 def test_prompt_logprobs_cannot_be_streamed(live: Live, count: int) -> None:
     with live.client() as client:
-        for path, asked in ((CHAT, ASKED), ("/v1/completions", {"prompt": "hi"})):
-            body = {**asked, "prompt_logprobs": count, "stream": True}
+        for path, request in ((CHAT, ASKED), ("/v1/completions", {"prompt": "hi"})):
+            body = {**request, "prompt_logprobs": count, "stream": True}
             answer = client.post(path, json=body)
             assert answer.status_code == 400
             assert error_of(answer)["param"] == "prompt_logprobs"
@@ -201,15 +201,15 @@ def test_prompts_are_texts_or_ids(make_server: ServerMaker) -> None:
     both = make_server(info={"tasks": ("generate", "embed", "classify")})
     mixed = ["hello", [5, 6]], [[5, 6], "hello"], ["hello", [5], "x"]
     with both.client() as client:
-        for given in mixed:
-            answer = client.post("/v1/completions", json={"prompt": given})
+        for prompt in mixed:
+            answer = client.post("/v1/completions", json={"prompt": prompt})
             assert answer.status_code == 400
             assert error_of(answer)["param"] == "prompt"
             for path in ("/v1/embeddings", "/classify"):
-                answer = client.post(path, json={"input": given})
+                answer = client.post(path, json={"input": prompt})
                 assert answer.status_code == 400, path
                 assert error_of(answer)["param"] == "input"
-            answer = client.post("/pooling", json={"input": given, "task": "embed"})
+            answer = client.post("/pooling", json={"input": prompt, "task": "embed"})
             assert answer.status_code == 400
 
 
@@ -235,5 +235,5 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_warned_of(
     for vocabulary in (len(tokenizer), len(tokenizer) - 8):
         info = scripted_info(tokenizer, config=config, vocabulary=vocabulary)
         InputProcessor(info, tokenizer, manager.current())
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "modulm"]
-    assert f"The tokenizer has {len(tokenizer)} ids and the model {len(tokenizer) - 8}." in said
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "modulm"]
+    assert f"The tokenizer has {len(tokenizer)} ids and the model {len(tokenizer) - 8}." in line

@@ -49,19 +49,19 @@ def test_create(client: openai.OpenAI, live: Live) -> None:
 def test_stream_equals_whole(client: openai.OpenAI, text: str) -> None:
     options: Any = {"model": "M", "input": text, "tools": [TOOL], "max_output_tokens": 100}
     whole = client.responses.create(**options)
-    numbers, kinds, said = [], [], ""
+    numbers, kinds, streamed = [], [], ""
     final: Any = None
     for event in client.responses.create(**options, stream=True):
         numbers.append(event.sequence_number)
         kinds.append(event.type)
         if event.type == "response.output_text.delta":
-            said += event.delta
+            streamed += event.delta
         if event.type == "response.completed":
             final = event.response
     assert numbers == list(range(len(numbers)))
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
-    assert said == whole.output_text == final.output_text
+    assert streamed == whole.output_text == final.output_text
     drop = {"id", "call_id"}
     assert [i.model_dump(exclude=drop) for i in final.output] == [
         i.model_dump(exclude=drop) for i in whole.output
@@ -159,8 +159,8 @@ def test_a_reader_may_leave_and_come_back(client: openai.OpenAI, live: Live) -> 
     rest = list(client.responses.retrieve(name, stream=True, starting_after=after))
     assert rest[0].sequence_number == after + 1
     assert rest[-1].type == "response.incomplete"
-    said = "".join(e.delta for e in [*first, *rest] if e.type == "response.output_text.delta")
-    assert said == client.responses.retrieve(name).output_text
+    text = "".join(e.delta for e in [*first, *rest] if e.type == "response.output_text.delta")
+    assert text == client.responses.retrieve(name).output_text
 
 
 def test_a_cancelled_stream_ends(client: openai.OpenAI) -> None:
@@ -191,13 +191,13 @@ def test_numbers_go_on_in_an_error(client: openai.OpenAI) -> None:
 
 
 def test_events_are_kept_for_some(http: httpx.Client) -> None:
-    made = http.post(URL, json={"model": "M", "input": "hi"}).json()["id"]
+    response_id = http.post(URL, json={"model": "M", "input": "hi"}).json()["id"]
     for query, param in (
         ("stream=true", "stream"),
         ("starting_after=3", "starting_after"),
         ("stream=true&starting_after=x", "starting_after"),
     ):
-        answer = http.get(f"{URL}/{made}?{query}")
+        answer = http.get(f"{URL}/{response_id}?{query}")
         assert answer.status_code == 400
         assert error_of(answer)["param"] == param
 
@@ -206,8 +206,8 @@ def test_the_oldest_events_are_forgotten() -> None:
     store = Store(max_frames=3)
     logs = [Log() for _ in range(3)]
     stored = [
-        Stored("", {"id": str(place), "status": "completed"}, log=log)
-        for place, log in enumerate(logs)
+        Stored("", {"id": str(index), "status": "completed"}, log=log)
+        for index, log in enumerate(logs)
     ]
     for one, log in zip(stored, logs, strict=True):
         log.add(b"1")
@@ -221,8 +221,8 @@ def test_the_oldest_events_are_forgotten() -> None:
 
 def test_input_items(client: openai.OpenAI, http: httpx.Client) -> None:
     first = client.responses.create(model="M", input="one")
-    asked: Any = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
-    second = client.responses.create(model="M", input=asked, previous_response_id=first.id)
+    new_input: Any = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
+    second = client.responses.create(model="M", input=new_input, previous_response_id=first.id)
     items: Any = list(client.responses.input_items.list(second.id, order="asc"))
     texts = [item.content[0].text for item in items]
     assert texts == ["one", "Hello there.", "two", "three"]
@@ -369,10 +369,10 @@ def test_a163_responses_belong_to_a_key(make_server: ServerMaker) -> None:
     live = make_server(api_key=("ann", "bob"))
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     with live.client() as client:
-        made = client.post(URL, json={"model": "M", "input": "hi"}, headers=ann).json()["id"]
-        assert client.get(f"{URL}/{made}", headers=ann).status_code == 200
-        assert client.get(f"{URL}/{made}", headers=bob).status_code == 404
-        chained = {"model": "M", "input": "hi", "previous_response_id": made}
+        response_id = client.post(URL, json={"model": "M", "input": "hi"}, headers=ann).json()["id"]
+        assert client.get(f"{URL}/{response_id}", headers=ann).status_code == 200
+        assert client.get(f"{URL}/{response_id}", headers=bob).status_code == 404
+        chained = {"model": "M", "input": "hi", "previous_response_id": response_id}
         assert client.post(URL, json=chained, headers=bob).status_code == 404
 
 
@@ -403,8 +403,8 @@ def test_logprobs_of_texts(client: openai.OpenAI, live: Live, text: str) -> None
         elif event.type == "response.completed":
             final = event.response
     assert streamed == [entry.token for entry in entries]
-    (shown,) = [item.content[0] for item in final.output if item.type == "message"]
-    assert shown.logprobs == entries  # type: ignore[union-attr]
+    (text_part,) = [item.content[0] for item in final.output if item.type == "message"]
+    assert text_part.logprobs == entries  # type: ignore[union-attr]
 
 
 def test_logprobs_are_given_where_they_are_wanted(client: openai.OpenAI, live: Live) -> None:
@@ -425,56 +425,60 @@ def user(text: str) -> Any:
 
 
 def test_conversations(client: openai.OpenAI, live: Live) -> None:
-    made = client.conversations.create(metadata={"topic": "x"}, items=[user("my name is Ann")])
-    assert client.conversations.retrieve(made.id) == made
-    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
-    answer = client.responses.create(model="M", input="who am I?", conversation=made.id)
+    conversation = client.conversations.create(
+        metadata={"topic": "x"}, items=[user("my name is Ann")]
+    )
+    assert client.conversations.retrieve(conversation.id) == conversation
+    assert client.conversations.update(conversation.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    answer = client.responses.create(model="M", input="who am I?", conversation=conversation.id)
     assert answer.conversation is not None
-    assert answer.conversation.id == made.id
+    assert answer.conversation.id == conversation.id
     prompt = live.engine.seen[-1][0]["prompt"]
     assert prompt.index("Ann") < prompt.index("who am I?")
-    items: Any = list(client.conversations.items.list(made.id, order="asc", limit=1))
+    items: Any = list(client.conversations.items.list(conversation.id, order="asc", limit=1))
     texts = [item.content[0].text for item in items]
     assert texts == ["my name is Ann", "who am I?", "Hello there."]
     assert [item.role for item in items] == ["user", "user", "assistant"]
     client.responses.create(
-        model="M", input="think first", conversation={"id": made.id}, store=False
+        model="M", input="think first", conversation={"id": conversation.id}, store=False
     )
     prompt = live.engine.seen[-1][0]["prompt"]
     assert prompt.index("who am I?") < prompt.index("Hello there.") < prompt.index("think first")
     stored = client.responses.input_items.list(answer.id, order="asc")
     assert [item.content[0].text for item in stored] == texts[:2]  # type: ignore[union-attr]
-    added = client.conversations.items.create(made.id, items=[user("and now?")])
+    added = client.conversations.items.create(conversation.id, items=[user("and now?")])
     (one,) = added.data
-    assert client.conversations.items.retrieve(one.id or "", conversation_id=made.id) == one
-    before = len(list(client.conversations.items.list(made.id)))
-    client.conversations.items.delete(one.id or "", conversation_id=made.id)
-    assert len(list(client.conversations.items.list(made.id))) == before - 1
+    assert client.conversations.items.retrieve(one.id or "", conversation_id=conversation.id) == one
+    before = len(list(client.conversations.items.list(conversation.id)))
+    client.conversations.items.delete(one.id or "", conversation_id=conversation.id)
+    assert len(list(client.conversations.items.list(conversation.id))) == before - 1
     with pytest.raises(openai.NotFoundError):
-        client.conversations.items.retrieve(one.id or "", conversation_id=made.id)
-    assert client.conversations.delete(made.id).deleted
+        client.conversations.items.retrieve(one.id or "", conversation_id=conversation.id)
+    assert client.conversations.delete(conversation.id).deleted
     with pytest.raises(openai.NotFoundError):
-        client.conversations.retrieve(made.id)
+        client.conversations.retrieve(conversation.id)
     with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.create(model="M", input="hi", conversation=made.id)
+        client.responses.create(model="M", input="hi", conversation=conversation.id)
     assert caught.value.param == "conversation"
     assert client.responses.retrieve(answer.id).output_text == "Hello there."
 
 
 def test_a_conversation_may_say_it_all(client: openai.OpenAI, live: Live) -> None:
     """Without input of its own, streamed and in the background; what fails is not said."""
-    made = client.conversations.create(items=[user("hello you")])
-    for _ in client.responses.create(model="M", conversation=made.id, stream=True):
+    conversation = client.conversations.create(items=[user("hello you")])
+    for _ in client.responses.create(model="M", conversation=conversation.id, stream=True):
         pass
     assert "hello you" in live.engine.seen[-1][0]["prompt"]
     with pytest.raises(openai.InternalServerError):
-        client.responses.create(model="M", conversation=made.id, input="fail at once")
-    late = client.responses.create(model="M", conversation=made.id, input="later", background=True)
+        client.responses.create(model="M", conversation=conversation.id, input="fail at once")
+    late = client.responses.create(
+        model="M", conversation=conversation.id, input="later", background=True
+    )
     for _ in range(30_000):
         if client.responses.retrieve(late.id).status == "completed":
             break
         time.sleep(0.01)
-    items: Any = list(client.conversations.items.list(made.id, order="asc"))
+    items: Any = list(client.conversations.items.list(conversation.id, order="asc"))
     assert [item.content[0].text for item in items] == [
         "hello you", "Hello there.", "later", "Hello there.",
     ]  # fmt: skip
@@ -495,8 +499,8 @@ def test_a_conversation_may_say_it_all(client: openai.OpenAI, live: Live) -> Non
 def test_bad_conversations(
     client: openai.OpenAI, http: httpx.Client, path: str, body: Any, param: str
 ) -> None:
-    made = client.conversations.create()
-    answer = http.post(f"/v1/conversations{path.format(id=made.id)}", json=body)
+    conversation = client.conversations.create()
+    answer = http.post(f"/v1/conversations{path.format(id=conversation.id)}", json=body)
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param
 
@@ -505,18 +509,18 @@ def test_conversations_belong_to_a_key_and_are_not_endless(make_server: ServerMa
     live = make_server(api_key=("ann", "bob"))
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     with live.client() as client:
-        made = client.post("/v1/conversations", json={}, headers=ann).json()["id"]
-        path = f"/v1/conversations/{made}"
+        conversation_id = client.post("/v1/conversations", json={}, headers=ann).json()["id"]
+        path = f"/v1/conversations/{conversation_id}"
         assert client.get(path, headers=ann).status_code == 200
         for one in (path, f"{path}/items", f"{path}/items/msg_1"):
             assert client.get(one, headers=bob).status_code == 404
-        body = {"model": "M", "input": "hi", "conversation": made}
+        body = {"model": "M", "input": "hi", "conversation": conversation_id}
         assert client.post(URL, json=body, headers=bob).status_code == 404
         for _ in range(1000):
             client.post("/v1/conversations", json={}, headers=ann)
         assert client.get(path, headers=ann).status_code == 404
     conversation = Conversation("", {})
-    conversation.add([{"id": str(place)} for place in range(10_005)])
+    conversation.add([{"id": str(index)} for index in range(10_005)])
     assert len(conversation.items) == 10_000
     assert conversation.items[0]["id"] == "5"
 
@@ -547,16 +551,16 @@ def test_stored_prompts(storing: Live) -> None:
         }
         prompt: Any = {"id": "greet", "variables": values}
         answer = client.responses.create(model="M", prompt=prompt, input="Who am I?")
-        asked, params = storing.engine.seen[-1]
-        assert "Speak {{name}} {% raw %}." in asked["prompt"], "what is put in is only text"
-        assert asked["prompt"].index("I am Ann.") < asked["prompt"].index("Who am I?")
+        prompt_table, params = storing.engine.seen[-1]
+        assert "Speak {{name}} {% raw %}." in prompt_table["prompt"], "what is put in is only text"
+        assert prompt_table["prompt"].index("I am Ann.") < prompt_table["prompt"].index("Who am I?")
         assert params.temperature == 0.25
         assert answer.prompt is not None
         assert answer.prompt.id == "greet"
         client.responses.create(model="M", prompt=prompt, instructions="Be kind.", temperature=1)
-        asked, params = storing.engine.seen[-1]
-        assert "Be kind." in asked["prompt"]
-        assert "Speak" not in asked["prompt"]
+        prompt_table, params = storing.engine.seen[-1]
+        assert "Be kind." in prompt_table["prompt"]
+        assert "Speak" not in prompt_table["prompt"]
         assert params.temperature == 1
         client.responses.create(model="M", prompt={"id": "greet", "version": "2"})
         assert "Be brief." in storing.engine.seen[-1][0]["prompt"]

@@ -20,9 +20,11 @@ def test_an_offline_llm_is_counted_by_whoever_asks(tmp_path: Path) -> None:
         assert counted.last is None
         llm.count_by(counted)
         llm.generate(["a b", "c"], SamplingParams(max_tokens=3, ignore_eos=True))
-    found = {sample.name: sample.value for family in counted.collect() for sample in family.samples}
-    assert found["modulm:generation_tokens_total"] == 6
-    assert found["modulm:request_params_n_count"] == 2
+    samples = {
+        sample.name: sample.value for family in counted.collect() for sample in family.samples
+    }
+    assert samples["modulm:generation_tokens_total"] == 6
+    assert samples["modulm:request_params_n_count"] == 2
 
 
 def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:

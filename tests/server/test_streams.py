@@ -70,17 +70,17 @@ def test_f50_silence_is_broken_by_comments(make_server: ServerMaker) -> None:
         answer = client.post(CHAT, json=body("count slowly", max_tokens=5))
     assert ": still working\n\n" in answer.text
     data = [part for part in answer.text.split("\n\n") if part.startswith("data: {")]
-    said = "".join(json.loads(d[6:])["choices"][0]["delta"].get("content", "") for d in data)
-    assert said == "1 2 3 4"
+    text = "".join(json.loads(d[6:])["choices"][0]["delta"].get("content", "") for d in data)
+    assert text == "1 2 3 4"
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_a_client_that_does_not_read_is_hung_up_on(make_server: ServerMaker) -> None:
     """Its stream stops when the buffers are full, and is ended after the time allowed."""
     live = make_server(request_timeout=0.4, info={"max_model_len": 100_000})
-    asked = body("count slowly", max_tokens=90_000, logprobs=True, top_logprobs=20)
-    asked["messages"][0]["content"] = "flood"
-    payload = json.dumps(asked).encode()
+    request = body("count slowly", max_tokens=90_000, logprobs=True, top_logprobs=20)
+    request["messages"][0]["content"] = "flood"
+    payload = json.dumps(request).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     where = urlsplit(live.url)
     with socket.socket() as sock:

@@ -61,11 +61,11 @@ def test_streams_beams_and_a_salt_of_ones_own(shared: Live) -> None:
     ann, bob = salts(shared, path, ("ann", "bob"), use_beam_search=True, n=2)
     assert ann != bob
     plain, *_ = salts(shared, path, ("ann",))
-    own, other = salts(shared, path, ("ann", "bob"), cache_salt="x")
-    assert len({plain, own, other}) == 3
+    salted, other = salts(shared, path, ("ann", "bob"), cache_salt="x")
+    assert len({plain, salted, other}) == 3
     # nobody names what belongs to another one
     (forged,) = salts(shared, path, ("bob",), cache_salt=str(plain))
-    assert forged not in (plain, own)
+    assert forged not in (plain, salted)
 
 
 def test_background_and_batches_are_in_the_name_of_their_key(shared: Live) -> None:
@@ -125,34 +125,34 @@ def test_a171_what_one_key_has_asked_is_not_cached_for_another(real: Live) -> No
 
 def test_a163_what_is_stored_for_one_key_is_not_there_for_another(shared: Live) -> None:
     with shared.client(headers=headers("ann")) as client:
-        made = client.post("/v1/responses", json={"input": "hi"}).json()["id"]
-        assert client.get(f"/v1/responses/{made}").status_code == 200
+        response_id = client.post("/v1/responses", json={"input": "hi"}).json()["id"]
+        assert client.get(f"/v1/responses/{response_id}").status_code == 200
     with shared.client(headers=headers("bob")) as client:
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"),
                              ("GET", "/input_items")):  # fmt: skip
-            answer = client.request(method, f"/v1/responses/{made}{path}")
+            answer = client.request(method, f"/v1/responses/{response_id}{path}")
             assert answer.status_code == 404, (method, path)
-        follow = {"input": "hi", "previous_response_id": made}
+        follow = {"input": "hi", "previous_response_id": response_id}
         assert client.post("/v1/responses", json=follow).status_code == 404
     with shared.client(headers=headers("ann")) as client:
-        assert client.get(f"/v1/responses/{made}").status_code == 200
+        assert client.get(f"/v1/responses/{response_id}").status_code == 200
 
 
 def test_conversations_belong_to_their_key(shared: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared.client(headers=headers("ann")) as ann:
         name = ann.post("/v1/conversations", json={}).json()["id"]
-        asked = {"input": "hi", "conversation": name}
-        assert ann.post("/v1/responses", json=asked).status_code == 200
+        request = {"input": "hi", "conversation": name}
+        assert ann.post("/v1/responses", json=request).status_code == 200
         with shared.client(headers=headers("bob")) as bob:
             one = f"/v1/conversations/{name}"
             for method, path, body in (
                 ("GET", one, None), ("DELETE", one, None), ("GET", f"{one}/items", None),
                 ("POST", one, {"metadata": {}}), ("POST", f"{one}/items", {"items": []}),
-                ("POST", "/v1/responses", asked),
+                ("POST", "/v1/responses", request),
             ):  # fmt: skip
                 assert bob.request(method, path, json=body).status_code == 404, (method, path)
             family = next(f for f in shared.served.families if f.name == "responses")
-            monkeypatch.setattr(family._conversations, "_most", 5)  # type: ignore[attr-defined]
+            monkeypatch.setattr(family._conversations, "_max_conversations", 5)  # type: ignore[attr-defined]
             for _ in range(8):
                 assert bob.post("/v1/conversations", json={}).status_code == 200
         assert ann.get(one).status_code == 200
@@ -182,5 +182,5 @@ def test_logs_say_whose_a_request_is_and_metrics_do_not(
     whose = {line.split()[3].rstrip(":") for line in lines}
     assert len(whose) == 2
     with shared.client(headers=headers("bob")) as client:
-        shown = client.get("/metrics").text
-    assert not any(name in shown for name in whose)
+        metrics = client.get("/metrics").text
+    assert not any(name in metrics for name in whose)

@@ -15,7 +15,7 @@ from tests.server.hearing import LEVELS, serve_ears, sound, wav
 
 from modulm.contracts.sampling import OutputKind
 from modulm_media import Sound
-from modulm_route_audio.speech import Asked, Joiner, Speech
+from modulm_route_audio.speech import Joiner, Speech, TranscriptionOptions
 from modulm_server.scripted import Reply
 from modulm_server.testing import Live, error_of
 
@@ -24,8 +24,8 @@ PATH = "/v1/audio/transcriptions"
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, watched: Callable[..., Any]) -> Iterator[Live]:
-    with serve_ears(tmp_path_factory.mktemp("whisper"), watched) as found:
-        yield found
+    with serve_ears(tmp_path_factory.mktemp("whisper"), watched) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -58,56 +58,56 @@ def long() -> tuple[str, bytes]:
 
 
 def test_json_and_text(sdk: openai.OpenAI) -> None:
-    found = sdk.audio.transcriptions.create(model="M", file=short(), language="en")
-    assert found.text == "Ask not what."
-    assert found.usage is not None
-    assert found.usage.to_dict() == {"type": "duration", "seconds": 2}
-    given = {"model": "M", "file": short(), "language": "en"}
-    assert sdk.audio.transcriptions.create(**given, response_format="text") == "Ask not what.\n"
+    response = sdk.audio.transcriptions.create(model="M", file=short(), language="en")
+    assert response.text == "Ask not what."
+    assert response.usage is not None
+    assert response.usage.to_dict() == {"type": "duration", "seconds": 2}
+    options = {"model": "M", "file": short(), "language": "en"}
+    assert sdk.audio.transcriptions.create(**options, response_format="text") == "Ask not what.\n"
 
 
 def test_verbose_json_has_segments_with_times(sdk: openai.OpenAI, live: Live) -> None:
     live.engine.said[1] = [0.0, " Ask not", 1.0, 1.0, " what.", 1.8]
-    found = sdk.audio.transcriptions.create(
+    response = sdk.audio.transcriptions.create(
         model="M", file=short(), language="german", response_format="verbose_json",
         timestamp_granularities=["segment"],
     )  # fmt: skip
-    assert (found.text, found.language, found.duration) == ("Ask not what.", "german", 2.0)
-    assert found.segments is not None
-    times = [(one.id, one.seek, one.start, one.end, one.text) for one in found.segments]
+    assert (response.text, response.language, response.duration) == ("Ask not what.", "german", 2.0)
+    assert response.segments is not None
+    times = [(one.id, one.seek, one.start, one.end, one.text) for one in response.segments]
     assert times == [(0, 0, 0.0, 1.0, " Ask not"), (1, 0, 1.0, 1.8, " what.")]
-    assert found.segments[0].avg_logprob == pytest.approx(-0.5)
-    assert found.segments[0].tokens == live.engine.words(" Ask not")
-    assert 0 < found.segments[0].compression_ratio < 2.4
+    assert response.segments[0].avg_logprob == pytest.approx(-0.5)
+    assert response.segments[0].tokens == live.engine.words(" Ask not")
+    assert 0 < response.segments[0].compression_ratio < 2.4
     rules = live.engine.seen[-1][1].extra_args["transcript_rules"]
     assert rules["written"] is True
 
 
 def test_subtitles(sdk: openai.OpenAI, live: Live) -> None:
     live.engine.said[1] = [0.0, " Ask not", 1.0, 1.0, " what.", 1.8]
-    given: Any = {"model": "M", "file": short(), "language": "en"}
-    srt = sdk.audio.transcriptions.create(**given, response_format="srt")
+    options: Any = {"model": "M", "file": short(), "language": "en"}
+    srt = sdk.audio.transcriptions.create(**options, response_format="srt")
     assert srt == (
         "1\n00:00:00,000 --> 00:00:01,000\nAsk not\n\n2\n00:00:01,000 --> 00:00:01,800\nwhat.\n\n"
     )
-    vtt = sdk.audio.transcriptions.create(**given, response_format="vtt")
+    vtt = sdk.audio.transcriptions.create(**options, response_format="vtt")
     assert str(vtt).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nAsk not\n")
 
 
 def test_long_sound_is_cut_at_pauses_and_joined(sdk: openai.OpenAI, live: Live) -> None:
     live.engine.said |= {1: [0.0, " Ask not what.", 2.0], 2: [0.5, " Your country.", 3.0],
                          3: [0.0, " Can do.", 1.0]}  # fmt: skip
-    found = sdk.audio.transcriptions.create(
+    response = sdk.audio.transcriptions.create(
         model="M", file=long(), language="en", response_format="verbose_json"
     )
-    assert found.text == "Ask not what. Your country. Can do."
-    assert found.segments is not None
-    starts = [(one.start, one.end) for one in found.segments]
+    assert response.text == "Ask not what. Your country. Can do."
+    assert response.segments is not None
+    starts = [(one.start, one.end) for one in response.segments]
     assert starts[0] == (0.0, 2.0)
     assert starts[1] == pytest.approx((28.1 + 0.5, 28.1 + 3.0), abs=0.11)
     assert starts[2] == pytest.approx((55.3, 56.3), abs=0.11)
-    assert found.segments[0].seek == 0
-    assert found.segments[1].seek == pytest.approx(2810, abs=11)
+    assert response.segments[0].seek == 0
+    assert response.segments[1].seek == pytest.approx(2810, abs=11)
     assert live.engine.most == 3
 
 
@@ -137,22 +137,24 @@ def test_streams_are_openais_events_and_vllms_chunks(sdk: openai.OpenAI, live: L
 def test_the_language_is_found_where_none_is_given(sdk: openai.OpenAI, live: Live) -> None:
     live.engine.code = "zh"
     live.engine.said |= {1: "不要问", 2: "你的", 3: "国家"}
-    found = sdk.audio.transcriptions.create(model="M", file=long(), response_format="verbose_json")
-    assert (found.language, found.text) == ("chinese", "不要问你的国家")
-    asked = [params for _, params in live.engine.seen if params.allowed_token_ids]
-    assert len(asked) == 1
-    assert asked[0].max_tokens == 1
+    response = sdk.audio.transcriptions.create(
+        model="M", file=long(), response_format="verbose_json"
+    )
+    assert (response.language, response.text) == ("chinese", "不要问你的国家")
+    detections = [params for _, params in live.engine.seen if params.allowed_token_ids]
+    assert len(detections) == 1
+    assert detections[0].max_tokens == 1
 
 
 def test_translations(http: httpx.Client, sdk: openai.OpenAI, live: Live) -> None:
     live.engine.code = "de"
     fields = {"prompt": "Ada", "response_format": "verbose_json"}
-    found = http.post("/v1/audio/translations", files={"file": short()}, data=fields).json()
-    assert (found["task"], found["language"]) == ("translate", "english")
-    assert found["text"] == "Ask not what."
-    given, _ = live.engine.seen[-1]
-    shown = live.engine.tokenizer.decode(list(given["prompt_token_ids"]), False)
-    assert shown == "<|startofprev|> Ada<|startoftranscript|><|de|><|translate|>"
+    body = http.post("/v1/audio/translations", files={"file": short()}, data=fields).json()
+    assert (body["task"], body["language"]) == ("translate", "english")
+    assert body["text"] == "Ask not what."
+    prompt, _ = live.engine.seen[-1]
+    text = live.engine.tokenizer.decode(list(prompt["prompt_token_ids"]), False)
+    assert text == "<|startofprev|> Ada<|startoftranscript|><|de|><|translate|>"
     with pytest.warns(DeprecationWarning, match="deprecated"):
         plain = sdk.audio.translations.create(model="M", file=short())
     assert plain.text == "Ask not what."
@@ -162,16 +164,16 @@ def test_unlikely_answers_are_asked_again_with_higher_temperatures(
     sdk: openai.OpenAI, live: Live
 ) -> None:
     live.engine.tries = {0.0: " ha" * 60, 0.2: " ho" * 60}
-    given: Any = {"model": "M", "file": short(), "language": "en"}
-    found = sdk.audio.transcriptions.create(**given, response_format="verbose_json")
-    assert found.text == "Ask not what."
-    assert found.segments is not None
-    assert found.segments[0].temperature == 0.4
+    options: Any = {"model": "M", "file": short(), "language": "en"}
+    response = sdk.audio.transcriptions.create(**options, response_format="verbose_json")
+    assert response.text == "Ask not what."
+    assert response.segments is not None
+    assert response.segments[0].temperature == 0.4
     tried = [(params.temperature, params.seed) for _, params in live.engine.seen]
     assert tried == [(0.0, None), (0.2, 0), (0.4, 0)]
     live.engine.seen.clear()
     live.engine.tries[0.4] = " hm" * 60
-    again = sdk.audio.transcriptions.create(**given, temperature=0.4, extra_body={"seed": 7})
+    again = sdk.audio.transcriptions.create(**options, temperature=0.4, extra_body={"seed": 7})
     assert again.text.startswith("hm hm")
     tried = [(params.temperature, params.seed) for _, params in live.engine.seen]
     assert tried == [(0.4, 7)]
@@ -183,34 +185,34 @@ def test_what_is_said_where_nobody_speaks_is_left_out(
 ) -> None:
     """A model that is unsure of both is asked again, at last with the highest temperature."""
     live.engine.nobody = nobody
-    given: Any = {"model": "M", "file": short(), "language": "en"}
-    found = sdk.audio.transcriptions.create(**given, response_format="verbose_json")
+    options: Any = {"model": "M", "file": short(), "language": "en"}
+    response = sdk.audio.transcriptions.create(**options, response_format="verbose_json")
     assert len(live.engine.seen) == tries
     if tries == 1:
-        assert (found.text, found.segments) == ("", [])
+        assert (response.text, response.segments) == ("", [])
         return
-    assert found.text == "Ask not what."
-    assert found.segments is not None
-    assert found.segments[0].no_speech_prob == pytest.approx(nobody)
-    assert (found.segments[0].temperature, found.segments[0].avg_logprob) == (1.0, -1.5)
+    assert response.text == "Ask not what."
+    assert response.segments is not None
+    assert response.segments[0].no_speech_prob == pytest.approx(nobody)
+    assert (response.segments[0].temperature, response.segments[0].avg_logprob) == (1.0, -1.5)
 
 
 def test_silence_has_no_text_and_costs_nothing(sdk: openai.OpenAI, live: Live) -> None:
     quiet = ("quiet.wav", wav(np.zeros(16000 * 40, np.float32)))
-    given: Any = {"model": "M", "file": quiet}
-    assert sdk.audio.transcriptions.create(**given).text == ""
-    assert sdk.audio.transcriptions.create(**given, response_format="srt") == ""
-    events = list(sdk.audio.transcriptions.create(**given, stream=True))
+    options: Any = {"model": "M", "file": quiet}
+    assert sdk.audio.transcriptions.create(**options).text == ""
+    assert sdk.audio.transcriptions.create(**options, response_format="srt") == ""
+    events = list(sdk.audio.transcriptions.create(**options, stream=True))
     assert [event.type for event in events] == ["transcript.text.done"]
     assert live.engine.seen == []
 
 
 def test_other_rates_and_channels_are_resampled(sdk: openai.OpenAI, live: Live) -> None:
     both = np.stack([sound((1, 1.0), rate=44100)] * 2, axis=1)
-    found = sdk.audio.transcriptions.create(
+    response = sdk.audio.transcriptions.create(
         model="M", file=("a.flac", wav(both, 44100, "FLAC")), language="en"
     )
-    assert found.text == "Ask not what."
+    assert response.text == "Ask not what."
     assert live.engine.lengths[-1] == pytest.approx(16000, abs=2)
 
 
@@ -314,14 +316,16 @@ def test_a_stream_that_nobody_reads_ends(live: Live) -> None:
     live.engine.said = dict.fromkeys((1, 2, 3), Reply("word ", delay=0.02, endless=True))
     before = len(live.engine.aborted)
     speech = Speech(live.served.generation)
-    asked = Asked(wanted=speech.wanted("transcribe", "en", "", False),
-                  params={"output_kind": OutputKind.DELTA})  # fmt: skip
+    options = TranscriptionOptions(
+        task_options=speech.task_options("transcribe", "en", "", False),
+        params={"output_kind": OutputKind.DELTA},
+    )
 
     async def ask() -> None:
         parts = speech.cut(Sound(sound((1, 2.0)), 16000))
-        found = await speech.stream(asked, parts)
+        deltas = await speech.stream(options, parts)
         assert live.engine.active == 1
-        del found
+        del deltas
         while live.engine.active:
             await asyncio.sleep(0.01)
 
@@ -333,8 +337,8 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(http: httpx.Client
     live.engine.said[2] = Reply(error_at=2)
     answer = http.post(PATH, files={"file": long()}, data={"language": "en", "stream": "true"})
     events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    told = "".join(json.loads(event)["delta"] for event in events[:-2])
-    assert told.startswith("Ask not what.")
+    text = "".join(json.loads(event)["delta"] for event in events[:-2])
+    assert text.startswith("Ask not what.")
     assert json.loads(events[-2])["error"]["type"] == "server_error"
     assert events[-1] == "[DONE]"
 

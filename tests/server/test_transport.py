@@ -240,20 +240,20 @@ def test_a027_log_lines_cannot_be_forged(
         assert "\x1b" not in record.getMessage()
 
 
-@pytest.mark.parametrize("given", ["x" * 10_240, "\xe9", "~[31m", "", "fine-1.2_3"])
-def test_a028_request_ids(make_server: ServerMaker, live: Live, given: str) -> None:
+@pytest.mark.parametrize("name", ["x" * 10_240, "\xe9", "~[31m", "", "fine-1.2_3"])
+def test_a028_request_ids(make_server: ServerMaker, live: Live, name: str) -> None:
     with live.client() as client:
-        headers = {**JSON, "X-Request-Id": given.encode("latin-1")}
+        headers = {**JSON, "X-Request-Id": name.encode("latin-1")}
         answer = client.post(PATH, json=CHAT, headers=headers)
     assert answer.status_code == 200
     assert re.fullmatch(r"chatcmpl-[A-Za-z0-9._-]{1,128}", answer.json()["id"])
 
 
-@pytest.mark.parametrize("given", [b"a\x1b[31mb", b"a\tb", b"a\x00b", b"a\x7fb", b"a\x01b"])
-def test_a028_control_characters_in_request_ids(make_server: ServerMaker, given: bytes) -> None:
+@pytest.mark.parametrize("name", [b"a\x1b[31mb", b"a\tb", b"a\x00b", b"a\x7fb", b"a\x01b"])
+def test_a028_control_characters_in_request_ids(make_server: ServerMaker, name: bytes) -> None:
     server = make_server(enable_request_id_headers=True)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: "
-    answer = server.raw(head + given + b"\r\n\r\n")
+    answer = server.raw(head + name + b"\r\n\r\n")
     status = answer.split(b" ")[1]
     assert status in (b"200", b"400")
     if status == b"200":
@@ -276,8 +276,8 @@ def test_a029_the_same_request_id_twice(live: Live) -> None:
         return str(answer.json()["choices"][0]["message"]["content"])
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        said = list(pool.map(ask, ["speak of emoji", "hi", "speak of emoji", "hi"]))
-    assert said == ["🎈 été 你好", "Hello there."] * 2
+        answers = list(pool.map(ask, ["speak of emoji", "hi", "speak of emoji", "hi"]))
+    assert answers == ["🎈 été 你好", "Hello there."] * 2
 
 
 def test_a032_pipelined_requests(live: Live) -> None:
@@ -407,17 +407,17 @@ def test_connections_that_are_answered_stay(make_server: ServerMaker) -> None:
     with small.client() as client, ExitStack() as stack:
         running = []
         for _ in range(2):
-            asked = client.stream("POST", PATH, json={**slow, "stream": True})
-            running.append(stack.enter_context(asked).iter_lines())
+            stream = client.stream("POST", PATH, json={**slow, "stream": True})
+            running.append(stack.enter_context(stream).iter_lines())
             next(running[-1])
         with connected(small) as sock:
             reply = b""
             while piece := sock.recv(1000):
                 reply += piece
-        head, _, told = reply.partition(b"\r\n\r\n")
+        head, _, body = reply.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503")
-        assert f"content-length: {len(told)}".encode() in head
-        assert json.loads(told)["error"]["code"] == "overloaded"
+        assert f"content-length: {len(body)}".encode() in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
         assert all(next(lines) is not None for lines in running)
 
 
@@ -435,10 +435,10 @@ class _Begins(Server):
 
 def test_a_server_process_that_begins_leaves_the_others_socket_as_it_is() -> None:
     """Another one stood still in `accept`, with what it had taken, when this one was started."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.setblocking(False)
-        (begins := _Begins()).serve_on(socket.socket(fileno=os.dup(taken.fileno())))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.setblocking(False)
+        (begins := _Begins()).serve_on(socket.socket(fileno=os.dup(listener.fileno())))
         assert begins.waits
         assert not any(begins.waits)
-        assert not os.get_blocking(taken.fileno())
+        assert not os.get_blocking(listener.fileno())

@@ -90,17 +90,17 @@ class Told:
 @pytest.mark.parametrize("dumps", [True, False])
 def test_dump_stacks(tokenizer: Tokenizer, dumps: bool) -> None:
     core = core_of(tokenizer, dump_stacks=dumps)
-    told = Told(core)
-    told.look(0.0)
+    watchdog = Told(core)
+    watchdog.look(0.0)
     core.stuck = "a step has done nothing for 11 s"
-    told.look(1.0, 2.0, 3.0)
+    watchdog.look(1.0, 2.0, 3.0)
     assert core.did == ["stacks"] * dumps
-    assert [str(change) for change in told.changes] == [
+    assert [str(change) for change in watchdog.changes] == [
         "the engine does not answer: a step has done nothing for 11 s"
     ]
     core.stuck = None
-    told.look(4.0, 5.0)
-    assert told.changes[1:] == [None]
+    watchdog.look(4.0, 5.0)
+    assert watchdog.changes[1:] == [None]
 
 
 @pytest.mark.parametrize("action", ["report", "abort", "exit"])
@@ -108,12 +108,12 @@ def test_action_and_timeout(tokenizer: Tokenizer, action: str) -> None:
     """Only `exit` gives the engine up, once it has stood still for `timeout`."""
     core = core_of(tokenizer, action=action, timeout=30, dump_stacks=False)
     core.stuck = "nothing was heard of its process"
-    told = Told(core)
-    told.look(0.0, 29.9)
-    assert (core.did, told.deaths) == ([], [])
-    told.look(30.0)
+    watchdog = Told(core)
+    watchdog.look(0.0, 29.9)
+    assert (core.did, watchdog.deaths) == ([], [])
+    watchdog.look(30.0)
     assert core.did == (["kill"] if action == "exit" else [])
-    assert len(told.deaths) == (action == "exit")
+    assert len(watchdog.deaths) == (action == "exit")
 
 
 def test_a_front_end_that_does_not_own_the_engine_does_not_end_with_it(
@@ -121,9 +121,9 @@ def test_a_front_end_that_does_not_own_the_engine_does_not_end_with_it(
 ) -> None:
     core = core_of(tokenizer, timeout=0)
     core.own, core.stuck = False, "it stands still"
-    told = Told(core)
-    told.look(0.0, 0.0)
-    assert told.deaths == []
+    watchdog = Told(core)
+    watchdog.look(0.0, 0.0)
+    assert watchdog.deaths == []
 
 
 @pytest.mark.parametrize(("action", "waits"), [("report", True), ("abort", False), ("exit", False)])
@@ -135,9 +135,7 @@ def test_action_says_whether_waiting_requests_end(
     llm = AsyncLLM.from_config(core.info.config.with_(disable_frontend_multiprocessing=True))
 
     async def main() -> bool:
-        asked = asyncio.ensure_future(
-            anext(llm.generate([5, 6], SamplingParams(max_tokens=4), "a"))
-        )
+        task = asyncio.ensure_future(anext(llm.generate([5, 6], SamplingParams(max_tokens=4), "a")))
         while "submit" not in core.did:
             await asyncio.sleep(0)
         await asyncio.to_thread(llm._post_stall, EngineStalled("it stands still"))
@@ -145,11 +143,11 @@ def test_action_says_whether_waiting_requests_end(
             await llm.check_health()
         for _ in range(20):
             await asyncio.sleep(0)
-        if asked.done():
-            assert isinstance(asked.exception(), EngineStalled)
+        if task.done():
+            assert isinstance(task.exception(), EngineStalled)
             return False
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         return True
 
     assert asyncio.run(main()) == waits

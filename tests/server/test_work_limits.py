@@ -80,8 +80,8 @@ def test_50_megabytes_are_refused_unread(http: httpx.Client, read: list[int]) ->
     assert response.status_code == 400
     assert error_of(response)["code"] == "context_length_exceeded"
     for path, field in (("/tokenize", "prompt"), (COMPLETE, "prompt")):
-        given = {"model": "M", field: "x" * (10 << 20), "truncate_prompt_tokens": 5}
-        assert http.post(path, json=given).status_code == 400
+        long_body = {"model": "M", field: "x" * (10 << 20), "truncate_prompt_tokens": 5}
+        assert http.post(path, json=long_body).status_code == 400
     assert read == []
 
 
@@ -143,9 +143,9 @@ def test_the_bytes_of_all_requests_are_bounded(make_server: ServerMaker) -> None
             for answer in answers:
                 answer.close()
             deadline = time.monotonic() + 300
-            while (found := client.post(CHAT, json=large)).status_code == 503:
+            while (accepted := client.post(CHAT, json=large)).status_code == 503:
                 assert time.monotonic() < deadline
-            assert found.status_code == 200
+            assert accepted.status_code == 200
         while live.served.app.body_bytes.bytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -43,20 +43,20 @@ def write(path: Path, seed: int, rank: int = 4, **config: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("adapters")
+    root = tmp_path_factory.mktemp("adapters")
     model = open_checkpoint(EngineConfig.from_keywords(model="demo"), manager.current()).path
-    (made / "demo").symlink_to(model)
+    (root / "demo").symlink_to(model)
     for seed, name in enumerate(("sql", "poet", "critic", "loads/new", "found/late")):
-        write(made / name, seed)
-    write(made / "loads/wide", 9, rank=64)
-    shaped = write(made / "loads/shaped", 9) / "adapter_model.safetensors"
+        write(root / name, seed)
+    write(root / "loads/wide", 9, rank=64)
+    shaped = write(root / "loads/shaped", 9) / "adapter_model.safetensors"
     tensors = load_file(shaped)
     name = next(name for name in tensors if "lora_A" in name)
     save_file({**tensors, name: torch.zeros(4, 255)}, shaped)
-    broken = write(made / "loads/broken", 9) / "adapter_model.safetensors"
+    broken = write(root / "loads/broken", 9) / "adapter_model.safetensors"
     save_file({**tensors, name: torch.full((4, 256), torch.nan)}, broken)
-    (write(made / "loads/bare", 9) / "adapter_config.json").unlink()
-    return made
+    (write(root / "loads/bare", 9) / "adapter_config.json").unlink()
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_they_are_listed_beside_the_model(client: openai.OpenAI) -> None:
 
 def test_eight_streams_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
     """Three adapters and the model, with two slots: some wait, all end."""
-    alone = {name: complete(client, name) for name in NAMES}
-    assert len(set(alone.values())) == 4
+    texts = {name: complete(client, name) for name in NAMES}
+    assert len(set(texts.values())) == 4
     together = threading.Barrier(8)
 
     def stream(name: str | None) -> str:
@@ -119,8 +119,8 @@ def test_eight_streams_at_once_say_what_each_says_alone(client: openai.OpenAI) -
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(stream, NAMES * 2))
-    assert said == [alone[name] for name in NAMES * 2]
+        streamed = list(pool.map(stream, NAMES * 2))
+    assert streamed == [texts[name] for name in NAMES * 2]
 
 
 def test_unloaded_while_in_use_it_finishes(client: openai.OpenAI, folder: Path) -> None:
@@ -130,22 +130,22 @@ def test_unloaded_while_in_use_it_finishes(client: openai.OpenAI, folder: Path) 
         model="new", prompt=PROMPT, max_tokens=100, temperature=0, stream=True,
         extra_body={"ignore_eos": True, "stream_options": {"include_usage": True}},
     )  # fmt: skip
-    said = [next(chunks).choices[0].text]
+    pieces = [next(chunks).choices[0].text]
     assert unload(client, "new").status_code == 200
     with pytest.raises(openai.NotFoundError) as caught:
         complete(client, "new")
     assert caught.value.code == "model_not_found"
     rest = [chunk for chunk in chunks if chunk.choices]
     assert rest[-1].choices[0].finish_reason == "length"
-    assert "".join([*said, *(chunk.choices[0].text for chunk in rest)]) == whole
+    assert "".join([*pieces, *(chunk.choices[0].text for chunk in rest)]) == whole
 
 
 def test_loaded_anew_it_says_something_else(client: openai.OpenAI, folder: Path) -> None:
     path = write(folder / "loads/changing", 20)
     assert load(client, "changing", path).status_code == 200
     first = complete(client, "changing")
-    taken = load(client, "changing", path)
-    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
+    response = load(client, "changing", path)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_name")
     write(path, 21)
     assert complete(client, "changing") == first
     assert load(client, "changing", path, load_inplace=True).status_code == 200
@@ -207,6 +207,6 @@ def test_a_batch_names_them(folder: Path, tmp_path: Path, client: openai.OpenAI)
     ])  # fmt: skip
     assert result.exit_code == 0, result.output
     answers = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    said = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
     for n, name in enumerate(NAMES):
-        assert said[str(n)]["choices"][0]["text"] == complete(client, name)
+        assert bodies[str(n)]["choices"][0]["text"] == complete(client, name)

@@ -51,12 +51,12 @@ def write_answer(folder: Path) -> None:
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ANSWER])
     tokenizer.save(str(folder / "tokenizer.json"))
     (before,) = set(tokenizer.encode("\n").ids)
-    said = [before, *(tokenizer.token_to_id(text) for text in ANSWER), 2]
+    tokens = [before, *(tokenizer.token_to_id(text) for text in ANSWER), 2]
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         weight.fill_(1 if "norm" in name else 0)
     weights["model.embed_tokens.weight"].copy_(torch.eye(WIDTH))
-    for token, following in pairwise(said):
+    for token, following in pairwise(tokens):
         weights["lm_head.weight"][following, token] = 10
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     template = (TEMPLATES / "minimax_m2.jinja").read_text(encoding="utf-8")
@@ -65,9 +65,9 @@ def write_answer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("learnt") / "answer"
-    write_answer(made)
-    return made
+    folder = tmp_path_factory.mktemp("learnt") / "answer"
+    write_answer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

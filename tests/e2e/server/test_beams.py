@@ -22,7 +22,7 @@ PROMPTS = [[5, 9, 77, 300, 12], [400, 3, 3, 60], [250] * 40]
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder: Path) -> Iterator[AsyncLLM]:
-    made = AsyncLLM(
+    llm = AsyncLLM(
         model=str(tiny_folder),
         dtype="float32",
         cpu_threads=1,
@@ -30,8 +30,8 @@ def engine(tiny_folder: Path) -> Iterator[AsyncLLM]:
         disable_frontend_multiprocessing=True,
         max_model_len=256,
     )
-    yield made
-    made.shutdown()
+    yield llm
+    llm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,13 @@ def reference(tiny_folder: Path) -> Any:
 
 def expected(reference: Any, prompt: list[int], eos: Any = None, **options: Any) -> Any:
     """transformers' sequences without the prompt, and their scores."""
-    found = reference.generate(
+    generated = reference.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS, num_beams=WIDTH,
         num_return_sequences=WIDTH, eos_token_id=eos, pad_token_id=0,
         return_dict_in_generate=True, output_scores=True, **options,
     )  # fmt: skip
-    sequences = [row[len(prompt) :].tolist() for row in found.sequences]
-    return sequences, found.sequences_scores.tolist()
+    sequences = [row[len(prompt) :].tolist() for row in generated.sequences]
+    return sequences, generated.sequences_scores.tolist()
 
 
 def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
@@ -80,10 +80,10 @@ def test_completions_are_transformers_beams(
     body = ask(http, prompt=PROMPTS, return_token_ids=True, logprobs=2, **options).json()
     choices = body["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(PROMPTS) * WIDTH))
-    for place, prompt in enumerate(PROMPTS):
-        own = choices[place * WIDTH : (place + 1) * WIDTH]
+    for index, prompt in enumerate(PROMPTS):
+        beams = choices[index * WIDTH : (index + 1) * WIDTH]
         sequences, scores = expected(reference, prompt, eos, **options)
-        for choice, sequence, score in zip(own, sequences, scores, strict=True):
+        for choice, sequence, score in zip(beams, sequences, scores, strict=True):
             ids = choice["token_ids"]
             assert ids == sequence[: len(ids)]
             chosen = choice["logprobs"]["token_logprobs"]
@@ -120,8 +120,8 @@ def test_chat(http: httpx.Client, reference: Any, engine: AsyncLLM) -> None:
     body = ask(http, messages=messages, logprobs=True, top_logprobs=3, return_token_ids=True).json()
     eos = list(engine._input_processor.eos)
     sequences, scores = expected(reference, body["prompt_token_ids"], eos)
-    found = [choice["token_ids"] for choice in body["choices"]]
-    assert found == [s[: len(f)] for s, f in zip(sequences, found, strict=True)]
+    token_ids = [choice["token_ids"] for choice in body["choices"]]
+    assert token_ids == [s[: len(f)] for s, f in zip(sequences, token_ids, strict=True)]
     assert scores == sorted(scores, reverse=True)
     content = body["choices"][0]["logprobs"]["content"]
     assert all(len(entry["top_logprobs"]) == 3 for entry in content)

@@ -39,8 +39,8 @@ def live(tiny_folder: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def asked(budget: int | None, **fields: Any) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def asked(budget: int | None, **fields: Any) -> dict[str, Any]:
     if budget is not None:
         extra["thinking_token_budget"] = budget
     messages = [{"role": "user", "content": "Well?"}]
-    given = {"model": "M", "messages": messages, "temperature": 0, "max_tokens": 20}
-    return {**given, **fields, "extra_body": extra}
+    request = {"model": "M", "messages": messages, "temperature": 0, "max_tokens": 20}
+    return {**request, **fields, "extra_body": extra}
 
 
 def test_chat_whole_and_streamed(client: openai.OpenAI, live: Live) -> None:
@@ -60,10 +60,10 @@ def test_chat_whole_and_streamed(client: openai.OpenAI, live: Live) -> None:
     stream = client.chat.completions.create(**asked(BUDGET, n=2, stream=True))
     for chunk in stream:
         for choice in chunk.choices:
-            told = parts[choice.index]
+            part = parts[choice.index]
             for name, text in choice.delta.model_dump().items():
                 if name in ("reasoning", "content"):
-                    told[name] = told.get(name, "") + (text or "")
+                    part[name] = part.get(name, "") + (text or "")
     for one in whole.choices:
         message = one.message.model_dump()
         assert message["reasoning"]

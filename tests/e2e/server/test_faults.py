@@ -32,19 +32,19 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("kind", ["clock", "disk", "kill", "stop"])
 def test_nothing_that_was_acknowledged_is_lost(kind: str) -> None:
-    told = run("faults.py", kind)
-    if "skipped" in told:
-        pytest.skip(told.strip())
-    assert re.match(rf"{kind} +[0-9.]+ s  ", told), told
+    output = run("faults.py", kind)
+    if "skipped" in output:
+        pytest.skip(output.strip())
+    assert re.match(rf"{kind} +[0-9.]+ s  ", output), output
 
 
 def test_many_slow_connections() -> None:
-    told = run("faults.py", "slow", "--connections", "300")
-    assert "300 slow connections" in told
+    output = run("faults.py", "slow", "--connections", "300")
+    assert "300 slow connections" in output
 
 
 def test_a_short_soak() -> None:
     """Too short to say whether memory grows; files, tasks and every answer are looked at."""
-    told = run("soak.py", "--minutes", "0.1", "--flat", "1000")
-    assert "nothing was lost" in told
-    assert len(re.findall(r"^(chat|embed) .* -> ", told, re.MULTILINE)) == 2, told
+    output = run("soak.py", "--minutes", "0.1", "--flat", "1000")
+    assert "nothing was lost" in output
+    assert len(re.findall(r"^(chat|embed) .* -> ", output, re.MULTILINE)) == 2, output

@@ -46,8 +46,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @asynccontextmanager
 async def engine(folder: Path, **flags: Any) -> AsyncIterator[AsyncLLM]:
-    given = {"cpu_threads": 1, "max_model_len": 256, "engine_heartbeat_timeout": 2.0, **flags}
-    llm = await asyncio.to_thread(AsyncLLM, str(folder), **given)
+    keywords = {"cpu_threads": 1, "max_model_len": 256, "engine_heartbeat_timeout": 2.0, **flags}
+    llm = await asyncio.to_thread(AsyncLLM, str(folder), **keywords)
     try:
         yield llm
     finally:
@@ -98,8 +98,8 @@ def test_a_step_that_does_not_end(
             watchdog_config={"dump_dir": str(tmp_path / "stacks"), "check_interval": 0.05},
         ) as llm:
             before = await ask(llm, "before")
-            asked = [ask(llm, "hangs", hanging), ask(llm, "waits")]
-            ends = await asyncio.gather(*asked, return_exceptions=True)
+            requests = [ask(llm, "hangs", hanging), ask(llm, "waits")]
+            ends = await asyncio.gather(*requests, return_exceptions=True)
             assert [type(end) for end in ends] == [EngineStalled] * 2
             assert await stalled(llm)
             # Beside the engine this process computes as well, and its steps seem to.
@@ -135,9 +135,9 @@ def test_a_stopped_process(tiny_folder: Path) -> None:
             os.kill(pid, signal.SIGSTOP)
             try:
                 long = [7] * 240
-                asked = [ask(llm, str(number)) for number in range(3)]
+                requests = [ask(llm, str(number)) for number in range(3)]
                 many = [llm.generate(long, PARAMS, f"long-{n}").__anext__() for n in range(400)]
-                ends = await asyncio.gather(*asked, *many, return_exceptions=True)
+                ends = await asyncio.gather(*requests, *many, return_exceptions=True)
                 assert {type(end) for end in ends} == {EngineStalled}
                 assert await stalled(llm)
             finally:

@@ -51,12 +51,12 @@ PICTURES = images(SIZES)
 
 @pytest.fixture(scope="module")
 def files() -> Iterator[tuple[str, list[str]]]:
-    asked: list[str] = []
-    handler = type("Handler", (Files,), {"asked": asked})
+    downloads: list[str] = []
+    handler = type("Handler", (Files,), {"asked": downloads})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}", downloads
         server.shutdown()
         thread.join()
 
@@ -78,8 +78,8 @@ def url(folder: Path, serve_here: Callable[..., AbstractContextManager[str]]) ->
         "--limit-mm-per-prompt": '{"image": 3}', "--allowed-media-networks": "127.0.0.0/8",
         "--allowed-local-media-path": folder / "media", "--attention-backend": "sdpa",
     }  # fmt: skip
-    words = [word for pair in flags.items() for word in pair]
-    with serve_here(folder / "log", [folder, *words, "--enable-mm-embeds"]) as url:
+    arguments = [word for pair in flags.items() for word in pair]
+    with serve_here(folder / "log", [folder, *arguments, "--enable-mm-embeds"]) as url:
         yield url
 
 
@@ -156,12 +156,12 @@ def test_several_images_and_a_stream(client: openai.OpenAI) -> None:
 def test_what_was_sent_before_may_come_under_its_name(
     client: openai.OpenAI, files: tuple[str, list[str]]
 ) -> None:
-    where, asked = files
+    where, request = files
     sent = told(ask(client, part(f"{where}/2", uuid="a tree")))
-    count = len(asked)
+    count = len(request)
     empty = {"type": "image_url", "image_url": None, "uuid": "a tree"}
     assert told(ask(client, empty)) == sent
-    assert len(asked) == count
+    assert len(request) == count
     other = told(ask(client, part(data_url(PICTURES[1]), uuid="a tree")))
     assert other[1] != sent[1]
     assert told(ask(client, empty)) == other
@@ -172,18 +172,18 @@ def test_what_was_sent_before_may_come_under_its_name(
 def test_more_than_a_prompt_may_have_is_refused_before_anything_is_fetched(
     client: openai.OpenAI, files: tuple[str, list[str]]
 ) -> None:
-    where, asked = files
-    count = len(asked)
+    where, request = files
+    count = len(request)
     with pytest.raises(openai.BadRequestError, match="at most 3"):
         ask(client, *[part(f"{where}/0")] * 200)
-    assert len(asked) == count
+    assert len(request) == count
 
 
 SOUND = base64.b64encode(sound_file(tone(0.1))).decode()
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("part", "message"),
     [
         (part("https://169.254.169.254/latest/"), "no public address"),
         (part("file:///etc/passwd"), "no such file"),
@@ -202,17 +202,19 @@ SOUND = base64.b64encode(sound_file(tone(0.1))).decode()
         ({"type": "video_url", "video_url": {"url": "https://x.org/a.mp4"}}, "no video"),
     ],
 )  # fmt: skip
-def test_errors_name_the_field(client: openai.OpenAI, folder: Path, given: Any, words: str) -> None:
-    text = json.dumps(given).replace("SECRET", str(folder / "secret.png"))
-    given = json.loads(text.replace("LINK", str(folder / "media" / "link.png")))
-    with pytest.raises(openai.BadRequestError, match=words) as caught:
-        ask(client, {"type": "text", "text": "Look:"}, given)
-    assert f"messages[0].content[1].{given['type']}: " in caught.value.message
+def test_errors_name_the_field(
+    client: openai.OpenAI, folder: Path, media_part: Any, message: str
+) -> None:
+    text = json.dumps(media_part).replace("SECRET", str(folder / "secret.png"))
+    media_part = json.loads(text.replace("LINK", str(folder / "media" / "link.png")))
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        ask(client, {"type": "text", "text": "Look:"}, media_part)
+    assert f"messages[0].content[1].{media_part['type']}: " in caught.value.message
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "message"),
     [
         ("mm_processor_kwargs", {"code_revision": "x"}, "not set 'code_revision'"),
         ("mm_processor_kwargs", {"trust_remote_code": True}, "not set 'trust_remote_code'"),
@@ -224,9 +226,9 @@ def test_errors_name_the_field(client: openai.OpenAI, folder: Path, given: Any, 
     ],
 )
 def test_options_of_requests_have_bounds(
-    client: openai.OpenAI, field: str, value: Any, words: str
+    client: openai.OpenAI, field: str, value: Any, message: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=words) as caught:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         ask(client, part(data_url(PICTURES[0])), extra_body={field: value})
     assert caught.value.param == field
 
@@ -243,22 +245,22 @@ def test_options_of_requests_do_what_they_say(client: openai.OpenAI) -> None:
 def test_tokens_are_counted_with_their_images(client: openai.OpenAI, url: str) -> None:
     content = [part(data_url(PICTURES[0])), {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": content}]}
-    spent = ask(client, content[0]).usage.prompt_tokens
+    prompt_tokens = ask(client, content[0]).usage.prompt_tokens
     with httpx.Client(base_url=url) as http:
-        assert http.post("/tokenize", json=body).json()["count"] == spent
-        shown = http.post("/v1/chat/completions/render", json=body).json()
-        assert len(shown["token_ids"]) == spent
+        assert http.post("/tokenize", json=body).json()["count"] == prompt_tokens
+        rendered = http.post("/v1/chat/completions/render", json=body).json()
+        assert len(rendered["token_ids"]) == prompt_tokens
         text = [{"type": "input_text", "text": "What is this?"}]
         image = [{"type": "input_image", "image_url": data_url(PICTURES[0])}]
-        asked = {"input": [{"role": "user", "content": image + text}]}
-        counted = http.post("/v1/responses/input_tokens", json=asked).json()
-        assert counted["input_tokens"] == spent
+        request = {"input": [{"role": "user", "content": image + text}]}
+        counted = http.post("/v1/responses/input_tokens", json=request).json()
+        assert counted["input_tokens"] == prompt_tokens
 
 
 def saved(tensor: torch.Tensor) -> str:
-    made = io.BytesIO()
-    torch.save(tensor, made)
-    return base64.b64encode(made.getvalue()).decode()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def test_what_an_engine_that_only_encodes_gives_stands_for_the_image(
@@ -266,9 +268,9 @@ def test_what_an_engine_that_only_encodes_gives_stands_for_the_image(
 ) -> None:
     flags: Any = {"device": "cpu", "dtype": "float32", "mm_encoder_only": True}
     with modulm.LLM(str(folder), **flags) as llm:
-        asked: Any = {"prompt": "<image>", "multi_modal_data": {"image": PICTURES[1]}}
-        (found,) = llm.encode([asked], pooling_task="token_embed", use_tqdm=False)
-    rows = torch.as_tensor(found.outputs.data)
+        prompt: Any = {"prompt": "<image>", "multi_modal_data": {"image": PICTURES[1]}}
+        (output,) = llm.encode([prompt], pooling_task="token_embed", use_tqdm=False)
+    rows = torch.as_tensor(output.outputs.data)
     assert rows.shape == (SLOTS, 64)
     answer = ask(client, {"type": "image_embeds", "image_embeds": saved(rows)})
     assert told(answer) == told(ask(client, part(data_url(PICTURES[1]))))
@@ -291,8 +293,8 @@ def test_images_may_be_embeddings(client: openai.OpenAI, folder: Path, url: str)
     assert answer.usage.prompt_tokens == len(ids)
     assert same.logprobs is not None
     assert told(answer)[1] == pytest.approx(same.logprobs.token_logprobs, abs=2e-3)
-    for wrong, words in ((rows[:, :-1], "must be|is expected"), (rows[0], r"\[tokens, hidden\]")):
-        with pytest.raises(openai.BadRequestError, match=words) as caught:
+    for wrong, message in ((rows[:, :-1], "must be|is expected"), (rows[0], r"\[tokens, hidden\]")):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
             ask(client, {"type": "image_embeds", "image_embeds": saved(wrong)})
         assert "messages[0].content[0].image_embeds: " in caught.value.message
 
@@ -301,13 +303,13 @@ def test_responses(client: openai.OpenAI) -> None:
     text = {"type": "input_text", "text": "What is this?"}
     url = data_url(PICTURES[0])
     expected = told(ask(client, part(url)))
-    for given in (
+    for image_part in (
         {"type": "input_image", "image_url": url, "detail": "auto"},
         {"type": "input_file", "filename": "a.png", "file_data": url},
     ):
         answer = client.responses.create(
             model="llava",
-            input=[{"role": "user", "content": [given, text]}],  # type: ignore[list-item]
+            input=[{"role": "user", "content": [image_part, text]}],  # type: ignore[list-item]
             temperature=0,
             max_output_tokens=4,
         )
@@ -329,8 +331,8 @@ def test_anthropic(claude: anthropic.Anthropic, client: openai.OpenAI, files: An
     source: Any = {"type": "base64", "media_type": "image/png", "data": encoded(PICTURES[0])}
     text: Any = {"type": "text", "text": "What is this?"}
     expected = told(ask(client, part(data_url(PICTURES[0]))))
-    for given in (source, {"type": "url", "url": f"{files[0]}/0"}):
-        content: Any = [{"type": "image", "source": given}, text]
+    for options in (source, {"type": "url", "url": f"{files[0]}/0"}):
+        content: Any = [{"type": "image", "source": options}, text]
         answer = claude.messages.create(
             model="llava", max_tokens=4, messages=[{"role": "user", "content": content}],
             extra_body={"temperature": 0},
@@ -344,8 +346,8 @@ def test_anthropic(claude: anthropic.Anthropic, client: openai.OpenAI, files: An
     seen = [*talk, {"role": "user", "content": [{**result, "content": [content[0], text]}]}]
     blind = [*talk, {"role": "user", "content": [{**result, "content": [text]}]}]
     counts = [
-        claude.messages.count_tokens(model="llava", messages=asked).input_tokens
-        for asked in (seen, blind)
+        claude.messages.count_tokens(model="llava", messages=request).input_tokens
+        for request in (seen, blind)
     ]
     assert counts[0] - counts[1] == SLOTS + 1
     wrong: Any = [{"type": "image", "source": {"type": "base64", "data": "AAAA"}}]
@@ -364,8 +366,8 @@ def test_ollama(client: openai.OpenAI, url: str) -> None:
     with httpx.Client(base_url=url) as http:
         chat = http.post("/api/chat", json={**common, "messages": [message]}).json()
         assert (chat["message"]["content"], chat["prompt_eval_count"]) == expected[::2]
-        made = http.post("/api/generate", json={**common, **prompt}).json()
-        assert (made["response"], made["prompt_eval_count"]) == expected[::2]
+        body = http.post("/api/generate", json={**common, **prompt}).json()
+        assert (body["response"], body["prompt_eval_count"]) == expected[::2]
         wrong = {**message, "images": ["@"]}
         refused = http.post("/api/chat", json={**common, "messages": [wrong]})
         assert refused.status_code == 400

@@ -54,11 +54,11 @@ def ask(live: Live, *parts: Any) -> tuple[tuple[float, ...], int]:
             model="M", messages=[{"role": "user", "content": content}], temperature=0,
             max_tokens=4, logprobs=True,
         )  # fmt: skip
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
     assert answer.usage is not None
-    return tuple(token.logprob for token in found.content), answer.usage.prompt_tokens
+    return tuple(token.logprob for token in logprobs.content), answer.usage.prompt_tokens
 
 
 def heard(samples: np.ndarray, form: str = "WAV", kind: str = "FLOAT", rate: int = 16000) -> Any:
@@ -72,9 +72,9 @@ def test_sounds_from_everywhere_are_the_same_sound(live: Live) -> None:
     data = heard(NOISE)["input_audio"]["data"]
     file = Path(live.engine.info.path) / "noise.flac"
     for url in (f"data:audio/wav;base64,{data}", file.as_uri()):
-        found = ask(live, {"type": "audio_url", "audio_url": {"url": url}})
-        assert found[1] == wav[1]
-        assert found[0] == pytest.approx(wav[0], abs=1e-3)
+        answer = ask(live, {"type": "audio_url", "audio_url": {"url": url}})
+        assert answer[1] == wav[1]
+        assert answer[0] == pytest.approx(wav[0], abs=1e-3)
     fast = heard(Sound(NOISE, 16000).at(48000).samples, rate=48000)
     assert ask(live, fast)[0] == pytest.approx(wav[0], abs=5e-2)
     stereo = ask(live, heard(np.stack([NOISE, NOISE], axis=1)))
@@ -84,7 +84,7 @@ def test_sounds_from_everywhere_are_the_same_sound(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "message"),
     [
         (heard(np.array([0, np.nan, 0], np.float32)), "not all numbers"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}, "decoded"),
@@ -95,7 +95,7 @@ def test_sounds_from_everywhere_are_the_same_sound(live: Live) -> None:
         ),
     ],
 )
-def test_errors_name_the_part(live: Live, part: Any, words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=words) as caught:
+def test_errors_name_the_part(live: Live, part: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         ask(live, part)
     assert f"messages[0].content[0].{part['type']}: " in caught.value.message

@@ -64,7 +64,7 @@ def test_pairs_are_scored_with_their_token_types(ranker: Path) -> None:
         second = llm.get_tokenizer().fit("What is it?", "No")[1]
     name = "BertForSequenceClassification"
     ids = outputs[1].prompt_token_ids
-    types = torch.tensor([[int(place >= (second or 99)) for place in range(len(ids))]])
+    types = torch.tensor([[int(index >= (second or 99)) for index in range(len(ids))]])
     expected = reference(ranker, name, ids, token_type_ids=types)
     assert plain.outputs.score == pytest.approx(float(expected), abs=1e-4)
     assert outputs[1].outputs.score == pytest.approx(float(expected.sigmoid()), abs=1e-4)
@@ -168,12 +168,12 @@ def test_the_modules_of_sentence_transformers(tmp_path: Path, mode: str) -> None
     }
     modules = [
         {
-            "idx": place,
-            "name": str(place),
+            "idx": index,
+            "name": str(index),
             "path": path,
             "type": f"sentence_transformers.models.{kind}",
         }
-        for place, (path, kind) in enumerate(kinds.items())
+        for index, (path, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     names = {
@@ -263,15 +263,15 @@ def test_an_encoder_over_http(tmp_path: Path) -> None:
 def test_a_cross_encoder_over_http(ranker: Path) -> None:
     documents = ["It is a cat.", "No", "The capital of France is Paris."]
     with serving(ranker) as client:
-        asked = {"query": "What is it?", "documents": documents, "top_n": 2}
-        answers = [client.post(path, json=asked).json() for path in ("/v1/rerank", "/v2/rerank")]
+        request = {"query": "What is it?", "documents": documents, "top_n": 2}
+        answers = [client.post(path, json=request).json() for path in ("/v1/rerank", "/v2/rerank")]
         pairs = {"text_1": "What is it?", "text_2": documents}
         scores = [e["score"] for e in client.post("/score", json=pairs).json()["data"]]
         classes = client.post("/classify", json={"input": "No"}).json()["data"]
     with open_llm(ranker) as llm:
         offline = llm.score("What is it?", documents, use_tqdm=False)
     assert scores == pytest.approx([o.outputs.score for o in offline], abs=1e-5)
-    order = sorted(range(3), key=lambda place: -scores[place])[:2]
+    order = sorted(range(3), key=lambda index: -scores[index])[:2]
     for answer in answers:
         assert [result["index"] for result in answer["results"]] == order
     assert (classes[0]["num_classes"], classes[0]["label"]) == (1, "fits")

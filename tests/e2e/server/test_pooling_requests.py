@@ -83,23 +83,23 @@ def test_bytes_in_every_format(client: httpx.Client, dtype: str, stored: str, or
     assert "metadata" not in bare.headers
     metadata = json.loads(whole.headers["metadata"])
     assert metadata["usage"]["prompt_tokens"] > 0
-    places = [(item["start"], item["end"], item["shape"]) for item in metadata["data"]]
+    offsets = [(item["start"], item["end"], item["shape"]) for item in metadata["data"]]
     size = len(whole.content) // 3
-    assert places == [(i * size, (i + 1) * size, [64]) for i in range(3)]
+    assert offsets == [(i * size, (i + 1) * size, [64]) for i in range(3)]
     mark = {"native": "=", "little": "<", "big": ">"}[order]
     raw = np.frombuffer(whole.content, dtype=mark + stored)
-    found = raw.astype(raw.dtype.newbyteorder("="))
+    decoded = raw.astype(raw.dtype.newbyteorder("="))
     if dtype in ("bfloat16", "fp8_e4m3"):
         name = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}[dtype]
-        found = torch.from_numpy(found).view(getattr(torch, name)).float().numpy()
+        decoded = torch.from_numpy(decoded).view(getattr(torch, name)).float().numpy()
     near = {"float32": 1e-7, "float16": 1e-3, "bfloat16": 4e-3, "fp8_e4m3": 7e-2}[dtype]
-    assert found.astype(np.float32) == pytest.approx(vectors.ravel(), abs=near)
+    assert decoded.astype(np.float32) == pytest.approx(vectors.ravel(), abs=near)
 
 
 def test_prompts_by_name(client: httpx.Client) -> None:
     (plain,) = embed(client, input="Find: No")
-    (named,) = embed(client, input="No", prompt_name="query")
-    assert named == plain
+    (with_prompt,) = embed(client, input="No", prompt_name="query")
+    assert with_prompt == plain
     wrong = client.post("/v1/embeddings", json={"input": "No", "prompt_name": "other"})
     assert (wrong.status_code, error_of(wrong)["param"]) == (400, "prompt_name")
 
@@ -136,11 +136,13 @@ def test_length_and_messages(client: httpx.Client) -> None:
     for off in ({"normalize": False}, {"use_activation": False}):
         (long,) = embed(client, input="No", **off)
         assert abs(np.linalg.norm(long) - 1) > 1e-3
-    said = [{"role": "user", "content": "No"}]
+    messages = [{"role": "user", "content": "No"}]
     (plain,) = embed(client, input="<|im_start|>user\nNo<|im_end|>\n")
-    assert embed(client, messages=said) == [plain]
-    begun = embed(client, messages=said, add_generation_prompt=True)
-    assert begun == embed(client, input="<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n")
+    assert embed(client, messages=messages) == [plain]
+    continued = embed(client, messages=messages, add_generation_prompt=True)
+    assert continued == embed(
+        client, input="<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_request_has_the_id_that_it_asks_for(client: httpx.Client) -> None:
@@ -153,11 +155,11 @@ def test_cohere_embeds(client: httpx.Client) -> None:
     body = {"texts": ["No"], "input_type": "search_document", "output_dimension": 16}
     kinds = ["float", "base64", "binary", "ubinary"]
     answer = client.post("/v2/embed", json={**body, "embedding_types": kinds}).json()
-    found = {kind: vectors[0] for kind, vectors in answer["embeddings"].items()}
-    assert found["float"] == plain
-    assert np.frombuffer(base64.b64decode(found["base64"]), "<f4") == pytest.approx(plain)
+    by_kind = {kind: vectors[0] for kind, vectors in answer["embeddings"].items()}
+    assert by_kind["float"] == plain
+    assert np.frombuffer(base64.b64decode(by_kind["base64"]), "<f4") == pytest.approx(plain)
     signs = np.packbits(np.array(plain) >= 0).tolist()
-    assert (found["ubinary"], found["binary"]) == (signs, [byte - 128 for byte in signs])
+    assert (by_kind["ubinary"], by_kind["binary"]) == (signs, [byte - 128 for byte in signs])
     assert answer["texts"] == ["No"]
     assert answer["meta"]["billed_units"]["input_tokens"] > 0
     mixed = {"inputs": [{"content": [{"type": "text", "text": "No"}]}]}
@@ -213,8 +215,8 @@ def test_ranks(client: httpx.Client) -> None:
     answer = client.post("/v1/rerank", json=body).json()
     scores = [result["relevance_score"] for result in answer["results"]]
     assert scores == sorted(scores, reverse=True)
-    shown = {result["index"]: result["document"]["text"] for result in answer["results"]}
-    assert shown == dict(enumerate(TEXTS))
+    texts = {result["index"]: result["document"]["text"] for result in answer["results"]}
+    assert texts == dict(enumerate(TEXTS))
     top = client.post("/v2/rerank", json={**body, "top_n": 2, "return_documents": False}).json()
     assert [sorted(result) for result in top["results"]] == [["index", "relevance_score"]] * 2
     assert [r["index"] for r in top["results"]] == [r["index"] for r in answer["results"][:2]]
@@ -222,9 +224,9 @@ def test_ranks(client: httpx.Client) -> None:
     assert len(more["results"]) == 3
     short = {**body, "documents": ["It is a cat. " * 9], "max_tokens_per_doc": 4}
     same = {**body, "documents": ["It is a"]}
-    found, expected = (client.post("/rerank", json=b).json() for b in (short, same))
-    assert found["usage"] == expected["usage"]
-    assert found["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
+    shortened, expected = (client.post("/rerank", json=b).json() for b in (short, same))
+    assert shortened["usage"] == expected["usage"]
+    assert shortened["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +261,8 @@ def test_classes_have_names_and_raw_logits(classifier: httpx.Client) -> None:
         assert entry["probs"] == pytest.approx(values.tolist(), abs=1e-5)
         assert entry["label"] == names[int(values.argmax())]
         assert entry["num_classes"] == 3
-    said = {"messages": [{"role": "user", "content": "No"}]}
-    assert len(classifier.post("/classify", json=said).json()["data"]) == 1
+    request = {"messages": [{"role": "user", "content": "No"}]}
+    assert len(classifier.post("/classify", json=request).json()["data"]) == 1
     assert classifier.post("/score", json={"text_1": "a", "text_2": "b"}).status_code == 400
 
 

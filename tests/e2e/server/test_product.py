@@ -88,9 +88,9 @@ def test_models(client: openai.OpenAI) -> None:
 def test_chat_streamed_and_whole(client: openai.OpenAI) -> None:
     options: Any = {"model": "demo", "messages": CAPITAL, "temperature": 0}
     whole = client.chat.completions.create(**options)
-    said = whole.choices[0].message.content
-    assert said is not None
-    assert "Paris" in said
+    content = whole.choices[0].message.content
+    assert content is not None
+    assert "Paris" in content
     parts = []
     usage = None
     for chunk in client.chat.completions.create(
@@ -98,7 +98,7 @@ def test_chat_streamed_and_whole(client: openai.OpenAI) -> None:
     ):
         usage = chunk.usage or usage
         parts += [choice.delta.content or "" for choice in chunk.choices]
-    assert "".join(parts) == said
+    assert "".join(parts) == content
     assert usage is not None
     assert whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
@@ -154,11 +154,11 @@ def test_structured_output(client: openai.OpenAI, temperature: float) -> None:
 
 def test_a_schema_that_cannot_be_used_is_blamed_as_it_was_given(client: openai.OpenAI) -> None:
     schema: Any = {"name": "x", "schema": {"type": "nonsense"}}
-    asked: Any = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    options: Any = {"response_format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(openai.BadRequestError) as in_chat:
-        client.chat.completions.create(model="demo", messages=CAPITAL, **asked)
+        client.chat.completions.create(model="demo", messages=CAPITAL, **options)
     with pytest.raises(openai.BadRequestError) as in_completion:
-        client.completions.create(model="demo", prompt="x", extra_body=asked)
+        client.completions.create(model="demo", prompt="x", extra_body=options)
     for error in (in_chat.value, in_completion.value):
         assert error.param == "response_format"
         assert "response_format.json: " in error.message
@@ -214,9 +214,9 @@ def test_the_helpers_of_the_responses_client(client: openai.OpenAI) -> None:
     with client.responses.stream(**options, temperature=0, text_format=Verdict) as stream:
         assert [event.type for event in stream][-1] == "response.completed"
         assert stream.get_final_response().output_parsed == parsed.output_parsed
-    begun = client.responses.create(**options, background=True, stream=True)
-    name = next(iter(begun)).response.id  # type: ignore[union-attr]
-    begun.close()
+    first_stream = client.responses.create(**options, background=True, stream=True)
+    name = next(iter(first_stream)).response.id  # type: ignore[union-attr]
+    first_stream.close()
     with client.responses.stream(response_id=name, starting_after=0) as stream:
         stream.until_done()
         assert stream.get_final_response().id == name
@@ -228,9 +228,9 @@ def test_responses_without_a_store(client: openai.OpenAI) -> None:
     first = client.responses.create(**options, input=ASKED, include=["reasoning.encrypted_content"])
     call: Any = first.output[-1]
     assert call.type == "function_call"
-    said = [item.model_dump(exclude_none=True) for item in first.output]
+    output_items = [item.model_dump(exclude_none=True) for item in first.output]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    second = client.responses.create(**options, input=[*ASKED, *said, result])
+    second = client.responses.create(**options, input=[*ASKED, *output_items, result])
     assert second.status == "completed"
     assert second.usage is not None
     assert first.usage is not None
@@ -343,12 +343,12 @@ def test_curl(url: str) -> None:
             [*ask, *arguments], capture_output=True, text=True, check=True, timeout=300
         ).stdout
 
-    said = json.loads(curl("-d", body))["choices"][0]["message"]["content"]
-    assert "Paris" in said
+    content = json.loads(curl("-d", body))["choices"][0]["message"]["content"]
+    assert "Paris" in content
     frames = curl("-N", "-d", json.dumps({**json.loads(body), "stream": True})).split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
     deltas = [json.loads(frame[6:])["choices"][0]["delta"] for frame in frames[:-2]]
-    assert "".join(delta.get("content") or "" for delta in deltas) == said
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
     refused = curl("-d", "{", "-w", "\n%{http_code}")
     error, status = refused.rsplit("\n", 1)
     assert status == "400"

@@ -51,13 +51,13 @@ def coded(table: Any, ids: list[int]) -> str:
 
 
 def test_embeddings_give_what_tokens_give(live: Live, table: Any) -> None:
-    ids = [(5 * place + 7) % 500 for place in range(100)]
-    asked: Any = {"model": "M", "max_tokens": 8, "temperature": 0}
+    ids = [(5 * index + 7) % 500 for index in range(100)]
+    options: Any = {"model": "M", "max_tokens": 8, "temperature": 0}
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
-        plain = client.completions.create(**asked, prompt=ids)
+        plain = client.completions.create(**options, prompt=ids)
         body = {"prompt_embeds": coded(table, ids)}
         for cached in (False, True):
-            answer = client.completions.create(**asked, prompt="", extra_body=body)
+            answer = client.completions.create(**options, prompt="", extra_body=body)
             assert answer.choices[0].text == plain.choices[0].text
             assert answer.usage is not None
             assert answer.usage.prompt_tokens == 100
@@ -66,18 +66,18 @@ def test_embeddings_give_what_tokens_give(live: Live, table: Any) -> None:
 
 
 def test_parts_of_messages_give_what_their_tokens_give(live: Live, table: Any) -> None:
-    asked: Any = {"model": "M", "max_tokens": 8, "temperature": 0}
-    shown = {"return_token_ids": True}
+    options: Any = {"model": "M", "max_tokens": 8, "temperature": 0}
+    extra = {"return_token_ids": True}
     ids = live.engine.tokenizer.encode("The capital of France", add_special_tokens=False)
     content: Any = [{"type": "prompt_embeds", "data": coded(table, ids)}]
     content.append({"type": "text", "text": "is"})
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
         answer: Any = client.chat.completions.create(
-            **asked, messages=[{"role": "user", "content": content}], extra_body=shown
+            **options, messages=[{"role": "user", "content": content}], extra_body=extra
         )
         prompt = answer.prompt_token_ids
         first = prompt.index(0)
         assert prompt.count(0) == len(ids)
         prompt[first : first + len(ids)] = ids
-        plain: Any = client.completions.create(**asked, prompt=prompt, extra_body=shown)
+        plain: Any = client.completions.create(**options, prompt=prompt, extra_body=extra)
     assert answer.choices[0].token_ids == plain.choices[0].token_ids

@@ -40,11 +40,11 @@ def free_ports() -> tuple[int, int]:
 
 def family(pid: int) -> list[int]:
     """A process and all that it has started, and they."""
-    found = [pid]
+    pids = [pid]
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in tasks.read_text().split():
-            found += family(int(child))
-    return found
+            pids += family(int(child))
+    return pids
 
 
 def command_of(pid: int) -> str:
@@ -93,8 +93,8 @@ class Serving:
             return 0
 
     def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("/health").json()
-        return found
+        health: dict[str, Any] = self.get("/health").json()
+        return health
 
     def well(self) -> bool:
         return self.health().get("status") == "ok"
@@ -102,16 +102,16 @@ class Serving:
     def engine(self, rank: int) -> int:
         """The process of a replica: 0 is the server's, 1 the other one's."""
         owner = self.others if rank and self.others else self.process
-        found = [p for p in family(owner.pid) if "engine_process" in command_of(p)]
-        return found[0]
+        engines = [p for p in family(owner.pid) if "engine_process" in command_of(p)]
+        return engines[0]
 
     def samples(self, name: str) -> dict[str, float]:
         """A metric's values by engine, summed over the other labels."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for line in self.get("/metrics").text.splitlines():
             if line.startswith(f"modulm:{name}{{"):
-                found[line.partition('engine="')[2].partition('"')[0]] += float(line.split()[-1])
-        return dict(found)
+                totals[line.partition('engine="')[2].partition('"')[0]] += float(line.split()[-1])
+        return dict(totals)
 
 
 def launched(log: Path, *command: str) -> subprocess.Popen[bytes]:
@@ -131,28 +131,28 @@ def flags(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serving(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    place = tmp_path_factory.mktemp("replicas")
-    (secret := place / "secret").write_text("what both of them know")
+    folder = tmp_path_factory.mktemp("replicas")
+    (secret := folder / "secret").write_text("what both of them know")
     port, announced = free_ports()
     fleet = ["-dp", "2", "-dpl", "1", "-dpa", "127.0.0.1", "-dpp", str(announced),
              "--data-parallel-secret-file", str(secret)]  # fmt: skip
-    own = [*flags(tiny_folder), *fleet]
+    arguments = [*flags(tiny_folder), *fleet]
     front = ["--port", str(port), "--api-server-count", "2", "--server-dev-mode"]
-    log = place / "server.log"
-    other = launched(place / "headless.log", *own, "--headless", "-dpr", "1")
-    found = Serving(launched(log, *own, *front), f"http://127.0.0.1:{port}", log, other)
+    log = folder / "server.log"
+    other = launched(folder / "headless.log", *arguments, "--headless", "-dpr", "1")
+    server = Serving(launched(log, *arguments, *front), f"http://127.0.0.1:{port}", log, other)
     pids: list[int] = []
     try:
-        until(lambda: found.status() == 200, "it did not start")
-        yield found
+        until(lambda: server.status() == 200, "it did not start")
+        yield server
     finally:
-        pids = family(found.process.pid) + family(other.pid)
-        for process in (found.process, other):
+        pids = family(server.process.pid) + family(other.pid)
+        for process in (server.process, other):
             process.kill()
             process.wait()
         until(lambda: not any(map(alive, pids)), "processes were left behind")
-        print(log.read_text()[-6000:], (place / "headless.log").read_text()[-3000:])
-        assert {path.name for path in place.iterdir()} - {
+        print(log.read_text()[-6000:], (folder / "headless.log").read_text()[-3000:])
+        assert {path.name for path in folder.iterdir()} - {
             "secret",
             "server.log",
             "headless.log",
@@ -231,10 +231,10 @@ def test_a_replica_that_is_killed(serving: Serving, rank: int) -> None:
             plain = [asyncio.create_task(_plain(http, [40 + n, 8], 200)) for n in range(6)]
             await asyncio.sleep(0.15)
             os.kill(victim, signal.SIGKILL)
-            told = time.monotonic()
-            while (found := (await http.get("/health")).json())["status"] == "ok":
-                assert time.monotonic() - told < SOON
-            assert found["status"] == "degraded"
+            start = time.monotonic()
+            while (health := (await http.get("/health")).json())["status"] == "ok":
+                assert time.monotonic() - start < SOON
+            assert health["status"] == "degraded"
             return await asyncio.gather(*streams), await asyncio.gather(*plain)
 
     streams, plain = asyncio.run(main())
@@ -295,13 +295,13 @@ def parallel(tiny_folder: Path, tmp_path: Path) -> Iterator[Serving]:
     port, _ = free_ports()
     log = tmp_path / "server.log"
     command = [*flags(tiny_folder), "-tp", "2", "--port", str(port)]
-    found = Serving(launched(log, *command), f"http://127.0.0.1:{port}", log)
+    server = Serving(launched(log, *command), f"http://127.0.0.1:{port}", log)
     try:
-        until(lambda: found.status() == 200, "it did not start")
-        yield found
+        until(lambda: server.status() == 200, "it did not start")
+        yield server
     finally:
-        found.process.kill()
-        found.process.wait()
+        server.process.kill()
+        server.process.wait()
         print(log.read_text()[-3000:])
 
 
@@ -346,13 +346,13 @@ def test_a_replica_that_stands_still_is_left_out_until_it_answers(tiny_folder: P
         )  # fmt: skip
         try:
             client = llm._core._replicas[0].client
-            asked = [asyncio.ensure_future(ask_one(llm, "n" * n, 200)) for n in range(1, 7)]
+            requests = [asyncio.ensure_future(ask_one(llm, "n" * n, 200)) for n in range(1, 7)]
             while not llm._core.router.loads[0]:
                 await asyncio.sleep(0)
             os.kill(client._owned.pid, signal.SIGSTOP)
             await becomes(llm, "stalled", "ok")
             await llm.check_health()
-            assert await asyncio.gather(*asked) == [("length", 200)] * 6
+            assert await asyncio.gather(*requests) == [("length", 200)] * 6
             assert await ask_one(llm, "meanwhile", 3) == ("length", 3)
             os.kill(client._owned.pid, signal.SIGCONT)
             await becomes(llm, "ok", "ok")

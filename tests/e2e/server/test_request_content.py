@@ -64,7 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     ends = table.get("eos_token_id", [])
     table["eos_token_id"] = [*(ends if isinstance(ends, list) else [ends]), 10**6]
     file.write_text(json.dumps({**table, "min_tokens": 3, "min_new_tokens": 3}))
-    made = AsyncLLM(
+    llm = AsyncLLM(
         model=str(folder),
         dtype="float32",
         cpu_threads=1,
@@ -74,8 +74,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
         # The process that compiles has a low priority, and much to wait for on a busy machine.
         structured_outputs_config={"compile_timeout": 300},
     )
-    yield made
-    made.shutdown()
+    yield llm
+    llm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_minimum_where_end_tokens_do_not_exist(http: httpx.Client, engine: Asy
 
 
 def test_a_large_schema(http: httpx.Client) -> None:
-    names = [f"property_number_{place}" for place in range(1800)]
+    names = [f"property_number_{index}" for index in range(1800)]
     schema = {
         "type": "object",
         "properties": {name: {"type": "string", "description": "x" * 40} for name in names},
@@ -143,14 +143,14 @@ def test_a_large_schema(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "message"),
     [("NaN", "finite"), ("-Infinity", "finite"), ("1e999", "finite"), ("9" * 5000, "out of range")],
 )
-def test_numbers_that_json_has_not(http: httpx.Client, number: str, words: str) -> None:
+def test_numbers_that_json_has_not(http: httpx.Client, number: str, message: str) -> None:
     for field in ('"temperature": %s', '"tools": [{"x": %s}]', '"logit_bias": {"5": %s}'):
         body = '{"model": "M", "messages": [{"role": "user", "content": "hi"}], ' + field + "}"
         response = http.post(
             CHAT, content=body % number, headers={"Content-Type": "application/json"}
         )
         assert response.status_code == 400
-        assert words in error_of(response)["message"]
+        assert message in error_of(response)["message"]

@@ -190,8 +190,8 @@ def bodies(rng: random.Random, good: Mapping[str, Any], fields: list[str]) -> It
             for _ in range(rng.choice((1, 1, 2))):
                 if rng.random() < 0.5:
                     body[rng.choice(fields)] = anything(rng)
-                elif found := list(places(body)):
-                    body = changed(body, rng.choice(found), anything(rng))
+                elif paths := list(places(body)):
+                    body = changed(body, rng.choice(paths), anything(rng))
         yield body
 
 
@@ -216,12 +216,12 @@ def fields(engine_and_server: Live) -> dict[str, list[str]]:
     """Names of the fields of each route's body, as the server describes itself."""
     with engine_and_server.client() as client:
         paths = client.get("/openapi.json").json()["paths"]
-    found = {}
+    names_by_path = {}
     for path in GOOD:
         content = paths[path]["post"]["requestBody"]["content"]
         schema = content["application/json"]["schema"]
-        found[path] = sorted(schema["properties"])
-    return found
+        names_by_path[path] = sorted(schema["properties"])
+    return names_by_path
 
 
 def wrong(answer: httpx.Response) -> bool:

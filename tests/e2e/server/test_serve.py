@@ -103,16 +103,16 @@ def text_of(answer: httpx.Response) -> str:
 
 def test_c05_streamed_equals_whole_equals_completion(process: Process) -> None:
     whole = ask(process.url).json()
-    said = whole["choices"][0]["message"]["content"]
+    content = whole["choices"][0]["message"]["content"]
     assert whole["usage"]["completion_tokens"] == 8
-    assert text_of(ask(process.url, stream=True)) == said
+    assert text_of(ask(process.url, stream=True)) == content
     client = httpx.Client(base_url=process.url, timeout=300)
     messages = [{"role": "user", "content": "hi"}]
     prompt = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
     text = client.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
-    for given in (prompt, text):
-        body = {"model": "M", "prompt": given, "max_tokens": 8, "temperature": 0}
-        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == said
+    for prompt_form in (prompt, text):
+        body = {"model": "M", "prompt": prompt_form, "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == content
 
 
 def test_the_openai_client_talks_to_the_engine(process: Process) -> None:
@@ -222,10 +222,10 @@ def test_what_is_wrong_is_known_before_there_is_an_engine(tiny_folder: Path) -> 
     def never(config: EngineConfig) -> Any:
         pytest.fail("an engine was made")
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         for flags, error in (
             ({"model": "NO_SUCH_MODEL", "port": 0}, CheckpointError),
             ({"model": str(tiny_folder / "no"), "port": 0}, CheckpointError),

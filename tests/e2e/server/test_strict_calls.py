@@ -81,13 +81,13 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     engine = AsyncLLM.from_config(EngineConfig.from_keywords(**flags))
     with ExitStack() as stack:
         stack.callback(engine.shutdown)
-        found = {}
+        url_by_family = {}
         for name in FAMILIES:
             front = AsyncLLM.connect(engine.address)
             stack.callback(front.shutdown)
             config = EngineConfig.from_keywords(**flags, tool_call_parser=name)
-            found[name] = stack.enter_context(serve_in_thread(front, config)).url
-        yield found
+            url_by_family[name] = stack.enter_context(serve_in_thread(front, config)).url
+        yield url_by_family
 
 
 def calls_of(client: openai.OpenAI, stream: bool, given: dict[str, Any]) -> list[tuple[str, str]]:
@@ -137,9 +137,9 @@ def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
     with openai.OpenAI(base_url=f"{urls[name]}/v1", api_key="none", max_retries=0) as client:
 
         def ask(number: int) -> None:
-            given, names, single = WAYS[number % len(WAYS)]
+            request, names, single = WAYS[number % len(WAYS)]
             stream = number // len(WAYS) % 2 == 1
-            check(calls_of(client, stream, {**given, "seed": number}), names, single)
+            check(calls_of(client, stream, {**request, "seed": number}), names, single)
 
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(ask, range(20)))
@@ -154,5 +154,5 @@ def test_with_auto_only_allowed_tools_can_be_called(urls: dict[str, str], stream
     begin = {"510": 100}  # <tool_call>
     with openai.OpenAI(base_url=f"{urls['hermes']}/v1", api_key="none", max_retries=0) as client:
         for seed in range(4):
-            given = {"tool_choice": allowed, "logit_bias": begin, "seed": seed, "max_tokens": 400}
-            check(calls_of(client, stream, given), {"get_weather"}, single=False)
+            request = {"tool_choice": allowed, "logit_bias": begin, "seed": seed, "max_tokens": 400}
+            check(calls_of(client, stream, request), {"get_weather"}, single=False)

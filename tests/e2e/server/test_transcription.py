@@ -78,10 +78,10 @@ class Reference:
 
     def scores(self, samples: np.ndarray, tokens: list[int]) -> torch.Tensor:
         """[vocabulary], of what comes next."""
-        made = self.hears(samples, sampling_rate=16000, return_tensors="pt")
+        features = self.hears(samples, sampling_rate=16000, return_tensors="pt")
         with torch.no_grad():
-            found = self.model(**made, decoder_input_ids=torch.tensor([tokens]))
-        scores: torch.Tensor = found.logits[0, -1].clone()
+            output = self.model(**features, decoder_input_ids=torch.tensor([tokens]))
+        scores: torch.Tensor = output.logits[0, -1].clone()
         return scores
 
     def language(self, samples: np.ndarray) -> str:
@@ -89,19 +89,19 @@ class Reference:
         scores = self.scores(samples, list(question.tokens))
         return max(self.ids, key=lambda code: float(scores[self.ids[code]]))
 
-    def ends(self, samples: np.ndarray, begun: list[int], said: list[int]) -> list[float]:
+    def ends(self, samples: np.ndarray, prefix: list[int], spoken_tokens: list[int]) -> list[float]:
         """Seconds at which each of these tokens has been said, and the end behind them."""
-        made = self.hears(samples, sampling_rate=16000, return_tensors="pt")
-        heard = said[:-1] if said[-1] == self.ends_with else said
-        given = torch.tensor([[*begun, *heard, self.ends_with]])
+        features = self.hears(samples, sampling_rate=16000, return_tensors="pt")
+        heard = spoken_tokens[:-1] if spoken_tokens[-1] == self.ends_with else spoken_tokens
+        sequence = torch.tensor([[*prefix, *heard, self.ends_with]])
         with torch.no_grad():
-            out = self.model(**made, decoder_input_ids=given[:, :-1], output_attentions=True)
-        seen = ModelOutput(cross_attentions=[out.cross_attentions], sequences=given)
+            out = self.model(**features, decoder_input_ids=sequence[:, :-1], output_attentions=True)
+        seen = ModelOutput(cross_attentions=[out.cross_attentions], sequences=sequence)
         frames = -(-len(samples) // 160)
         times = self.model._extract_token_timestamps(
-            seen, HEADS, num_frames=frames, num_input_ids=len(begun)
+            seen, HEADS, num_frames=frames, num_input_ids=len(prefix)
         )
-        return [float(time) for time in times[0, len(begun) :]]
+        return [float(time) for time in times[0, len(prefix) :]]
 
     def text(self, samples: np.ndarray, wanted: Wanted) -> str:
         """What is said greedily, without times."""
@@ -123,13 +123,13 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-def streamed(sdk: openai.OpenAI, samples: np.ndarray, **given: Any) -> str:
+def streamed(sdk: openai.OpenAI, samples: np.ndarray, **options: Any) -> str:
     """The text of a stream, which is asked for once and greedily."""
     few = {"max_completion_tokens": FEW}
     events = list(
         sdk.audio.transcriptions.create(
             model="whisper", file=("a.wav", sound_file(samples, kind="FLOAT")), stream=True,
-            extra_body=few, **given,
+            extra_body=few, **options,
         )
     )  # fmt: skip
     last: Any = events[-1]
@@ -149,17 +149,17 @@ def test_long_sound_is_heard_in_pieces_and_its_language_is_found(sdk, reference)
     assert len(parts) == 3
     wanted = Wanted(language=reference.language(parts[0]))
     expected = [reference.text(part, wanted).split() for part in parts]
-    assert streamed(sdk, LONG).split() == [word for words in expected for word in words]
+    assert streamed(sdk, LONG).split() == [word for piece in expected for word in piece]
 
 
 def test_every_format(sdk: openai.OpenAI) -> None:
-    given: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG)), "language": "en",
+    options: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG)), "language": "en",
                   "extra_body": {"max_completion_tokens": 12}}  # fmt: skip
-    plain = sdk.audio.transcriptions.create(**given)
+    plain = sdk.audio.transcriptions.create(**options)
     assert plain.text
-    assert sdk.audio.transcriptions.create(**given).text == plain.text
-    assert sdk.audio.transcriptions.create(**given, response_format="text").strip() == plain.text
-    verbose = sdk.audio.transcriptions.create(**given, response_format="verbose_json")
+    assert sdk.audio.transcriptions.create(**options).text == plain.text
+    assert sdk.audio.transcriptions.create(**options, response_format="text").strip() == plain.text
+    verbose = sdk.audio.transcriptions.create(**options, response_format="verbose_json")
     assert (verbose.language, verbose.duration) == ("english", 9.5)
     assert verbose.segments
     times = [time for one in verbose.segments for time in (one.start, one.end)]
@@ -167,10 +167,10 @@ def test_every_format(sdk: openai.OpenAI) -> None:
     assert 0 <= times[0] <= times[-1] <= 9.5
     assert all(0 <= one.no_speech_prob <= 1 for one in verbose.segments)
     count = len(verbose.segments)
-    srt: Any = sdk.audio.transcriptions.create(**given, response_format="srt")
-    vtt: Any = sdk.audio.transcriptions.create(**given, response_format="vtt")
+    srt: Any = sdk.audio.transcriptions.create(**options, response_format="srt")
+    vtt: Any = sdk.audio.transcriptions.create(**options, response_format="vtt")
     assert srt.count(" --> ") == vtt.count(" --> ") == count
-    tokens = sdk.audio.transcriptions.create(**given, include=["logprobs"]).logprobs
+    tokens = sdk.audio.transcriptions.create(**options, include=["logprobs"]).logprobs
     assert tokens
     assert all(one.logprob is not None and one.logprob <= 0 for one in tokens)
 
@@ -179,44 +179,53 @@ def test_words_have_the_times_that_transformers_gives_them(sdk, reference: Refer
     """The same engine in this process says what tokens the server's answers have."""
     drawn: dict[str, Any] = {"temperature": 0.7, "seed": 0, "max_tokens": 24}
     most = {"max_completion_tokens": drawn["max_tokens"]}
-    given: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG, kind="FLOAT")),
+    options: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG, kind="FLOAT")),
                   "language": "en", "response_format": "verbose_json", "temperature": 0.7,
                   "extra_body": most}  # fmt: skip
-    found = sdk.audio.transcriptions.create(**given, timestamp_granularities=["word", "segment"])
+    verbose = sdk.audio.transcriptions.create(
+        **options, timestamp_granularities=["word", "segment"]
+    )
     cut = [(first / 16000, LONG[first:end]) for first, end in pieces(LONG, 16000, HEARD)]
     wanted = Wanted(language="en", times=True)
-    asked = [reference.asks.ask(Sound(samples, 16000), wanted) for _, samples in cut]
+    questions = [reference.asks.ask(Sound(samples, 16000), wanted) for _, samples in cut]
     with modulm.LLM(str(reference.folder), device="cpu", dtype="float32") as llm:
         answers = llm.generate(
             [
                 {"prompt_token_ids": one.tokens, "multi_modal_data": {"audio": (samples, 16000)}}
-                for one, (_, samples) in zip(asked, cut, strict=True)
+                for one, (_, samples) in zip(questions, cut, strict=True)
             ],
-            [modulm.SamplingParams(**drawn, **one.params) for one in asked],
+            [modulm.SamplingParams(**drawn, **one.params) for one in questions],
         )
-    shown, expected = Shown(reference.tokenizer), list[tuple[str, float, float]]()
-    for (start, samples), one, answer in zip(cut, asked, answers, strict=True):
-        said = answer.outputs[0].token_ids
-        ends = [start, *(start + end for end in reference.ends(samples, list(one.tokens), said))]
+    tokenizer_view, expected = Shown(reference.tokenizer), list[tuple[str, float, float]]()
+    for (start, samples), one, answer in zip(cut, questions, answers, strict=True):
+        token_ids = answer.outputs[0].token_ids
+        ends = [
+            start,
+            *(start + end for end in reference.ends(samples, list(one.tokens), token_ids)),
+        ]
         last = start + len(samples) / 16000
         times = [(min(a, last), min(b, last)) for a, b in pairwise(ends)]
-        for segment in reference.asks.read(said, 4.0):
-            place = next(
-                n for n in range(24) if tuple(said[n:])[: len(segment.tokens)] == segment.tokens
+        for segment in reference.asks.read(token_ids, 4.0):
+            index = next(
+                n
+                for n in range(24)
+                if tuple(token_ids[n:])[: len(segment.tokens)] == segment.tokens
             )
             spoken = list(segment.tokens)
-            own = times[place : place + len(spoken)]
-            words = _collate_word_timestamps(shown, spoken, own, "english", False)
-            expected += [(word["text"].strip(), *word["timestamp"]) for word in words]
+            word_times = times[index : index + len(spoken)]
+            timed_words = _collate_word_timestamps(
+                tokenizer_view, spoken, word_times, "english", False
+            )
+            expected += [(word["text"].strip(), *word["timestamp"]) for word in timed_words]
     expected = [word for word in expected if word[0]]
     assert len(expected) > 12
-    assert [word.word for word in found.words] == [word for word, _, _ in expected]
-    got = [(word.start, word.end) for word in found.words]
+    assert [word.word for word in verbose.words] == [word for word, _, _ in expected]
+    got = [(word.start, word.end) for word in verbose.words]
     assert got == [pytest.approx(pair, abs=2e-3) for _, *pair in expected]
-    few = sdk.audio.transcriptions.create(**given, timestamp_granularities=["word"])
-    assert (few.segments, few.words) == (None, found.words)
-    plain = sdk.audio.transcriptions.create(**given)
-    assert (plain.segments, plain.words) == (found.segments, None)
+    few = sdk.audio.transcriptions.create(**options, timestamp_granularities=["word"])
+    assert (few.segments, few.words) == (None, verbose.words)
+    plain = sdk.audio.transcriptions.create(**options)
+    assert (plain.segments, plain.words) == (verbose.segments, None)
 
 
 class Shown:
@@ -235,9 +244,9 @@ class Shown:
 def test_translations(url: str) -> None:
     form = {"response_format": "verbose_json", "max_completion_tokens": "8", "language": "de"}
     file = {"file": sound_file(SHORT, 16000, "FLAC")}
-    found = httpx.post(f"{url}/v1/audio/translations", files=file, data=form, timeout=300).json()
-    assert (found["task"], found["language"]) == ("translate", "english")
-    assert found["text"]
+    body = httpx.post(f"{url}/v1/audio/translations", files=file, data=form, timeout=300).json()
+    assert (body["task"], body["language"]) == ("translate", "english")
+    assert body["text"]
 
 
 @pytest.mark.parametrize(

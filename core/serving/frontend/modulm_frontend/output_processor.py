@@ -32,8 +32,8 @@ from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.errors import RequestError
 from modulm.text.detokenizer import Detokenizer
-from modulm.text.stops import StopScanner
 from modulm_frontend.origin import request_origin
+from modulm_frontend.stops import StopScanner
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer

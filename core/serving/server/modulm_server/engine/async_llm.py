@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM"]
 
-#: What an engine's client posts.
+#: Items that the engine's client posts.
 _Item: TypeAlias = StepEvents | ReplicaEvents | ReplicaLost | EngineDead | EngineStalled
 
-#: Seconds until a beam search that was accepted asks again after it found the queue full.
+#: Seconds between retries of an accepted beam search while the queue is full.
 _AGAIN = 0.05
-#: Characters up to which a prompt is tokenized on the event loop: a thread costs more than that.
+#: Longest prompt (characters) to tokenize on the event loop; for it a thread costs more.
 _INLINE = 20_000
-#: Replicas that may begin a request before it ends with the last of them.
+#: Times that a request may be started on replicas that die, before it fails.
 _BEGINNINGS = 2
 
 
@@ -84,7 +84,7 @@ class AsyncLLM(EngineClient):
         process: EngineProcess | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> AsyncLLM:
-        """An engine of a configuration that is complete; in `process`, if one waits for work.
+        """An engine with a complete configuration. process: a waiting engine process to use.
 
         `meanwhile` is called while the process loads the model.
         """
@@ -94,8 +94,8 @@ class AsyncLLM(EngineClient):
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
-        """A further front end of an engine, or of replicas, in processes of their own; address:
-        what another front end of theirs has as `address`.
+        """Another front end of a running engine or of its replicas. address: the `address` of their
+        first front end.
         """
         from modulm_server.engine.process_client import ProcessCoreClient
         from modulm_server.engine.replicas import ReplicaSet
@@ -155,7 +155,7 @@ class AsyncLLM(EngineClient):
         self.stalled = None
         self._inbox: deque[_Item] = deque()
         self._rank = 0
-        #: Of requests to replicas: what was submitted, and how often a replica has begun it.
+        #: Requests to replicas, and how often each was started.
         self._restartable: dict[str, tuple[Sequence[Request], int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests: dict[str, tuple[RequestState, asyncio.Event]] = {}
@@ -185,7 +185,7 @@ class AsyncLLM(EngineClient):
         self._ends_waiting = info.config.group(WatchdogConfig).action != "report"
         self._watchdog = Watchdog(core, self._post_stall, self._post_death)
 
-    # What callers ask.
+    # Called by users.
 
     def generate(
         self,
@@ -327,7 +327,7 @@ class AsyncLLM(EngineClient):
         return self.metrics.last
 
     def _adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Of requests that wait, and of those that run; a search is what its beams are."""
+        """The adapters of waiting and of running requests, including those of beams."""
         adapters: tuple[list[str], list[str]] = ([], [])
         for state, _ in list(self._requests.values()):
             if state.adapter is not None:
@@ -336,7 +336,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def active(self) -> int:
-        """A beam search counts once, whatever it asks of the engine."""
+        """Open requests; a beam search counts once."""
         requests = sum(state.parent is None for state, _ in self._requests.values())
         return requests + len(self._beam_searches)
 
@@ -346,7 +346,7 @@ class AsyncLLM(EngineClient):
         if self.dead is None:
             self._die(EngineDead("the engine was shut down"))
 
-    # How it is done.
+    # Requests.
 
     async def _prepare(
         self,
@@ -373,7 +373,7 @@ class AsyncLLM(EngineClient):
     async def _stream(
         self, prepare: Callable[[], Awaitable[PendingRequest]]
     ) -> AsyncGenerator[Any, None]:
-        """Submit a request and give its outputs; whatever ends this ends the request."""
+        """Submit a request and yield its outputs. Leaving the generator aborts the request."""
         pending = await prepare()
         state, changed = pending.state, asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -401,7 +401,7 @@ class AsyncLLM(EngineClient):
         self._core.submit(requests)
 
     async def _next_beams(self, search: BeamSearchRequest) -> RequestOutput:
-        """The next token of every beam. A full queue refuses a search only at its beginning."""
+        """The next token of every beam. QueueFull is raised only before the first one."""
         has_started = search.state.cached is not None
 
         async def prepare() -> PendingRequest:
@@ -424,7 +424,7 @@ class AsyncLLM(EngineClient):
                 self._abort(state, changed)
 
     def _abort(self, state: RequestState, changed: asyncio.Event) -> None:
-        """End a request that has not ended by itself, or whose end nobody has seen."""
+        """Abort a request unless it has finished and its end was delivered."""
         if not state.finished or not state.end_taken:
             if len(self._each) > 1:
                 self._count_for(self._core.replica_index(state.ids))
@@ -433,7 +433,7 @@ class AsyncLLM(EngineClient):
             changed.set()
 
     def _wake_drain(self) -> None:
-        """Wake drain() when idle."""
+        """Wake `drain` if no request is left."""
         if self._idle is not None and not self._requests and not self._beam_searches:
             self._idle.set()
 
@@ -441,7 +441,7 @@ class AsyncLLM(EngineClient):
         """Whether to wait for more tokens before the next output (`--stream-interval`)."""
         return state.streamed and not state.finished and state.fresh < self._interval
 
-    # From the engine core, on a thread of its client.
+    # Called by the engine core, on a thread of its client.
 
     def _post_death(self, error: EngineDead) -> None:
         self.dead = self.dead or error
@@ -483,12 +483,12 @@ class AsyncLLM(EngineClient):
                 self._requests[state.id][1].set()
 
     def _count_for(self, index: int) -> None:
-        """What ends or comes from now on is counted as the replica's at this place."""
+        """Count statistics for the replica at this index from now on."""
         self._output_processor.statistics = self._each[index]
 
     def _restart_lost(self, lost: ReplicaLost) -> None:
-        """A replica is gone: requests of which nobody has seen anything begin again elsewhere,
-        unless they were running when two replicas died: one of them may be what kills.
+        """Restart the requests of a dead replica that have sent nothing, and fail the others. A
+        request that ran on two dead replicas fails too, because it may be the cause.
         """
         self._count_for(lost.replica)
         if isinstance(lost.error, EngineDead):
@@ -509,7 +509,7 @@ class AsyncLLM(EngineClient):
             self._requests[state.id][1].set()
 
     def _end_waiting(self, error: EngineStalled) -> None:
-        """End every request; an engine that comes back is to know."""
+        """Fail every request, and abort it in case the engine recovers."""
         for state, _ in list(self._requests.values()):
             for identity in state.ids:
                 self._core.abort(identity)
@@ -523,13 +523,13 @@ class AsyncLLM(EngineClient):
 
 
 async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call here if the prompt is quickly read, else in a thread."""
+    """Call a function here if the prompt is short, else in a thread."""
     long = isinstance(prompt, str) and len(prompt) > _INLINE
     return await asyncio.to_thread(function, *arguments) if long else function(*arguments)
 
 
 def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:
-    """The processors' classes, which may check parameters; mostly there are none, and no torch."""
+    """The classes of logits processors. Without any, torch is not imported."""
     plugins = manager.current()
     references = config.model.logits_processors
     if not references and not plugins.names("logits_processors"):

@@ -30,8 +30,8 @@ API = 1
 
 @frozen
 class ReplicaHealth:
-    """How one of several replicas is. status: "ok", "stalled", "starting", "dead", and with the
-    latter ones why; restarts: how often it was started again.
+    """The state of a replica. status: "ok", "stalled", "starting" or "dead". reason: why it is not
+    "ok". restarts: how often it was restarted.
     """
 
     rank: int

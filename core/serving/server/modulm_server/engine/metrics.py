@@ -75,13 +75,13 @@ _ADAPTER_COUNTERS = {
     "prompt_tokens": "Tokens of their prompts.",
     "generation_tokens": "Tokens of their answers.",
 }
-#: Adapters that are counted by name, as names that resolvers find may be many; the rest together.
+#: Most adapters counted by name, since resolvers may find many; the others share one label.
 _NAMED, _OTHERS = 1000, "(others)"
 
 
 @define
 class _AdapterCounts:
-    """Of one adapter."""
+    """The counts of one adapter."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -151,7 +151,7 @@ class Metrics(Collector):
         return registry
 
     def step(self, stats: StepStats) -> None:
-        """The engine did a step."""
+        """Count a step of the engine."""
         self.last = stats
         self._gauges["num_requests_running"] = stats.running
         self._gauges["num_requests_waiting"] = stats.waiting
@@ -169,7 +169,7 @@ class Metrics(Collector):
             self._histograms["iteration_tokens_total"].add((stats.computed,))
 
     def forget_now(self) -> None:
-        """The engine is gone: nothing runs there, until it steps again."""
+        """Reset the gauges of a dead engine."""
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
         if self.last is not None:
             self.last = self.last._replace(running=0, waiting=0, usage=0.0)
@@ -193,12 +193,12 @@ class Metrics(Collector):
         _add_each(self._accepted_at, stats.accepted_at)
 
     def gaps(self, seconds: Sequence[float]) -> None:
-        """Times since the last token, of all sequences that got one in a step."""
+        """Count the times between tokens of all sequences in a step."""
         if seconds:
             self._histograms["inter_token_latency_seconds"].add(seconds)
 
     def finished(self, request: Finished) -> None:
-        """A request has ended."""
+        """Count a finished request."""
         times, params = request.times, request.params
         self._counters["prompt_tokens"] += request.prompt
         self._add("request_prompt_tokens", request.prompt)
@@ -315,7 +315,7 @@ class ReplicaMetrics(Collector):
 
     @property
     def last(self) -> StepStats | None:
-        """The last step of each, together; of its numbers those that add up, and the fullest."""
+        """The last steps of all engines: their sums, and the largest cache usage."""
         steps = [metrics.last for metrics in self._each if metrics.last is not None]
         if not steps:
             return None
@@ -340,7 +340,7 @@ class ReplicaMetrics(Collector):
         for metrics in self._each:
             for family in metrics.collect():
                 if family.name == _PREFIX + "lora_requests_info" and family.name in families:
-                    continue  # it is of this front end, and no engine's
+                    continue  # it describes this front end, not an engine
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:

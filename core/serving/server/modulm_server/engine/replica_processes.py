@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import define, field, frozen
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Address", "Replica", "check_alike", "listening", "replica_config", "start_again"]
 
 #: Fields of `EngineInfo` that all replicas must share.
-_ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks", "adapters")
+_ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks")
 
 
 @frozen
@@ -122,9 +122,16 @@ def start_again(
 
 def check_alike(one: EngineInfo, other: EngineInfo, rank: int) -> None:
     """Raise ConfigError for a replica that would answer differently from the others."""
-    for name in _ALIKE:
-        ours, theirs = (attrs.asdict(info, recurse=False)[name] for info in (one, other))
-        if ours != theirs:
+    ours, theirs = _compared(one), _compared(other)
+    for name, value in ours.items():
+        if value != theirs[name]:
             raise ConfigError(
-                "data_parallel_size", f"replica {rank} has {name} {theirs!r}, the first {ours!r}"
+                "data_parallel_size",
+                f"replica {rank} has {name} {theirs[name]!r}, the first {value!r}",
             )
+
+
+def _compared(info: EngineInfo) -> dict[str, Any]:
+    fields = attrs.asdict(info, recurse=False)
+    shared = {name: fields[name] for name in _ALIKE}
+    return {**shared, "adapters": info.limit("adapters", "slots")}

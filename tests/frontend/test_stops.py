@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modulm.text.stops import StopScanner
+from modulm_frontend.stops import StopScanner
 
 
 def scan(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
