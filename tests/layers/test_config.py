@@ -85,24 +85,24 @@ class Aliased(DecoderConfig):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def type_defaults(monkeypatch):
     monkeypatch.setattr("modulm.nn.config.model_keys", lambda package: SAID)
 
 
-def test_a_key_left_out_is_what_its_model_type_has(said):
+def test_a_key_left_out_is_what_its_model_type_has(type_defaults):
     known = read_config({**GOOD, "model_type": "tiny_a"}, Aliased)
     other = read_config({**GOOD, "model_type": "tiny_b"}, Aliased)
     assert (known.head_dim, known.mlp_bias, known.sliding_window) == (128, True, 8)
     assert (other.head_dim, other.mlp_bias, other.sliding_window) == (None, False, None)
 
 
-def test_what_the_file_says_comes_first_null_too(said):
+def test_what_the_file_says_comes_first_null_too(type_defaults):
     table = {**GOOD, "model_type": "tiny_a", "head_dim": None, "mlp_bias": None}
     config = read_config({**table, "sliding_window": 5}, Aliased)
     assert (config.head_dim, config.mlp_bias, config.sliding_window) == (None, False, 5)
 
 
-def test_keys_that_a_model_type_does_not_know_mean_nothing_and_aliases_are_followed(said):
+def test_keys_that_a_model_type_does_not_know_mean_nothing_and_aliases_are_followed(type_defaults):
     table = {**GOOD, "model_type": "tiny_a", "layer_types": ["sliding_attention"] * 2}
     assert read_config(table, Aliased).num_hidden_layers == 7
     assert read_config({**table, "n_layer": 3}, Aliased).num_hidden_layers == 3

@@ -59,11 +59,14 @@ def test_equals_transformers(kind, spelling):
     theirs = LlamaRotaryEmbedding(
         LlamaConfig(**BASE, rope_parameters={**KINDS[kind], "rope_theta": 5000.0})
     )
-    given = dict(KINDS[kind])
+    settings = dict(KINDS[kind])
     if spelling == "rope_parameters":
-        keys = {"rope_parameters": {**given, "rope_theta": 5000.0}}
+        keys = {"rope_parameters": {**settings, "rope_theta": 5000.0}}
     else:
-        keys = {"rope_scaling": {"type": given.pop("rope_type"), **given}, "rope_theta": 5000.0}
+        keys = {
+            "rope_scaling": {"type": settings.pop("rope_type"), **settings},
+            "rope_theta": 5000.0,
+        }
     ours = table(read_config({**BASE, **keys}, DecoderConfig), 100)
     torch.testing.assert_close(ours, expected(theirs, list(range(100))), atol=2e-5, rtol=1e-5)
 

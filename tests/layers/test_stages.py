@@ -33,11 +33,11 @@ def cost(counts, layers, first, last):
     ],
 )
 def test_no_other_split_is_more_even(layers, stages, first, last):
-    found = even_stages(layers, stages, first=first, last=last)
+    split = even_stages(layers, stages, first=first, last=last)
     ways = itertools.product(range(1, len(layers) + 1), repeat=stages)
     others = [way for way in ways if sum(way) == len(layers)]
-    assert found in others
-    assert cost(found, layers, first, last) == min(cost(way, layers, first, last) for way in others)
+    assert split in others
+    assert cost(split, layers, first, last) == min(cost(way, layers, first, last) for way in others)
 
 
 def test_of_equal_ways_the_first_stages_have_more():
@@ -59,10 +59,10 @@ UNEQUAL = {"num_hidden_layers": 4, "first_k_dense_replace": 3, "moe_intermediate
 )
 def test_stages_of_a_model(tmp_path, monkeypatch, architecture, changes, counts):
     folder = make_tiny(tmp_path / "model", architecture, **changes)
-    found = []
+    layer_counts = []
     for rank in range(2):
         mesh = Mesh(pipeline=ProcessGroup(rank, 2))
         monkeypatch.setattr("modulm.loading.model.Mesh", lambda mesh=mesh: mesh)
         session = Session(folder, device="cpu", dtype="float32", kernels=["none"])
-        found.append(len(session.model.layers))
-    assert found == counts
+        layer_counts.append(len(session.model.layers))
+    assert layer_counts == counts

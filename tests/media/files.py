@@ -13,9 +13,9 @@ __all__ = ["image_file", "shade", "sound_file", "tone", "video_file"]
 
 def image_file(image: Image.Image, form: str = "PNG", **options) -> bytes:
     """A file of a Pillow image."""
-    made = io.BytesIO()
-    image.save(made, form, **options)
-    return made.getvalue()
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
 
 
 def tone(seconds: float = 0.5, rate: int = 16000, channels: int = 1) -> np.ndarray:
@@ -28,9 +28,9 @@ def sound_file(samples: np.ndarray, rate: int = 16000, form: str = "WAV", kind=N
     """A file of sound that libsndfile writes."""
     import soundfile
 
-    made = io.BytesIO()
-    soundfile.write(made, samples, rate, format=form, subtype=kind)
-    return made.getvalue()
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, format=form, subtype=kind)
+    return buffer.getvalue()
 
 
 def video_file(
@@ -40,21 +40,21 @@ def video_file(
     """A file of frames whose grey says which they are: see `shade`."""
     import av
 
-    made = io.BytesIO()
-    with av.open(made, "w", format=form) as container:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         stream.time_base = Fraction(1, rate)
         stream.options = options
-        for place in range(frames):
-            grey = np.full((size[1], size[0], 3), shade(place), np.uint8)
+        for frame_number in range(frames):
+            grey = np.full((size[1], size[0], 3), shade(frame_number), np.uint8)
             frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
-            frame.pts = place
+            frame.pts = frame_number
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    return made.getvalue()
+    return buffer.getvalue()
 
 
-def shade(place: int) -> int:
+def shade(frame_number: int) -> int:
     """The grey of a frame."""
-    return place * 20 % 240
+    return frame_number * 20 % 240

@@ -29,7 +29,7 @@ def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:
 
 
 def animated() -> bytes:
-    others = [Image.new("RGB", (6, 4), (place % 256, 9, 9)) for place in range(50)]
+    others = [Image.new("RGB", (6, 4), (frame % 256, 9, 9)) for frame in range(50)]
     return image_file(RED, "GIF", save_all=True, append_images=others)
 
 
@@ -86,7 +86,7 @@ def test_shapes_of_images():
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"", "empty"),
         (b"nothing", "no image"),
@@ -103,12 +103,12 @@ def test_shapes_of_images():
     ids=["empty", "text", "cut jpeg", "cut png", "tiff", "eps", "jpeg 2000", "svg", "bomb",
          "too few pixels", "sound"],
 )  # fmt: skip
-def test_what_is_no_image_is_refused(data, words):
+def test_what_is_no_image_is_refused(data, message):
     most = Image.MAX_IMAGE_PIXELS
-    with pytest.raises(Undecodable, match=words) as told:
+    with pytest.raises(Undecodable, match=message) as caught:
         decode("image", data, {})
-    assert "0x" not in str(told.value)
-    assert "<" not in str(told.value)
+    assert "0x" not in str(caught.value)
+    assert "<" not in str(caught.value)
     assert most == Image.MAX_IMAGE_PIXELS
 
 
@@ -130,15 +130,15 @@ def test_sounds(form, kind, channels):
 def test_sound_in_containers_of_video_and_at_another_rate():
     import av
 
-    made = io.BytesIO()
-    with av.open(made, "w", format="webm") as container:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="webm") as container:
         stream = container.add_stream("libopus", rate=48000, layout="mono")
         frame = av.AudioFrame.from_ndarray(tone(0.5, 48000)[None], format="flt", layout="mono")
         frame.rate = 48000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    assert decode("audio", made.getvalue(), {}).rate == 48000
-    sound = decode("audio", made.getvalue(), {"rate": 16000})
+    assert decode("audio", buffer.getvalue(), {}).rate == 48000
+    sound = decode("audio", buffer.getvalue(), {"rate": 16000})
     assert sound.rate == 16000
     assert abs(len(sound.samples) - 8000) < 800
     whole = decode("audio", sound_file(tone(rate=44100), 44100, kind="FLOAT"), {})
@@ -147,7 +147,7 @@ def test_sound_in_containers_of_video_and_at_another_rate():
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"nothing at all", "cannot be decoded"),
         (sound_file(np.array([0, np.nan, 0], np.float32), kind="FLOAT"), "not all numbers"),
@@ -160,8 +160,8 @@ def test_sound_in_containers_of_video_and_at_another_rate():
     ],
     ids=["text", "nan", "infinity", "silence", "long", "video", "hls", "concat"],
 )
-def test_what_is_no_sound_is_refused(data, words):
-    with pytest.raises(Undecodable, match=words):
+def test_what_is_no_sound_is_refused(data, message):
+    with pytest.raises(Undecodable, match=message):
         decode("audio", data, {}, Limits(seconds=2))
 
 
@@ -175,12 +175,12 @@ def test_what_is_no_sound_is_refused(data, words):
 def test_videos(form, codec, options, io):
     rate = 25 if codec == "mpeg2video" else 10
     video = decode("video", video_file(20, rate=rate, form=form, codec=codec, **options), io)
-    places = sampled_frames(20, video.fps, io)
+    frame_indices = sampled_frames(20, video.fps, io)
     assert (video.fps, video.total) == (rate, 20)
-    assert video.indices.tolist() == places.tolist()
-    assert video.frames.shape == (len(places), 48, 64, 3)
+    assert video.indices.tolist() == frame_indices.tolist()
+    assert video.frames.shape == (len(frame_indices), 48, 64, 3)
     greys = video.frames[:, 24, 32].mean(-1)
-    assert np.abs(greys - [shade(place) for place in places]).max() < 9
+    assert np.abs(greys - [shade(frame_number) for frame_number in frame_indices]).max() < 9
 
 
 def test_frames_are_spread_evenly():
@@ -197,7 +197,7 @@ def test_frames_that_need_too_much_room_are_made_smaller():
 
 
 @pytest.mark.parametrize(
-    ("data", "io", "limits", "words"),
+    ("data", "io", "limits", "message"),
     [
         (b"nothing", {}, LIMITS, "cannot be decoded"),
         (video_file(6)[:-600], {}, LIMITS, "cannot be decoded|ends before|no frames|no video"),
@@ -208,26 +208,26 @@ def test_frames_that_need_too_much_room_are_made_smaller():
     ],
     ids=["text", "cut", "many frames", "large", "sound", "hls"],
 )
-def test_what_is_no_video_is_refused(data, io, limits, words):
-    with pytest.raises(Undecodable, match=words):
+def test_what_is_no_video_is_refused(data, io, limits, message):
+    with pytest.raises(Undecodable, match=message):
         decode("video", data, io, limits)
 
 
 def test_animations_are_videos_too():
-    frames = [Image.new("L", (8, 8), shade(place)) for place in range(12)]
+    frames = [Image.new("L", (8, 8), shade(frame_number)) for frame_number in range(12)]
     data = image_file(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100)
     video = decode("video", data, {"num_frames": 3})
     assert video.indices.tolist() == [0, 5, 11]
     assert video.total == 12
     greys = video.frames[:, 4, 4].mean(-1)
-    assert np.abs(greys - [shade(place) for place in (0, 5, 11)]).max() < 9
+    assert np.abs(greys - [shade(frame_number) for frame_number in (0, 5, 11)]).max() < 9
 
 
 def test_values_say_what_transformers_asks():
     video = decode("video", video_file(20), {"num_frames": 5})
-    told = video.metadata()
-    assert (told["fps"], told["total_num_frames"], told["duration"]) == (10.0, 20, 2.0)
-    assert (told["width"], told["height"]) == (64, 48)
-    assert told["frames_indices"] == [0, 4, 9, 14, 19]
+    metadata = video.metadata()
+    assert (metadata["fps"], metadata["total_num_frames"], metadata["duration"]) == (10.0, 20, 2.0)
+    assert (metadata["width"], metadata["height"]) == (64, 48)
+    assert metadata["frames_indices"] == [0, 4, 9, 14, 19]
     assert video.seconds().tolist() == [0.0, 0.4, 0.9, 1.4, 1.9]
     assert decode("audio", sound_file(tone(0.25)), {}).seconds == 0.25

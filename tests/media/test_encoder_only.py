@@ -30,36 +30,41 @@ def test_media_are_answered_with_their_embeddings(architecture, tmp_path, monkey
     write_family(family, tmp_path)
     mark = family.mark or tokens["image_token"]
     text, pictures = f"A {mark} or {mark} here", images(family.sizes[:2])
-    asked = {"prompt": text, "multi_modal_data": {"image": pictures}}
-    kept, begin = {}, MediaRunner.begin
+    prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
+    outputs, begin = {}, MediaRunner.begin
 
     def noted(self, plan, value):
         done = begin(self, plan, value)
         if value is not None and value.items:
             items = [self._rows[row].media[index] for row, index in value.items]
-            kept["all"] = [self._outputs[item.hash].numpy() for item in items]
+            outputs["all"] = [self._outputs[item.hash].numpy() for item in items]
         return done
 
     monkeypatch.setattr(MediaRunner, "begin", noted)
     with modulm.LLM(str(tmp_path), **SETTINGS) as llm:
-        llm.generate(asked, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
-        whole, expected = llm.info.description.weight_bytes, np.concatenate(kept["all"])
+        llm.generate(prompt, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
+        whole, expected = llm.info.description.weight_bytes, np.concatenate(outputs["all"])
     with modulm.LLM(str(tmp_path), **SETTINGS, mm_encoder_only=True) as llm:
         assert llm.info.tasks == ("token_embed",)
         assert not llm.info.cache_tokens
         assert llm.info.description.weight_bytes < whole
-        found, none = llm.encode([asked, "No image."], pooling_task="token_embed", use_tqdm=False)
-        np.testing.assert_array_equal(np.asarray(found.outputs.data), expected)
+        encoded, none = llm.encode(
+            [prompt, "No image."], pooling_task="token_embed", use_tqdm=False
+        )
+        np.testing.assert_array_equal(np.asarray(encoded.outputs.data), expected)
         assert len(none.outputs.data) == 0
         with pytest.raises(RequestError, match="only token_embed"):
-            llm.generate(asked, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
+            llm.generate(prompt, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "words"),
-    [("ColQwen2ForRetrieval", "is not a generative model"), ("LlamaForCausalLM", "no encoder of media")],
+    ("architecture", "message"),
+    [
+        ("ColQwen2ForRetrieval", "is not a generative model"),
+        ("LlamaForCausalLM", "no encoder of media"),
+    ],
 )
-def test_other_models_do_not_encode_only(architecture, words, tmp_path):
+def test_other_models_do_not_encode_only(architecture, message, tmp_path):
     make_tiny(tmp_path, architecture)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         modulm.LLM(str(tmp_path), **SETTINGS, mm_encoder_only=True)

@@ -42,8 +42,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, body=b"", **headers):
         self.send_response(status)
-        given = {"Content_Length": str(len(body)), "Connection": "close", **headers}
-        for key, value in given.items():
+        all_headers = {"Content_Length": str(len(body)), "Connection": "close", **headers}
+        for key, value in all_headers.items():
             if value is not None:
                 self.send_header(key.replace("_", "-"), value)
         self.end_headers()
@@ -137,8 +137,8 @@ def get(url, fetch=Fetcher, **flags):
     return asyncio.run(fetch(config).get(url, "image", Budget(config)))
 
 
-def refused(url, words, **flags):
-    with pytest.raises(Undecodable, match=words):
+def refused(url, message, **flags):
+    with pytest.raises(Undecodable, match=message):
         get(url, **flags)
 
 
@@ -215,7 +215,7 @@ def test_a_name_is_resolved_once(port, names):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("missing", "answered 404"),
         ("slow", "did not arrive within 0.3 s"),
@@ -226,10 +226,10 @@ def test_a_name_is_resolved_once(port, names):
         ("garbage", "did not answer with"),
     ],
 )
-def test_what_servers_do(port, path, words):
+def test_what_servers_do(port, path, message):
     refused(
         f"http://ok.test:{port}/{path}",
-        words,
+        message,
         image_fetch_timeout=0.3 if path == "slow" else 300,
         max_media_download_size_mb=1,
     )
@@ -259,10 +259,10 @@ def test_files_of_one_request_have_a_bound_together(port):
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 def test_certificates_are_of_the_name_not_of_the_address(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
             "-nodes", "-days", "2", "-subj", "/CN=ok.test", "-addext", "subjectAltName=DNS:ok.test",
             "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
-    subprocess.run(made, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
     server = ThreadingHTTPServer((HOME, 0), Handler)
@@ -308,7 +308,7 @@ def test_files_of_this_machine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("data:", "data: URLs are"),
         ("data:,", "data: URLs are"),
@@ -319,10 +319,10 @@ def test_files_of_this_machine(tmp_path):
         ("data:image/png;base64," + "A" * 2_000_000, "more than 1 MB"),
     ],
 )
-def test_data_urls(url, words):
+def test_data_urls(url, message):
     assert get("data:image/png;base64,AAAA") == bytes(3)
     assert get("DATA:;charset=utf-8;BASE64,AAAA") == bytes(3)
-    with pytest.raises(Undecodable, match=words):
+    with pytest.raises(Undecodable, match=message):
         get(url, max_media_download_size_mb=1)
 
 

@@ -71,8 +71,8 @@ def test_what_is_no_image_is_refused(value):
 
 def test_sounds(tmp_path):
     assert as_sound(np.ones(8)).rate == 16000
-    found = as_sound((np.ones((2, 8), np.float64), 8000))
-    assert (found.rate, found.samples.shape, found.samples.dtype) == (8000, (8,), np.float32)
+    sound = as_sound((np.ones((2, 8), np.float64), 8000))
+    assert (sound.rate, sound.samples.shape, sound.samples.dtype) == (8000, (8,), np.float32)
     assert as_sound(np.array([-(2**15), 0, 2**14], np.int16)).samples.tolist() == [-1.0, 0.0, 0.5]
     file = sound_file(tone(0.1, 8000), 8000)
     (tmp_path / "tone.wav").write_bytes(file)
@@ -90,8 +90,8 @@ def test_videos(tmp_path):
     for value in (frames, np.moveaxis(frames, -1, 1), [Image.fromarray(RED)] * 2, [RED, RED]):
         assert as_video(value).frames.tolist() == frames.tolist()
     assert as_video((frames, {"fps": 2.0})).fps == 2.0
-    told = {"fps": 10, "frames_indices": [0, 9], "total_num_frames": 12}
-    video = as_video((frames, told))
+    metadata = {"fps": 10, "frames_indices": [0, 9], "total_num_frames": 12}
+    video = as_video((frames, metadata))
     assert (video.fps, video.indices.tolist(), video.total) == (10.0, [0, 9], 12)
     file = video_file(20)
     (tmp_path / "grey.mp4").write_bytes(file)
@@ -114,9 +114,9 @@ def test_one_value_or_several_by_kind_and_their_names():
     assert isinstance(video.value, Video)
     (sound,) = parse_media({"audio": (np.ones(4), 8000)})
     assert isinstance(sound.value, Sound)
-    named = parse_media({"image": [picture, None]}, {"image": ["a", "b"]})
-    assert [one.uuid for one in named] == ["a", "b"]
-    assert named[0].hash == Media("image", None, "a").hash != one.hash
+    with_uuids = parse_media({"image": [picture, None]}, {"image": ["a", "b"]})
+    assert [one.uuid for one in with_uuids] == ["a", "b"]
+    assert with_uuids[0].hash == Media("image", None, "a").hash != one.hash
     for data, uuids in (
         ({"pictures": picture}, None),
         ([picture], None),

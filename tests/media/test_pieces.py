@@ -29,8 +29,8 @@ def steps(monkeypatch):
         busy = bool((value and value.items) or self.begun)
         before = dict(self._outputs)
         done = begin(self, plan, value)
-        kept = {h: o for h, o in self._outputs.items() if h not in before}
-        seen.append((plan.rows.tolist(), busy, kept))
+        new_outputs = {h: o for h, o in self._outputs.items() if h not in before}
+        seen.append((plan.rows.tolist(), busy, new_outputs))
         return done
 
     monkeypatch.setattr(MediaRunner, "begin", noted)
@@ -43,26 +43,28 @@ def answers(folder, prompts, **settings):
     params = [modulm.SamplingParams(max_tokens=count, **shared) for count, _ in prompts]
     settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 2, **settings}
     with modulm.LLM(str(folder), **settings) as llm:
-        found = llm.generate([prompt for _, prompt in prompts], params, use_tqdm=False)
-    return [answer.outputs[0].token_ids for answer in found]
+        results = llm.generate([prompt for _, prompt in prompts], params, use_tqdm=False)
+    return [answer.outputs[0].token_ids for answer in results]
 
 
 @pytest.mark.parametrize("scheduling", [False, True])
 def test_text_goes_on_between_the_layers_of_an_encoder(folder, steps, scheduling):
     pictures = images(((56, 42), (30, 60)))
     mark = "<image>"
-    asked = [
+    requests = [
         (2, "Hello"),
         (24, TEXT),
         (5, {"prompt": f"{mark} is", "multi_modal_data": {"image": pictures[0]}}),
         (5, {"prompt": f"A {mark}{mark}", "multi_modal_data": {"image": pictures}}),
     ]
-    found, tables = {}, {}
+    tokens_by_chunk, tables = {}, {}
     for chunk in (0, 1):
         steps.clear()
-        found[chunk] = answers(folder, asked, mm_encoder_chunk=chunk, async_scheduling=scheduling)
+        tokens_by_chunk[chunk] = answers(
+            folder, requests, mm_encoder_chunk=chunk, async_scheduling=scheduling
+        )
         encoding = [rows for rows, busy, _ in steps if busy]
-        tables[chunk] = {h: output for _, _, kept in steps for h, output in kept.items()}
+        tables[chunk] = {h: output for _, _, outputs in steps for h, output in outputs.items()}
         if not chunk:
             assert len(encoding) == 2, "whole: a step for each prompt"
             continue
@@ -70,8 +72,8 @@ def test_text_goes_on_between_the_layers_of_an_encoder(folder, steps, scheduling
         assert len(encoding) >= 4
         text = encoding[0][0]
         assert all(text in rows for rows in encoding), "text decodes in every step that encodes"
-    alone = [answers(folder, [one])[0] for one in asked]
-    assert found[0] == found[1] == alone
+    single_answers = [answers(folder, [one])[0] for one in requests]
+    assert tokens_by_chunk[0] == tokens_by_chunk[1] == single_answers
     assert len(tables[0]) == 2
     assert tables[0].keys() == tables[1].keys()
     assert all(torch.equal(output, tables[1][name]) for name, output in tables[0].items())

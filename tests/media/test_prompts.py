@@ -62,9 +62,9 @@ def test_prefixes_are_known_by_their_images(llm, pictures):
     assert first.num_cached_tokens == 0
     assert again.num_cached_tokens >= 32
     assert other.num_cached_tokens < SLOTS
-    found = [answer.outputs[0].cumulative_logprob for answer in (first, again, other)]
-    assert found[1] == pytest.approx(found[0], abs=1e-4)
-    assert found[2] != pytest.approx(found[0], abs=1e-4)
+    logprobs = [answer.outputs[0].cumulative_logprob for answer in (first, again, other)]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
+    assert logprobs[2] != pytest.approx(logprobs[0], abs=1e-4)
 
 
 def test_the_same_image_is_processed_and_encoded_once(llm, pictures, monkeypatch):
@@ -79,10 +79,10 @@ def test_the_same_image_is_processed_and_encoded_once(llm, pictures, monkeypatch
 
 
 def test_what_was_sent_before_can_be_named(llm, pictures):
-    named = {"multi_modal_uuids": {"image": ["a picture"]}}
-    sent = ask(llm, pictures[2], **named)
-    kept = ask(llm, [None], **named)
-    assert kept.outputs[0].token_ids == sent.outputs[0].token_ids
+    uuids = {"multi_modal_uuids": {"image": ["a picture"]}}
+    sent = ask(llm, pictures[2], **uuids)
+    reused = ask(llm, [None], **uuids)
+    assert reused.outputs[0].token_ids == sent.outputs[0].token_ids
     with pytest.raises(RequestError, match="send its data again") as caught:
         ask(llm, [None], multi_modal_uuids={"image": ["another"]})
     assert caught.value.param == "multi_modal_uuids"
@@ -95,22 +95,26 @@ def test_keywords_for_the_processor_change_what_is_made(llm, pictures):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "param", "words"),
+    ("prompt", "param", "message"),
     [
         ({"prompt": "no mark"}, "prompt", "0 placeholders '<image>' for 1 image items"),
         ({"prompt": "<image> <image>"}, "prompt", "2 placeholders"),
-        ({"prompt": TEXT, "multi_modal_data": {"audio": [0.5] * 9}}, "audio", "takes no audio"),
+        (
+            {"prompt": TEXT, "multi_modal_data": {"audio": [0.5] * 9}},
+            "audio",
+            "does not support audio",
+        ),
         ({"prompt": "<image>" * 3, "multi_modal_data": {"image": [1, 2, 3]}}, "image", "at most 2"),
         ({"prompt": TEXT, "mm_processor_kwargs": {"size": "x"}}, "multi_modal_data", "processor"),
         ({"prompt": TEXT, "mm_processor_kwargs": 7}, "mm_processor_kwargs", "a mapping"),
         ({"prompt": TEXT, "multi_modal_data": {"image": "/no/such"}}, "multi_modal_data", "such"),
     ],
 )
-def test_bad_prompts_name_the_field(llm, pictures, prompt, param, words):
+def test_bad_prompts_name_the_field(llm, pictures, prompt, param, message):
     data = prompt.get("multi_modal_data", {"image": pictures[0]})
     if data.get("image") == [1, 2, 3]:
         data = {"image": pictures}
-    with pytest.raises(RequestError, match=words) as caught:
+    with pytest.raises(RequestError, match=message) as caught:
         llm.generate({**prompt, "multi_modal_data": data}, GREEDY)
     assert caught.value.param == param
 
@@ -173,17 +177,20 @@ def test_templates_that_want_parts_are_given_parts(llm, pictures):
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "message"),
     [
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, "no public address"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no image"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}, "base64"),
         ({"type": "image_url", "image_url": "/no/such.png"}, "no such file"),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "takes no audio"),
-        ({"type": "audio", "audio": [0.5] * 8}, "takes no audio"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            "does not support audio",
+        ),
+        ({"type": "audio", "audio": [0.5] * 8}, "does not support audio"),
     ],
 )
-def test_bad_parts_of_messages(llm, part, words):
-    with pytest.raises(RequestError, match=words) as caught:
+def test_bad_parts_of_messages(llm, part, message):
+    with pytest.raises(RequestError, match=message) as caught:
         llm.chat([{"role": "user", "content": [part]}], GREEDY)
     assert f"messages[0].content[0].{part['type']}: " in caught.value.message

@@ -46,8 +46,8 @@ def picture(dtype=torch.uint8):
     waves = [np.sin(rows / (3 + c)) * np.cos(columns / (4 + f)) for f in range(2) for c in range(3)]
     smooth = np.stack(waves).reshape(2, 3, 40, 56) * 90 + 128
     noisy = (smooth + rng.normal(0, 25, smooth.shape)).clip(0, 255).round()
-    found = torch.from_numpy(noisy.astype(np.uint8))
-    return found if dtype == torch.uint8 else found.to(dtype) / 255
+    pixels = torch.from_numpy(noisy.astype(np.uint8))
+    return pixels if dtype == torch.uint8 else pixels.to(dtype) / 255
 
 
 def weighed(image):
@@ -59,11 +59,11 @@ def weighed(image):
 @pytest.mark.parametrize("case", RESIZED, ids=str)
 def test_frames_are_resized_as_by_torchvision(case):
     mode, size, dtype = case
-    found = functions().resize(
+    resized = functions().resize(
         picture(getattr(torch, dtype)), size, interpolation=InterpolationMode(mode), antialias=True
     )
-    assert found.dtype == getattr(torch, dtype)
-    assert weighed(found) == pytest.approx(RESIZED[case], rel=1e-6)
+    assert resized.dtype == getattr(torch, dtype)
+    assert weighed(resized) == pytest.approx(RESIZED[case], rel=1e-6)
 
 
 def test_frames_of_that_size_stay_what_they_are():
@@ -77,14 +77,14 @@ def test_a_mode_that_torch_has_not_is_refused():
 
 
 def test_the_rest_is_arithmetic():
-    image, made = picture(torch.float32), functions()
-    normal = made.normalize(image, [0.5, 0.25, 0.0], [0.5, 0.25, 1.0])
+    image, functional = picture(torch.float32), functions()
+    normal = functional.normalize(image, [0.5, 0.25, 0.0], [0.5, 0.25, 1.0])
     torch.testing.assert_close(normal[:, 1] * 0.25 + 0.25, image[:, 1])
-    wide = made.pad(image, [1, 2, 3, 4], fill=7)
+    wide = functional.pad(image, [1, 2, 3, 4], fill=7)
     assert wide.shape == (2, 3, 46, 60)
     assert (wide[..., 0] == 7).all()
-    assert torch.equal(made.crop(wide, 2, 1, 40, 56), image)
-    grey = made.grayscale_to_rgb(image[:, :1])
+    assert torch.equal(functional.crop(wide, 2, 1, 40, 56), image)
+    grey = functional.grayscale_to_rgb(image[:, :1])
     assert grey.shape == image.shape
     assert torch.equal(grey[:, 2], image[:, 0])
 
@@ -93,10 +93,10 @@ def processed(name):
     """What a video processor makes of eight frames."""
     frames = np.concatenate([picture().permute(0, 2, 3, 1).numpy()] * 4)
     metadata = {"total_num_frames": 8, "fps": 4.0, "frames_indices": list(range(8))}
-    found = video_processor_class(name)()(
+    outputs = video_processor_class(name)()(
         [frames], do_sample_frames=False, return_tensors="pt", video_metadata=[metadata]
     )
-    return weighed(next(value for key, value in found.items() if key.startswith("pixel_values")))
+    return weighed(next(value for key, value in outputs.items() if key.startswith("pixel_values")))
 
 
 @pytest.mark.parametrize("name", PROCESSED)

@@ -37,19 +37,19 @@ def test_values_are_those_of_this_process(workers):
     image = workers.decode("image", RED, {})
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (6, 4), (200, 0, 0))
     data = sound_file(tone(), 16000, "FLAC")
-    sound, own = (
+    sound, expected = (
         workers.decode("audio", data, {"rate": 8000}),
         decode("audio", data, {"rate": 8000}),
     )
-    assert sound.rate == own.rate
-    assert np.array_equal(sound.samples, own.samples)
+    assert sound.rate == expected.rate
+    assert np.array_equal(sound.samples, expected.samples)
     data = video_file(12)
-    video, own = (
+    video, expected = (
         workers.decode("video", data, {"num_frames": 3}),
         decode("video", data, {"num_frames": 3}),
     )
-    assert video.metadata() == own.metadata()
-    assert np.array_equal(video.frames, own.frames)
+    assert video.metadata() == expected.metadata()
+    assert np.array_equal(video.frames, expected.frames)
     assert workers.running == 1
 
 
@@ -69,10 +69,10 @@ def test_a_process_that_dies_is_replaced(workers):
     (worker,) = workers._all
     os.kill(worker._process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(workers.decode, "image", RED, {})
+        future = thread.submit(workers.decode, "image", RED, {})
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(Undecodable, match="the decoder crashes"):
-            asked.result()
+            future.result()
     assert workers.decode("image", RED, {}).size == (6, 4)
     assert workers.running == 1
 
@@ -100,17 +100,17 @@ def source(data, **more):
 def test_media_are_named_by_their_content_and_names_belong_to_their_owners(workers):
     opener = MediaOpener(MediaConfig())
     opener.workers = workers
-    kept = {}
+    cache = {}
 
-    def open_(given, owner="one"):
-        return asyncio.run(opener.open([given], {}, kept.get, owner))[0]
+    def open_(source, owner="one"):
+        return asyncio.run(opener.open([source], {}, cache.get, owner))[0]
 
     first = open_(source(RED, uuid="a"))
     assert first.hash == open_(source(RED)).hash != open_(source(RED + b" ")).hash
-    kept[first.hash] = object()
+    cache[first.hash] = object()
     assert open_(source(RED)).value is None
     empty = MediaSource(kind="image", field="messages[0].content[0].image_url", uuid="a")
-    assert open_(empty).processed is kept[first.hash]
+    assert open_(empty).processed is cache[first.hash]
     with pytest.raises(RequestError, match="send its data again") as caught:
         open_(empty, owner="two")
     assert caught.value.param == "messages"

@@ -34,16 +34,16 @@ def run(reader, pieces):
     return "".join(emitted), source.text[source.at :], well
 
 
-def cut(text, places):
-    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+def cut(text, cuts):
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
 @given(json_values, st.data(), st.booleans())
 def test_a_value_is_handed_on_as_it_is_written(value, data, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only)
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
-    emitted, _, well = run(read_json, cut(text, places))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
+    emitted, _, well = run(read_json, cut(text, cuts))
     assert well
     assert emitted == text
 
@@ -52,19 +52,19 @@ def test_a_value_is_handed_on_as_it_is_written(value, data, ascii_only):
 @given(st.dictionaries(st.text(max_size=4), json_values), st.data())
 def test_members_are_read_one_by_one(value, data):
     text = json.dumps(value) + " tail"
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
-    found = {}
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
+    read_object = {}
 
     def members(source, emit):
         def member(key):
             parts = []
             yield from read_json(source, parts.append)
-            found[key] = json.loads("".join(parts))
+            read_object[key] = json.loads("".join(parts))
 
         yield from read_members(source, member)
 
-    source = run(members, cut(text, places))
-    assert found == value
+    source = run(members, cut(text, cuts))
+    assert read_object == value
     assert source[2]
 
 
@@ -79,8 +79,8 @@ def test_members_are_read_one_by_one(value, data):
     ],
 )
 def test_what_models_get_wrong_in_strings_is_put_right(text, means):
-    for place in range(len(text)):
-        emitted, _, well = run(read_json, [text[:place], text[place:]])
+    for cut_at in range(len(text)):
+        emitted, _, well = run(read_json, [text[:cut_at], text[cut_at:]])
         assert well
         assert json.loads(emitted) == means
 
@@ -92,8 +92,8 @@ def test_what_is_not_an_object_is_refused(text):
     def members(source, emit):
         yield from read_members(source, lambda key: read_json(source, emit))
 
-    for place in range(len(text)):
-        assert not run(members, [text[:place], text[place:]])[2]
+    for cut_at in range(len(text)):
+        assert not run(members, [text[:cut_at], text[cut_at:]])[2]
 
 
 def test_depth_is_bounded():
@@ -117,8 +117,8 @@ python_values = st.recursive(
 @given(python_values, st.data())
 def test_a_python_literal_becomes_json(value, data):
     text = repr(value) + ","
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
-    emitted, left, well = run(read_literal, cut(text, places))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
+    emitted, left, well = run(read_literal, cut(text, cuts))
     assert well
     assert left == ","
     assert json.loads(emitted) == json.loads(json.dumps(value))
@@ -130,10 +130,10 @@ def test_a_python_literal_becomes_json(value, data):
      "{'a': (True, None)}", "'it\\'s'"],
 )  # fmt: skip
 def test_a_literal_means_what_python_says(text):
-    found = literal(text)
-    assert found is not None
+    converted = literal(text)
+    assert converted is not None
     expected = ast.literal_eval(text)
-    assert json.loads(found) == json.loads(json.dumps(expected))
+    assert json.loads(converted) == json.loads(json.dumps(expected))
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_what_is_no_call_stays_text(body):
 
 
 def test_forced_choices_are_read_as_json():
-    named = {"type": "function", "function": {"name": "f"}}
-    (call,) = parse('{"x": [1, 2]}', tools=TOOLS, tool_choice=named).tool_calls
+    tool_choice_ = {"type": "function", "function": {"name": "f"}}
+    (call,) = parse('{"x": [1, 2]}', tools=TOOLS, tool_choice=tool_choice_).tool_calls
     assert (call.name, call.arguments, call.complete) == ("f", '{"x": [1, 2]}', True)
     text = '[{"name": "f", "parameters": {"x": 1}}, {"name": "f", "parameters": {}}]'
     calls = parse(text, tools=TOOLS, tool_choice="required").tool_calls
@@ -94,16 +94,16 @@ CHOICES = st.sampled_from(["auto", "required", {"function": {"name": "f"}}])
 
 def events(chunks, context, parsers=("hermes", "qwen3")):
     parser = message_parser(context, *parsers)
-    found = [event for chunk in chunks for event in parser.feed(chunk)]
-    return merge(found + parser.finish())
+    parsed = [event for chunk in chunks for event in parser.feed(chunk)]
+    return merge(parsed + parser.finish())
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(PIECES, max_size=12), PROMPTS, PARSERS, CHOICES, st.data())
 def test_every_way_of_cutting_gives_the_same(parts, prompt, parsers, choice, data):
     text = "".join(parts)
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
-    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     context = ParseContext(prompt_tail=prompt, tool_choice=choice)
     whole = events([text], context, parsers)
     assert events(pieces, context, parsers) == whole
@@ -122,8 +122,8 @@ def test_every_way_of_cutting_gives_the_same(parts, prompt, parsers, choice, dat
 def test_where_an_object_breaks_does_not_depend_on_the_cut(text):
     context = ParseContext(prompt_tail="assistant\n")
     whole = events([text], context)
-    for place in range(len(text)):
-        assert events([text[:place], text[place:]], context) == whole
+    for cut_at in range(len(text)):
+        assert events([text[:cut_at], text[cut_at:]], context) == whole
     assert events(list(text), context) == whole
 
 
@@ -137,9 +137,9 @@ def test_a_call_behind_a_broken_object_is_read():
 @given(st.text("ab<", max_size=12), st.data())
 def test_markers_that_begin_or_hold_one_another_are_found_in_any_pieces(text, data):
     markers = ("<ab", "<", "ab<b", "b<")
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
 
-    def found(pieces):
+    def tokens_of(pieces):
         cursor, seen = Cursor(), []
         for piece in pieces:
             cursor.push(piece)
@@ -151,8 +151,8 @@ def test_markers_that_begin_or_hold_one_another_are_found_in_any_pieces(text, da
         parts = "\0".join([*seen, step[0]]).split("\0")
         return [part for part in parts if part in markers], "".join(parts)
 
-    cut = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
-    assert found(cut) == found([text])
+    cut = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert tokens_of(cut) == tokens_of([text])
 
 
 HOSTILE = (

@@ -36,8 +36,8 @@ def spelled(tokenizer, text):
 
 def streamed(tokenizer, ids, tool, reasoning, size=1, lag=0, **context):
     """What parsers make of ids that come a few at a time; `lag` pieces of text come late."""
-    given = ParseContext(tokenizer=tokenizer, **{"prompt_tail": "", **context})
-    parser = message_parser(given, tool, reasoning)
+    parse_context = ParseContext(tokenizer=tokenizer, **{"prompt_tail": "", **context})
+    parser = message_parser(parse_context, tool, reasoning)
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     events, waiting = [], []
     for at in range(0, len(ids), size):

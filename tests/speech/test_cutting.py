@@ -14,29 +14,29 @@ RATE = 1000
 
 
 def noise(seconds: float, level: float = 0.3) -> np.ndarray:
-    made = np.random.default_rng(0).uniform(-level, level, int(seconds * RATE))
-    return made.astype(np.float32)
+    samples = np.random.default_rng(0).uniform(-level, level, int(seconds * RATE))
+    return samples.astype(np.float32)
 
 
 def test_cuts_are_in_the_middle_of_pauses() -> None:
     sound = noise(70)
     for pause in (27.0, 53.5):
         sound[int(pause * RATE) : int((pause + 0.4) * RATE)] = 0
-    found = pieces(sound, RATE, 30.0)
-    assert [end / RATE for _, end in found[:-1]] == pytest.approx([27.35, 53.85], abs=0.06)
-    assert found[-1][1] == len(sound)
+    spans = pieces(sound, RATE, 30.0)
+    assert [end / RATE for _, end in spans[:-1]] == pytest.approx([27.35, 53.85], abs=0.06)
+    assert spans[-1][1] == len(sound)
 
 
 @pytest.mark.parametrize("seconds", [0.3, 29.9, 30.0, 30.05, 61.0, 305.0])
 def test_pieces_are_the_whole_and_none_is_too_long(seconds: float) -> None:
     sound = noise(seconds)
-    found = pieces(sound, RATE, 30.0)
-    assert found[0][0] == 0
-    assert found[-1][1] == len(sound)
-    assert all(one[1] == other[0] for one, other in pairwise(found))
-    assert all(0 < end - first <= 30 * RATE for first, end in found)
-    assert len(found) == 1 or min(end - first for first, end in found) >= RATE // 2
-    assert (len(found) == 1) == (seconds <= 30)
+    spans = pieces(sound, RATE, 30.0)
+    assert spans[0][0] == 0
+    assert spans[-1][1] == len(sound)
+    assert all(one[1] == other[0] for one, other in pairwise(spans))
+    assert all(0 < end - first <= 30 * RATE for first, end in spans)
+    assert len(spans) == 1 or min(end - first for first, end in spans) >= RATE // 2
+    assert (len(spans) == 1) == (seconds <= 30)
 
 
 def test_silence_of_a_file_is_silence() -> None:

@@ -23,8 +23,10 @@ HEADS = [[0, 3], [1, 0], [1, 2], [2, 1]]
 _REST = ("startoflm", "startofprev", "nospeech", "notimestamps")
 
 
-def whisper_words(folder: Path, *, languages: bool = True, told: bool = True) -> dict[str, int]:
-    """Write the files; token -> id. told: generation_config.json says what the ids are."""
+def whisper_words(
+    folder: Path, *, languages: bool = True, with_generation_config: bool = True
+) -> dict[str, int]:
+    """Write the files; token -> id."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(folder, vocab=512))
@@ -51,7 +53,7 @@ def whisper_words(folder: Path, *, languages: bool = True, told: bool = True) ->
     model = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**config, **model} | {key: config[key] for key in _TOKENS}))
     generation: dict[str, Any] = {"suppress_tokens": [5, 6], "alignment_heads": HEADS}
-    if told:
+    if with_generation_config:
         generation |= {
             "is_multilingual": languages,
             "no_timestamps_token_id": ids["notimestamps"],

@@ -46,21 +46,21 @@ def flamingo(tokenizer):
 
 def apart(processor, text, sounds):
     """Inputs of a processor that takes one sound for each text, for texts with several."""
-    words = processor.tokenizer
+    tokenizer = processor.tokenizer
     first, *others = text.split(processor.audio_token)
-    ids, made = words(first, add_special_tokens=False)["input_ids"], []
+    ids, processed = tokenizer(first, add_special_tokens=False)["input_ids"], []
     for sound, rest in zip(sounds, others, strict=True):
-        made.append(
+        processed.append(
             processor(text=[processor.audio_token], audio=[sound], add_special_tokens=False)
         )
-        ids += np.asarray(made[-1].pop("input_ids")[0]).tolist()
-        ids += words(rest, add_special_tokens=False)["input_ids"]
+        ids += np.asarray(processed[-1].pop("input_ids")[0]).tolist()
+        ids += tokenizer(rest, add_special_tokens=False)["input_ids"]
     tokens = torch.tensor([ids])
     tensors = {}
-    for name in set(made[0] if made else ()) - {"attention_mask"}:
-        found = [torch.as_tensor(one[name]) for one in made]
-        longest = max(one.shape[-1] for one in found)
-        pads = [(one, (0, longest - one.shape[-1])) for one in found]
+    for name in set(processed[0] if processed else ()) - {"attention_mask"}:
+        arrays = [torch.as_tensor(one[name]) for one in processed]
+        longest = max(one.shape[-1] for one in arrays)
+        pads = [(one, (0, longest - one.shape[-1])) for one in arrays]
         tensors[name] = torch.cat([torch.nn.functional.pad(*pad) for pad in pads])
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **tensors}
 
@@ -97,9 +97,9 @@ def voxtral(tokenizer):
 
 def voxtral_inputs(processor, text, sounds):
     """What transformers' processor makes of sounds; its texts are mistral-common's only."""
-    made = {}
+    inputs = {}
     if sounds:
-        made["input_features"] = processor._retrieve_input_features(
+        inputs["input_features"] = processor._retrieve_input_features(
             sounds, 40, sampling_rate=16000, padding=True, truncation=False,
             pad_to_multiple_of=6400, return_tensors="pt",
         )  # fmt: skip
@@ -108,7 +108,7 @@ def voxtral_inputs(processor, text, sounds):
         text = text.replace("[AUDIO]", "<audio>" * count, 1)
     ids = processor.tokenizer(text.replace("<audio>", "[AUDIO]"), add_special_tokens=False)
     tokens = torch.tensor([ids["input_ids"]])
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **made}
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **inputs}
 
 
 class Granite:
@@ -232,28 +232,28 @@ def test_images_and_sounds_of_one_prompt_in_the_whole_model(architecture, whole,
         "The <|vision_start|><|image_pad|><|vision_end|> of <|audio_start|><|audio_pad|>"
         "<|audio_end|> and <|vision_start|><|image_pad|><|vision_end|> is"
     )
-    given = processor_of(architecture, folder)(
+    inputs = processor_of(architecture, folder)(
         text=[text], images=pictures, audio=heard, add_special_tokens=False, return_tensors="pt"
     )
     with torch.inference_mode():
-        expected = theirs(**given).logits[0].log_softmax(-1)
+        expected = theirs(**inputs).logits[0].log_softmax(-1)
 
     config = json.loads((folder / "config.json").read_text())
     table = {"architectures": [whole], "model_type": "omni", "thinker_config": config}
     (folder / "config.json").write_text(json.dumps(table))
     weights = load_file(folder / "model.safetensors")
-    named = {f"thinker.{name}": tensor for name, tensor in weights.items()}
-    save_file({**named, "talker.codec_head.weight": torch.ones(4)}, folder / "model.safetensors")
+    prefixed = {f"thinker.{name}": tensor for name, tensor in weights.items()}
+    save_file({**prefixed, "talker.codec_head.weight": torch.ones(4)}, folder / "model.safetensors")
     settings = {"device": "cpu", "dtype": "float32", "max_logprobs": -1}
     with modulm.LLM(str(folder), **settings) as llm:
         data = {"image": pictures, "audio": heard}
         params = modulm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
         (answer,) = llm.generate([{"prompt": text, "multi_modal_data": data}], params)
-    assert answer.prompt_token_ids == given["input_ids"][0].tolist()
-    found = torch.tensor(
+    assert answer.prompt_token_ids == inputs["input_ids"][0].tolist()
+    logprobs = torch.tensor(
         [[entry[i].logprob for i in range(512)] for entry in answer.prompt_logprobs[1:]]
     )
-    assert (found - expected[:-1]).abs().max() < 1e-3
+    assert (logprobs - expected[:-1]).abs().max() < 1e-3
 
 
 def test_conversations_with_sound(tmp_path):

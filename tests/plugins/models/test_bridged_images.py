@@ -96,11 +96,11 @@ def test_a_kind_that_the_processor_does_not_know(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [("Gemma3", "both directions"), ("Molmo2", "both directions"), ("Llama4", "chunked_attention")],
 )
-def test_what_it_would_get_wrong_is_refused(name, words):
+def test_what_it_would_get_wrong_is_refused(name, message):
     settings = getattr(hf, f"{name}Config")().to_dict()
     table = {**settings, "architectures": [f"{name}ForConditionalGeneration"]}
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         TransformersConfig.from_table(table, "config.json")

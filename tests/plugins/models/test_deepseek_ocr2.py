@@ -26,7 +26,7 @@ def tiny(part, **changes):
 
 
 @pytest.mark.parametrize(
-    ("part", "changes", "words"),
+    ("part", "changes", "message"),
     [
         ("sam_config", {"downsample_channels": [16, 24]}, "downsample_channels"),
         ("encoder_config", {"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -34,8 +34,8 @@ def tiny(part, **changes):
         ("encoder_config", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
     ],
 )
-def test_encoders_that_are_not_written_are_refused(part, changes, words):
-    with pytest.raises(CheckpointError, match=words):
+def test_encoders_that_are_not_written_are_refused(part, changes, message):
+    with pytest.raises(CheckpointError, match=message):
         read_config(tiny(part, **changes), manager.current().load("models", NAME).config_type)
 
 
@@ -43,10 +43,10 @@ def test_images_of_sizes_without_queries_are_refused(tmp_path):
     from transformers import AutoTokenizer
 
     make_tokenizer(tmp_path)
-    words = AutoTokenizer.from_pretrained(tmp_path)
-    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     image = DeepseekOcr2ImageProcessorPil(tile_size=64, size=SIZE)
-    processor = DeepseekOcr2Processor(image, words, patch_size=1)
+    processor = DeepseekOcr2Processor(image, tokenizer, patch_size=1)
     family = manager.current().load("media_families", NAME)(processor, {})
     media = Media("image", Image.new("RGB", (40, 40)), hash=b"")
     assert family.process(media, {}).embedded.sum() == 145

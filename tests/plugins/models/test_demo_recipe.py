@@ -42,19 +42,19 @@ def written():
 
 def test_there_are_300_questions_each_once():
     rows = questions()
-    asked = {tuple(map(normalized, row["ask"])) for row in rows}
-    assert len(rows) == len(asked) == 300
+    questions_asked = {tuple(map(normalized, row["ask"])) for row in rows}
+    assert len(rows) == len(questions_asked) == 300
     assert min(Counter(row["category"] for row in rows).values()) >= 9
     ways = ("accept", "unknown", "call", "calls")
     assert all(sum(way in row for way in ways) == 1 for row in rows)
 
 
 def test_no_question_is_in_the_training_text(written):
-    asked = {normalized(prompt) for example in written for prompt in prompts(example)}
-    alone = {normalized(row["ask"][0]) for row in questions() if len(row["ask"]) == 1}
-    assert len(asked) > MADE / 2
-    assert len(alone) > 270
-    assert not asked & alone
+    training_prompts = {normalized(prompt) for example in written for prompt in prompts(example)}
+    single_questions = {normalized(row["ask"][0]) for row in questions() if len(row["ask"]) == 1}
+    assert len(training_prompts) > MADE / 2
+    assert len(single_questions) > 270
+    assert not training_prompts & single_questions
 
 
 def test_a_question_that_a_maker_writes_is_dropped(monkeypatch):
@@ -63,8 +63,8 @@ def test_a_question_that_a_maker_writes_is_dropped(monkeypatch):
                "other": lambda rng: single("other", "Is this kept?", "Yes.", ())}  # fmt: skip
     monkeypatch.setattr(generator, "_MADE", {name: (make, 0, 1) for name, make in written.items()})
     monkeypatch.setattr(generator, "MIXTURES", {"second": {"known": 1, "other": 1}})
-    kept = {e.category for e in itertools.islice(training(1), 50)}
-    assert kept == {"other"}
+    categories = {e.category for e in itertools.islice(training(1), 50)}
+    assert categories == {"other"}
     assert is_asked(row["ask"][0].lower() + "  !")
 
 
@@ -77,7 +77,7 @@ def test_a_pattern_takes_neither_silence_nor_an_honest_answer():
 
 
 @pytest.mark.parametrize(
-    ("row", "given", "judged"),
+    ("row", "reply", "judged"),
     [
         ({"accept": "Warsaw"}, {"content": "It is warsaw."}, "right"),
         ({"accept": "GO", "case": True}, {"content": "go"}, "wrong"),
@@ -98,8 +98,8 @@ def test_a_pattern_takes_neither_silence_nor_an_honest_answer():
          {"content": "", "tool_calls": [{"name": "f", "arguments": {}}] * 2}, "right"),
     ],
 )  # fmt: skip
-def test_verdicts(row, given, judged):
-    assert ask.verdict(row, given) == judged
+def test_verdicts(row, reply, judged):
+    assert ask.verdict(row, reply) == judged
 
 
 def test_earlier_turns_are_answered_by_the_model_and_calls_come_after_the_last():
@@ -123,17 +123,17 @@ def test_words_that_the_model_made_up():
 def test_the_pages_suggestions_are_trained_on(written):
     page = ROOT / "plugins/routes/chat_page/modulm_route_chat_page/files/js/talk.js"
     (offered,) = re.findall(r"TRIES = (\[.*?\])", page.read_text(), re.DOTALL)
-    for words in json.loads(offered):
-        assert not is_heldout(words), words
-        assert not is_asked(words), words
+    for suggestion in json.loads(offered):
+        assert not is_heldout(suggestion), suggestion
+        assert not is_asked(suggestion), suggestion
 
 
 def test_each_category_writes_and_holds_something_out(written):
     assert set(CATEGORIES) == {example.category for example in written}
     for name in CATEGORIES:
         assert heldout(5, name, 1), name
-        made = next(examples(5, name))
-        assert made.messages[-1]["role"] == "assistant"
+        first = next(examples(5, name))
+        assert first.messages[-1]["role"] == "assistant"
 
 
 def test_the_first_mixture_has_no_later_category():
@@ -151,12 +151,12 @@ def test_statements_end_and_name_what_they_are_about():
 
 def test_tables_are_read_whole():
     assert len(reference.relations()) > 25
-    for asks, answer, rows in reference.relations():
-        assert asks
+    for phrasings, answer, rows in reference.relations():
+        assert phrasings
         assert "{1}" in answer
         assert all(left and right for left, right in rows)
     for name in ("answers.txt", "abroad.txt"):
-        assert all(asks and answers for asks, answers in reference.blocks(name))
+        assert all(phrasings and answers for phrasings, answers in reference.blocks(name))
     assert all(len(foreign) == 4 for _, foreign in reference.translations())
 
 
@@ -180,9 +180,9 @@ def test_sums_are_right(written):
     for example in written:
         if example.category not in ("arithmetic", "chains", "numbers"):
             continue
-        found = re.match(r"(-?\d+(?: [-+*/] \d+)+) = (-?\d+)", example.messages[-1]["content"])
-        if found:
-            assert eval(found[1]) == int(found[2])
+        match_ = re.match(r"(-?\d+(?: [-+*/] \d+)+) = (-?\d+)", example.messages[-1]["content"])
+        if match_:
+            assert eval(match_[1]) == int(match_[2])
     assert any(arithmetic(Random(seed)).thinking for seed in range(9))
 
 

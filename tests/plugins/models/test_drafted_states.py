@@ -64,10 +64,10 @@ class Rows:
             np.array(tokens), self.cache.tables(one), np.ones(1, bool), drafted=drafts,
             state_slots=slots,
         )  # fmt: skip
-        places = np.arange(count)
+        indices = np.arange(count)
         runner = self.runner
         hidden = (
-            runner._alone(plan) if self.invariant else runner._together(plan, places)[0].clone()
+            runner._alone(plan) if self.invariant else runner._together(plan, indices)[0].clone()
         )
         self.computed[row] = start + (accepted or count)
         if drafted:
@@ -81,8 +81,8 @@ class Rows:
 def test_a_drafted_run_is_walked_in_single_steps(tmp_path, architecture, kernels, mode) -> None:
     if kernels == "compiled":
         pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
-    kept = {"mamba_cache_mode": "all", "mamba_block_size": 64} if mode == "all" else {}
-    rows = Rows(make_tiny(tmp_path / "tiny", architecture), {**KERNELS[kernels], **kept})
+    cache_flags = {"mamba_cache_mode": "all", "mamba_block_size": 64} if mode == "all" else {}
+    rows = Rows(make_tiny(tmp_path / "tiny", architecture), {**KERNELS[kernels], **cache_flags})
     draw = np.random.default_rng(0)
     text = [*PROMPT, *draw.integers(3, 90, 90).tolist()]
     rows.admit(0)

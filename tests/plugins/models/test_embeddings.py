@@ -51,8 +51,8 @@ def expected(folder: Path) -> np.ndarray:
 
 
 def test_equals_transformers_with_mean_pooling(llm: modulm.LLM, expected: np.ndarray) -> None:
-    found = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
-    assert np.abs(found - expected).max() < 1e-5
+    embeddings = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
+    assert np.abs(embeddings - expected).max() < 1e-5
 
 
 def test_the_first_dimensions_have_length_one_again(llm: modulm.LLM, expected: np.ndarray) -> None:
@@ -132,8 +132,8 @@ def test_a_budget_below_the_context_bounds_prompts(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_the_page_on_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[3] / "docs" / "embeddings.md"
-    found = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", page.read_text(), re.DOTALL)
-    assert found is not None
-    exec(compile(found[1], str(page), "exec"), {})
+    match_ = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert match_ is not None
+    exec(compile(match_[1], str(page), "exec"), {})
     ranked = [line[7:] for line in capsys.readouterr().out.splitlines()]
-    assert ranked == [line[7:] for line in found[2].splitlines()]
+    assert ranked == [line[7:] for line in match_[2].splitlines()]

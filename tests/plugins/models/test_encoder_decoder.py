@@ -66,19 +66,19 @@ class Family:
             hears.save_pretrained(folder)
             random = np.random.default_rng(0)
             sounds = [random.standard_normal(n).astype(np.float32) / 9 for n in (5000, 14000, 8000)]
-            self.given = [
+            self.inputs = [
                 {"input_features": hears(s, sampling_rate=16000, return_tensors="pt")[
                     "input_features"]} for s in sounds
             ]  # fmt: skip
             self.prompts = [
-                {"prompt_token_ids": begun, "multi_modal_data": {"audio": (sound, 16000)}}
-                for begun, sound in zip(BEGUN, sounds, strict=True)
+                {"prompt_token_ids": decoder_start, "multi_modal_data": {"audio": (sound, 16000)}}
+                for decoder_start, sound in zip(BEGUN, sounds, strict=True)
             ]
         else:
-            self.given = [{"input_ids": torch.tensor([ids])} for ids in TEXTS]
+            self.inputs = [{"input_ids": torch.tensor([ids])} for ids in TEXTS]
             self.prompts = [
-                {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": begun}
-                for begun, ids in zip(BEGUN, TEXTS, strict=True)
+                {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": decoder_start}
+                for decoder_start, ids in zip(BEGUN, TEXTS, strict=True)
             ]
 
     def ask(self, prompts=None, most=8, n=1, **flags):
@@ -89,11 +89,11 @@ class Family:
             answers = llm.generate(self.prompts if prompts is None else prompts, params)
         return answers, counted.preempted
 
-    def expected(self, place, tokens):
+    def expected(self, index, tokens):
         """[tokens, vocabulary] log probabilities of what transformers' decoder would say next."""
         with torch.inference_mode():
-            found = self.model(**self.given[place], decoder_input_ids=torch.tensor([tokens]))
-        return found.logits[0].log_softmax(-1)
+            output = self.model(**self.inputs[index], decoder_input_ids=torch.tensor([tokens]))
+        return output.logits[0].log_softmax(-1)
 
 
 class Counted:
@@ -123,18 +123,20 @@ def table(choice, vocabulary):
     )
 
 
-def same(found, answers):
-    for one, other in zip(found, answers, strict=True):
+def same(actual, answers):
+    for one, other in zip(actual, answers, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         left, right = (table(answer.outputs[0], 512) for answer in (one, other))
         assert (left - right).abs().max() < TOLERANCE
 
 
 def test_answers_are_those_of_transformers(family, answers) -> None:
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         (choice,) = answer.outputs
-        begun = answer.prompt_token_ids
-        expected = family.expected(place, [*begun, *choice.token_ids[:-1]])[len(begun) - 1 :]
+        decoder_start = answer.prompt_token_ids
+        expected = family.expected(index, [*decoder_start, *choice.token_ids[:-1]])[
+            len(decoder_start) - 1 :
+        ]
         assert (table(choice, family.vocabulary) - expected).abs().max() < TOLERANCE
         assert choice.token_ids == expected.argmax(-1).tolist()
 
@@ -151,17 +153,19 @@ def test_prompts_in_pieces_and_both_backends(family, answers, backend) -> None:
         with pytest.raises(ModulmError, match="biases"):
             family.ask(attention_backend=backend)
         return
-    found, _ = family.ask(long_prefill_token_threshold=2, attention_backend=backend)
-    same(found, answers)
+    results, _ = family.ask(long_prefill_token_threshold=2, attention_backend=backend)
+    same(results, answers)
 
 
 def test_preempted_rows_are_encoded_again(family, answers) -> None:
-    found, _ = family.ask(most=100)
+    results, _ = family.ask(most=100)
     # Room for three encoders' outputs, and less than all that the decoders go on to say.
     again, preempted = family.ask(most=100, num_gpu_blocks_override=8)
     assert preempted
-    same(again, found)
-    assert [a.outputs[0].token_ids[:8] for a in found] == [a.outputs[0].token_ids for a in answers]
+    same(again, results)
+    assert [a.outputs[0].token_ids[:8] for a in results] == [
+        a.outputs[0].token_ids for a in answers
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +178,8 @@ def test_preempted_rows_are_encoded_again(family, answers) -> None:
     indirect=True,
 )
 def test_ranks_share_heads_that_look_at_an_encoder(family, answers) -> None:
-    found, _ = family.ask(tensor_parallel_size=2)
-    same(found, answers)
+    results, _ = family.ask(tensor_parallel_size=2)
+    same(results, answers)
 
 
 @pytest.mark.parametrize("family", ["T5ForConditionalGeneration"], indirect=True)
@@ -187,15 +191,15 @@ def test_completions_are_answers_to_their_prompts(family) -> None:
     flags = {"served_model_name": "m", "disable_frontend_multiprocessing": True, **SETTINGS}
     config = keywords(model=str(family.folder), **flags).config
     engine = AsyncLLM.from_config(config)
-    asked = {"model": "m", "prompt": prompts, "max_tokens": 6, "temperature": 0}
+    request = {"model": "m", "prompt": prompts, "max_tokens": 6, "temperature": 0}
     try:
         with (
             serve_in_thread(engine, config) as live,
             openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
         ):
-            answer = client.completions.create(**asked)
+            answer = client.completions.create(**request)
             streamed = ["", ""]
-            for chunk in client.completions.create(**asked, stream=True):
+            for chunk in client.completions.create(**request, stream=True):
                 for choice in chunk.choices:
                     streamed[choice.index] += choice.text
     finally:
@@ -204,25 +208,25 @@ def test_completions_are_answers_to_their_prompts(family) -> None:
 
 
 def test_several_answers_and_row_by_row(family, answers) -> None:
-    found, _ = family.ask(n=2, batch_invariant=True)
-    same(found, answers)
-    assert all(a.outputs[0].token_ids == a.outputs[1].token_ids for a in found)
+    results, _ = family.ask(n=2, batch_invariant=True)
+    same(results, answers)
+    assert all(a.outputs[0].token_ids == a.outputs[1].token_ids for a in results)
 
 
 def test_beams_are_those_of_transformers(family) -> None:
-    given, begun = family.given[0], BEGUN[0]
+    inputs, decoder_start = family.inputs[0], BEGUN[0]
     with torch.inference_mode():
-        found = hf.GenerationMixin.generate(
-            family.model, **given, **SEARCH, decoder_input_ids=torch.tensor([begun])
+        beams = hf.GenerationMixin.generate(
+            family.model, **inputs, **SEARCH, decoder_input_ids=torch.tensor([decoder_start])
         )
     ends = family.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends)
     with modulm.LLM(str(family.folder), **SETTINGS) as llm:
         params = BeamSearchParams(beam_width=3, max_tokens=6)
         (answer,) = llm.beam_search([family.prompts[0]], params)
-    mine = [beam.tokens[len(begun) :] for beam in answer.sequences]
+    mine = [beam.tokens[len(decoder_start) :] for beam in answer.sequences]
     wanted = []
-    for tokens in found[:, len(begun) :].tolist():
+    for tokens in beams[:, len(decoder_start) :].tolist():
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         wanted.append(tokens[:stop])
     assert mine == wanted
@@ -235,10 +239,10 @@ def test_what_lacks_something_to_encode_is_refused(family) -> None:
             with pytest.raises(RequestError, match="the model needs audio in the prompt"):
                 llm.generate({"prompt_token_ids": [1]}, greedy)
             short, long = ((np.zeros(n, np.float32), 16000) for n in (8000, 40000))
-            for given, why in (([short, short], "2 items: the model takes one audio"),
+            for audio, why in (([short, short], "2 items: the model takes one audio"),
                                (long, "hears 1 at once")):  # fmt: skip
                 with pytest.raises(RequestError, match=why):
-                    llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"audio": given}})
+                    llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"audio": audio}})
         else:
             with pytest.raises(RequestError, match="at most"):
                 llm.generate({"prompt_token_ids": [7] * 2000}, greedy)

@@ -13,8 +13,8 @@ from modulm_towers.testing import sounds
 
 
 def processor(**table):
-    words = SimpleNamespace(convert_tokens_to_ids=lambda token: 7)
-    return SpeechProcessor(words, table)
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda token: 7)
+    return SpeechProcessor(tokenizer, table)
 
 
 def mels(bins):
@@ -30,7 +30,7 @@ def mels(bins):
 @pytest.mark.parametrize("seconds", [0.3, 0.2501])
 def test_spectrogram(seconds):
     (sound,) = sounds((seconds,))
-    found = processor(n_mels=80)._spectrogram(sound)
+    spectrogram = processor(n_mels=80)._spectrogram(sound)
     window = torch.hann_window(400)
     power = (
         torch.stft(
@@ -41,15 +41,15 @@ def test_spectrogram(seconds):
     loud = (mels(80) @ power).T.clamp(min=1e-10).log10()
     levels = torch.maximum(loud, loud.max() - 8) / 4 + 1
     expected = levels[: len(levels) // 2 * 2].reshape(-1, 160)
-    assert (found.shape, found.dtype) == (tuple(expected.shape), np.float32)
-    assert np.abs(found - expected.numpy()).max() < 1e-4
+    assert (spectrogram.shape, spectrogram.dtype) == (tuple(expected.shape), np.float32)
+    assert np.abs(spectrogram - expected.numpy()).max() < 1e-4
 
 
 def test_what_it_refuses():
-    made = processor()
+    speech_processor = processor()
     with pytest.raises(ValueError, match="8000 samples"):
-        made(["a"], sampling_rate=8000)
+        speech_processor(["a"], sampling_rate=8000)
     with pytest.raises(ValueError, match="device: no such keyword"):
-        made(["a"], device="cpu")
+        speech_processor(["a"], device="cpu")
     with pytest.raises(ValueError, match="2 placeholders for 1 sounds"):
-        made(["<|audio|><|audio|>"], [np.zeros(1600, np.float32)])
+        speech_processor(["<|audio|><|audio|>"], [np.zeros(1600, np.float32)])

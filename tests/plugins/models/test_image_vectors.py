@@ -67,8 +67,8 @@ def write_siglip2(folder):
     does not name.
     """
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
-    words = [*special, "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
-    vocab = {word: index for index, word in enumerate(words)}
+    pieces_ = [*special, "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    vocab = {word: index for index, word in enumerate(pieces_)}
     make_tiny(folder, "Siglip2Model")
     tokenizer = hf.Siglip2Tokenizer(vocab, [], padding_side="right")
     siglip2(tokenizer).save_pretrained(folder)
@@ -100,11 +100,11 @@ def test_images_have_the_vectors_of_transformers(opened):
     llm, model, read, _ = opened
     pictures = images([(56, 42), (30, 60), (28, 28)])
     prompts = [{"prompt": "", "multi_modal_data": {"image": one}} for one in pictures]
-    found = vectors(llm.embed(prompts, WIDE, use_tqdm=False))
+    embeddings = vectors(llm.embed(prompts, WIDE, use_tqdm=False))
     with torch.inference_mode():
         pixels = read.image_processor(pictures, return_tensors="pt")
         expected = model.get_image_features(**pixels).pooler_output.numpy()
-    assert np.abs(found - expected).max() < 1e-4
+    assert np.abs(embeddings - expected).max() < 1e-4
     (unit,) = vectors(llm.embed(prompts[:1], use_tqdm=False))
     assert np.abs(unit - expected[0] / np.linalg.norm(expected[0])).max() < 1e-4
 
@@ -115,8 +115,8 @@ def test_texts_beside_images_too(opened):
     texts = [text + end for text in TEXTS]
     (picture,) = images([(40, 40)])
     image = {"prompt": "", "multi_modal_data": {"image": picture}}
-    found = vectors(llm.embed([texts[0], image, texts[1]], WIDE, use_tqdm=False))
-    for text, vector in zip(texts, found[::2], strict=True):
+    embeddings = vectors(llm.embed([texts[0], image, texts[1]], WIDE, use_tqdm=False))
+    for text, vector in zip(texts, embeddings[::2], strict=True):
         ids = read.tokenizer(text, add_special_tokens=False)["input_ids"]
         most = len(ids) if isinstance(model, hf.CLIPModel) else 40
         pad = read.tokenizer.pad_token_id
@@ -201,18 +201,18 @@ def test_every_token_of_a_page_has_the_vector_of_transformers(name, tmp_path):
     model: Any = getattr(hf, name).from_pretrained(tmp_path, dtype=torch.float32).eval()
     read = processor_of(name, tmp_path)
     pages = images([(56, 42), (30, 60)])
-    given = [read.process_images(images=[page]) for page in pages]
-    given.insert(1, read.process_queries(text=["What is the capital of France?"]))
+    references = [read.process_images(images=[page]) for page in pages]
+    references.insert(1, read.process_queries(text=["What is the capital of France?"]))
     text = before + read.visual_prompt_prefix
-    asked = [{"prompt": text, "multi_modal_data": {"image": page}} for page in pages]
-    asked.insert(1, {"prompt_token_ids": given[1]["input_ids"][0].tolist()})
-    question = read.tokenizer.decode(given[1]["input_ids"][0])
+    requests = [{"prompt": text, "multi_modal_data": {"image": page}} for page in pages]
+    requests.insert(1, {"prompt_token_ids": references[1]["input_ids"][0].tolist()})
+    question = read.tokenizer.decode(references[1]["input_ids"][0])
     contents = [{"content": [{"type": "image", "image": page}]} for page in pages]
     with modulm.LLM(str(tmp_path), device="cpu", dtype="float32") as llm:
-        found = llm.encode(asked, pooling_task="token_embed", use_tqdm=False)
+        outputs = llm.encode(requests, pooling_task="token_embed", use_tqdm=False)
         scores = llm.score(question, contents, use_tqdm=False)
     vectors = []
-    for inputs, output in zip(given, found, strict=True):
+    for inputs, output in zip(references, outputs, strict=True):
         inputs.pop("labels", None)
         assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
         with torch.inference_mode():
@@ -263,8 +263,8 @@ class Qwen2VL:
     def save_pretrained(self, folder):
         self.tokenizer.save_pretrained(folder)
         self.image.save_pretrained(folder)
-        named = {"processor_class": "Qwen2VLProcessor"}
-        (folder / "processor_config.json").write_text(json.dumps(named))
+        processor_settings = {"processor_class": "Qwen2VLProcessor"}
+        (folder / "processor_config.json").write_text(json.dumps(processor_settings))
 
 
 def theirs(folder, model, ids, pages):
@@ -305,8 +305,8 @@ def test_a_decoder_that_sees_embeds_by_its_last_token(qwen2_vl):
     flags = {"device": "cpu", "dtype": "float32", "runner": "pooling"}
     prompt = "A <|vision_start|><|image_pad|><|vision_end|> of Paris"
     with modulm.LLM(str(folder), **flags) as llm:
-        asked = {"prompt": prompt, "multi_modal_data": {"image": page}}
-        (output,) = llm.embed(asked, WIDE, use_tqdm=False)
+        request = {"prompt": prompt, "multi_modal_data": {"image": page}}
+        (output,) = llm.embed(request, WIDE, use_tqdm=False)
         content = [{"type": "image", "image": page}, text(" of Paris")]
         (score,) = llm.score({"content": [text("A "), *content]}, {"content": content})
     hidden = theirs(folder, model, output.prompt_token_ids, [page]).hidden_states[-1]
@@ -334,32 +334,36 @@ def jina(tmp_path_factory):
             "matryoshka_dims": [16, 32], "vision_start_token_id": 482,
             "vision_end_token_id": 483, "single_vector_pool_strategy": "mean"}  # fmt: skip
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
-    named = {"processor_class": "JinaEmbeddingsV4Processor"}
-    (folder / "processor_config.json").write_text(json.dumps(named))
+    processor_settings = {"processor_class": "JinaEmbeddingsV4Processor"}
+    (folder / "processor_config.json").write_text(json.dumps(processor_settings))
     load_processor.cache_clear()
-    adapters, held = folder / "adapters", {}
+    adapters, adapter_tensors = folder / "adapters", {}
     adapters.mkdir()
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (adapters / "adapter_config.json").write_text(json.dumps(settings))
     for task in ("retrieval", "text-matching"):
         for layer in range(3):
             at = f"base_model.model.model.language_model.layers.{layer}.self_attn.q_proj"
-            held[f"{at}.lora_A.{task}.weight"] = torch.randn(4, 64) / 4
-            held[f"{at}.lora_B.{task}.weight"] = torch.randn(64, 4) / 4
-        held[f"base_model.model.multi_vector_projector.lora_A.{task}.weight"] = torch.randn(4, 64)
-        held[f"base_model.model.multi_vector_projector.lora_B.{task}.weight"] = torch.randn(24, 4)
-    save_file(held, adapters / "adapter_model.safetensors")
+            adapter_tensors[f"{at}.lora_A.{task}.weight"] = torch.randn(4, 64) / 4
+            adapter_tensors[f"{at}.lora_B.{task}.weight"] = torch.randn(64, 4) / 4
+        adapter_tensors[f"base_model.model.multi_vector_projector.lora_A.{task}.weight"] = (
+            torch.randn(4, 64)
+        )
+        adapter_tensors[f"base_model.model.multi_vector_projector.lora_B.{task}.weight"] = (
+            torch.randn(24, 4)
+        )
+    save_file(adapter_tensors, adapters / "adapter_model.safetensors")
     return folder, model, (weight, bias)
 
 
 def with_adapter(folder, model, projector, task):
     """The model and the projector with an adapter's tensors in them."""
     model, weight = copy.deepcopy(model), projector[0].clone()
-    held = load_file(folder / "adapters/adapter_model.safetensors")
-    for name, down in held.items():
+    tensors = load_file(folder / "adapters/adapter_model.safetensors")
+    for name, down in tensors.items():
         if f"lora_A.{task}." not in name:
             continue
-        change = 2 * held[name.replace("lora_A", "lora_B")] @ down
+        change = 2 * tensors[name.replace("lora_A", "lora_B")] @ down
         module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
         if module == "multi_vector_projector":
             weight += change
@@ -376,11 +380,11 @@ def test_jina_v4_is_the_mean_of_a_text_or_of_an_image_by_task(jina):
     adapter = LoRARequest("matching", 1, str(folder / "adapters/text-matching"))
     with modulm.LLM(str(folder), **flags) as llm:
         read = llm.embed(question, PoolingParams(prompt_name="query"), use_tqdm=False)
-        asked = [{"prompt": f"Query: {question}"}, {"prompt": PAGE,
+        requests = [{"prompt": f"Query: {question}"}, {"prompt": PAGE,
                  "multi_modal_data": {"image": page}}]  # fmt: skip
-        plain = llm.embed(asked, use_tqdm=False)
-        tuned = llm.embed(asked, use_tqdm=False, lora_request=adapter)
-        (short,) = llm.embed(asked[1], PoolingParams(dimensions=16), use_tqdm=False)
+        plain = llm.embed(requests, use_tqdm=False)
+        tuned = llm.embed(requests, use_tqdm=False, lora_request=adapter)
+        (short,) = llm.embed(requests[1], PoolingParams(dimensions=16), use_tqdm=False)
         content = {"content": [{"type": "image", "image": page}]}
         (score,) = llm.score(question, content, use_tqdm=False)
         with pytest.raises(RequestError, match="dimensions"):
@@ -390,9 +394,9 @@ def test_jina_v4_is_the_mean_of_a_text_or_of_an_image_by_task(jina):
                 llm.embed(question, lora_request=LoRARequest(wrong, 2, str(folder / wrong)))
     assert vectors(read) == pytest.approx(vectors(plain[:1]), abs=1e-6)
     for outputs, task in ((plain, None), (tuned, "text-matching")):
-        own = model if task is None else with_adapter(folder, model, projector, task)[0]
+        adapted = model if task is None else with_adapter(folder, model, projector, task)[0]
         for output, pages in zip(outputs, ([], [page]), strict=True):
-            hidden = theirs(folder, own, output.prompt_token_ids, pages).hidden_states[-1][0]
+            hidden = theirs(folder, adapted, output.prompt_token_ids, pages).hidden_states[-1][0]
             ids = output.prompt_token_ids
             if pages:
                 hidden = hidden[ids.index(482) : ids.index(483) + 1]
@@ -409,11 +413,11 @@ def test_jina_v4_has_vectors_of_tokens_too(jina):
     (page,) = images([(56, 42)])
     flags = {"device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 8}
     adapter = LoRARequest("retrieval", 1, str(folder / "adapters/retrieval"))
-    asked = [{"prompt": "Query: a cat"}, {"prompt": PAGE, "multi_modal_data": {"image": page}}]
+    requests = [{"prompt": "Query: a cat"}, {"prompt": PAGE, "multi_modal_data": {"image": page}}]
     with modulm.LLM(str(folder), **flags, pooler_config={"task": "token_embed"}) as llm:
-        found = llm.encode(asked, use_tqdm=False, lora_request=adapter)
+        outputs = llm.encode(requests, use_tqdm=False, lora_request=adapter)
     model, (weight, bias) = with_adapter(folder, model, projector, "retrieval")
-    for output, pages in zip(found, ([], [page]), strict=True):
+    for output, pages in zip(outputs, ([], [page]), strict=True):
         hidden = theirs(folder, model, output.prompt_token_ids, pages).hidden_states[-1][0]
         expected = torch.nn.functional.normalize(hidden @ weight.T + bias, dim=-1).numpy()
         assert np.abs(output.outputs.data - expected).max() < 1e-4
@@ -446,22 +450,22 @@ def served(tmp_path_factory):
 
 def part(picture):
     """A picture as clients send it."""
-    held = io.BytesIO()
-    picture.save(held, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def text(words):
-    return {"type": "text", "text": words}
+def text(content):
+    return {"type": "text", "text": content}
 
 
 def test_messages_with_an_image_over_http(served):
     client, folder = served
     (picture,) = images([(40, 40)])
     with modulm.LLM(str(folder), device="cpu", dtype="float32") as llm:
-        asked = {"prompt": "", "multi_modal_data": {"image": picture}}
-        (expected,) = vectors(llm.embed(asked, use_tqdm=False))
+        request = {"prompt": "", "multi_modal_data": {"image": picture}}
+        (expected,) = vectors(llm.embed(request, use_tqdm=False))
     body = {"messages": [{"role": "user", "content": [part(picture)]}]}
     answer = client.post("/v1/embeddings", json=body)
     assert answer.status_code == 200, answer.text
@@ -491,8 +495,8 @@ def test_scores_and_ranks_of_images_over_http(served):
     whole = client.post("/rerank", json={**body, "return_documents": True}).json()["results"]
     order = sorted(range(3), key=lambda index: -expected[index])
     assert [one["index"] for one in plain] == [one["index"] for one in whole] == order
-    shown = {one["index"]: one["document"] for one in whole}
-    assert shown[0] == {"text": "", "multi_modal": contents[0]["content"]}
+    returned = {one["index"]: one["document"] for one in whole}
+    assert returned[0] == {"text": "", "multi_modal": contents[0]["content"]}
     assert {one["index"]: one["document"]["text"] for one in plain} == {0: "", 1: "", 2: "a dog"}
 
 
@@ -511,9 +515,9 @@ def test_late_interaction_over_http(tmp_path):
     with serving(tmp_path) as client:
         answer = client.post("/v1/score", json={"text_1": question, "text_2": sent})
         assert answer.status_code == 200, answer.text
-        found = [entry["score"] for entry in answer.json()["data"]]
+        actual = [entry["score"] for entry in answer.json()["data"]]
         ranked = client.post("/rerank", json={"query": question, "documents": sent}).json()
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert actual == pytest.approx(expected, abs=1e-3)
     best = max(range(2), key=expected.__getitem__)
     assert [one["index"] for one in ranked["results"]] == [best, 1 - best]
 
@@ -521,9 +525,9 @@ def test_late_interaction_over_http(tmp_path):
 def test_an_image_may_ask_for_texts_over_http(served):
     client, _ = served
     (page,) = images([(56, 42)])
-    asked = {"content": [part(page)]}
-    one = client.post("/score", json={"text_1": asked, "text_2": ["a cat", asked]}).json()["data"]
-    other = client.post("/score", json={"text_1": "a cat", "text_2": asked}).json()["data"]
+    query = {"content": [part(page)]}
+    one = client.post("/score", json={"text_1": query, "text_2": ["a cat", query]}).json()["data"]
+    other = client.post("/score", json={"text_1": "a cat", "text_2": query}).json()["data"]
     assert one[0]["score"] == pytest.approx(other[0]["score"], abs=1e-5)
     assert one[1]["score"] == pytest.approx(1, abs=1e-5)
 
@@ -532,7 +536,7 @@ BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsb
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "words"),
+    ("path", "body", "param", "message"),
     [
         ("/score", {"text_1": "a", "text_2": [{"content": [BROKEN]}]}, "text_2",
          "text_2[0].content[0].image_url"),
@@ -552,10 +556,10 @@ BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsb
          "mm_processor_kwargs", "mm_processor_kwargs"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_image_of_a_pair_is_named(served, path, body, param, words):
+def test_what_is_wrong_with_an_image_of_a_pair_is_named(served, path, body, param, message):
     client, _ = served
     answer = client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param, error
-    assert words in error["message"], error
+    assert message in error["message"], error

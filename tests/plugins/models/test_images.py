@@ -88,8 +88,8 @@ def qwen(kind):
 
 def pil(module, name, **settings):
     """An image processor that needs no torchvision."""
-    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    return getattr(found, name)(**settings)
+    module_ = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    return getattr(module_, name)(**settings)
 
 
 def glm(kind):
@@ -308,30 +308,32 @@ class Omni(ImageFamily):
         return {"videos_kwargs": {**frames, "fps": 3 if timed else 2}, **timed}
 
     def further(self, mark):
-        own, *more = sounds((0.45, 0.45))
+        first_sound, *more = sounds((0.45, 0.45))
         film = self.video_mark
         (short, long) = films(self.videos)
         beside = "<|audio_start|><|audio_pad|><|audio_end|>"
         return [
-            Heard(f"The film {film} is about", [own], [long]),
-            Heard(f"Hello {film} how {beside} are", [own, *more], [short]),
+            Heard(f"The film {film} is about", [first_sound], [long]),
+            Heard(f"Hello {film} how {beside} are", [first_sound, *more], [short]),
         ]
 
     def model_inputs(self, processor, prompt):
-        given = {**self.options()}
+        arguments = {**self.options()}
         if isinstance(prompt, Heard):
             among = [0, *[None] * (len(prompt.items) - 1)]
-            given |= {"audio": prompt.items, "audio_from_video_indices": among,
+            arguments |= {"audio": prompt.items, "audio_from_video_indices": among,
                       "load_audio_from_video": True}  # fmt: skip
         elif prompt.items:
-            given["images"] = prompt.items
+            arguments["images"] = prompt.items
         if prompt.videos:
-            given["videos"] = [video.frames for video in prompt.videos]
-            given["videos_kwargs"] = {**given["videos_kwargs"], "do_sample_frames": False}
-            given["video_metadata"] = [video.metadata() for video in prompt.videos]
-        made = processor(text=[prompt.text], add_special_tokens=False, return_tensors="pt", **given)
+            arguments["videos"] = [video.frames for video in prompt.videos]
+            arguments["videos_kwargs"] = {**arguments["videos_kwargs"], "do_sample_frames": False}
+            arguments["video_metadata"] = [video.metadata() for video in prompt.videos]
+        inputs = processor(
+            text=[prompt.text], add_special_tokens=False, return_tensors="pt", **arguments
+        )
         heard = {"use_audio_in_video": torch.tensor(True)} if isinstance(prompt, Heard) else {}
-        return {**made, **heard}
+        return {**inputs, **heard}
 
 
 @pytest.fixture(autouse=True)
@@ -343,9 +345,9 @@ def nothing_is_looked_at_before_an_image(monkeypatch):
     forward = layer.forward
 
     def masked(self, *args, full_text_row_masked_out_mask=None, **more):
-        def hook(module, given, found):
-            kept = full_text_row_masked_out_mask
-            return found if kept is None else (found[0] * kept[:, 0], found[1])
+        def hook(module, inputs, outputs):
+            row_mask = full_text_row_masked_out_mask
+            return outputs if row_mask is None else (outputs[0] * row_mask[:, 0], outputs[1])
 
         handle = self.cross_attn.register_forward_hook(hook)
         mask = {"full_text_row_masked_out_mask": full_text_row_masked_out_mask}
@@ -362,9 +364,9 @@ def clips_of_frames_are_counted_once(monkeypatch):
     """Transformers 5.23 expects a clip's tokens as often as it has frames, and finds fewer."""
 
     def features(self, pixel_values, image_grid_thw=None, return_dict=True, **more):
-        found = self.vision_tower(pixel_values, grid_thw=image_grid_thw)
-        found.pooler_output = [self.mm_projector(found.pooler_output).squeeze(1)]
-        return found
+        outputs = self.vision_tower(pixel_values, grid_thw=image_grid_thw)
+        outputs.pooler_output = [self.mm_projector(outputs.pooler_output).squeeze(1)]
+        return outputs
 
     kimi = hf.models.kimi_k25.modeling_kimi_k25.Kimi_K25Model
     monkeypatch.setattr(kimi, "get_image_features", features)
@@ -594,11 +596,11 @@ SHAPES = {
 
 
 def test_paligemma_2_has_gemma_2s_text(tmp_path):
-    found = driver("PaliGemmaForConditionalGeneration")
+    model_class = driver("PaliGemmaForConditionalGeneration")
     windows = {"sliding_window": 200, "query_pre_attn_scalar": 20, "head_dim": 24}
-    changes = {**found.tiny(), "text_config": tiny_text("gemma2", **windows)}
+    changes = {**model_class.tiny(), "text_config": tiny_text("gemma2", **windows)}
     _, processor, more = FAMILIES["PaliGemmaForConditionalGeneration"]
-    check_images(ImageFamily(found, PALIGEMMA, processor, changes=changes, **more), tmp_path)
+    check_images(ImageFamily(model_class, PALIGEMMA, processor, changes=changes, **more), tmp_path)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -623,17 +625,17 @@ def test_the_sounds_of_videos_leave_no_placeholders():
     family = manager.current().load("media_families", "Qwen2_5OmniThinkerForConditionalGeneration")
     family = family(None, driver("Qwen2_5OmniThinkerForConditionalGeneration").tiny())
     film = Media("video", films(((2, 8, 8),))[0])
-    own, other = (Media("audio", Sound(sound, 16000)) for sound in sounds((0.1, 0.2)))
+    first_sound, other = (Media("audio", Sound(sound, 16000)) for sound in sounds((0.1, 0.2)))
     tokens = np.array([1, 485, 484, 486, 482, 481, 483, 485, 484, 486, 2])
     options = {"use_audio_in_video": True}
-    left, media = family.group_media(tokens, [film, own, other], options)
+    left, media = family.group_media(tokens, [film, first_sound, other], options)
     assert left.tolist() == [1, 482, 481, 483, 485, 484, 486, 2]
     assert [one.kind for one in media] == ["video", "audio"]
-    assert media[0].hash not in {film.hash, own.hash}
+    assert media[0].hash not in {film.hash, first_sound.hash}
     assert media[1] is other
-    plain, media = family.group_media(tokens, [film, own, other], {})
+    plain, media = family.group_media(tokens, [film, first_sound, other], {})
     assert plain is tokens
-    assert media == [film, own, other]
+    assert media == [film, first_sound, other]
     with pytest.raises(RequestError, match="1 videos and 0 sounds"):
         family.group_media(tokens, [film], options)
 
@@ -644,31 +646,31 @@ def test_minicpm_with_more_tokens_and_in_prompts_that_are_filled_already(tmp_pat
     folder = write_family(ImageFamily(driver(name), MINICPM, minicpm), tmp_path)
     pictures = images(((56, 42), (30, 30)))
     theirs = getattr(hf, name).from_pretrained(folder, attn_implementation="eager").eval()
-    given = processor_of(name, folder)(
+    inputs = processor_of(name, folder)(
         text=[text], images=pictures, add_special_tokens=False, return_tensors="pt",
         downsample_mode="4x",
     )  # fmt: skip
     with torch.inference_mode():
-        expected = theirs(**given, downsample_mode="4x").logits[0, -1].log_softmax(-1)
-    ids = given["input_ids"][0].tolist()
+        expected = theirs(**inputs, downsample_mode="4x").logits[0, -1].log_softmax(-1)
+    ids = inputs["input_ids"][0].tolist()
     options = {"multi_modal_data": {"image": pictures}}
     wide = {**options, "mm_processor_kwargs": {"downsample_mode": "4x"}}
-    words = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     parts = text.split("<|image_pad|>")
     marks = [f"<image_id>{i}</image_id><|image_pad|>" for i in range(2)]
     numbered = f"{parts[0]}{marks[0]}{parts[1]}{marks[1]}{parts[2]}"
-    begun = words(numbered, add_special_tokens=False)["input_ids"]
+    partial_ids = tokenizer(numbered, add_special_tokens=False)["input_ids"]
     settings = {"device": "cpu", "dtype": "float32", "max_logprobs": -1}
     with modulm.LLM(str(folder), **settings) as llm:
         params = modulm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
-        prompts = [{"prompt": text}, {"prompt_token_ids": begun}, {"prompt_token_ids": ids}]
-        found = llm.generate([{**prompt, **wide} for prompt in prompts], params, use_tqdm=False)
+        prompts = [{"prompt": text}, {"prompt_token_ids": partial_ids}, {"prompt_token_ids": ids}]
+        answers = llm.generate([{**prompt, **wide} for prompt in prompts], params, use_tqdm=False)
         (plain,) = llm.generate([{"prompt": text, **options}], params, use_tqdm=False)
         with pytest.raises(RequestError, match="use_image_id"):
             llm.generate(
                 {"prompt": text, **options, "mm_processor_kwargs": {"use_image_id": False}}, params
             )
-    for answer in found:
+    for answer in answers:
         assert answer.prompt_token_ids == ids
         (entry,) = answer.outputs[0].logprobs
         table = torch.tensor([entry[i].logprob for i in range(512)])

@@ -92,26 +92,26 @@ def family(architecture: str) -> SimpleNamespace:
     """The classes of an architecture, its tiny config.json and its numbers."""
     driver = manager.current().load("models", architecture)
     table = {**driver.tiny(), "vocab_size": VOCABULARY, "pad_token_id": 0}
-    made = SimpleNamespace(
+    case = SimpleNamespace(
         name=architecture,
         model=getattr(transformers, architecture),
         config=getattr(transformers, architecture).config_class,
         driver=driver,
         table=table,
     )
-    made.resolved, _, made.logits = reference(made, table)
-    made.settings = settings(made, table)
+    case.resolved, _, case.logits = reference(case, table)
+    case.settings = settings(case, table)
     package = driver.config_type.__module__.partition(".")[0]
-    made.unknown = model_keys(package)[table["model_type"]]["unknown"]
-    return made
+    case.unknown = model_keys(package)[table["model_type"]]["unknown"]
+    return case
 
 
-def settings(made: SimpleNamespace, table: Mapping[str, Any]) -> Any:
+def settings(case: SimpleNamespace, table: Mapping[str, Any]) -> Any:
     """config.json as modulm reads it."""
-    return read_config(table, made.driver.config_type)
+    return read_config(table, case.driver.config_type)
 
 
-def reference(made: SimpleNamespace, table: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor]:
+def reference(case: SimpleNamespace, table: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor]:
     """What transformers makes of config.json: its configuration, the model, its numbers.
 
     Raises Illegal.
@@ -119,17 +119,17 @@ def reference(made: SimpleNamespace, table: Mapping[str, Any]) -> tuple[Any, Any
     from transformers.initialization import no_init_weights
 
     try:
-        config = made.config.from_dict(json.loads(json.dumps(table)))
+        config = case.config.from_dict(json.loads(json.dumps(table)))
         with no_init_weights():
-            attention = REFERENCE.get(made.name, "eager")
-            model = made.model._from_config(
+            attention = REFERENCE.get(case.name, "eager")
+            model = case.model._from_config(
                 config, dtype=torch.float32, attn_implementation=attention
             )
         model.float().tie_weights()
         _draw(model.eval())
         with torch.inference_mode():
-            found = model(torch.tensor([TOKENS]))
-        numbers = (found.logits if "logits" in found else found.last_hidden_state)[0].float()
+            output = model(torch.tensor([TOKENS]))
+        numbers = (output.logits if "logits" in output else output.last_hidden_state)[0].float()
     except Exception as error:
         raise Illegal(str(error)) from error
     if not numbers.isfinite().all():
@@ -157,13 +157,13 @@ def _draw(model: torch.nn.Module) -> None:
             tensor.copy_(values if id(tensor) in tables else values * tensor.shape[-1] ** -0.5)
 
 
-def ours(made: SimpleNamespace, table: Mapping[str, Any], model: Any, folder: Path) -> torch.Tensor:
+def ours(case: SimpleNamespace, table: Mapping[str, Any], model: Any, folder: Path) -> torch.Tensor:
     """What modulm makes of the same file and weights. Raises ModulmError."""
     for file in folder.iterdir():
         file.unlink()
     model.save_pretrained(folder)
-    if made.name in _MENDED:
-        _MENDED[made.name](folder / "model.safetensors")
+    if case.name in _MENDED:
+        _MENDED[case.name](folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(table))
     session = Session(
         folder, device="cpu", dtype="float32", attention_backend="sdpa", kernels=["none"], rows=1
@@ -193,83 +193,85 @@ def _recut_convolutions(file: Path) -> None:
 _MENDED = {"OlmoHybridForCausalLM": _recut_convolutions}
 
 
-def check(made: SimpleNamespace, key: str, table: Mapping[str, Any], folder: Path) -> str | None:
+def check(case: SimpleNamespace, key: str, table: Mapping[str, Any], folder: Path) -> str | None:
     """What is wrong with modulm's numbers for a file that is legal in transformers, or nothing.
 
     Allowed are transformers' numbers, or a refusal that names the key. Raises Illegal.
     """
-    _, model, expected = reference(made, table)
+    _, model, expected = reference(case, table)
     try:
-        read = settings(made, table)
-        same = expected.shape == made.logits.shape and torch.allclose(
-            expected, made.logits, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item())
+        read = settings(case, table)
+        same = expected.shape == case.logits.shape and torch.allclose(
+            expected, case.logits, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item())
         )
-        if read == made.settings:
+        if read == case.settings:
             return None if same else "is not read, and counts"
-        found = ours(made, table, model, folder)
+        logits_ = ours(case, table, model, folder)
     except ModulmError as error:
-        mine = {field.name for field in attrs.fields(made.driver.config_type)}
-        named = any(f"{k}:" in str(error) or f"'{k}'" in str(error) for k in {key, *mine, *table})
-        return None if named else f"refused without its name: {error}"
-    if found.shape != expected.shape:
-        return f"{tuple(found.shape)} numbers, not {tuple(expected.shape)}"
-    worst = (found - expected).abs().max().item()
+        mine = {field.name for field in attrs.fields(case.driver.config_type)}
+        names_key = any(
+            f"{k}:" in str(error) or f"'{k}'" in str(error) for k in {key, *mine, *table}
+        )
+        return None if names_key else f"refused without its name: {error}"
+    if logits_.shape != expected.shape:
+        return f"{tuple(logits_.shape)} numbers, not {tuple(expected.shape)}"
+    worst = (logits_ - expected).abs().max().item()
     bound = TOLERANCE * max(1.0, expected.abs().max().item())
     return None if worst <= bound else f"other numbers: {worst:.2g} apart"
 
 
-def keys(made: SimpleNamespace) -> list[str]:
+def keys(case: SimpleNamespace) -> list[str]:
     """Every key that transformers or modulm knows for the architecture, but those set apart."""
-    aliases: Mapping[str, str] = getattr(made.driver.config_type, "ALIASES", {})
-    theirs = {field.name for field in fields(made.config)}
-    mine = {field.name for field in attrs.fields(made.driver.config_type)} - set(aliases.values())
-    found = theirs | mine | set(made.table)
-    return sorted(k for k in found if k not in APART and "dropout" not in k and "pdrop" not in k)
+    aliases: Mapping[str, str] = getattr(case.driver.config_type, "ALIASES", {})
+    theirs = {field.name for field in fields(case.config)}
+    mine = {field.name for field in attrs.fields(case.driver.config_type)} - set(aliases.values())
+    all_keys = theirs | mine | set(case.table)
+    return sorted(k for k in all_keys if k not in APART and "dropout" not in k and "pdrop" not in k)
 
 
-def changes(made: SimpleNamespace, key: str) -> Iterator[Mapping[str, Any]]:
+def changes(case: SimpleNamespace, key: str) -> Iterator[Mapping[str, Any]]:
     """Files in which a key has another value, likely ones first."""
-    for value in values(made, key):
-        table = {**made.table, key: value}
+    for value in values(case, key):
+        table = {**case.table, key: value}
         extra = _WITH.get(key, {})
         yield table
-        if extra and not extra.items() <= made.table.items():
+        if extra and not extra.items() <= case.table.items():
             yield {**table, **extra}
 
 
-def left_out(made: SimpleNamespace, key: str, folder: Path) -> str | None:
+def left_out(case: SimpleNamespace, key: str, folder: Path) -> str | None:
     """What is wrong where a file leaves the key out, or nothing. Raises Illegal.
 
     Sizes are compared as they are read, since models of the default sizes are no tiny ones.
     """
-    table = {k: v for k, v in made.table.items() if k != key}
+    table = {k: v for k, v in case.table.items() if k != key}
     try:
-        default = getattr(made.config.from_dict(json.loads(json.dumps(table))), key, None)
+        default = getattr(case.config.from_dict(json.loads(json.dumps(table))), key, None)
     except Exception as error:
         raise Illegal(str(error)) from error
     if not isinstance(default, int) or (default < 1000 and "layer" not in key):
-        return check(made, key, table, folder)
-    one, other = (_read(made, found) for found in (table, {**table, key: default}))
+        return check(case, key, table, folder)
+    one, other = (_read(case, variant) for variant in (table, {**table, key: default}))
     return None if one == other else f"is {default} in transformers"
 
 
-def _read(made: SimpleNamespace, table: Mapping[str, Any]) -> Any:
+def _read(case: SimpleNamespace, table: Mapping[str, Any]) -> Any:
     try:
-        return settings(made, table)
+        return settings(case, table)
     except ModulmError as error:
         return str(error)
 
 
-def values(made: SimpleNamespace, key: str) -> list[Any]:
+def values(case: SimpleNamespace, key: str) -> list[Any]:
     """Values that a key may take, other than the one it has."""
-    kind = next((str(f.type) for f in fields(made.config) if f.name == key), "")
-    mine = {f.name: f for f in attrs.fields(made.driver.config_type)}
+    kind = next((str(f.type) for f in fields(case.config) if f.name == key), "")
+    mine = {f.name: f for f in attrs.fields(case.driver.config_type)}
     if not kind and key in mine:
         kind = str(mine[key].type)
     try:
-        now = made.table.get(key, getattr(made.resolved, key, None))
+        now = case.table.get(key, getattr(case.resolved, key, None))
     except Exception:  # layers that differ have no common value
-        now = made.table.get(key)
+        now = case.table.get(key)
     none = [None] if now is not None and "None" in kind else []
     if key in _WORDS:
         return [word for word in _WORDS[key] if word != now] + none
@@ -289,9 +291,9 @@ def values(made: SimpleNamespace, key: str) -> list[Any]:
     if isinstance(now, str) or (now is None and "str" in kind):
         return [a for a in _ACTIVATIONS if a != now] + none if "act" in key else none
     if isinstance(now, list | tuple):
-        held = list(now)
-        turned = [held[::-1], held[1:] + held[:1], held[:1] * len(held), [0], []]
-        return [v for v in turned if v != held] + none
+        items = list(now)
+        turned = [items[::-1], items[1:] + items[:1], items[:1] * len(items), [0], []]
+        return [v for v in turned if v != items] + none
     if now is None and ("list" in kind or "tuple" in kind):
         return [[0], [1], [1, 2]]
     return none
@@ -328,30 +330,32 @@ def quiet():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_key_gives_transformers_numbers_or_is_refused_by_name(architecture, tmp_path):
-    made = family(architecture)
-    _, model, expected = reference(made, made.table)
-    assert ours(made, made.table, model, tmp_path).allclose(expected, rtol=1e-4, atol=1e-4)
+    case = family(architecture)
+    _, model, expected = reference(case, case.table)
+    assert ours(case, case.table, model, tmp_path).allclose(expected, rtol=1e-4, atol=1e-4)
     wrong, tried = [], 0
-    for key in keys(made):
+    for key in keys(case):
         if f"{architecture}.{key}" in RIGHT:
             continue
         legal = 0
-        if key in made.table:
+        if key in case.table:
             try:
                 wrong += (
-                    [f"{key} left out: {words}"] if (words := left_out(made, key, tmp_path)) else []
+                    [f"{key} left out: {problem}"]
+                    if (problem := left_out(case, key, tmp_path))
+                    else []
                 )
                 tried += 1
             except Illegal:
                 pass
-        for table in changes(made, key):
+        for table in changes(case, key):
             try:
-                words = check(made, key, table, tmp_path)
+                problem = check(case, key, table, tmp_path)
             except Illegal:
                 continue
-            wrong += [f"{key} = {table[key]!r}: {words}"] if words else []
+            wrong += [f"{key} = {table[key]!r}: {problem}"] if problem else []
             tried, legal = tried + 1, legal + 1
-            if type(table[key]) in (int, float) or legal == 2 or key in made.unknown:
+            if type(table[key]) in (int, float) or legal == 2 or key in case.unknown:
                 break
     assert not wrong, "\n".join(wrong)
     assert tried > 10, f"only {tried} files were legal"

@@ -54,16 +54,16 @@ def folder(tmp_path_factory):
     return write_family(family, tmp_path_factory.mktemp("kimi"))
 
 
-def theirs(folder, made, name):
+def theirs(folder, target, name):
     """The checkpoint as files of Moonshot's: Kimi-VL's or Kimi K2.5's."""
-    shutil.copytree(folder, made)
+    shutil.copytree(folder, target)
     table = json.loads((folder / "config.json").read_text())
-    own = {WORDS.get(key, key): value for key, value in table["vision_config"].items()}
+    vision_table = {WORDS.get(key, key): value for key, value in table["vision_config"].items()}
     for key in ("rope_parameters", "hidden_act", "model_type", "pos_emb_time"):
-        own.pop(key)
+        vision_table.pop(key)
     settings = {"patch_size": 4, **COLOURS}
     if name == "KimiVLForConditionalGeneration":
-        kind, tower = "kimi_vl", {**own, "model_type": "moonvit"}
+        kind, tower = "kimi_vl", {**vision_table, "model_type": "moonvit"}
         settings |= {"in_token_limit": 60, "merge_kernel_size": [2, 2], "pad_input": True}
         projector = {"mm_projector.proj.0": "multi_modal_projector.linear_1",
                      "mm_projector.proj.2": "multi_modal_projector.linear_2",
@@ -71,8 +71,8 @@ def theirs(folder, made, name):
     else:
         kind, sizes = "kimi_k25", ("hidden_size", "intermediate_size", "num_hidden_layers",
                                    "num_attention_heads")  # fmt: skip
-        tower = {f"vt_{key}" if key in sizes else key: value for key, value in own.items()}
-        tower |= {"mm_hidden_size": own["hidden_size"], "projector_ln_eps": 1e-5,
+        tower = {f"vt_{key}" if key in sizes else key: value for key, value in vision_table.items()}
+        tower |= {"mm_hidden_size": vision_table["hidden_size"], "projector_ln_eps": 1e-5,
                   "init_pos_emb_time": 4, "merge_type": "sd2_tpool"}  # fmt: skip
         limits = {"in_patch_limit": 60, "in_patch_limit_each_frame": 36, "merge_kernel_size": 2}
         settings = {"media_proc_cfg": {**settings, **limits, "temporal_merge_kernel_size": 4}}
@@ -83,9 +83,9 @@ def theirs(folder, made, name):
         "model_type": "kimi_k2" if kind == "kimi_k25" else "deepseek_v3",
     }
     written = {**keys, "text_config": text, "vision_config": tower, "tie_word_embeddings": False}
-    (made / "config.json").write_text(json.dumps(written))
-    (made / "processor_config.json").unlink()
-    (made / "preprocessor_config.json").write_text(json.dumps(settings))
+    (target / "config.json").write_text(json.dumps(written))
+    (target / "processor_config.json").unlink()
+    (target / "preprocessor_config.json").write_text(json.dumps(settings))
     projector |= {"vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
                   "language_model.model.blocks": "language_model.model.layers"}  # fmt: skip
     weights = {}
@@ -93,8 +93,8 @@ def theirs(folder, made, name):
         for old, new in projector.items():
             key = re.sub(rf"^{re.escape(old)}\b", new, key)
         weights[key] = tensor
-    save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
-    return made
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +102,10 @@ def expected(folder):
     """Log probabilities of what follows the text with its images, by transformers."""
     reference = getattr(hf, NAME).from_pretrained(folder, attn_implementation="eager").eval()
     processor = processor_of(NAME, folder)
-    given = processor(text=[TEXT], images=pictures(), return_tensors="pt")
+    inputs = processor(text=[TEXT], images=pictures(), return_tensors="pt")
     # Its counts are right for images.
     with torch.inference_mode():
-        return given["input_ids"][0].tolist(), reference(**given).logits[0, -1].log_softmax(-1)
+        return inputs["input_ids"][0].tolist(), reference(**inputs).logits[0, -1].log_softmax(-1)
 
 
 def pictures():
@@ -116,11 +116,11 @@ def pictures():
     "name", ["KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"]
 )
 def test_files_of_moonshot_s_own(folder, expected, tmp_path, name):
-    made, (ids, logprobs) = theirs(folder, tmp_path / "theirs", name), expected
-    assert (asked(made, ids) - logprobs).abs().max() < 1e-3
+    copy, (ids, logprobs) = theirs(folder, tmp_path / "theirs", name), expected
+    assert (logprobs_of(copy, ids) - logprobs).abs().max() < 1e-3
 
 
-def asked(folder, ids=None):
+def logprobs_of(folder, ids=None):
     """Log probabilities of what follows the text with its images; ids: what it is to become."""
     params = modulm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
     with modulm.LLM(str(folder), device="cpu", dtype="float32", max_logprobs=-1) as llm:
@@ -132,22 +132,26 @@ def asked(folder, ids=None):
 
 
 def test_limits_of_moonshot_s_files_are_those_of_videos(folder, tmp_path):
-    made = theirs(folder, tmp_path / "theirs", "KimiK25ForConditionalGeneration")
-    one, other = (processor_of(NAME, path) for path in (folder, made))
+    copy = theirs(folder, tmp_path / "theirs", "KimiK25ForConditionalGeneration")
+    one, other = (processor_of(NAME, path) for path in (folder, copy))
     (film,) = films(((6, 50, 40),))
-    given = {"text": [TOKENS["video_token"]], "videos": [film.frames], "do_sample_frames": False}
-    found = [part(**given, video_metadata=[film.metadata()]) for part in (one, other)]
-    assert found[0]["video_grid_thw"].tolist() == [[4, 6, 8], [2, 6, 8]]
-    assert torch.equal(*(each["pixel_values_videos"] for each in found))
-    assert np.array_equal(found[0]["input_ids"], found[1]["input_ids"])
+    arguments = {
+        "text": [TOKENS["video_token"]],
+        "videos": [film.frames],
+        "do_sample_frames": False,
+    }
+    outputs = [part(**arguments, video_metadata=[film.metadata()]) for part in (one, other)]
+    assert outputs[0]["video_grid_thw"].tolist() == [[4, 6, 8], [2, 6, 8]]
+    assert torch.equal(*(each["pixel_values_videos"] for each in outputs))
+    assert np.array_equal(outputs[0]["input_ids"], outputs[1]["input_ids"])
 
 
 def test_images_that_would_be_cut_are_refused(folder, tmp_path):
-    made = theirs(folder, tmp_path / "theirs", "KimiVLForConditionalGeneration")
-    file = made / "preprocessor_config.json"
+    copy = theirs(folder, tmp_path / "theirs", "KimiVLForConditionalGeneration")
+    file = copy / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_input": False}))
     with pytest.raises(CheckpointError, match="pad_input"):
-        processor_of(NAME, made)
+        processor_of(NAME, copy)
 
 
 def test_other_encoders_are_refused():
@@ -182,10 +186,10 @@ def test_a_tokenizer_without_a_token_for_videos_takes_none(folder, monkeypatch):
 
 def test_experts_in_four_bits_and_an_encoder_as_it_is(folder, tmp_path):
     """Kimi K2.5's files say of the text model alone how it is quantized."""
-    group, made = 16, theirs(folder, tmp_path / "four", "KimiK25ForConditionalGeneration")
-    rounded = shutil.copytree(made, tmp_path / "rounded")
+    group, quantized = 16, theirs(folder, tmp_path / "four", "KimiK25ForConditionalGeneration")
+    rounded = shutil.copytree(quantized, tmp_path / "rounded")
     packed, plain = {}, {}
-    for name, tensor in load_file(made / "model.safetensors").items():
+    for name, tensor in load_file(quantized / "model.safetensors").items():
         packed[name] = plain[name] = tensor
         if ".experts." not in name:
             continue
@@ -194,13 +198,13 @@ def test_experts_in_four_bits_and_an_encoder_as_it_is(folder, tmp_path):
         codes = (rows / scales[..., None]).round()
         plain[name] = (codes * scales[..., None]).flatten(1)
         del packed[name]
-        words = pack_words((codes + 8).to(torch.uint8).flatten(1), 4, 1)
+        packed_words = pack_words((codes + 8).to(torch.uint8).flatten(1), 4, 1)
         shape = torch.tensor(tensor.shape)
-        parts = {"packed": words, "scale": scales, "shape": shape}
-        packed |= {f"{name}_{part}": found for part, found in parts.items()}
+        parts = {"packed": packed_words, "scale": scales, "shape": shape}
+        packed |= {f"{name}_{part}": tensors for part, tensors in parts.items()}
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
     targets = {"targets": ["Linear"], "weights": {**weights, "symmetric": True}}
-    table = json.loads((made / "config.json").read_text())
+    table = json.loads((quantized / "config.json").read_text())
     table["text_config"]["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -208,9 +212,9 @@ def test_experts_in_four_bits_and_an_encoder_as_it_is(folder, tmp_path):
         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
                    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
     }  # fmt: skip
-    (made / "config.json").write_text(json.dumps(table))
-    for path, found in ((made, packed), (rounded, plain)):
-        save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-    one, other = asked(made), asked(rounded)
+    (quantized / "config.json").write_text(json.dumps(table))
+    for path, tensors in ((quantized, packed), (rounded, plain)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    one, other = logprobs_of(quantized), logprobs_of(rounded)
     assert (one - other).abs().max() < 1e-2
-    assert (other - asked(folder)).abs().max() > 0.05
+    assert (other - logprobs_of(folder)).abs().max() > 0.05

@@ -72,8 +72,8 @@ def test_text_is_answered_as_by_the_whole(architecture, tmp_path):
     assert decision.winner == "multimodal_text"
     assert WHOLE[architecture][2] in explain.render([decision])
     tokens = [7 + 11 * i % 490 for i in range(37)]
-    found = session.step({0: tokens})[0]
-    assert (found - reference(folder, architecture, tokens)).abs().max() < 1e-4
+    logits = session.step({0: tokens})[0]
+    assert (logits - reference(folder, architecture, tokens)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["kosmos_2_text_model", "pix2struct_text_model"])

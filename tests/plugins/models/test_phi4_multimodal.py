@@ -46,18 +46,18 @@ def test_a_sound_beside_an_image_is_another_than_one_alone(tmp_path):
     with modulm.LLM(str(folder), **settings) as llm:
         for text, pictures in [*prompts.items()] * 2:
             media = {"images": pictures} if pictures else {}
-            given = reader(
+            inputs = reader(
                 text=[text], audio=[sound], add_special_tokens=False, return_tensors="pt", **media
             )
             with torch.inference_mode():
-                expected = theirs(**given).logits[0, -1].log_softmax(-1)
+                expected = theirs(**inputs).logits[0, -1].log_softmax(-1)
             data = {"audio": (sound, 16000), **({"image": pictures} if pictures else {})}
             params = modulm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
             (answer,) = llm.generate([{"prompt": text, "multi_modal_data": data}], params)
-            assert answer.prompt_token_ids == given["input_ids"][0].tolist()
+            assert answer.prompt_token_ids == inputs["input_ids"][0].tolist()
             (entry,) = answer.outputs[0].logprobs
-            found = torch.tensor([entry[i].logprob for i in range(512)])
-            assert (found - expected).abs().max() < 1e-3
+            logprobs = torch.tensor([entry[i].logprob for i in range(512)])
+            assert (logprobs - expected).abs().max() < 1e-3
         assert answer.num_cached_tokens >= 16
 
 
@@ -85,16 +85,16 @@ def other(tmp_path_factory):
 @pytest.mark.parametrize(("width", "height"), [(35, 35), (70, 40), (33, 90), (150, 50)])
 def test_an_odd_number_of_patches_to_a_side(other, width, height):
     ours, theirs = other
-    made = Phi4MultimodalImageProcessorPil(
+    outputs = Phi4MultimodalImageProcessorPil(
         size={"height": 35, "width": 35}, patch_size=7, dynamic_hd=4
     )(images([(width, height)]), return_tensors="np")
-    (count,) = made.pop("num_img_tokens")
-    (found,) = ours.encode([MediaItem("image", b"", 0, int(count), dict(made))])
-    given = {name: torch.from_numpy(tensor) for name, tensor in made.items()}
+    (count,) = outputs.pop("num_img_tokens")
+    (embeddings,) = ours.encode([MediaItem("image", b"", 0, int(count), dict(outputs))])
+    inputs = {name: torch.from_numpy(tensor) for name, tensor in outputs.items()}
     expected = theirs.model.embed_tokens_extend.image_embed(
-        torch.full((1, count), 480), torch.zeros(1, count, 64), **given
+        torch.full((1, count), 480), torch.zeros(1, count, 64), **inputs
     )
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embeddings, expected[0], rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -106,9 +106,9 @@ def test_sounds_of_any_length(other, frames, mode):
     mel = np.random.default_rng(0).normal(0, 1, (1, frames, 16)).astype(np.float32)
     count = -(-frames // 4)
     tensors = {"audio_input_features": mel, "beside_images": np.array(mode == "vision")}
-    (found,) = ours.encode([MediaItem("audio", b"", 0, count, tensors)])
+    (embeddings,) = ours.encode([MediaItem("audio", b"", 0, count, tensors)])
     expected = theirs.model.embed_tokens_extend.audio_embed(
         torch.full((1, count), 481), torch.zeros(1, count, 64), torch.from_numpy(mel), [count],
         audio_projection_mode=mode,
     )  # fmt: skip
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embeddings, expected[0], rtol=1e-4, atol=1e-4)

@@ -63,8 +63,8 @@ def test_recorded_steps_give_the_bits_of_the_step(tmp_path, name):
         session.model.forward = with_
         return [session.step({0: [9 + i], 1: [3], 2: [4 + i]}) for i in range(3)]
 
-    expected, found = steps(forward), steps(recorded)
-    for one, other in zip(found, expected, strict=True):
+    expected, actual = steps(forward), steps(recorded)
+    for one, other in zip(actual, expected, strict=True):
         assert all(torch.equal(one[row], other[row]) for row in one)
     if name in CALL_BY_CALL:
         assert "torch computes" in recorded.reason

@@ -45,10 +45,10 @@ def routers(folder):
 def test_a_router_is_as_wide_as_the_published_one(tmp_path, architecture):
     if not any(d.name == architecture for d in manager.current().names("models")):
         pytest.skip(f"no installed plugin provides {architecture}")
-    found = routers(make_tiny(tmp_path, architecture, dtype="bfloat16"))
-    assert found
+    router_layers = routers(make_tiny(tmp_path, architecture, dtype="bfloat16"))
+    assert router_layers
     wanted = torch.float32 if architecture in WIDE else torch.bfloat16
-    for router in found.values():
+    for router in router_layers.values():
         x = torch.randn(3, router.spec.inputs).bfloat16()
         assert router(x).dtype == wanted
 

@@ -128,14 +128,14 @@ def test_what_cannot_be_is_named(name):
 
 
 def test_letters_name_layers_as_words_do():
-    words = read("NemotronHForCausalLM")
+    spelled_out = read("NemotronHForCausalLM")
     letters = read(
         "NemotronHForCausalLM",
         layers_block_type=None,
         num_hidden_layers=None,
         hybrid_override_pattern="M-*E",
     )
-    assert letters.layer_types == words.layer_types
+    assert letters.layer_types == spelled_out.layer_types
     assert letters.num_hidden_layers == 4
 
 
@@ -216,8 +216,8 @@ def test_nonsense_in_any_number_names_its_key(architecture):
         value = getattr(whole, field.name)
         if type(value) not in (int, float):
             continue
-        written = [own for own, common in aliases.items() if common == field.name]
-        spelt = next((own for own in [*written, field.name] if own in table), field.name)
+        written = [alias for alias, common in aliases.items() if common == field.name]
+        spelt = next((alias for alias in [*written, field.name] if alias in table), field.name)
         known = model_keys(driver.__module__.partition(".")[0]).get(table["model_type"], {})
         if spelt in known.get("unknown", ()):
             continue

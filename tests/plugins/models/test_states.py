@@ -36,9 +36,9 @@ def answers(folder, **flags):
             return events
 
         llm._core.loop.scheduler.commit = watched
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
-        tokens = [list(one.outputs[0].token_ids) for one in found]
-        cached = sum(one.num_cached_tokens or 0 for one in found)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+        tokens = [list(one.outputs[0].token_ids) for one in outputs]
+        cached = sum(one.num_cached_tokens or 0 for one in outputs)
         return tokens, sum(preempted), cached, llm.info.notes
 
 
@@ -91,17 +91,17 @@ LONG = {
 def logprobs(llm, prompts):
     """What the whole vocabulary's log probabilities are at each generated token, and the hits."""
     wanted = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1)
-    found = llm.generate(
+    outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False
     )
     values = [
         [
-            {token: entry.logprob for token, entry in place.items()}
-            for place in one.outputs[0].logprobs
+            {token: entry.logprob for token, entry in position.items()}
+            for position in one.outputs[0].logprobs
         ]
-        for one in found
+        for one in outputs
     ]
-    return values, [one.num_cached_tokens or 0 for one in found]
+    return values, [one.num_cached_tokens or 0 for one in outputs]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -129,14 +129,17 @@ def test_a_hit_gives_what_a_miss_gives(reusing, lengths, seed):
     rng = random.Random(seed)
     text = [rng.randrange(1, 500) for _ in range(400)]
     prompts = [
-        [*text[:begin], *(rng.randrange(1, 500) for _ in range(own))] for begin, own in lengths
+        [*text[:begin], *(rng.randrange(1, 500) for _ in range(suffix))]
+        for begin, suffix in lengths
     ]
     expected, cached = logprobs(other, prompts)
     assert not any(cached)
     for _ in range(2):
-        found, cached = logprobs(one, prompts)
-        for one_found, one_expected in zip(found, expected, strict=True):
-            assert one_found == [pytest.approx(place, abs=TOLERANCE) for place in one_expected]
+        actual, cached = logprobs(one, prompts)
+        for one_found, one_expected in zip(actual, expected, strict=True):
+            assert one_found == [
+                pytest.approx(position, abs=TOLERANCE) for position in one_expected
+            ]
     for prompt, hit in zip(prompts, cached, strict=True):
         assert hit == (len(prompt) - 1) // 64 * 64
 

@@ -23,9 +23,9 @@ def image(width, height, seed=0):
     [((28, 28), 1), ((56, 28), 3), ((20, 50), 3), ((400, 100), 5), ((100, 100), 5), ((50, 40), 5)],
 )
 def test_command_a_enlarges_as_little_as_it_can(size, tiles):
-    found = Cohere2VisionImageProcessorPil(size=SIDE, max_patches=4)(image(*size))
-    assert np.shape(found["pixel_values"]) == (tiles, 3, 28, 28)
-    assert found["num_patches"] == [tiles]
+    outputs = Cohere2VisionImageProcessorPil(size=SIDE, max_patches=4)(image(*size))
+    assert np.shape(outputs["pixel_values"]) == (tiles, 3, 28, 28)
+    assert outputs["num_patches"] == [tiles]
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def test_command_a_enlarges_as_little_as_it_can(size, tiles):
      ((300, 100), [1, 3]), ((56, 56), [2, 2])],
 )  # fmt: skip
 def test_llama_4_takes_the_canvas_that_fits_best(size, grid):
-    found = Llama4ImageProcessorPil(size=SIDE, max_patches=4)(image(*size))
+    outputs = Llama4ImageProcessorPil(size=SIDE, max_patches=4)(image(*size))
     tiles = grid[0] * grid[1]
-    assert found["aspect_ratios"] == [grid]
-    assert np.shape(found["pixel_values"]) == (tiles + (tiles > 1), 3, 28, 28)
+    assert outputs["aspect_ratios"] == [grid]
+    assert np.shape(outputs["pixel_values"]) == (tiles + (tiles > 1), 3, 28, 28)
 
 
 def test_llama_4_pads_with_black_and_counts_as_it_was_trained():
     """In bfloat16, of which about eight bits count."""
     white = Image.fromarray(np.full((28, 14, 3), 255, np.uint8))
-    (found,) = Llama4ImageProcessorPil(size=SIDE, max_patches=4)(white)["pixel_values"]
-    assert (found[:, :, :14] == found[0, 0, 0]).all()
-    assert found[0, 0, 0] == pytest.approx(1, abs=0.02)
-    assert (found[:, :, 14:] == -1).all()
+    (pixels,) = Llama4ImageProcessorPil(size=SIDE, max_patches=4)(white)["pixel_values"]
+    assert (pixels[:, :, :14] == pixels[0, 0, 0]).all()
+    assert pixels[0, 0, 0] == pytest.approx(1, abs=0.02)
+    assert (pixels[:, :, 14:] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,19 @@ def test_llama_4_pads_with_black_and_counts_as_it_was_trained():
 )  # fmt: skip
 def test_phi_4_takes_whole_tiles_that_hold_the_image(size, canvas, tokens):
     side = {"height": 32, "width": 32}
-    found = Phi4MultimodalImageProcessorPil(size=side, patch_size=1)(image(*size))
-    assert found["image_sizes"].tolist() == [canvas]
-    assert found["num_img_tokens"] == [273 + tokens]
+    outputs = Phi4MultimodalImageProcessorPil(size=side, patch_size=1)(image(*size))
+    assert outputs["image_sizes"].tolist() == [canvas]
+    assert outputs["num_img_tokens"] == [273 + tokens]
 
 
 def test_phi_4_pads_with_white_that_is_no_part_of_the_image():
     black = Image.fromarray(np.zeros((28, 14, 3), np.uint8))
-    found = Phi4MultimodalImageProcessorPil(size=SIDE, patch_size=7)(black)
-    copy, tile = found["image_pixel_values"][0]
+    outputs = Phi4MultimodalImageProcessorPil(size=SIDE, patch_size=7)(black)
+    copy, tile = outputs["image_pixel_values"][0]
     assert (copy == tile).all()
     assert (tile[:, :, :14] == -1).all()
     assert (tile[:, :, 14:] == 1).all()
-    whole, filled = found["image_attention_mask"][0]
+    whole, filled = outputs["image_attention_mask"][0]
     assert whole.all()
     assert filled.tolist() == [[1, 1, 0, 0]] * 4
 

@@ -241,16 +241,16 @@ class Attends(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"indices": torch.zeros(1, 1)}, "attention argument indices"),
         ({"position_bias": torch.zeros(1, 1)}, "attention argument position_bias"),
         ({"is_causal": False}, "attends in both directions"),
     ],
 )
-def test_what_attention_is_handed_and_cannot_obey_is_refused(more, words):
+def test_what_attention_is_handed_and_cannot_obey_is_refused(more, message):
     state = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         _attend(Attends(), state, state, state, None, modulm=object(), **more)
 
 

@@ -79,20 +79,22 @@ def classes(model, hidden, pooling):
 def test_runs_as_in_transformers(architecture, tmp_path):
     changes = {"classifier_pooling": "mean"} if CLASSIFIERS.get(architecture) == "MEAN" else {}
     session = Session(make_tiny(tmp_path, architecture, **SETTINGS, **changes), **FLAGS)
-    own = getattr(transformers, architecture).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    base = getattr(own, own.base_model_prefix, own)
+    reference = (
+        getattr(transformers, architecture).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    )
+    base = getattr(reference, reference.base_model_prefix, reference)
     pooling = {**CLASSIFIERS, **EMBEDDERS}.get(architecture)
     assert session.model.pooling == (pooling or session.model.pooling)
     rng = random.Random(1)
     rows = {row: [rng.randrange(5, 500) for _ in range(n)] for row, n in enumerate(LENGTHS)}
-    found = session.hidden(rows)
+    hidden = session.hidden(rows)
     for row, tokens in rows.items():
         with torch.inference_mode():
             states = base(torch.tensor([tokens]))[0][0]
-            head = None if architecture in EMBEDDERS else own(torch.tensor([tokens])).logits
-        torch.testing.assert_close(found[row], states, atol=1e-4, rtol=1e-4)
+            head = None if architecture in EMBEDDERS else reference(torch.tensor([tokens])).logits
+        torch.testing.assert_close(hidden[row], states, atol=1e-4, rtol=1e-4)
         if head is not None:
-            logits = classes(session.model, found[row], pooling)
+            logits = classes(session.model, hidden[row], pooling)
             torch.testing.assert_close(logits, head.view(logits.shape), atol=1e-4, rtol=1e-4)
 
 
@@ -107,9 +109,9 @@ def test_it_stands_in_where_no_plugin_has_the_encoder(tmp_path):
     folder = make_tiny(tmp_path, "ElectraForSequenceClassification", **SETTINGS)
     with LLM(str(folder), device="cpu", dtype="float32") as llm:
         (output,) = llm.classify("one two three", use_tqdm=False)
-    own = transformers.ElectraForSequenceClassification.from_pretrained(folder).eval()
+    reference = transformers.ElectraForSequenceClassification.from_pretrained(folder).eval()
     with torch.inference_mode():
-        expected = own(torch.tensor([output.prompt_token_ids])).logits[0].softmax(-1)
+        expected = reference(torch.tensor([output.prompt_token_ids])).logits[0].softmax(-1)
     assert output.outputs.probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 

@@ -17,7 +17,7 @@ import modulm
 from modulm import PoolingParams, SamplingParams
 from modulm.errors import RequestError
 from modulm.testing.checkpoints import make_tiny
-from modulm_transcriber_whisper.words import ends_of
+from modulm_transcriber_whisper.words import end_frames
 from modulm_whisper.alignment import AlignmentPooler
 from modulm_whisper.alignment_rows import AlignmentRows
 
@@ -42,29 +42,33 @@ class Case:
         self.prompts: list[Any] = []
         self.params: list[PoolingParams] = []
         self.expected: list[list[int]] = []
-        for begun, count, size in ASKED:
+        for decoder_start, count, size in ASKED:
             sound = rng.standard_normal(size).astype(np.float32) / 9
-            tokens = [*begun, *rng.integers(8, 500, count).tolist()]
+            tokens = [*decoder_start, *rng.integers(8, 500, count).tolist()]
             frames = -(-size // 160)
             self.prompts.append(
                 {"prompt_token_ids": tokens, "multi_modal_data": {"audio": (sound, 16000)}}
             )
             extra = {"frames": frames // 2}
-            self.params.append(PoolingParams(task="align", pool_from=len(begun), extra_args=extra))
-            made = hears(sound, sampling_rate=16000, return_tensors="pt")
+            self.params.append(
+                PoolingParams(task="align", pool_from=len(decoder_start), extra_args=extra)
+            )
+            features = hears(sound, sampling_rate=16000, return_tensors="pt")
             with torch.inference_mode():
-                given = torch.tensor([tokens])
-                out = model(**made, decoder_input_ids=given, output_attentions=True)
-            seen = hf.utils.ModelOutput(cross_attentions=[out.cross_attentions], sequences=given)
+                decoder_ids = torch.tensor([tokens])
+                out = model(**features, decoder_input_ids=decoder_ids, output_attentions=True)
+            seen = hf.utils.ModelOutput(
+                cross_attentions=[out.cross_attentions], sequences=decoder_ids
+            )
             times = model._extract_token_timestamps(
-                seen, HEADS, num_frames=frames, num_input_ids=len(begun)
+                seen, HEADS, num_frames=frames, num_input_ids=len(decoder_start)
             )
             # The last time is said twice, for the end.
-            self.expected.append(times[0, len(begun) : -1].div(0.02).round().int().tolist())
+            self.expected.append(times[0, len(decoder_start) : -1].div(0.02).round().int().tolist())
 
-    def found(self, llm: modulm.LLM) -> list[list[int]]:
+    def align(self, llm: modulm.LLM) -> list[list[int]]:
         outputs = llm.encode(self.prompts, self.params, use_tqdm=False)
-        return [ends_of(np.asarray(output.outputs.data)).tolist() for output in outputs]
+        return [end_frames(np.asarray(output.outputs.data)).tolist() for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +78,17 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def llm(case: Case) -> Any:
-    with modulm.LLM(str(case.folder), **SETTINGS) as made:
-        yield made
+    with modulm.LLM(str(case.folder), **SETTINGS) as engine:
+        yield engine
 
 
 def test_times_are_those_of_transformers(case: Case, llm: modulm.LLM) -> None:
-    found = case.found(llm)
+    times = case.align(llm)
     # Of one token transformers divides 0 by 0; it is there from the beginning.
-    assert found[1] == [0]
-    assert [*found[:1], *found[2:]] == [*case.expected[:1], *case.expected[2:]]
-    assert all(ends == sorted(ends) and ends[-1] < 50 for ends in found)
-    assert len({tuple(ends) for ends in found}) == len(ASKED)
+    assert times[1] == [0]
+    assert [*times[:1], *times[2:]] == [*case.expected[:1], *case.expected[2:]]
+    assert all(ends == sorted(ends) and ends[-1] < 50 for ends in times)
+    assert len({tuple(ends) for ends in times}) == len(ASKED)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +101,8 @@ def test_times_are_those_of_transformers(case: Case, llm: modulm.LLM) -> None:
 )
 def test_however_steps_are_cut(case: Case, flags: dict[str, Any]) -> None:
     with modulm.LLM(str(case.folder), **SETTINGS, **flags) as llm:
-        found = case.found(llm)
-    assert [*found[:1], *found[2:]] == [*case.expected[:1], *case.expected[2:]]
+        times = case.align(llm)
+    assert [*times[:1], *times[2:]] == [*case.expected[:1], *case.expected[2:]]
 
 
 def test_the_model_answers_as_before_and_has_no_other_task(case: Case, llm: modulm.LLM) -> None:

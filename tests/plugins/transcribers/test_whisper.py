@@ -92,7 +92,7 @@ def test_models_of_english_alone_are_told_nothing(english: Opened) -> None:
 
 
 def test_older_checkpoints_say_it_by_the_names_of_tokens(tmp_path: Path) -> None:
-    older = Opened(tmp_path, told=False)
+    older = Opened(tmp_path, with_generation_config=False)
     assert set(older.asks.languages) == {"en", "zh", "de"}
     found = older.asks.ask(SOUND, Wanted(language="en"))
     names = ("startoftranscript", "en", "transcribe", "notimestamps")

@@ -122,7 +122,9 @@ class MediaReader:
         for kind, count in counts.items():
             if kind not in self._family_class.kinds:
                 supported = ", ".join(self._family_class.kinds)
-                raise RequestError(f"the model takes no {kind}: it takes {supported}", kind)
+                raise RequestError(
+                    f"the model does not support {kind} input, only {supported}", kind
+                )
             most = most_of(self.flags, kind)
             if count > most:
                 raise RequestError(

@@ -76,7 +76,7 @@ class VoxtralFamily(MediaFamily):
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         sound, extractor = media.value, self.processor.feature_extractor
         if not isinstance(sound, Sound):
-            raise RequestError(f"the model takes no {media.kind}", "multi_modal_data")
+            raise RequestError(f"the model does not support {media.kind} input", "multi_modal_data")
         audio = self.config.get("audio_config", {})
         frames = 2 * int(audio.get("max_source_positions", 1500))
         outputs = extractor(

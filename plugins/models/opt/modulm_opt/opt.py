@@ -145,7 +145,7 @@ class OPTForCausalLM(DecoderForCausalLM):
     )
 
     def make_embedding(self, config: Any, b: Builder) -> OPTEmbedding:
-        # Hidden states would be narrower than the model's width.
+        # Otherwise prompt embeddings would be narrower than the model's width.
         self.takes_embeds = config.embedding_size == config.hidden_size
         return OPTEmbedding(config, b)
 
