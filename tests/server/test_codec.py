@@ -243,34 +243,40 @@ def test_damaged_frames_are_errors_and_nothing_else(rng: random.Random, rounds: 
 
 
 @pytest.fixture
-def front_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[_SocketServer]:
-    """The socket's half of an engine's process, without an engine and without the process's end."""
+def front_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[_SocketServer, socket.socket]]:
+    """The socket's half of an engine's process, without an engine and without the process's end,
+    and the owner's end of its connection.
+    """
     monkeypatch.setattr(_SocketServer, "leave", lambda self: None)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with tempfile.TemporaryDirectory() as folder:
         listener.bind(f"{folder}/engine")
         listener.listen()
-        server = _SocketServer(listener)
-        yield server
+        ours, theirs = socket.socketpair()
+        server = _SocketServer(theirs, listener)
+        with ours:
+            yield server, ours
         server.end()
 
 
 def test_an_engine_lets_go_who_sends_what_cannot_be_read(
-    front_ends: _SocketServer, rng: random.Random, rounds: int
+    front_ends: tuple[_SocketServer, socket.socket], rng: random.Random, rounds: int
 ) -> None:
     whole = [frame for frame in frames_of_everything() if b"start" not in frame]
-    with connect(front_ends.address) as owner:
-        owner.sendall(frames.pack("start", {}, [1]))
-        assert front_ends.started.result(300) == [{}, [1]]
-        for _ in range(40 * rounds):
-            with connect(front_ends.address) as peer:
-                peer.settimeout(300)
-                peer.sendall(damaged(b"".join(rng.sample(whole, 3)), rng))
-                peer.shutdown(socket.SHUT_WR)
-                assert peer.recv(1) == b""
-        owner.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            owner.recv(1)
+    server, owner = front_ends
+    owner.sendall(frames.pack("start", {}, [1]))
+    assert server.started.result(300) == [{}, [1]]
+    for _ in range(40 * rounds):
+        with connect(server.address) as peer:
+            peer.settimeout(300)
+            peer.sendall(damaged(b"".join(rng.sample(whole, 3)), rng))
+            peer.shutdown(socket.SHUT_WR)
+            assert peer.recv(1) == b""
+    owner.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        owner.recv(1)
 
 
 class Refuses:
