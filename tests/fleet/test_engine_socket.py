@@ -118,6 +118,23 @@ def test_a_neighbour_on_the_unix_socket_cannot_start_an_engine(attack: bytes, ma
     assert not marker.exists()
 
 
+def test_many_frames_at_once_arrive_whole(listener: socket.socket, secret_file: str) -> None:
+    """Each in a TLS record of its own, several of which are read at once."""
+    process = EngineProcess(None, listener, secret_file)
+    try:
+        connection = connect(process.address, secret_file)
+        sizes = [n * 37 % 4000 for n in range(400)]
+        sealed = [connection.seal(frames.pack("hello", bytes(size))) for size in sizes]
+        connection.socket.sendall(b"".join(sealed))
+        process.start(EngineConfig.from_keywords(model="the/owners"), PluginManager())
+        reader = connection.reader()
+        kind, _ = frames.unpack(reader.read(int.from_bytes(reader.read(4), "big")))
+        assert kind == "error"
+        connection.socket.close()
+    finally:
+        process.close()
+
+
 def test_tcp_needs_a_secret(listener: socket.socket, secret_file: str) -> None:
     with pytest.raises(EngineError, match="needs a secret"):
         EngineProcess(None, listener)

@@ -59,9 +59,9 @@ def test_several_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        ({"port": 80}, "Ray Serve's"),
-        ({"data-parallel-size": 2}, "Ray Serve's"),
-        ({"ssl_keyfile": "k"}, "Ray Serve's"),
+        ({"port": 80}, "is set by Ray Serve"),
+        ({"data-parallel-size": 2}, "is set by Ray Serve"),
+        ({"ssl_keyfile": "k"}, "is set by Ray Serve"),
         ({"max_modell_len": 3}, "max_model_len"),
         ({"max_model_len": "many"}, "max_model_len"),
         ({"adapters": {"a": "/a"}, "enable_lora": False}, "enable_lora"),

@@ -77,11 +77,11 @@ class _FrontEnd(asyncio.BufferedProtocol):
         if isinstance(transport, asyncio.Transport):
             self._transport = transport
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._server.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._data += memoryview(self._server.buffer)[:nbytes]
+        self._data += self._server.buffer[:nbytes]
         while len(self._data) >= 4:
             end = 4 + int.from_bytes(self._data[:4], "big")
             if end > frames.LIMIT:
@@ -173,8 +173,9 @@ class _SocketServer:
         self, owner: socket.socket, listener: socket.socket, tls: TlsContexts | None = None
     ) -> None:
         self.numbers = count()
-        #: The piece that was read last, of any front end.
-        self.buffer = bytearray(_PIECE)
+        #: The piece that was read last, of any front end. A view, since asyncio slices it for TLS,
+        #: and a slice of a bytearray is a copy.
+        self.buffer = memoryview(bytearray(_PIECE))
         self.started: Future[list[Any]] = Future()
         self.owner_gone = threading.Event()
         self._listener, self._tls = listener, tls
