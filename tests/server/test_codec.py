@@ -37,7 +37,6 @@ from modulm.wire import frames
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import AdapterRegistry
 from modulm_server.engine.engine_process import _SocketServer, split
-from modulm_server.engine.spawn import connect
 from modulm_server.flags import ServerConfig
 
 
@@ -269,8 +268,9 @@ def test_an_engine_lets_go_who_sends_what_cannot_be_read(
     owner.sendall(frames.pack("start", {}, [1]))
     assert server.started.result(300) == [{}, [1]]
     for _ in range(40 * rounds):
-        with connect(server.address) as peer:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(300)
+            peer.connect(server.address)
             peer.sendall(damaged(b"".join(rng.sample(whole, 3)), rng))
             peer.shutdown(socket.SHUT_WR)
             assert peer.recv(1) == b""
