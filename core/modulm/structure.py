@@ -163,10 +163,10 @@ _BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
 
 
 def _bool(value: Any) -> bool:
-    found = _BOOLEANS.get(str(value).lower())
-    if found is None:
+    flag = _BOOLEANS.get(str(value).lower())
+    if flag is None:
         raise ValueError(f"{value!r} is neither true nor false")
-    return found
+    return flag
 
 
 def _float(value: Any) -> float:

@@ -13,28 +13,30 @@ from modulm.testing.checkpoints import make_tokenizer
 from modulm_chat.choice import chat_decisions
 
 
-def decided(folder: Path, given: str | None = None, **flags: str | bool) -> dict[str, str | None]:
+def winners(
+    folder: Path, chat_template: str | None = None, **flags: str | bool
+) -> dict[str, str | None]:
     config = EngineConfig.from_keywords(model=str(folder), **flags)
-    found = chat_decisions(config, folder, manager.current(), given)
-    assert all(decision.reason for decision in found)
-    return {decision.subject: decision.winner for decision in found}
+    decisions = chat_decisions(config, folder, manager.current(), chat_template)
+    assert all(decision.reason for decision in decisions)
+    return {decision.subject: decision.winner for decision in decisions}
 
 
 def test_what_a_folder_brings_decides(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path)
-    assert decided(folder) == {"tokenizer": "hf", "chat template": "the checkpoint's"}
-    assert decided(folder, "hermes") == {"tokenizer": "hf", "chat template": "hermes"}
-    named = decided(folder, tokenizer_mode="deepseek_v4")
-    assert named == {"tokenizer": "deepseek_v4", "chat template": "deepseek_v4"}
-    assert decided(folder, skip_tokenizer_init=True) == {}
+    assert winners(folder) == {"tokenizer": "hf", "chat template": "the checkpoint's"}
+    assert winners(folder, "hermes") == {"tokenizer": "hf", "chat template": "hermes"}
+    by_mode = winners(folder, tokenizer_mode="deepseek_v4")
+    assert by_mode == {"tokenizer": "deepseek_v4", "chat template": "deepseek_v4"}
+    assert winners(folder, skip_tokenizer_init=True) == {}
     (folder / "chat_template.jinja").unlink()
-    assert decided(folder) == {"tokenizer": "hf", "chat template": None}
+    assert winners(folder) == {"tokenizer": "hf", "chat template": None}
     (folder / "config.json").write_text('{"model_type": "deepseek_v32"}')
     chosen = {"tokenizer": "deepseek_v32", "chat template": "deepseek_v32"}
-    assert decided(folder) == chosen
-    assert decided(folder, tokenizer_mode="hf") == {"tokenizer": "hf", "chat template": None}
+    assert winners(folder) == chosen
+    assert winners(folder, tokenizer_mode="hf") == {"tokenizer": "hf", "chat template": None}
     with pytest.raises(PluginNotFound, match="telepathy"):
-        decided(folder, tokenizer_mode="telepathy")
+        winners(folder, tokenizer_mode="telepathy")
 
 
 def test_tekken_is_mistrals(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import render
 
 
-def named(name: str) -> str:
+def reading_template(name: str) -> str:
     return (
         "{% for m in messages %}{{ m.role }}:{% if m." + name + " %}({{ m." + name + " }})"
         "{% endif %}{{ m.content }};{% endfor %}"
@@ -21,9 +21,9 @@ def named(name: str) -> str:
 
 
 FIELDS = {
-    name: named(name) for name in ("reasoning_content", "reasoning", "thinking")
+    name: reading_template(name) for name in ("reasoning_content", "reasoning", "thinking")
 } | {
-    "key": named("role").replace("m.role }}:", "m.role }}:").replace(
+    "key": reading_template("role").replace("m.role }}:", "m.role }}:").replace(
         "{% if m.role %}({{ m.role }})", "{% if m['reasoning'] %}({{ m['reasoning'] }})"
     ),
     "asked": "{% for m in messages %}{{ m.role }}:{% if 'reasoning_content' in m %}"
@@ -61,7 +61,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("thoughts")))
 
 
-def shown(tokenizer: Tokenizer, template: str, turn: dict[str, Any]) -> str:
+def rendered(tokenizer: Tokenizer, template: str, turn: dict[str, Any]) -> str:
     messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", **turn}]
     return render(messages, tokenizer=tokenizer, template=template)
 
@@ -71,18 +71,18 @@ def shown(tokenizer: Tokenizer, template: str, turn: dict[str, Any]) -> str:
 def test_however_it_is_written_it_is_told_once(
     tokenizer: Tokenizer, template: str, turn: dict[str, Any]
 ) -> None:
-    assert shown(tokenizer, template, turn) == "user:Well?;assistant:(Hm.)Yes.;"
+    assert rendered(tokenizer, template, turn) == "user:Well?;assistant:(Hm.)Yes.;"
 
 
 def test_a_template_that_reads_no_thoughts_is_told_none(tokenizer: Tokenizer) -> None:
     for turn in WRITTEN.values():
-        assert shown(tokenizer, DEAF, turn) == "user:Well?;assistant:Yes.;<think></think>"
+        assert rendered(tokenizer, DEAF, turn) == "user:Well?;assistant:Yes.;<think></think>"
 
 
 def test_what_is_written_inline_alone_stays(tokenizer: Tokenizer) -> None:
     inline = {"content": "<think>Hm.</think>Yes."}
-    assert shown(tokenizer, INLINE, inline) == "user:Well?;assistant:(Hm.)Yes.;"
-    assert "<think>Hm.</think>Yes." in shown(tokenizer, FIELDS["reasoning"], inline)
+    assert rendered(tokenizer, INLINE, inline) == "user:Well?;assistant:(Hm.)Yes.;"
+    assert "<think>Hm.</think>Yes." in rendered(tokenizer, FIELDS["reasoning"], inline)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_what_is_written_inline_alone_stays(tokenizer: Tokenizer) -> None:
 )
 def test_a_thought_is_text(tokenizer: Tokenizer, turn: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"messages\[1\]") as caught:
-        shown(tokenizer, DEAF, turn)
+        rendered(tokenizer, DEAF, turn)
     assert caught.value.param == "messages"

@@ -61,7 +61,7 @@ def test_optimization_levels(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "expected"),
     [
         (["--max_model_len", "3"], ["--max-model-len", "3"]),
         (["--max_model_len=a_b"], ["--max-model-len=a_b"]),
@@ -75,8 +75,8 @@ def test_optimization_levels(args: list[str]) -> None:
         ([], []),
     ],
 )  # fmt: skip
-def test_other_words(args: list[str], words: list[str]) -> None:
-    assert run(*args) == words
+def test_other_words(args: list[str], expected: list[str]) -> None:
+    assert run(*args) == expected
 
 
 KNOWN = {
@@ -105,9 +105,9 @@ KNOWN = {
 )
 def test_flags_that_the_command_has_not(args: list[str], values: dict[str, Any]) -> None:
     shapes = evolve(SHAPES, known=KNOWN.get)
-    words, known = normalize(args, shapes)
+    arguments, known = normalize(args, shapes)
     assert known == values
-    assert words == (["x"] if values else args)
+    assert arguments == (["x"] if values else args)
     mine = evolve(shapes, names=frozenset({"--max-loras"}))
     assert normalize(["--max-loras", "3"], mine) == (["--max-loras", "3"], {})
 

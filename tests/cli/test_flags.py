@@ -31,19 +31,19 @@ LISTED = [
 ]
 
 
-def command(*words: str) -> click.Command:
+def command(*names: str) -> click.Command:
     """A command as `modulm` finds it, by its words."""
-    (point,) = entry_points(group="modulm.commands", name=words[0])
-    found: Any = point.load()
-    for word in words[1:]:
-        found = found.commands[word]
-    assert isinstance(found, click.Command)
-    return found
+    (point,) = entry_points(group="modulm.commands", name=names[0])
+    node: Any = point.load()
+    for name in names[1:]:
+        node = node.commands[name]
+    assert isinstance(node, click.Command)
+    return node
 
 
-def options(words: str) -> dict[str, click.Option]:
-    found = command(*words.split())
-    params = found.get_params(click.Context(found))
+def options(path: str) -> dict[str, click.Option]:
+    selected = command(*path.split())
+    params = selected.get_params(click.Context(selected))
     return {
         name: param
         for param in params
@@ -52,18 +52,18 @@ def options(words: str) -> dict[str, click.Option]:
     }
 
 
-@pytest.mark.parametrize("words", sorted({words for words, _ in LISTED}))
-def test_every_documented_flag_is_an_option_or_known(words: str) -> None:
-    known = options(words)
+@pytest.mark.parametrize("path", sorted({name for name, _ in LISTED}))
+def test_every_documented_flag_is_an_option_or_known(path: str) -> None:
+    known = options(path)
     takes_known = any(isinstance(option, FlagOption) for option in known.values())
-    missing = [flag for name, flag in LISTED if name == words and flag not in known]
+    missing = [flag for name, flag in LISTED if name == path and flag not in known]
     if takes_known:
         missing = [flag for flag in missing if known_flag(flag) is None]
     # Only servers run replicas: commands that make an engine of their own have none of their flags.
     names = {f"--{field.name.replace('_', '-')}" for field in attrs.fields(FleetConfig)}
     replicas = {flag for flag, option in options("serve").items() if names & {*option.opts}}
     assert not set(missing) - replicas
-    assert words != "serve" or not missing
+    assert path != "serve" or not missing
 
 
 def known_flag(option: str) -> Flag | None:
@@ -150,14 +150,14 @@ def test_all_forms_of_a_flag_at_once() -> None:
     assert draft.notices == ()
 
 
-def test_an_own_option_wins_its_short_name() -> None:
+def test_an_own_wins_its_short_name() -> None:
     result, draft = run("-q", "hello", "--quantization", "none")
     assert "quick=hello" in result.output
     assert draft is not None
     assert draft.config.model.quantization == "none"
 
 
-def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
+def test_a_file_fills_flags_and_owns(tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text("own: 7\nmodel: from-file\nseed: 5\ndtype: float32\n")
     result, draft = run("--config", str(path), "--seed", "6")
@@ -171,7 +171,7 @@ def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "phrases"),
     [
         (["--max-model-len", "much"], ["--max-model-len", "whole number"]),
         (["--dtype", "fp8"], ["--dtype", "bfloat16"]),
@@ -186,15 +186,15 @@ def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
         (["--plugins", "no-such-plugin"], ["--plugins", "no-such-plugin"]),
     ],
 )
-def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
+def test_errors_name_the_flag(args: list[str], phrases: list[str]) -> None:
     result, draft = run(*args)
     assert draft is None
     assert result.exit_code == 2
-    assert all(word in result.output for word in words), result.output
+    assert all(phrase in result.output for phrase in phrases), result.output
 
 
 @pytest.mark.parametrize(
-    ("topic", "words", "absent"),
+    ("topic", "phrases", "absent"),
     [
         ("CacheConfig", ["--block-size"], "--dtype"),
         ("cacheconfig", ["--block-size"], "--dtype"),
@@ -207,10 +207,10 @@ def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
     ],
 )
-def test_help_by_topic(topic: str, words: list[str], absent: str) -> None:
+def test_help_by_topic(topic: str, phrases: list[str], absent: str) -> None:
     result, _ = run(f"--help={topic}", server=True)
     assert result.exit_code == 0
-    assert all(word in result.output for word in words)
+    assert all(phrase in result.output for phrase in phrases)
     assert absent not in result.output
 
 
@@ -230,19 +230,19 @@ def test_server_flags_only_where_there_is_a_server() -> None:
 def test_choices_complete_from_plugins_and_lists() -> None:
     caught, _ = catch(server=True)
     ctx = click.Context(caught)
-    found = {param.name: param for param in caught.get_params(ctx)}
-    offered = found["dtype"].type.shell_complete(ctx, found["dtype"], "bf")
+    params = {param.name: param for param in caught.get_params(ctx)}
+    offered = params["dtype"].type.shell_complete(ctx, params["dtype"], "bf")
     assert [item.value for item in offered] == ["bfloat16"]
-    parsers = found["tool_call_parser"].type.shell_complete(ctx, found["tool_call_parser"], "her")
+    parsers = params["tool_call_parser"].type.shell_complete(ctx, params["tool_call_parser"], "her")
     assert [item.value for item in parsers] == ["hermes"]
 
 
-@pytest.mark.parametrize("words", [["serve", "--help"], ["--help"], ["serve", "--help=all"]])
-def test_help_loads_no_torch(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["serve", "--help"], ["--help"], ["serve", "--help=all"]])
+def test_help_loads_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"
         "from modulm.cli.main import cli\n"
-        f"cli.main({words!r}, standalone_mode=False)\n"
+        f"cli.main({arguments!r}, standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'httpx'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -284,12 +284,12 @@ def test_a_file_may_bring_a_parser(tmp_path: Path) -> None:
         assert parse("hello", tool_parser="shout").content == "HELLO"
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "no Python file"), ("1/0", "ZeroDivision")])
-def test_a_file_that_fails_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [(None, "no Python file"), ("1/0", "ZeroDivision")])
+def test_a_file_that_fails_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "broken.py"
     if text is not None:
         path.write_text(text)
     result, draft = run("--tool-parser-plugin", str(path), server=True)
     assert draft is None
     assert "--tool-parser-plugin" in result.output
-    assert words in result.output
+    assert message in result.output

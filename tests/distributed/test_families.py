@@ -182,7 +182,9 @@ def test_what_cannot_be_cut_says_what_can(plugins, tmp_path):
     folder = make_tiny(
         tmp_path / "model", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
-    with pytest.raises(ModulmError, match="tensor_parallel_size: .*6 cannot be split across 4 ranks"):
+    with pytest.raises(
+        ModulmError, match="tensor_parallel_size: .*6 cannot be split across 4 ranks"
+    ):
         answers(folder, **ranks(4))
 
 

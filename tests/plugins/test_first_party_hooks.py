@@ -108,7 +108,7 @@ def test_only_experts_are_rounded(tmp_path: Path, form: str) -> None:
         method, platform = plugins.load("quantization", f"experts_{form}"), CpuPlatform()
     experts = LinearSpec("experts", 64, (32, 32), False, "float32", "expert", experts=4)
     assert method.rejects(experts, platform) is None
-    made = method(method.Config(), platform, bind())
-    assert made.declines(experts) is None
+    instance = method(method.Config(), platform, bind())
+    assert instance.declines(experts) is None
     left = f"experts_{form} leaves linear layers as they are"
-    assert made.declines(evolve(experts, kind="linear", experts=0)) == left
+    assert instance.declines(evolve(experts, kind="linear", experts=0)) == left

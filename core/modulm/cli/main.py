@@ -108,15 +108,15 @@ def main(arguments: Sequence[str] | None = None, name: str = "modulm") -> NoRetu
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
-        if (found := blame(error, _others())) is None:
+        if (culprit := blame(error, _others())) is None:
             raise
-        click.echo(f"{name}: {found}", err=True)
+        click.echo(f"{name}: {culprit}", err=True)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 
 
 def _others() -> list[Declaration]:
-    """Plugins that are not this project's: their errors are told with whose they are."""
+    """Return the plugins of other projects, to name them in their errors."""
     return [d for d in plugins.current().everything() if not is_first_party(d.distribution)]
 
 

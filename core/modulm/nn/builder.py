@@ -299,9 +299,9 @@ class Builder:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Give `module` one parameter whose stored name is all of `name`."""
-        kept = dtype or self.shared.dtype
-        _register(module, attribute, shape, kept)
-        slot = Slot(module, attribute, shape, kept, ((Part(self.name(name), shape),),))
+        stored_dtype = dtype or self.shared.dtype
+        _register(module, attribute, shape, stored_dtype)
+        slot = Slot(module, attribute, shape, stored_dtype, ((Part(self.name(name), shape),),))
         self.shared.units.append(Unit(self.name(name), module, [slot]))
 
     def cut_parameter(
@@ -316,17 +316,17 @@ class Builder:
         before: tuple[int, ...] = (),
     ) -> None:
         """The same, [*before, n, *rest], of which this rank holds `shards`, one after the other."""
-        kept, path = dtype or self.shared.dtype, self.name(name)
+        stored_dtype, path = dtype or self.shared.dtype, self.name(name)
         whole = (*before, sum(shard.whole for shard in shards), *rest)
         shape = (*before, sum(shard.size for shard in shards), *rest)
-        _register(module, attribute, shape, kept)
+        _register(module, attribute, shape, stored_dtype)
         parts, begin, at, ahead = [], 0, 0, (slice(None),) * len(before)
         for shard in shards:
             source = slice(begin + shard.start, begin + shard.start + shard.size)
             target = slice(at, at + shard.size)
             parts.append(Part(path, whole, (*ahead, source), (*ahead, target)))
             begin, at = begin + shard.whole, at + shard.size
-        slot = Slot(module, attribute, shape, kept, (tuple(parts),))
+        slot = Slot(module, attribute, shape, stored_dtype, (tuple(parts),))
         self.shared.units.append(Unit(path, module, [slot]))
 
     def after(self, layer: Module, then: Callable[[], None]) -> None:

@@ -37,10 +37,10 @@ class Embedding(Module):
         x = self.lookup(batch.tokens)
         if batch.embeds is None or batch.embeds_mask is None:
             return x
-        given = batch.embeds.to(x.dtype)
+        embeds = batch.embeds.to(x.dtype)
         if self.scales_given:
-            given = self._scaled(given)
-        return torch.where(batch.embeds_mask[:, None], given, x)
+            embeds = self._scaled(embeds)
+        return torch.where(batch.embeds_mask[:, None], embeds, x)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """ids: [tokens] int64 -> [tokens, hidden]; the scale is rounded to the table's dtype."""

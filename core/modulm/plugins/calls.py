@@ -44,15 +44,15 @@ def ask(declaration: Declaration, driver: Any, method: str, answer: Any, *argume
     what = f"{declaration}: {method}"
     try:
         with redirect_stdout(sys.stderr):
-            found = getattr(driver, method)(*arguments)
+            reply = getattr(driver, method)(*arguments)
     except ModulmError:
         raise
     except (Exception, SystemExit) as error:
         raise broken(f"{what} raised", error) from error
-    if not isinstance(found, answer):
-        wanted = getattr(answer, "__name__", answer)
-        raise PluginBroken(f"{what} gave {found!r}, which is no {wanted}")
-    return found
+    if not isinstance(reply, answer):
+        expected = getattr(answer, "__name__", answer)
+        raise PluginBroken(f"{what} gave {reply!r}, which is no {expected}")
+    return reply
 
 
 @contextmanager
@@ -105,11 +105,11 @@ def blame(error: BaseException, declared: Iterable[Declaration]) -> PluginBroken
         if module.partition(".")[0] not in everyones:
             homes[module] = declaration
             homes.setdefault(module.partition(".")[0], declaration)
-    found = None
+    culprit = None
     for frame, line in walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
         owner = homes.get(module) or homes.get(module.partition(".")[0])
         if owner is not None:
             code = frame.f_code
-            found = f"{owner}: {code.co_qualname} ({code.co_filename}:{line}) raised"
-    return None if found is None else broken(found, error)
+            culprit = f"{owner}: {code.co_qualname} ({code.co_filename}:{line}) raised"
+    return None if culprit is None else broken(culprit, error)

@@ -69,13 +69,13 @@ def choose_platform(plugins: PluginManager, requested: str | None = None) -> Cho
     Raises UnsupportedError if it, or none at all, can run on this machine.
     """
     if requested is not None:
-        platform, probe = _asked_one(plugins, "platforms", requested, ("probe", Probe))
+        platform, probe = _ask_one(plugins, "platforms", requested, ("probe", Probe))
         return _requested(plugins, "device", "platforms", requested, platform, _unfit(probe))
     names = _names(plugins, "platforms")
     drivers, probes, failed = _ask_all(plugins, "platforms", names, ("probe", Probe))
     verdicts = (*failed, *(Verdict(name, _unfit(probe)) for name, probe in probes.items()))
-    asked = plugins.hook.modulm_choose_platform(probes=probes)
-    choice = _unless_off(plugins, "platforms", asked) or _highest(plugins, probes)
+    hook_choice = plugins.hook.modulm_choose_platform(probes=probes)
+    choice = _unless_off(plugins, "platforms", hook_choice) or _highest(plugins, probes)
     return _settle(plugins, "device", "platforms", drivers, verdicts, choice)
 
 
@@ -100,8 +100,8 @@ def choose_model(
 
     Raises ArchitectureNotFound if none is, and whatever loading the chosen one raises.
     """
-    asked = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
-    choice = _unless_off(plugins, "models", asked)
+    hook_choice = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
+    choice = _unless_off(plugins, "models", hook_choice)
     installed = {declaration.name for declaration in plugins.names("models")}
     first = next((name for name in architectures if name in installed), architectures[0])
     name, reason = (choice.name, str(choice)) if choice else (first, "named by config.json")
@@ -130,13 +130,13 @@ def choose_attention(
     """
     question = ("refuses", str | None, spec, platform, ops)
     if requested is not None:
-        backend, refusal = _asked_one(plugins, "attention", requested, question)
+        backend, refusal = _ask_one(plugins, "attention", requested, question)
         return _requested(plugins, subject, "attention", requested, backend, refusal)
     installed = _names(plugins, "attention")
     order = [*platform.attention, *(name for name in installed if name not in platform.attention)]
     drivers, rejections, failed = _ask_all(plugins, "attention", order, question)
-    asked = plugins.hook.modulm_choose_attention(spec=spec, platform=platform, ops=ops)
-    choice = _unless_off(plugins, "attention", asked)
+    hook_choice = plugins.hook.modulm_choose_attention(spec=spec, platform=platform, ops=ops)
+    choice = _unless_off(plugins, "attention", hook_choice)
     if choice is None:
         first = next((name for name in order if rejections.get(name, "") is None), None)
         reason = f"first in the order of platform {platform.name}"
@@ -165,8 +165,10 @@ def choose_quantization(
         return _requested(plugins, subject, "quantization", requested, method)
     names, question = _names(plugins, "quantization"), ("claims", str | None, checkpoint)
     drivers, claims, failed = _ask_all(plugins, "quantization", names, question)
-    asked = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
-    choice = _unless_off(plugins, "quantization", asked) or _claimant(claims, checkpoint, plain)
+    hook_choice = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
+    choice = _unless_off(plugins, "quantization", hook_choice) or _claimant(
+        claims, checkpoint, plain
+    )
     unclaimed = "does not claim the checkpoint"
     verdicts = [Verdict(name, None if claim else unclaimed) for name, claim in claims.items()]
     if choice is None and checkpoint.quantization:
@@ -243,8 +245,8 @@ def choose_files(
     Raises CheckpointError if none does.
     """
     question = ("choose_files", Sequence | None, part, names)
-    _, found, failed = _ask_all(plugins, "loaders", _names(plugins, "loaders"), question)
-    answers: list[Sequence[str]] = [files for files in found.values() if files]
+    _, offers, failed = _ask_all(plugins, "loaders", _names(plugins, "loaders"), question)
+    answers: list[Sequence[str]] = [files for files in offers.values() if files]
     if answers:
         return answers[0]
     why = "; ".join(map(str, failed)) or "no installed loader knows of parts of this repository"
@@ -278,7 +280,7 @@ def _names(plugins: PluginManager, kind: str) -> list[str]:
     return list(dict.fromkeys(declaration.name for declaration in plugins.names(kind)))
 
 
-def _asked_one(plugins: PluginManager, kind: str, name: str, question: Question) -> tuple[Any, Any]:
+def _ask_one(plugins: PluginManager, kind: str, name: str, question: Question) -> tuple[Any, Any]:
     """A driver, and what it answers to a question. Raises what loading it or asking it does."""
     declaration = plugins.find(kind, name)
     driver = plugins.load_declared(declaration)
@@ -292,18 +294,18 @@ def _ask_all(
 
     Raises PluginConflict: nobody takes a name that two packages offer.
     """
-    found, failed = {}, []
+    answers, failed = {}, []
     for name in names:
         try:
-            found[name] = _asked_one(plugins, kind, name, question)
+            answers[name] = _ask_one(plugins, kind, name, question)
         except PluginConflict:
             raise
         except PluginNotFound:
             failed.append(_absent(kind, name))
         except ModulmError as error:
             failed.append(Verdict(name, str(error)))
-    drivers = {name: driver for name, (driver, _) in found.items()}
-    return drivers, {name: answer for name, (_, answer) in found.items()}, tuple(failed)
+    drivers = {name: driver for name, (driver, _) in answers.items()}
+    return drivers, {name: answer for name, (_, answer) in answers.items()}, tuple(failed)
 
 
 def _absent(kind: str, name: str) -> Verdict:

@@ -22,8 +22,8 @@ _PREFIX = "modulm_file_"
 
 def loaded_files() -> tuple[str, ...]:
     """The files that this process has run."""
-    found = (module for name, module in sys.modules.items() if name.startswith(_PREFIX))
-    return tuple(str(module.__file__) for module in found)
+    modules = (module for name, module in sys.modules.items() if name.startswith(_PREFIX))
+    return tuple(str(module.__file__) for module in modules)
 
 
 def load_file(flag: str, path: str) -> ModuleType:

@@ -194,9 +194,9 @@ def _guard(
     """The function, answering None where it raises or answers what it must not."""
 
     @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         try:
-            return checked(function(*given, **named))
+            return checked(function(*arguments, **named))
         except (Exception, SystemExit) as error:
             failed(error)
             return None
@@ -215,8 +215,8 @@ def _guard_wrapper(
     """
 
     @wraps(function)
-    def call(*given: Any, **named: Any) -> Generator[None, Any, Any]:
-        inner = function(*given, **named)
+    def call(*arguments: Any, **named: Any) -> Generator[None, Any, Any]:
+        inner = function(*arguments, **named)
         try:
             next(inner)
         except (Exception, SystemExit) as error:

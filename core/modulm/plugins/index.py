@@ -1,7 +1,7 @@
 """The packages of this project and what they offer, from `index.txt` (`tests/meta/test_index.py`).
 
-Only these are suggested for installation, whatever name is asked for: a package that does not
-exist could be made by anybody who reads the suggestion.
+Only these are suggested for installation. A package that does not exist could be registered by
+anybody who reads the suggestion.
 """
 
 from __future__ import annotations

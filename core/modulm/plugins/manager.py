@@ -95,9 +95,9 @@ class PluginManager:
         Raises ConfigError for a name in the allow list that nothing has.
         """
         if self._installed is None:
-            found = tuple(installed())
-            check_terms(self.selection.allow, found)
-            self._installed = found
+            declarations = tuple(installed())
+            check_terms(self.selection.allow, declarations)
+            self._installed = declarations
         return (*self._installed, *self._added.values())
 
     def check_selection(self) -> None:
@@ -457,12 +457,12 @@ def _resolve(declaration: Declaration) -> object:
     if module == "__main__":
         return None
     try:
-        found: object = import_module(module)
+        target: object = import_module(module)
         for name in path.split("."):
-            found = getattr(found, name)
+            target = getattr(target, name)
     except (ImportError, AttributeError):
         return None
-    return found
+    return target
 
 
 _current: PluginManager | None = None

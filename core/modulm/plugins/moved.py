@@ -23,23 +23,24 @@ def moved() -> dict[str, str]:
 
 
 def new_home(error: BaseException) -> str:
-    """What to say after a failed import of something that has moved; else nothing."""
-    found = _MISSING.match(str(error)) if isinstance(error, ImportError) else None
-    if found is None:
+    """Return where a name went whose import failed, as the end of a message, or ""."""
+    match = _MISSING.match(str(error)) if isinstance(error, ImportError) else None
+    if match is None:
         return ""
-    module, name, source = found.groups()
+    module, name, source = match.groups()
     for old in (module or f"{source}.{name}", source):
         if old in moved():
             return f"; {old} is now {moved()[old]}"
     return ""
 
 
-def public_name(package: str, name: str, asked: str) -> Any:
-    """A public name of a distribution beside the core, for the module that is `asked` for it.
+def public_name(package: str, name: str, importer: str) -> Any:
+    """Return a public name of a distribution beside the core, on behalf of module `importer`.
 
-    Raises AttributeError if there is none, ImportError that says what to install.
+    Raises AttributeError if there is none, and ImportError with what to install if the
+    distribution is missing.
     """
-    missing = AttributeError(f"module {asked!r} has no attribute {name!r}")
+    missing = AttributeError(f"module {importer!r} has no attribute {name!r}")
     if name.startswith("__"):
         raise missing
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["altered_files", "is_editable", "record_digest"]
 
 
-def _found(name: str) -> Distribution | None:
+def _distribution(name: str) -> Distribution | None:
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError):
@@ -25,22 +25,23 @@ def _found(name: str) -> Distribution | None:
 @cache
 def record_digest(name: str) -> str | None:
     """The sha256 of the RECORD of a distribution, in hex; None where there is none."""
-    found = _found(name)
-    text = None if found is None else found.read_text("RECORD")
+    distribution = _distribution(name)
+    text = None if distribution is None else distribution.read_text("RECORD")
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_editable(name: str) -> bool:
     """Whether the distribution is a folder that somebody works in."""
-    found = _found(name)
-    return found is not None and '"editable": true' in (found.read_text("direct_url.json") or "")
+    distribution = _distribution(name)
+    origin = None if distribution is None else distribution.read_text("direct_url.json")
+    return '"editable": true' in (origin or "")
 
 
 @cache
 def altered_files(name: str) -> tuple[str, ...]:
     """Files that are gone, that are not as RECORD says, and modules that it does not name."""
-    found = _found(name)
-    listed = [] if found is None else found.files or []
+    distribution = _distribution(name)
+    listed = [] if distribution is None else distribution.files or []
     wrong, there, folders = [], set(), set()
     for file in listed:
         path = Path(str(file.locate()))

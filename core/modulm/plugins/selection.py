@@ -51,9 +51,9 @@ class Selection:
         """Whether the lists let the plugin be used."""
         if any(_matches(term, declaration) for term in self.deny):
             return False
-        asked = declaration.distribution == CORE or declaration.kind in ("commands", "flags")
+        always = declaration.distribution == CORE or declaration.kind in ("commands", "flags")
         allowed = any(_matches(term, declaration) for term in self.allow)
-        return not self.allow or asked or allowed
+        return not self.allow or always or allowed
 
     def names(self, declaration: Declaration) -> bool:
         """Whether the allow list asks for this plugin, so that its failure must not pass."""

@@ -26,13 +26,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """Folders of three adapters for the tiny Llama, of different ranks and targets."""
-    place = tmp_path_factory.mktemp("adapters")
+    folder = tmp_path_factory.mktemp("adapters")
     shapes = {"q_proj": (64, 64), "v_proj": (64, 32), "gate_proj": (64, 96)}
     for seed, rank in enumerate((3, 8, 2)):
         names = list(shapes)[: seed + 1]
-        write_lora(place / f"a{seed}", {f"model.layers.{i}.{_part(n)}.{n}": shapes[n]
+        write_lora(folder / f"a{seed}", {f"model.layers.{i}.{_part(n)}.{n}": shapes[n]
                                         for i in range(2) for n in names}, rank, seed)  # fmt: skip
-    return [place / f"a{seed}" for seed in range(3)]
+    return [folder / f"a{seed}" for seed in range(3)]
 
 
 def _part(name):
@@ -55,8 +55,8 @@ def test_a_mixed_batch_has_the_bits_of_each_alone(folder, adapters, dtype):
     slots = {0: 2, 1: 1, 2: 3, 3: 0}
     mixed = session.run(PROMPTS, slots)
     for row, prompt in PROMPTS.items():
-        alone = session.run({row: prompt}, slots)[row]
-        assert torch.equal(mixed[row], alone)
+        single = session.run({row: prompt}, slots)[row]
+        assert torch.equal(mixed[row], single)
         assert (slots[row] == 0) == torch.equal(mixed[row], session.run({row: prompt}, {})[row])
 
 
@@ -80,9 +80,9 @@ def test_q_k_and_v_apart_are_the_fused_layer_together(folder, tmp_path, session)
     other = AdapterSession(folder, max_loras=2, max_lora_rank=8)
     for slot, name in enumerate(("apart", "whole"), 1):
         other.fill(slot, name, tmp_path / name)
-    found = other.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1, 1: 2})
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found[0], other.run({0: PROMPTS[0]}, {})[0], atol=1e-2)
+    logprobs = other.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1, 1: 2})
+    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logprobs[0], other.run({0: PROMPTS[0]}, {})[0], atol=1e-2)
 
 
 def test_experts_one_by_one_are_those_of_a_stack(tmp_path):
@@ -114,9 +114,9 @@ def test_experts_one_by_one_are_those_of_a_stack(tmp_path):
     session = AdapterSession(folder, max_loras=2)
     for slot, name in enumerate(("each", "stack"), 1):
         session.fill(slot, name, tmp_path / name)
-    found = session.run({0: PROMPTS[0], 1: PROMPTS[0], 2: PROMPTS[0]}, {0: 1, 1: 2})
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found[0], found[2], atol=1e-2)
+    logprobs = session.run({0: PROMPTS[0], 1: PROMPTS[0], 2: PROMPTS[0]}, {0: 1, 1: 2})
+    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logprobs[0], logprobs[2], atol=1e-2)
 
 
 def test_a_file_of_torch_is_read_as_one_of_safetensors(session, adapters, tmp_path):
@@ -140,10 +140,10 @@ def test_other_holders_of_weights_take_the_same_adapters(
     """Beside the plain model's, as near as the base weights are."""
     other = AdapterSession(folder, flags=flags, max_loras=1, max_lora_rank=8)
     other.fill(1, "a1", adapters[1])
-    found, plain = other.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1}).values()
+    logprobs, plain = other.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1}).values()
     expected = session.run({0: PROMPTS[0]}, {0: 2})[0]
-    assert (found - expected).abs().mean() < tolerance
-    assert (found - expected).abs().mean() < (plain - expected).abs().mean() / 2
+    assert (logprobs - expected).abs().mean() < tolerance
+    assert (logprobs - expected).abs().mean() < (plain - expected).abs().mean() / 2
 
 
 def test_a_classification_head_is_the_adapters_own(folder, tmp_path):
@@ -167,8 +167,8 @@ def test_a_classification_head_is_the_adapters_own(folder, tmp_path):
     with torch.inference_mode():
         expected = tuned.eval()(torch.tensor([PROMPTS[0]])).logits[0]
     assert session.model.tasks[0] == "classify"
-    found = session.run({0: PROMPTS[0]}, {0: 1})[0][-1]
-    torch.testing.assert_close(found, expected.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    logprobs = session.run({0: PROMPTS[0]}, {0: 1})[0][-1]
+    torch.testing.assert_close(logprobs, expected.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
 # Host memory and slots.
@@ -239,9 +239,9 @@ def test_modules_that_are_left_out_are_as_without_the_adapter(folder, adapters, 
     only = AdapterSession(folder, max_loras=1, max_lora_rank=8, lora_target_modules=["q_proj"])
     only.fill(1, "a2", adapters[2])
     whole = session.run({0: PROMPTS[0]}, {0: 3})[0]
-    found, plain = only.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1}).values()
-    assert not torch.allclose(found, whole, atol=1e-3)
-    assert not torch.allclose(found, plain, atol=1e-3)
+    logprobs, plain = only.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1}).values()
+    assert not torch.allclose(logprobs, whole, atol=1e-3)
+    assert not torch.allclose(logprobs, plain, atol=1e-3)
 
 
 # Bad ones.

@@ -62,15 +62,15 @@ def settings(family, kind):
     }[kind]
 
 
-def save_adapter(model, folder, seed=0, **given):
+def save_adapter(model, folder, seed=0, **settings):
     """Save an adapter of random weights with PEFT: folder -> PEFT's logits of a prompt."""
     import peft
 
     torch.manual_seed(seed)
-    given = {"r": 4, "lora_alpha": 6, **given}
+    settings = {"r": 4, "lora_alpha": 6, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given))
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **settings))
         for name, parameter in wrapped.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -92,13 +92,13 @@ def logprobs(model, prompt=PROMPT):
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Family -> (folder, transformers' model factory, a session with slots)."""
-    made = {}
+    models = {}
 
     def get(family):
-        if family not in made:
+        if family not in models:
             folder = make_tiny(tmp_path_factory.mktemp("lora") / family, family)
-            made[family] = folder, AdapterSession(folder, max_loras=3, max_lora_rank=8)
-        return made[family]
+            models[family] = folder, AdapterSession(folder, max_loras=3, max_lora_rank=8)
+        return models[family]
 
     return get
 

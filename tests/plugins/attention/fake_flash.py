@@ -100,11 +100,11 @@ class Flash2:
         _check(q, k_cache, v_cache, block_table, cache_seqlens, cls.page, alibi_slopes)
         starts = torch.arange(len(q) + 1) * q.shape[1]
         cls.calls.append("with_kvcache")
-        found = _rows(
+        output = _rows(
             q.flatten(0, 1), starts, k_cache, v_cache, block_table, cache_seqlens, softmax_scale,
             causal, window_size, softcap, alibi_slopes,
         )  # fmt: skip
-        return found.view(q.shape)
+        return output.view(q.shape)
 
 
 class Flash3:
@@ -137,11 +137,11 @@ class Flash3:
             assert max_seqlen_q == int(cu_seqlens_q.diff().max())
             starts = cu_seqlens_q
             cls.calls.append("varlen")
-        found = _rows(
+        output = _rows(
             q.reshape(-1, *q.shape[-2:]), starts, k_cache, v_cache, page_table, cache_seqlens,
             softmax_scale, causal, window_size, softcap, None,
         )  # fmt: skip
-        return found.view(q.shape)
+        return output.view(q.shape)
 
 
 class Flash25(Flash2):

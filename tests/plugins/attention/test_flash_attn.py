@@ -103,13 +103,13 @@ def test_decode_steps_can_be_recorded_and_others_cannot() -> None:
     from modulm.contracts.attention import StepLayout
 
     spec = evolve(SPECS["grouped heads"], dtype="float16", kv_dtype="float16")
-    made = backend(Flash2)(spec, Chip(), bind(), 256, {})
+    flash = backend(Flash2)(spec, Chip(), bind(), 256, {})
 
     def plan(counts):
         counts = np.array(counts, np.int32)
         starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
         slots = np.arange(counts.sum(), dtype=np.int64)
-        return made.plan(
+        return flash.plan(
             StepLayout(256, np.zeros((len(counts), 1), np.int32), starts, counts, slots)
         )
 

@@ -66,15 +66,15 @@ class Wrapper:
 
 class Library:
     class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-        def plan(self, indptr, indices, last_page_len, *shape, **said):
-            assert "causal" not in said
+        def plan(self, indptr, indices, last_page_len, *shape, **settings):
+            assert "causal" not in settings
             self._plan(
-                torch.arange(len(indptr)).int(), indptr, indices, last_page_len, *shape, **said
+                torch.arange(len(indptr)).int(), indptr, indices, last_page_len, *shape, **settings
             )
 
     class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-        def plan(self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, **said):
-            self._plan(qo_indptr, indptr, indices, last_page_len, *shape, causal=causal, **said)
+        def plan(self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, **settings):
+            self._plan(qo_indptr, indptr, indices, last_page_len, *shape, causal=causal, **settings)
 
 
 class Backend(FlashInferAttention):

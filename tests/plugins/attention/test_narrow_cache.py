@@ -108,13 +108,13 @@ def test_scales_of_a_first_step(tmp_path, backend, model_impl):
     exact = scores(plain, **flags)
     flags["kv_cache_dtype"] = "fp8"
     cut = (scores(folder, **flags) - exact).abs().mean()
-    found = scores(folder, **flags, calculate_kv_scales=True)
-    assert (found - exact).abs().mean() < min(0.3, cut / 4)
+    logprobs = scores(folder, **flags, calculate_kv_scales=True)
+    assert (logprobs - exact).abs().mean() < min(0.3, cut / 4)
     # As 200 and 100 of 448 for the largest of the first step, the checkpoint's own put aside.
     wrong = torch.tensor(2.0**-9)
     with_scales(folder, WRITTEN["compressed-tensors"], (wrong, wrong))
     again = scores(folder, **flags, calculate_kv_scales=True)
-    assert torch.equal(again, found)
+    assert torch.equal(again, logprobs)
 
 
 @pytest.mark.parametrize("way", ["compressed-tensors", "modelopt"])
@@ -126,9 +126,9 @@ def test_scales_of_the_checkpoint_for_code_of_transformers(tmp_path, way):
     scale = torch.tensor(2.0**11)
     with_scales(folder, WRITTEN[way], (scale, scale))
     flags = {"kv_cache_dtype": "fp8", "attention_backend": "sdpa"}
-    own, bridged = (scores(folder, **flags, model_impl=m) for m in ("auto", "transformers"))
-    torch.testing.assert_close(own, bridged, rtol=0, atol=2e-3)
-    assert (own - scores(exact, attention_backend="sdpa")).abs().mean() < 0.3
+    native, bridged = (scores(folder, **flags, model_impl=m) for m in ("auto", "transformers"))
+    torch.testing.assert_close(native, bridged, rtol=0, atol=2e-3)
+    assert (native - scores(exact, attention_backend="sdpa")).abs().mean() < 0.3
     plain = scores(folder, attention_backend="sdpa", model_impl="transformers")
     torch.testing.assert_close(plain, scores(exact, attention_backend="sdpa"), rtol=0, atol=2e-3)
 
@@ -149,8 +149,8 @@ def test_scales_of_latent_attention(tmp_path, backend):
     exact = scores(plain, **flags)
     flags["kv_cache_dtype"] = "fp8"
     cut = (scores(folder, **flags) - exact).abs().mean()
-    found = scores(folder, **flags, calculate_kv_scales=True)
-    assert (found - exact).abs().mean() < min(0.3, cut / 4)
+    logprobs = scores(folder, **flags, calculate_kv_scales=True)
+    assert (logprobs - exact).abs().mean() < min(0.3, cut / 4)
     scale = torch.tensor(2.0**3)
     for way in ("{0}.k_scale", "{0}.kv_a_proj_with_mqa.k_scale"):
         kept = make_tiny(tmp_path / way[4:], "DeepseekV2ForCausalLM", num_hidden_layers=LAYERS)
@@ -167,8 +167,8 @@ def test_scales_are_found_for_eight_bit_floats_alone(plain):
 def test_both_backends_round_alike(tmp_path):
     folder = make_tiny(tmp_path, "Qwen2ForCausalLM", num_hidden_layers=LAYERS)
     with_scales(folder, WRITTEN["modelopt"], (torch.tensor(0.02), torch.tensor(0.01)))
-    found = [scores(folder, attention_backend=b, kv_cache_dtype="fp8") for b in BACKENDS]
-    assert (found[0] - found[1]).abs().mean() < 0.1
+    logprobs = [scores(folder, attention_backend=b, kv_cache_dtype="fp8") for b in BACKENDS]
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.1
 
 
 def test_int4_and_int8_against_the_numbers_they_stand_for():
@@ -177,8 +177,8 @@ def test_int4_and_int8_against_the_numbers_they_stand_for():
     for kind, top in (("int8", 127), ("int4", 7)):
         scale = x.abs().amax(-1, keepdim=True) / top
         wanted = (x / scale).round() * scale
-        found = unpack(pack(x, kind), kind, torch.float32)
-        torch.testing.assert_close(found, wanted)
+        decoded = unpack(pack(x, kind), kind, torch.float32)
+        torch.testing.assert_close(decoded, wanted)
         assert pack(x, kind).shape[-1] == (64 if kind == "int8" else 32) + 4
 
 
@@ -186,8 +186,8 @@ def test_int4_takes_a_quarter_and_stays_near(plain):
     exact = scores(plain, attention_backend="sdpa")
     errors = {}
     for kind in ("int8_per_token_head", "int4_per_token_head"):
-        found = scores(plain, attention_backend="sdpa", kv_cache_dtype=kind)
-        errors[kind] = (found - exact).abs().mean().item()
+        logprobs = scores(plain, attention_backend="sdpa", kv_cache_dtype=kind)
+        errors[kind] = (logprobs - exact).abs().mean().item()
     assert 0 < errors["int8_per_token_head"] < 0.1 < errors["int4_per_token_head"] < 1.5
 
 
@@ -206,11 +206,11 @@ def test_windows_that_are_left_out(tmp_path, capsys):
     flags = ["--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window"]
     with pytest.raises(SystemExit):
         main(["explain", str(folder), "--dtype", "bfloat16", *flags])
-    shown = [
+    lines = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("attention (")
     ]
-    kept = {"window" in line: "float8" in line for line in shown}
-    assert kept == {True: False, False: True}
+    narrow_by_window = {"window" in line: "float8" in line for line in lines}
+    assert narrow_by_window == {True: False, False: True}
 
 
 def test_what_a_kernel_cannot_keep_is_refused_by_name(plain):

@@ -57,10 +57,15 @@ class HidingAttention(ReferenceAttention):
     """Attends over as many tokens as its plan says on the host."""
 
     def plan(self, step):
-        made = super().plan(step)
-        tensors = (made.block_tables, made.query_starts, made.context_lens, made.slots)
+        plan_of_step = super().plan(step)
+        tensors = (
+            plan_of_step.block_tables,
+            plan_of_step.query_starts,
+            plan_of_step.context_lens,
+            plan_of_step.slots,
+        )
         lengths = tuple(step.context_lens.tolist())
-        return Hiding(*tensors, made.spans, made.encoder_lens, lengths=lengths)
+        return Hiding(*tensors, plan_of_step.spans, plan_of_step.encoder_lens, lengths=lengths)
 
     def forward(self, q, k, v, cache, plan, out, inputs):
         lengths = plan.context_lens.new_tensor(plan.lengths)

@@ -21,9 +21,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(made, torch.Tensor):
-                self.numbers = max(self.numbers, made.numel())
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
         return result
 
 

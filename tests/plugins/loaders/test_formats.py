@@ -91,20 +91,20 @@ def test_npcache_gives_the_same_numbers_with_and_without_a_cache(folder, expecte
 
 
 def test_npcache_keeps_what_numpy_lacks(folder):
-    kept = {
+    tensors = {
         "half": torch.randn(3, 4).bfloat16(),
         "byte": torch.randn(4).to(torch.float8_e4m3fn),
         "mask": torch.tensor([True, False]),
         "one": torch.tensor(3),
     }
-    torch.save(kept, folder / "pytorch_model.bin")
+    torch.save(tensors, folder / "pytorch_model.bin")
     driver = manager.current().load("loaders", "npcache")
     for _ in range(2):
-        found = {name: tensor.clone() for name, tensor in driver(folder).read()}
-        assert found.keys() == kept.keys()
-        for name, tensor in kept.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name].double(), tensor.double())
+        cached = {name: tensor.clone() for name, tensor in driver(folder).read()}
+        assert cached.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert cached[name].dtype == tensor.dtype
+            assert torch.equal(cached[name].double(), tensor.double())
     assert (folder / "np" / "half.npy").exists()
 
 
@@ -192,8 +192,8 @@ def test_tensorizer_by_its_uri_with_a_key(folder, expected, tmp_path, nested):
         "encryption_keyfile": str(tmp_path / "key"),
         "verify_hash": True,
     }
-    given = {"tensorizer_config": table} if nested else table
-    found = logprobs(folder, load_format="tensorizer", model_loader_extra_config=given)
+    options = {"tensorizer_config": table} if nested else table
+    found = logprobs(folder, load_format="tensorizer", model_loader_extra_config=options)
     assert torch.equal(found, expected)
 
 
@@ -266,15 +266,15 @@ def test_what_the_streamer_cannot_do_is_said(folder):
 
 
 @pytest.mark.parametrize(
-    ("format_", "module", "words"),
+    ("format_", "module", "message"),
     [
         ("tensorizer", "tensorizer", r"pip install 'modulm-loader-tensorizer\[library\]'"),
         ("runai_streamer", "runai_model_streamer", r"'modulm-loader-runai-streamer\[library\]'"),
     ],
 )
-def test_a_library_that_is_not_installed_is_named(folder, monkeypatch, format_, module, words):
+def test_a_library_that_is_not_installed_is_named(folder, monkeypatch, format_, module, message):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModulmError, match=words):
+    with pytest.raises(ModulmError, match=message):
         logprobs(folder, load_format=format_)
 
 

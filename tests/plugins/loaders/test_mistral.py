@@ -38,12 +38,12 @@ NAMES = {
 
 def theirs(name):
     path, _, last = name.rpartition(".")
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", path)
-    inside = found[2] if found else path
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", path)
+    inside = match[2] if match else path
     expert = re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w.)", inside)
-    own = f"feed_forward.experts.{expert[1]}.{expert[2]}" if expert else NAMES[inside]
+    theirs_in_layer = f"feed_forward.experts.{expert[1]}.{expert[2]}" if expert else NAMES[inside]
     last = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}.get(last, last)
-    return f"layers.{found[1]}.{own}.{last}" if found else f"{own}.{last}"
+    return f"layers.{match[1]}.{theirs_in_layer}.{last}" if match else f"{theirs_in_layer}.{last}"
 
 
 def unturned(tensor, heads):
@@ -148,7 +148,7 @@ def test_beside_config_json_by_name_alone(plain, own):
 def test_eight_bits_with_a_scale_for_each_layer(plain, own, tmp_path):
     """Weights with `qscale_weight`, as Mistral's own fp8 files have them."""
     stored = load_file(own / "consolidated.safetensors")
-    meant = load_file(plain / "model.safetensors")
+    dequantized = load_file(plain / "model.safetensors")
     coded = {}
     for name, tensor in stored.items():
         if ".attention." not in name and ".feed_forward." not in name:
@@ -158,16 +158,16 @@ def test_eight_bits_with_a_scale_for_each_layer(plain, own, tmp_path):
         coded[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
         path = name.removesuffix("weight")
         coded |= {f"{path}qscale_weight": scale, f"{path}qscale_act": torch.tensor(1.0)}
-    for name, tensor in meant.items():
+    for name, tensor in dequantized.items():
         if theirs(name).removesuffix("weight") + "qscale_weight" in coded:
             scale = coded[theirs(name).removesuffix("weight") + "qscale_weight"]
-            meant[name] = (tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale
+            dequantized[name] = (tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale
     save_file(coded, own / "consolidated.safetensors")
     params = json.loads((own / "params.json").read_text())
     params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
     (own / "params.json").write_text(json.dumps(params))
     exact = shutil.copytree(plain, tmp_path / "exact")
-    save_file(meant, exact / "model.safetensors", {"format": "pt"})
+    save_file(dequantized, exact / "model.safetensors", {"format": "pt"})
     torch.testing.assert_close(run(own)[0], run(exact)[0], rtol=0, atol=1e-4)
 
 
@@ -195,10 +195,10 @@ def tekken(folder):
                "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]",
                "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
                "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]  # fmt: skip
-    words = [bytes([byte]) for byte in range(256)]
+    byte_tokens = [bytes([byte]) for byte in range(256)]
     vocab = [
         {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
-        for rank, word in enumerate(words)
+        for rank, word in enumerate(byte_tokens)
     ]
     config = {"pattern": r"[^\s]+|\s+", "num_vocab_tokens": 256, "default_vocab_size": 296,
               "default_num_special_tokens": 40, "version": "v7"}  # fmt: skip
@@ -248,9 +248,9 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_is_wrong_with_params_is_said(what):
     changed, message = BAD[what]
-    given = {key: value for key, value in {**SIZES, **changed}.items() if value is not None}
+    params = {key: value for key, value in {**SIZES, **changed}.items() if value is not None}
     with pytest.raises(ModulmError, match=message or r"file: missing key: hidden_dim"):
-        configuration(given, "file")
+        configuration(params, "file")
 
 
 def test_names_and_files_that_do_not_fit_are_said(own):

@@ -106,7 +106,7 @@ def test_nothing_of_a_pickle_runs(folder, tmp_path, archive):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ({"model.norm.weight": 3}, "'model.norm.weight': a plain tensor is expected, not a int"),
         ({3: torch.zeros(2)}, "3: a plain tensor is expected"),
@@ -116,17 +116,17 @@ def test_nothing_of_a_pickle_runs(folder, tmp_path, archive):
         ({"model.extra": torch.zeros(2)}, "unexpected weights: model.extra"),
     ],
 )
-def test_what_is_no_table_of_tensors_is_named(folder, content, words):
+def test_what_is_no_table_of_tensors_is_named(folder, content, message):
     pickled(folder)
     torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         logprobs(folder)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 1000, 100_000, -1])
-def test_a_damaged_file_is_named(folder, kept):
+@pytest.mark.parametrize("size", [0, 4, 1000, 100_000, -1])
+def test_a_damaged_file_is_named(folder, size):
     file = pickled(folder) / "pytorch_model.bin"
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: "):
         logprobs(folder)
 
@@ -139,7 +139,7 @@ def test_a_missing_shard_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"model.ghost": "pytorch_model-00001-of-00002.bin"}, "model.ghost should be in"),
         ({"model.ghost": "../elsewhere.bin"}, "is not a valid file name"),
@@ -147,10 +147,10 @@ def test_a_missing_shard_is_named(folder):
         ({"model.ghost": 3}, "3 is not a valid file name"),
     ],
 )
-def test_an_index_that_is_wrong_is_named(folder, change, words):
+def test_an_index_that_is_wrong_is_named(folder, change, message):
     index, where = sharded(folder)
     index.write_text(json.dumps({"weight_map": {**where, **change}}))
-    with pytest.raises(CheckpointError, match=rf"index\.json: .*{words}"):
+    with pytest.raises(CheckpointError, match=rf"index\.json: .*{message}"):
         logprobs(folder)
 
 

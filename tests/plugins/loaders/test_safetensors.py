@@ -75,9 +75,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_header_is_named_with_its_file(tmp_path, name):
-    header, words = WRONG[name]
+    header, message = WRONG[name]
     write(tmp_path, header)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{words}"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}"):
         index(tmp_path)
 
 
@@ -101,10 +101,10 @@ def test_every_flipped_byte_of_a_header_is_an_error_or_another_sound_header(tmp_
     write(tmp_path, {"a": A, "b": B})
     file = tmp_path / "model.safetensors"
     sound = file.read_bytes()
-    for place in range(len(sound) - len(DATA)):
+    for offset in range(len(sound) - len(DATA)):
         for bit in (1, 8, 64, 128):
             damaged = bytearray(sound)
-            damaged[place] ^= bit
+            damaged[offset] ^= bit
             file.write_bytes(damaged)
             try:
                 assert all(t.bytes == 8 for t in index(tmp_path).values())

@@ -56,13 +56,13 @@ def opened(folder: Path, drafter: FakeDrafter | None = None, **flags: Any) -> It
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with opened(folder) as made:
-        yield made
+    with opened(folder) as engine:
+        yield engine
 
 
 def thinking(budget: int | None, **more: Any) -> SamplingParams:
-    given = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **more}
-    return SamplingParams(thinking_token_budget=budget, **given)
+    settings = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **more}
+    return SamplingParams(thinking_token_budget=budget, **settings)
 
 
 def tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
@@ -120,10 +120,10 @@ def test_choices_have_budgets_of_their_own(llm: LLM, ids: tuple[int, int]) -> No
 
 
 def test_a_grammar_begins_where_the_thought_was_ended(llm: LLM, ids: tuple[int, int]) -> None:
-    held = StructuredOutputs(regex=r"\d{4}")
+    constraint = StructuredOutputs(regex=r"\d{4}")
     for budget in (0, 6):
         (answer,) = tokens(
-            llm, PROMPTS[0], thinking(budget, structured_outputs=held, ignore_eos=False)
+            llm, PROMPTS[0], thinking(budget, structured_outputs=constraint, ignore_eos=False)
         )
         assert answer[budget] == ids[1]
         text = llm.get_tokenizer().decode(answer[budget + 1 :])
@@ -172,9 +172,9 @@ def test_an_ending_of_several_tokens(folder: Path) -> None:
 def test_words_of_farewell_and_no_parser(folder: Path, ids: tuple[int, int]) -> None:
     strings = {"reasoning_start_str": "<think>", "reasoning_end_str": " so be it</think>"}
     with opened(folder, reasoning_parser=None, reasoning_config=strings) as llm:
-        said = llm.get_tokenizer().encode(" so be it", add_special_tokens=False)
+        farewell = llm.get_tokenizer().encode(" so be it", add_special_tokens=False)
         (answer,) = tokens(llm, PROMPTS[0], thinking(4))
-        assert answer[4 : 4 + len(said) + 1] == [*said, ids[1]]
+        assert answer[4 : 4 + len(farewell) + 1] == [*farewell, ids[1]]
 
 
 def config(**flags: Any) -> EngineConfig:

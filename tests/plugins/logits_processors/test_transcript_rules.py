@@ -25,9 +25,9 @@ def allowed(output: list[int], scores: dict[int, float] | None = None, **rules) 
     logits[:TIMES] = 5.0
     for token, score in (scores or {}).items():
         logits[token] = score
-    found = processor.apply_row(view, logits)
+    masked = processor.apply_row(view, logits)
     processor.release(0)
-    return [token for token in range(VOCABULARY) if found[token] > float("-inf")]
+    return [token for token in range(VOCABULARY) if masked[token] > float("-inf")]
 
 
 TEXT = list(range(10))
@@ -98,9 +98,9 @@ def test_rules_are_those_of_transformers() -> None:
             scores = 3 * torch.randn(VOCABULARY, generator=random)
             scores[TIMES - 1] = float("-inf")
             expected = theirs(torch.tensor([[0, *output]]), scores[None].clone())[0]
-            given = dict(enumerate(scores.tolist()))
-            found = allowed(output, given)
-            assert found == torch.isfinite(expected).nonzero().ravel().tolist(), output
+            logits = dict(enumerate(scores.tolist()))
+            tokens = allowed(output, logits)
+            assert tokens == torch.isfinite(expected).nonzero().ravel().tolist(), output
             output.append(int(expected.softmax(-1).multinomial(1, generator=random)))
             if output[-1] == END:
                 break

@@ -171,8 +171,8 @@ def test_the_parsers_of_a_family(name: str, tmp_path: Path) -> None:
 
 
 def test_every_template_belongs_to_a_family() -> None:
-    named = {file.stem for file in TEMPLATES.glob("*.jinja")}
-    assert named - set(FAMILIES) == {"lfm2_plain"}
+    names = {file.stem for file in TEMPLATES.glob("*.jinja")}
+    assert names - set(FAMILIES) == {"lfm2_plain"}
 
 
 def written(name: str) -> tuple[str, str]:
@@ -300,8 +300,8 @@ def test_the_template_that_the_flag_gives_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     (tmp_path / "chat_template.jinja").write_text(template_of("llama3_1"), encoding="utf-8")
     file = str(TEMPLATES / "gemma4.jinja")
-    given = EngineConfig.from_keywords(model=str(tmp_path), chat_template=file)
-    evidence = evidence_of(given, open_checkpoint(given, PLUGINS))
+    config = EngineConfig.from_keywords(model=str(tmp_path), chat_template=file)
+    evidence = evidence_of(config, open_checkpoint(config, PLUGINS))
     assert fitting_parser(KINDS[0], offers()[KINDS[0]], evidence, PLUGINS).winner == "gemma4"
 
 
@@ -322,8 +322,8 @@ def test_the_template_that_the_flag_gives_counts(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_templates_by_name_have_their_parsers(name: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(of("x", "X")), encoding="utf-8")
-    given = EngineConfig.from_keywords(model=str(tmp_path), chat_template=name)
-    evidence = evidence_of(given, open_checkpoint(given, PLUGINS))
+    config = EngineConfig.from_keywords(model=str(tmp_path), chat_template=name)
+    evidence = evidence_of(config, open_checkpoint(config, PLUGINS))
     assert fitting_parser(KINDS[0], offers()[KINDS[0]], evidence, PLUGINS).winner == wanted
 
 
@@ -339,8 +339,8 @@ def test_what_the_checkpoint_says_itself_comes_first(tmp_path: Path) -> None:
 
 def test_who_reads_whole_messages_stands_beside_nobody_else(tmp_path: Path) -> None:
     decide(tmp_path, template_of("qwen3"), QWEN, **DESCRIBED)
-    given = EngineConfig.from_keywords(model=str(tmp_path))
-    evidence = evidence_of(given, open_checkpoint(given, PLUGINS))
+    config = EngineConfig.from_keywords(model=str(tmp_path))
+    evidence = evidence_of(config, open_checkpoint(config, PLUGINS))
     kind = "reasoning_parsers"
     assert fitting_parser(kind, offers()[kind], evidence, PLUGINS, "hf").winner == "hf"
     beside = fitting_parser(kind, offers()[kind], evidence, PLUGINS, "hermes")
@@ -365,16 +365,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def decided(fits: str, source: str = SOURCE) -> Decision:
         package = f"box_parser_{next(number)}_{tmp_path.name.replace('-', '_')}"
-        place = tmp_path / package
-        (place / package).mkdir(parents=True)
-        (place / package / "__init__.py").write_text(source)
-        (place / package / "fits.toml").write_text(fits)
-        info = place / f"{package}-1.0.dist-info"
+        folder = tmp_path / package
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text(source)
+        (folder / package / "fits.toml").write_text(fits)
+        info = folder / f"{package}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[modulm.tool_parsers]\nbox = {package}:Box\n")
         with monkeypatch.context() as patch:
-            patch.syspath_prepend(str(place))
+            patch.syspath_prepend(str(folder))
             plugins = manager.PluginManager()
             decide(tmp_path, template_of("qwen3"), QWEN)
             config = EngineConfig.from_keywords(model=str(tmp_path))
@@ -423,10 +423,10 @@ def test_a_parser_that_is_switched_off_is_not_chosen(tmp_path: Path) -> None:
     assert (tool.winner, reasoning.winner) == (None, "qwen3")
 
 
-@pytest.mark.parametrize("given", ["auto", None])
-def test_flags_decide(given: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parser_flag", ["auto", None])
+def test_flags_decide(parser_flag: str | None, tmp_path: Path) -> None:
     decide(tmp_path, template_of("qwen3"), QWEN)
-    flags = {"tool_call_parser": given, "reasoning_parser": "none"}
+    flags = {"tool_call_parser": parser_flag, "reasoning_parser": "none"}
     config = EngineConfig.from_keywords(model=str(tmp_path), **flags)
     resolved = with_declared_parsers(config, PLUGINS)
     assert resolved.tool_calls.tool_call_parser == "hermes"

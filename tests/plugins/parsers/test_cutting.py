@@ -26,18 +26,18 @@ PROSE.append('{"name": "f", "arguments": {}}')
 @cache
 def fragments(parser):
     """Pieces that texts of this format are made of: markers, parts of examples, prose."""
-    found = list(PROSE)
+    texts = list(PROSE)
     for example in parser.examples:
-        found += re.split(r"(?<=>)|(?=<)|(?<=[\]}\n])", example.text)
-        made = parser(example.context)
-        if isinstance(made, Format):
-            found += made.every_word()
-    return [piece for piece in dict.fromkeys(found) if piece]
+        texts += re.split(r"(?<=>)|(?=<)|(?<=[\]}\n])", example.text)
+        instance = parser(example.context)
+        if isinstance(instance, Format):
+            texts += instance.every_word()
+    return [piece for piece in dict.fromkeys(texts) if piece]
 
 
 def cut(text, rng):
-    places = sorted(rng.choices(range(len(text) + 1), k=5))
-    return [text[a:b] for a, b in pairwise([0, *places, len(text)])]
+    cuts = sorted(rng.choices(range(len(text) + 1), k=5))
+    return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES, ids=lambda value: str(value))
@@ -87,13 +87,13 @@ def test_two_parsers_in_any_pieces_give_the_same(tool, reasoning, rng):
 @pytest.mark.parametrize(("kind", "name"), NAMES, ids=lambda value: str(value))
 def test_a_marker_again_and_again_costs_no_more(kind, name):
     parser = manager.current().load(kind, name)
-    made = parser(parser.examples[0].context)
-    for word in made.openers[:3] if isinstance(made, Format) else ():
+    instance = parser(parser.examples[0].context)
+    for word in instance.openers[:3] if isinstance(instance, Format) else ():
         work = []
         for count in (200, 4000):
-            made = parser(parser.examples[0].context)
+            instance = parser(parser.examples[0].context)
             for _ in range(count):
-                made.feed(word)
-            made.finish()
-            work.append(made.steps / count)
+                instance.feed(word)
+            instance.finish()
+            work.append(instance.steps / count)
         assert work[1] <= 2 * work[0]

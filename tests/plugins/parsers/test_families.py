@@ -19,10 +19,10 @@ def test_arguments_are_handed_on_as_they_come(name):
     parser = manager.current().load("tool_parsers", name)
     (example, *_) = (e for e in parser.examples if e.calls == WEATHER and "Oslo" in e.text)
     before = example.text.partition("Oslo")[0] + "x" * 200
-    made = parser(ParseContext(tools=TOOLS))
-    events = [event for letter in before for event in made.feed(letter)]
-    told = "".join(event.delta for event in events if isinstance(event, ToolArguments))
-    assert told.endswith("x" * 150)
+    reader = parser(ParseContext(tools=TOOLS))
+    events = [event for letter in before for event in reader.feed(letter)]
+    arguments = "".join(event.delta for event in events if isinstance(event, ToolArguments))
+    assert arguments.endswith("x" * 150)
 
 
 def calls(text, tool, reasoning=None, **more):
@@ -30,8 +30,8 @@ def calls(text, tool, reasoning=None, **more):
 
 
 def test_mistral_makes_identifiers_of_nine_letters():
-    made = message_parser(ParseContext(prompt_tail="a"), "mistral", None)
-    starts = [e for e in made.feed("[TOOL_CALLS]f{}[TOOL_CALLS]g{}") if isinstance(e, ToolStart)]
+    reader = message_parser(ParseContext(prompt_tail="a"), "mistral", None)
+    starts = [e for e in reader.feed("[TOOL_CALLS]f{}[TOOL_CALLS]g{}") if isinstance(e, ToolStart)]
     assert len({e.id for e in starts}) == 2
     assert all(len(e.id) == 9 and e.id.isalnum() for e in starts)
     (other,) = calls("[TOOL_CALLS]f{}", "mistral", prompt="b")

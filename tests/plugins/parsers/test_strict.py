@@ -176,12 +176,14 @@ def described(tokenizer, **tool_calls):
 
 def test_a_checkpoint_that_describes_its_calls(tokenizer, backends) -> None:
     """JSON between two tags is held to the checkpoint's own tags."""
-    own = described(
+    tokenizer_described = described(
         tokenizer, open_pattern=r"\s*<\|do\|>", close="<|done|>", content="json",
         transform={"type": "function", "function": "{content}"},
     )  # fmt: skip
     call = '<|do|>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n<|done|>'
-    context = ParseContext(tools=TOOLS, tool_choice="required", tokenizer=own, held=True)
+    context = ParseContext(
+        tools=TOOLS, tool_choice="required", tokenizer=tokenizer_described, held=True
+    )
     for backend in backends.values():
         assert takes(tokenizer, compiled(backend, tag_of("hf", context)), call, VOCABULARY)
         assert not takes(tokenizer, compiled(backend, tag_of("hf", context)), "No.", VOCABULARY)
@@ -202,19 +204,24 @@ def test_a_checkpoint_that_describes_its_calls(tokenizer, backends) -> None:
     ],
 )  # fmt: skip
 def test_calls_that_cannot_be_turned_round_are_not_held(calls, tokenizer) -> None:
-    own = described(tokenizer, **calls)
+    tokenizer_described = described(tokenizer, **calls)
     for choice in ("required", "auto"):
-        assert tag_of("hf", ParseContext(tools=TOOLS, tool_choice=choice, tokenizer=own)) is None
+        assert (
+            tag_of(
+                "hf", ParseContext(tools=TOOLS, tool_choice=choice, tokenizer=tokenizer_described)
+            )
+            is None
+        )
 
 
 def test_what_cannot_be_written_is_named() -> None:
     """A pattern that may match a marker, or members that depend on each other."""
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^.*$"}}}
     either = {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
-    for schema, words in ((pattern, "pattern of 'a'"), (either, "'anyOf'")):
+    for schema, message in ((pattern, "pattern of 'a'"), (either, "'anyOf'")):
         function = {"name": "f", "parameters": schema}
         context = ParseContext(tools=({"function": function},), tool_choice="required")
-        with pytest.raises(RequestError, match=words) as caught:
+        with pytest.raises(RequestError, match=message) as caught:
             tag_of("qwen3_coder", context)
         assert caught.value.param == "tools"
         assert tag_of("hermes", context) is not None, "JSON goes to the backend as it is"

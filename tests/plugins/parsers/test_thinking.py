@@ -52,9 +52,9 @@ def test_a_thought_ends_as_the_parser_says(name: str, example: Example) -> None:
 
 
 def test_all_but_those_that_split_nothing_tell_how_a_thought_ends() -> None:
-    told = {name for name, kind in KINDS.items() if kind.tells_end}
-    assert set(NAMES) - told == {"minimax_m2_append_think"}
-    assert {name for name, _ in EXAMPLES} == told
+    kinds_with_end = {name for name, kind in KINDS.items() if kind.tells_end}
+    assert set(NAMES) - kinds_with_end == {"minimax_m2_append_think"}
+    assert {name for name, _ in EXAMPLES} == kinds_with_end
 
 
 @pytest.mark.parametrize("name", ["openai_gptoss", "beam", "muse_glimmer"])

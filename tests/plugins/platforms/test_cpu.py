@@ -93,8 +93,8 @@ def test_onednn_gives_what_a_plain_product_gives():
     for rows in (1, 2, 33):
         x = torch.randn(rows, 40).bfloat16()
         expected = x.float() @ weight.float().T + bias.float()
-        found = ops["linear"](x, packed, bias).float()
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
+        actual = ops["linear"](x, packed, bias).float()
+        torch.testing.assert_close(actual, expected, atol=0.1, rtol=0.02)
 
 
 def test_onednn_leaves_other_dtypes_to_torch():

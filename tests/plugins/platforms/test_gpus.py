@@ -172,13 +172,13 @@ def test_graphs_of_one_recorder_share_a_pool(chip, mode) -> None:
     platform = fake(chip)()
     driver = platform.runtime.module
     graphs = RuntimeGraphs(platform.runtime)
-    said = {} if mode is None else {"capture_error_mode": mode}
+    settings = {} if mode is None else {"capture_error_mode": mode}
     with platform.queue():
         driver.calls.clear()
         for _ in range(2):
             graphs.begin()
             graphs.end()()
-    assert driver.calls == 2 * [f"capture into pool 1 {said}".strip(), "capture ends", "replay"]
+    assert driver.calls == 2 * [f"capture into pool 1 {settings}".strip(), "capture ends", "replay"]
     assert graphs.memory == 2 * driver.graph_bytes
     graphs.clear()
     assert graphs.memory == 0
@@ -195,11 +195,11 @@ def test_a_place_without_its_memory() -> None:
     runtime = fake("H200").runtime
     whole = torch.arange(24.0).view(4, 6)
     part = whole[1:, 2:5]
-    found = runtime.unowned(part)
-    assert torch.equal(found, part)
-    assert found.stride() == part.stride()
+    actual = runtime.unowned(part)
+    assert torch.equal(actual, part)
+    assert actual.stride() == part.stride()
     part.fill_(7)
-    assert found.eq(7).all()
+    assert actual.eq(7).all()
 
 
 @pytest.mark.parametrize("chip", ["H200", "MI300X", "Max 1550"])

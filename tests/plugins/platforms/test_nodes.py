@@ -33,7 +33,7 @@ def test_nodes_are_read(folder):
 
 
 @pytest.mark.parametrize(
-    ("given", "allowed", "settled"),
+    ("binding", "allowed", "settled"),
     [
         (Binding(), ALL, Binding((0, 1, 2), (0,))),
         (Binding(), {2, 3, 4}, Binding((3, 4), (1,))),
@@ -42,21 +42,21 @@ def test_nodes_are_read(folder):
         (Binding(cpus=(4,), nodes=(0,)), ALL, Binding((4,), (0,))),
     ],
 )
-def test_what_is_left_open_is_settled(given, allowed, settled):
-    assert settle(given, TWO, frozenset(allowed)) == settled
+def test_what_is_left_open_is_settled(binding, allowed, settled):
+    assert settle(binding, TWO, frozenset(allowed)) == settled
 
 
 @pytest.mark.parametrize(
-    ("given", "allowed", "message"),
+    ("binding", "allowed", "message"),
     [
         (Binding(nodes=(2,)), ALL, "numa_bind_nodes.*node 2 does not exist; available nodes: 0, 1"),
         (Binding(cpus=(9,)), ALL, "numa_bind_cpus.*core 9"),
         (Binding(nodes=(1,)), {0}, "no core of the node"),
     ],
 )
-def test_what_is_not_there_is_refused(given, allowed, message):
+def test_what_is_not_there_is_refused(binding, allowed, message):
     with pytest.raises(ConfigError, match=message):
-        settle(given, TWO, frozenset(allowed))
+        settle(binding, TWO, frozenset(allowed))
 
 
 @pytest.mark.parametrize(

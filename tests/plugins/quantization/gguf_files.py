@@ -74,18 +74,18 @@ def permuted(tensor, heads):
 
 def gathered(stored):
     """Experts as stacks; singletons are dropped from shapes."""
-    found, stacks = {}, {}
+    tensors, stacks = {}, {}
     for name, tensor in stored.items():
         one = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", name)
         if one:
             stacks.setdefault((one[1], one[3]), {})[int(one[2])] = tensor
         else:
-            found[name] = tensor
+            tensors[name] = tensor
     for (path, part), each in stacks.items():
         if path.endswith("block_sparse_moe"):
             path = f"layers.{path.split('.')[2]}.feed_forward"
-        found[f"{path}.experts.{part}.weight"] = torch.stack([each[i] for i in range(len(each))])
-    return {name: tensor.squeeze() for name, tensor in found.items()}
+        tensors[f"{path}.experts.{part}.weight"] = torch.stack([each[i] for i in range(len(each))])
+    return {name: tensor.squeeze() for name, tensor in tensors.items()}
 
 
 def llama(name, tensor, c):
@@ -147,8 +147,8 @@ def gpt_oss(name, tensor, c):
 
 
 def stablelm(name, tensor, c):
-    found = re.fullmatch(r"(.*layernorm)\.norms\.(\d+)\.weight", name)
-    yield (f"{found[1]}.{int(found[2]):03d}", tensor) if found else (name, tensor)
+    match = re.fullmatch(r"(.*layernorm)\.norms\.(\d+)\.weight", name)
+    yield (f"{match[1]}.{int(match[2]):03d}", tensor) if match else (name, tensor)
 
 
 def bert(name, tensor, c):
@@ -164,24 +164,24 @@ CHANGES = {
 
 def renamed(stored, c, arch):
     """The checkpoint's tensors by their names in the file, in the file's order of elements."""
-    made = {}
+    changed = {}
     for name, tensor in gathered(stored).items():
-        made |= dict(CHANGES.get(arch, lambda n, t, c: [(n, t)])(name, tensor, c))
+        changed |= dict(CHANGES.get(arch, lambda n, t, c: [(n, t)])(name, tensor, c))
     if arch == "stablelm":
-        heads = sorted(name for name in made if re.search(r"layernorm\.\d+$", name))
+        heads = sorted(name for name in changed if re.search(r"layernorm\.\d+$", name))
         for stem in {name.rpartition(".")[0] for name in heads}:
-            own = [made.pop(name) for name in heads if name.startswith(f"{stem}.")]
-            made[f"{stem}.weight"] = torch.stack(own)
+            name_in_file = [changed.pop(name) for name in heads if name.startswith(f"{stem}.")]
+            changed[f"{stem}.weight"] = torch.stack(name_in_file)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch)
     table = gguf.get_tensor_name_map(number, c["num_hidden_layers"])
-    found = {}
-    for name, tensor in made.items():
+    by_name = {}
+    for name, tensor in changed.items():
         name = re.sub(r"gate\.e_score_correction_bias$", "gate.e_score_correction.bias", name)
-        own = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        if own is None:
+        name_in_file = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name_in_file is None:
             raise KeyError(name)
-        found[own] = tensor
-    return found
+        by_name[name_in_file] = tensor
+    return by_name
 
 
 def changed(name, tensor, arch):
@@ -202,8 +202,8 @@ def write_gguf(folder, file, arch, choose, plain=None, vocabulary=None, parts=1)
     stored = load_file(folder / "model.safetensors")
     ends = np.cumsum([0] + [t.numel() for t in stored.values()])
     pairs = list(zip(stored.items(), ends, strict=False))
-    places = {n: torch.arange(t.numel()).reshape(t.shape) + int(e) for (n, t), e in pairs}
-    meant = torch.cat([tensor.float().flatten() for tensor in stored.values()])
+    indices = {n: torch.arange(t.numel()).reshape(t.shape) + int(e) for (n, t), e in pairs}
+    dequantized_all = torch.cat([tensor.float().flatten() for tensor in stored.values()])
     writer = gguf.GGUFWriter(
         str(file), arch, split_max_tensors=-(-len(stored) // parts) * (parts > 1)
     )
@@ -211,7 +211,7 @@ def write_gguf(folder, file, arch, choose, plain=None, vocabulary=None, parts=1)
     writer.add_block_count(c["num_hidden_layers"])
     if vocabulary is not None:
         vocabulary(writer)
-    by_place = renamed(places, c, arch)
+    by_place = renamed(indices, c, arch)
     for name, tensor in renamed({n: t.float() for n, t in stored.items()}, c, arch).items():
         values = changed(name, tensor, arch).contiguous().numpy()
         matrix = tensor.dim() > 1 and name.endswith("weight") and "ssm_conv1d" not in name
@@ -221,7 +221,7 @@ def write_gguf(folder, file, arch, choose, plain=None, vocabulary=None, parts=1)
         raw = encode(values, kind)
         if kind != "F32":
             dequantized = torch.from_numpy(decode(raw, kind).astype(np.float32))
-            meant[by_place[name].flatten()] = dequantized.flatten()
+            dequantized_all[by_place[name].flatten()] = dequantized.flatten()
         writer.add_tensor(name, raw, raw_dtype=TYPES[kind])
     for name, values in factors(c).items():
         writer.add_tensor(name, values.astype(np.float32))
@@ -230,20 +230,22 @@ def write_gguf(folder, file, arch, choose, plain=None, vocabulary=None, parts=1)
     writer.write_tensors_to_file()
     writer.close()
     if plain is not None:
-        tensors = {n: meant[places[n]].to(t.dtype).contiguous() for n, t in stored.items()}
+        tensors = {
+            n: dequantized_all[indices[n]].to(t.dtype).contiguous() for n, t in stored.items()
+        }
         save_file(tensors, plain / "model.safetensors", {"format": "pt"})
 
 
 def common_names(config):
     """config.json with the keys that most families have."""
     c = dict(config)
-    for own, name in {
+    for key_of_ours, name in {
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
         "num_experts": "num_local_experts", "ffn_hidden_size": "intermediate_size",
     }.items():  # fmt: skip
-        if own in c:
-            c[name] = c[own]
+        if key_of_ours in c:
+            c[name] = c[key_of_ours]
     c.setdefault("num_key_value_heads", c.get("num_attention_heads"))
     if not c.get("head_dim") and "num_attention_heads" in c:
         c["head_dim"] = c["hidden_size"] // c["num_attention_heads"]
@@ -264,14 +266,14 @@ def factors(c):
         return {n: np.array(f) for n, f in zip(names, both, strict=True)}
     if rope.get("rope_type") != "llama3":
         return {}
-    size, found = c["head_dim"], []
+    size, values = c["head_dim"], []
     for i in range(0, size, 2):
         length = 2 * math.pi * rope["rope_theta"] ** (i / size)
         original, factor = rope["original_max_position_embeddings"], rope["factor"]
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         blend = min(max((original / length - low) / (high - low), 0), 1)
-        found.append(1 / ((1 - blend) / factor + blend))
-    return {"rope_freqs.weight": np.array(found)}
+        values.append(1 / ((1 - blend) / factor + blend))
+    return {"rope_freqs.weight": np.array(values)}
 
 
 # What the converter writes of each architecture.

@@ -35,7 +35,7 @@ def scores(engine: LLM) -> list[float]:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     (output,) = engine.generate(PROMPT, params, use_tqdm=False)
     pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
-    return [found[token].logprob for token, found in pairs]
+    return [entry[token].logprob for token, entry in pairs]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -59,18 +59,20 @@ def plain(checkpoint) -> list[float]:
 @pytest.mark.parametrize(("name", "settings", "distance"), FORMS)
 def test_close_to_the_plain_model(checkpoint, plain, name, settings, distance):
     with made(checkpoint, quantization=name, quantization_config=settings) as engine:
-        found = scores(engine)
-        alone = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        quantized = scores(engine)
+        single = engine.generate(
+            PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+        )
         crowd = engine.generate(
             ["a", PROMPT, "one two three"],
             SamplingParams(temperature=0, max_tokens=8),
             use_tqdm=False,
         )
-    assert found != plain
-    assert math.sqrt(sum((a - b) ** 2 for a, b in zip(found, plain, strict=True)) / len(plain)) < (
-        distance
-    )
-    assert crowd[1].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    assert quantized != plain
+    assert math.sqrt(
+        sum((a - b) ** 2 for a, b in zip(quantized, plain, strict=True)) / len(plain)
+    ) < (distance)
+    assert crowd[1].outputs[0].token_ids == single[0].outputs[0].token_ids
 
 
 def test_the_embedded_model_still_knows():
@@ -84,13 +86,13 @@ def test_the_embedded_model_still_knows():
 
 def test_explain_says_what_stays_otherwise(checkpoint, capsys):
     for settings in ('{"group_size": 64}', '{"group_size": 128}'):
-        given = ["--quantization", "int4", "--quantization-config", settings]
+        flags = ["--quantization", "int4", "--quantization-config", settings]
         with pytest.raises(SystemExit):
-            main(["explain", str(checkpoint), *given])
-    shown = capsys.readouterr().out
-    assert "the head keeps int8" in shown
-    assert "int4 at load supports linear layers and experts, not embedding" in shown
-    assert "192 inputs are not whole groups of 128; model.layers.*.mlp.down_proj)" in shown
+            main(["explain", str(checkpoint), *flags])
+    output = capsys.readouterr().out
+    assert "the head keeps int8" in output
+    assert "int4 at load supports linear layers and experts, not embedding" in output
+    assert "192 inputs are not whole groups of 128; model.layers.*.mlp.down_proj)" in output
 
 
 def test_explain_names_the_scheme_of_each_layer(checkpoint, capsys):
@@ -103,9 +105,9 @@ def test_explain_names_the_scheme_of_each_layer(checkpoint, capsys):
     flags += ["--quantization-config.targets", '{"re:.*o_proj": "int8"}']
     with pytest.raises(SystemExit):
         main(["explain", str(checkpoint), *flags])
-    shown = [line for line in capsys.readouterr().out.splitlines() if "quantization (" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "quantization (" in line]
     attention, out, first, second = (
-        next(line for line in shown if part in line)
+        next(line for line in lines if part in line)
         for part in ("qkv_proj", "o_proj", "mlp.down_proj of 0", "mlp.down_proj of 1")
     )
     assert attention.startswith(

@@ -21,16 +21,16 @@ def held(spec, weight):
 def test_experts_are_rounded_too():
     spec = LinearSpec("experts.down", 96, (64,), False, "bfloat16", "expert", experts=4)
     weight = torch.randn(4, 64, 96).bfloat16()
-    found, note = held(spec, weight)
+    dequantized, note = held(spec, weight)
     assert note is None
-    error = (found.float() - weight.float()).norm(dim=2) / weight.float().norm(dim=2)
+    error = (dequantized.float() - weight.float()).norm(dim=2) / weight.float().norm(dim=2)
     assert 0 < error.max() < 0.04
 
 
 def test_a_linear_layer_keeps_a_scale_per_output():
     spec = LinearSpec("mlp.down_proj", 96, (64,), False, "bfloat16")
     weight = torch.randn(64, 96).bfloat16() * torch.logspace(-3, 3, 64)[:, None].bfloat16()
-    found, note = held(spec, weight)
+    dequantized, note = held(spec, weight)
     assert note is None
-    error = (found.float() - weight.float()).norm(dim=1) / weight.float().norm(dim=1)
+    error = (dequantized.float() - weight.float()).norm(dim=1) / weight.float().norm(dim=1)
     assert 0 < error.max() < 0.04

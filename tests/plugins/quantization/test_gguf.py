@@ -124,19 +124,21 @@ CASES = {
 }
 
 
-def publish(place, case, **more):
+def publish(folder, case, **more):
     """(the file, the folder it was made from, a folder of its dequantized weights)."""
-    folders = [make_tiny(place / name, case.model, **case.settings) for name in ("own", "plain")]
-    write_gguf(folders[0], place / "model.gguf", case.arch, case.kind, folders[1], **more)
-    return place / "model.gguf", *folders
+    folders = [make_tiny(folder / name, case.model, **case.settings) for name in ("own", "plain")]
+    write_gguf(folders[0], folder / "model.gguf", case.arch, case.kind, folders[1], **more)
+    return folder / "model.gguf", *folders
 
 
 def reference(case, plain):
     kind = AutoModel if case.arch == "bert" else AutoModelForCausalLM
     oracle = kind.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
-        found = oracle(torch.tensor([TOKENS]))
-    return found.last_hidden_state[0] if case.arch == "bert" else found.logits[0].log_softmax(-1)
+        outputs = oracle(torch.tensor([TOKENS]))
+    return (
+        outputs.last_hidden_state[0] if case.arch == "bert" else outputs.logits[0].log_softmax(-1)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,19 +164,23 @@ def every_type():
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """(a file with all types, a folder of the dequantized weights, logits of that in fp32)."""
-    place = tmp_path_factory.mktemp("mixed")
+    folder = tmp_path_factory.mktemp("mixed")
     settings, kind, left = every_type()
-    own, plain = (make_tiny(place / n, "LlamaForCausalLM", **settings) for n in ("own", "plain"))
-    write_gguf(own, place / "model.gguf", "llama", kind, plain, vocabulary=byte_pairs(own, "gpt-2"))
+    stored, plain = (
+        make_tiny(folder / n, "LlamaForCausalLM", **settings) for n in ("own", "plain")
+    )
+    write_gguf(
+        stored, folder / "model.gguf", "llama", kind, plain, vocabulary=byte_pairs(stored, "gpt-2")
+    )
     assert not left, "there are more types than matrices"
     exact = Session(plain, device="cpu", dtype="float32").step({0: TOKENS})[0]
-    return place / "model.gguf", plain, exact
+    return folder / "model.gguf", plain, exact
 
 
 def test_every_type_in_fp32(mixed):
     file, _, exact = mixed
-    found = Session(file, device="cpu", dtype="float32").step({0: TOKENS})[0]
-    torch.testing.assert_close(found, exact, rtol=0, atol=1e-3)
+    logprobs = Session(file, device="cpu", dtype="float32").step({0: TOKENS})[0]
+    torch.testing.assert_close(logprobs, exact, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("activations", "factor"), [("bf16", 1.6), ("int8", 8)])
@@ -204,8 +210,8 @@ def test_layers_of_blocks_are_packed(mixed):
 def test_explain_says_the_type_of_each_layer(mixed):
     session = Session(mixed[0], device="cpu", dtype="bfloat16")
     lines = [d.reason for d in session.loaded.decisions if d.subject.startswith("quantization (")]
-    said = " ".join(lines)
-    assert all(name in said for name in (*CODED, "F16", "BF16", "F32")), said
+    text = " ".join(lines)
+    assert all(name in text for name in (*CODED, "F16", "BF16", "F32")), text
     assert "Q6_K; model.embed_tokens" in lines
     assert "Q6_K, activations in int8; lm_head" in " ".join(lines), lines
 
@@ -219,10 +225,10 @@ def test_the_layers_of_a_type_are_told(tmp_path):
 
     write_gguf(folder, tmp_path / "m.gguf", case.arch, kind)
     decisions = Session(tmp_path / "m.gguf", device="cpu", dtype="bfloat16").loaded.decisions
-    said = [d.reason for d in decisions]
+    reasons = [d.reason for d in decisions]
     mixed = "Q4_0 + Q8_0, activations in int8"
-    assert f"{mixed}; model.layers.*.self_attn.qkv_proj of 0, 3" in said
-    plain = " ".join(line for line in said if line.startswith("Q4_0, activations in int8; "))
+    assert f"{mixed}; model.layers.*.self_attn.qkv_proj of 0, 3" in reasons
+    plain = " ".join(line for line in reasons if line.startswith("Q4_0, activations in int8; "))
     assert "model.layers.*.self_attn.qkv_proj of 1, 2" in plain
 
 
@@ -234,17 +240,17 @@ def test_a_file_with_everything_is_served(tmp_path):
     file, _, plain = publish(
         tmp_path, case, vocabulary=byte_pairs(make_tiny(tmp_path / "v", case.model), "gpt-2")
     )
-    found, messages = [], [{"role": "user", "content": "The capital of France"}]
+    answers, messages = [], [{"role": "user", "content": "The capital of France"}]
     for path in (plain, file):
         with LLM(str(path), dtype="float32", max_model_len=128) as llm:
             (text,) = llm.generate(["one two"], GREEDY, use_tqdm=False)
             (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
             ids = llm.get_tokenizer().encode("Hello! How are you, 12345?")
-            found.append(
+            answers.append(
                 (text.outputs[0].text, answer.prompt_token_ids, answer.outputs[0].text, ids)
             )
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 10, "the chat template was not used"
+    assert answers[0] == answers[1]
+    assert len(answers[0][1]) > 10, "the chat template was not used"
 
 
 def test_a_file_in_pieces_and_a_folder_with_it(tmp_path):
@@ -254,11 +260,11 @@ def test_a_file_in_pieces_and_a_folder_with_it(tmp_path):
     assert len(pieces) > 2
     wanted = reference(case, plain)
     for path in (pieces[0], tmp_path):
-        found = Session(path, device="cpu", dtype="float32").step({0: TOKENS})[0]
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        logprobs = Session(path, device="cpu", dtype="float32").step({0: TOKENS})[0]
+        torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
     flags = {"device": "cpu", "dtype": "float32", "hf_config_path": str(folder)}
-    found = Session(pieces[0], **flags).step({0: TOKENS})[0]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    logprobs = Session(pieces[0], **flags).step({0: TOKENS})[0]
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
     pieces[1].unlink()
     with pytest.raises(CheckpointError, match=rf"missing files of .*: {pieces[1].name}"):
         Session(pieces[0], device="cpu", dtype="float32")
@@ -272,8 +278,8 @@ def test_the_flags_that_name_the_format(tmp_path):
     folder = make_tiny(tmp_path / "own", "Qwen3ForCausalLM")
     write_gguf(folder, tmp_path / "m.gguf", "qwen3", lambda name, shape: "Q8_0")
     flags = {"load_format": "gguf", "quantization": "gguf", "hf_config_path": str(folder)}
-    found = Session(tmp_path / "m.gguf", device="cpu", dtype="bfloat16", **flags)
-    assert found.loaded.model.layers[0].mlp.down.quantized[0].weight.format == "int8"
+    session = Session(tmp_path / "m.gguf", device="cpu", dtype="bfloat16", **flags)
+    assert session.loaded.model.layers[0].mlp.down.quantized[0].weight.format == "int8"
 
 
 def test_several_files_in_a_folder(tmp_path):
@@ -376,9 +382,9 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, good, what):
     file = tmp_path / "m.gguf"
     file.write_bytes(spoil(good))
     assert file.read_bytes() != good
-    with pytest.raises(CheckpointError, match=message) as found:
+    with pytest.raises(CheckpointError, match=message) as caught:
         started(file)
-    assert "m.gguf" in str(found.value)
+    assert "m.gguf" in str(caught.value)
 
 
 def test_spoilt_files_are_errors_of_ours(tmp_path, good, rng, rounds):

@@ -40,21 +40,21 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self, body):
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append((self.command, path))
-        found = re.fullmatch(r"/(api/models/)?(\w+/[\w-]+)(?:/(\w+)/(\w+)(?:/(.+))?)?", path)
-        folder = self.root / found[2] if found else None
+        match = re.fullmatch(r"/(api/models/)?(\w+/[\w-]+)(?:/(\w+)/(\w+)(?:/(.+))?)?", path)
+        folder = self.root / match[2] if match else None
         if folder is None or not folder.is_dir():
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
-        if found[4] not in (None, "main", COMMIT):
+        if match[4] not in (None, "main", COMMIT):
             return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
         files = [file for file in folder.rglob("*") if file.is_file()]
         names = [file.relative_to(folder).as_posix() for file in files]
-        if found[1] and found[3] == "tree":
+        if match[1] and match[3] == "tree":
             table = [{"type": "file", "path": name, "size": 1, "oid": "a" * 40} for name in names]
             return self.send(200, json.dumps(table).encode(), {}, body)
-        if found[1]:
-            table = {"id": found[2], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
+        if match[1]:
+            table = {"id": match[2], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
             return self.send(200, json.dumps(table).encode(), {}, body)
-        content = (folder / found[5]).read_bytes()
+        content = (folder / match[5]).read_bytes()
         etag = hashlib.sha256(content).hexdigest()
         return self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
 
@@ -129,8 +129,8 @@ def test_what_was_fetched_serves_without_a_connection(hub, tmp_path, monkeypatch
     assert opened("someone/some-gguf:Q8_0", tmp_path).path == first
     with pytest.raises(CheckpointError, match=r"Q4_K_M: no file has this type; .*: Q8_0$"):
         opened("someone/some-gguf:Q4_K_M", tmp_path)
-    words = "'someone/plain' is not in the local cache and the hub cannot be reached"
-    with pytest.raises(CheckpointError, match=words):
+    message = "'someone/plain' is not in the local cache and the hub cannot be reached"
+    with pytest.raises(CheckpointError, match=message):
         opened("someone/plain:Q8_0", tmp_path)
     assert hub.asked == []
 
@@ -143,7 +143,7 @@ def test_all_pieces_of_a_model_are_fetched(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         (
             "someone/some-gguf:Q2_K",
@@ -155,8 +155,8 @@ def test_all_pieces_of_a_model_are_fetched(hub, tmp_path):
         ("../some:Q8_0", "is neither a folder nor a hub id"),
     ],
 )
-def test_a_type_that_is_not_there_is_said(hub, tmp_path, name, words):
-    with pytest.raises(CheckpointError, match=words):
+def test_a_type_that_is_not_there_is_said(hub, tmp_path, name, message):
+    with pytest.raises(CheckpointError, match=message):
         opened(name, tmp_path)
 
 

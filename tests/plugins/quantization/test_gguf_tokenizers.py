@@ -66,14 +66,14 @@ SEEN = {name: name in ("gpt-2", "starcoder", "falcon") for name in PIECES}
 
 def original(pre):
     """A tokenizer of byte pairs that cuts as the one called `pre` does."""
-    made = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     steps = [*PIECES[pre], pre_tokenizers.ByteLevel(False, use_regex=SEEN[pre])]
     if pre == "falcon":
         steps += [pre_tokenizers.Digits(False), cut("[0-9][0-9][0-9]")]
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.train_from_iterator(CORPUS * 3, byte_trainer())
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(CORPUS * 3, byte_trainer())
+    return tokenizer
 
 
 def byte_trainer():
@@ -122,13 +122,13 @@ def pairs(core, path, **more):
 
 def check(path, wanted, texts=TEXTS, decode=True):
     """The file's ids, and texts back from them, are those of `wanted` (a Rust tokenizer)."""
-    found = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
+    tokenizer = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
     for special in (False, True):
         for text in texts:
             ids = wanted.encode(text, add_special_tokens=special).ids
-            assert found.encode(text, add_special_tokens=special).ids == ids, (text, special)
+            assert tokenizer.encode(text, add_special_tokens=special).ids == ids, (text, special)
             if decode:
-                assert found.decode(ids) == wanted.decode(ids), text
+                assert tokenizer.decode(ids) == wanted.decode(ids), text
 
 
 @pytest.mark.parametrize("pre", PIECES)
@@ -139,8 +139,8 @@ def test_byte_pairs(tmp_path, pre):
 
 def test_qwen2_composes_characters(tmp_path):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[])
-    trained = made.train_new_from_iterator(CORPUS * 3, 400)
+    untrained = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[])
+    trained = untrained.train_new_from_iterator(CORPUS * 3, 400)
     core = trained.backend_tokenizer
     check(pairs(core, tmp_path / "m.gguf", pre="qwen2"), core)
 
@@ -190,9 +190,9 @@ def test_sentence_piece_of_llama(tmp_path):
     # Before a blank that begins a text the class puts none; the published files do.
     texts = [text.replace("<|begin|>", "<s>") for text in TEXTS if text.strip(" ") == text != ""]
     check(path, wanted.backend_tokenizer, texts, decode=False)
-    found = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
+    tokenizer = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
     for text in CORPUS:
-        assert found.decode(found.encode(text, add_special_tokens=False).ids) == text
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
 
 def test_sentence_piece_of_gemma(tmp_path):
@@ -209,12 +209,12 @@ def test_sentence_piece_of_gemma(tmp_path):
     path = write(
         tmp_path / "m.gguf", "llama", tokens, kinds, scores=scores, add_space_prefix=False, **ids
     )
-    found = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
+    tokenizer = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
     for text in [*CORPUS, "a\n\nb <b>c", "  two"]:
         ids = wanted.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        assert found.encode(text, add_special_tokens=False).ids == ids, text
-        assert found.encode(text).ids == [1, *ids]
-        assert found.decode(ids) == text
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+        assert tokenizer.encode(text).ids == [1, *ids]
+        assert tokenizer.decode(ids) == text
 
 
 def test_unigram(tmp_path):
@@ -258,8 +258,8 @@ def test_word_pieces(tmp_path):
     ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3, "padding_token_id": 0}
     path = write(tmp_path / "m.gguf", "bert", written, kinds, **ids)
     check(path, wanted.backend_tokenizer)
-    found = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
-    two = [t.encode("one two", "three") for t in (found, wanted.backend_tokenizer)]
+    tokenizer = tokenizers.Tokenizer.from_str(GGUFLoader(path).tokenizer().tokenizer)
+    two = [t.encode("one two", "three") for t in (tokenizer, wanted.backend_tokenizer)]
     assert two[0].ids == two[1].ids
     assert two[0].type_ids == two[1].type_ids
 

@@ -22,17 +22,17 @@ TABLE = {"bits": 4, "group_size": GROUP}
 MOE = {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32}
 
 
-def publish(place, architecture, table, **settings):
+def publish(folder, architecture, table, **settings):
     """A folder whose matrices are all codes, experts in stacks, and a plain one of the same."""
-    folders = [make_tiny(place / "coded", architecture, **settings), place / "plain"]
+    folders = [make_tiny(folder / "coded", architecture, **settings), folder / "plain"]
     shutil.copytree(*folders)
     stored, plain, stacks = {}, {}, {}
     for name, tensor in load_file(folders[0] / "model.safetensors").items():
         if tensor.dim() == 1:
             stored[name] = plain[name] = tensor
             continue
-        tensors, meant = mlx(tensor, Case(table, mlx), name)
-        plain[name] = meant.to(tensor.dtype).contiguous()
+        tensors, dequantized = mlx(tensor, Case(table, mlx), name)
+        plain[name] = dequantized.to(tensor.dtype).contiguous()
         path = name.removesuffix("weight")
         if ".experts." not in path:
             stored |= {f"{path}{key}": value.contiguous() for key, value in tensors.items()}
@@ -67,13 +67,13 @@ def folders(request, tmp_path_factory):
 
 def test_the_numbers_of_the_dequantized_weights(folders):
     coded, plain = folders
-    found = Session(coded, device="cpu", dtype="float32", block_size=16).step({0: TOKENS})[0]
+    logprobs = Session(coded, device="cpu", dtype="float32", block_size=16).step({0: TOKENS})[0]
     oracle = AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
         wanted = oracle(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
 
 
 def test_on_the_kernels_as_exact_as_bf16(folders):
@@ -94,16 +94,16 @@ def test_older_files_have_a_key_of_their_own(folders, tmp_path):
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize(("table", "words"), [
+@pytest.mark.parametrize(("table", "message"), [
     (TABLE | {"mode": "mxfp4"}, "mode.*mxfp4"),
     (TABLE | {"bits": 7}, "bits.*7"),
     (TABLE | {"group_size": 48}, "group size 48"),
     (TABLE | {"model.layers.0.mlp.up_proj": {"bits": 1}}, "up_proj.*bits"),
 ])  # fmt: skip
-def test_what_is_not_known_is_named(folders, tmp_path, table, words):
+def test_what_is_not_known_is_named(folders, tmp_path, table, message):
     coded = shutil.copytree(folders[0], tmp_path / "own")
     write_settings(coded, quantization_config=table)
-    with pytest.raises(ModulmError, match=words):
+    with pytest.raises(ModulmError, match=message):
         Session(coded, device="cpu", dtype="float32")
 
 

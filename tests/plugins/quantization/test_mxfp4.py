@@ -35,28 +35,28 @@ TABLE = {
 
 def with_blocks(stored):
     """The tensors of a checkpoint with random blocks and scales in place of expert weights."""
-    found = {}
+    tensors = {}
     for name, tensor in stored.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         experts, inputs, outputs = tensor.shape
         shape = (experts, outputs, inputs // 32)
-        found[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
-        found[f"{name}_scales"] = torch.randint(120, 123, shape, dtype=torch.uint8)
-    return found
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 123, shape, dtype=torch.uint8)
+    return tensors
 
 
 def dequantized(stored):
     """The same checkpoint in bf16, by transformers."""
-    found = {name: t for name, t in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    tensors = {name: t for name, t in stored.items() if not name.endswith(("_blocks", "_scales"))}
     for name in stored:
         if name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
-            found[stem] = transformers_mxfp4.convert_moe_packed_tensors(
+            tensors[stem] = transformers_mxfp4.convert_moe_packed_tensors(
                 stored[name], stored[f"{stem}_scales"]
             )
-    return found
+    return tensors
 
 
 def rewrite(folder: Path, change, table=None) -> Path:
@@ -72,15 +72,15 @@ def rewrite(folder: Path, change, table=None) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The checkpoint in MXFP4, and what it stands for in bf16."""
-    place = tmp_path_factory.mktemp("mxfp4")
-    made = [
-        make_tiny(place / name, "GptOssForCausalLM", dtype="bfloat16", intermediate_size=96)
+    folder = tmp_path_factory.mktemp("mxfp4")
+    checkpoints = [
+        make_tiny(folder / name, "GptOssForCausalLM", dtype="bfloat16", intermediate_size=96)
         for name in ("blocks", "plain")
     ]
     torch.manual_seed(0)
-    blocks = rewrite(made[0], with_blocks, TABLE)
+    blocks = rewrite(checkpoints[0], with_blocks, TABLE)
     stored = load_file(blocks / "model.safetensors")
-    return blocks, rewrite(made[1], lambda _: dequantized(stored))
+    return blocks, rewrite(checkpoints[1], lambda _: dequantized(stored))
 
 
 def test_equals_transformers(folders):
@@ -88,13 +88,13 @@ def test_equals_transformers(folders):
     blocks, plain = folders
     tokens = [5, 77, 130, 9, 301, 42, 8, 250, 12, 400, 33, 60, 71, 15, 2, 99]
     session = Session(blocks, device="cpu", dtype="float32", block_size=16)
-    found = session.step({0: tokens})[0]
+    logprobs = session.step({0: tokens})[0]
     oracle = AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
         wanted = oracle(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_tokens_as_the_bf16_model(folders):
@@ -113,11 +113,11 @@ def test_the_same_tokens_as_the_bf16_model(folders):
 def test_kernels_multiply_what_bf16_stands_for(folders):
     """Activations are integers of 16 bits: as close as bf16 is to itself in another order."""
     tokens = list(range(20, 60))
-    found, wanted = (
+    actual, wanted = (
         Session(folder, device="cpu", dtype="bfloat16", block_size=16).step({0: tokens})[0]
         for folder in folders
     )
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    assert (actual - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("dequantize", [False, True])

@@ -52,8 +52,8 @@ def coded(weight, bits, group):
     wide = scales.float()
     zeros = (-low / wide).round().clamp(1, top)
     codes = (grouped / wide[..., None] + zeros[..., None]).round().clamp(0, top)
-    meant = ((codes - zeros[..., None]) * wide[..., None]).flatten(1)
-    return codes.flatten(1).long(), zeros.long(), scales, meant
+    dequantized = ((codes - zeros[..., None]) * wide[..., None]).flatten(1)
+    return codes.flatten(1).long(), zeros.long(), scales, dequantized
 
 
 def words(codes, bits, dim, order=None):
@@ -71,30 +71,30 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_gemm(weight, case, name):
-    codes, zeros, scales, meant = coded(weight, 4, case.group)
+    codes, zeros, scales, dequantized = coded(weight, 4, case.group)
     stored = {
         "qweight": words(codes.T, 4, 1, AWQ_ORDER),
         "qzeros": words(zeros.T, 4, 1, AWQ_ORDER),
         "scales": scales.T.contiguous(),
     }
-    return stored, meant
+    return stored, dequantized
 
 
 def awq_gemv(weight, case, name):
-    codes, zeros, scales, meant = coded(weight, 4, case.group)
+    codes, zeros, scales, dequantized = coded(weight, 4, case.group)
     room = 32 - zeros.shape[1]  # groups of 32 inputs round zeros up to four words
     stored = {
         "qweight": words(codes, 4, 1),
         "qzeros": words(torch.nn.functional.pad(zeros, (0, room)), 4, 1),
         "scales": torch.nn.functional.pad(scales, (0, room)),
     }
-    return stored, meant
+    return stored, dequantized
 
 
 def gptq(weight, case, name, less=1, order=None):
     inputs = weight.shape[1]
     order = torch.arange(inputs) if order is None else order
-    codes, zeros, scales, meant = coded(weight[:, order], case.bits, case.group)
+    codes, zeros, scales, dequantized = coded(weight[:, order], case.bits, case.group)
     back = order.argsort()
     stored = {
         "qweight": words(codes[:, back].T, case.bits, 0),
@@ -102,7 +102,7 @@ def gptq(weight, case, name, less=1, order=None):
         "scales": scales.T.contiguous(),
         "g_idx": (torch.arange(inputs) // case.group)[back].int(),
     }
-    return stored, meant[:, back]
+    return stored, dequantized[:, back]
 
 
 def gptq_v2(weight, case, name):
@@ -166,20 +166,20 @@ def compressed(weight, case, name):
 
 def sparse(weight, case, name):
     """Two of every four inputs, and with fp8 rounded with a scale per output."""
-    kept = torch.zeros_like(weight, dtype=torch.bool).unflatten(1, (-1, 4))
-    kept.scatter_(2, weight.abs().unflatten(1, (-1, 4)).topk(2, 2).indices, True)
-    kept = kept.flatten(1)
-    stored = {"bitmask": (kept.unflatten(1, (-1, 8)).int() << torch.arange(8)).sum(-1).byte()}
+    mask = torch.zeros_like(weight, dtype=torch.bool).unflatten(1, (-1, 4))
+    mask.scatter_(2, weight.abs().unflatten(1, (-1, 4)).topk(2, 2).indices, True)
+    mask = mask.flatten(1)
+    stored = {"bitmask": (mask.unflatten(1, (-1, 8)).int() << torch.arange(8)).sum(-1).byte()}
     stored["shape"] = torch.tensor(weight.shape)[:, None]
     values, scale = weight.float(), torch.ones(len(weight), 1)
     if case.table["config_groups"]:
         scale = values.abs().amax(1, keepdim=True) / 448
         values = (values / scale).to(torch.float8_e4m3fn).float()
         stored["weight_scale"] = scale
-    chosen = values[kept].unflatten(0, (len(weight), -1))
+    chosen = values[mask].unflatten(0, (len(weight), -1))
     fp8 = "weight_scale" in stored
     stored["compressed"] = chosen.to(torch.float8_e4m3fn) if fp8 else chosen
-    return stored, values * kept * scale
+    return stored, values * mask * scale
 
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
@@ -220,8 +220,8 @@ def bnb4(weight, case, name):
     stored["weight"] = pairs.flatten().view(getattr(torch, storage))[:, None]
     text = json.dumps(state).encode()
     stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text)).byte()
-    meant = levels[codes] * absmax.repeat_interleave(64)[: weight.numel()]
-    return stored, meant.view_as(weight)
+    dequantized = levels[codes] * absmax.repeat_interleave(64)[: weight.numel()]
+    return stored, dequantized.view_as(weight)
 
 
 def bnb8(weight, case, name):
@@ -233,8 +233,8 @@ def bnb8(weight, case, name):
 
 def hqq(weight, case, name):
     """Groups are rows, or with axis 0 columns; rows lie on top of one another in a number."""
-    given = case.table["quant_config"]["weight_quant_params"]
-    bits, size, axis = given["nbits"], given["group_size"], given["axis"]
+    params = case.table["quant_config"]["weight_quant_params"]
+    bits, size, axis = params["nbits"], params["group_size"], params["axis"]
     laid = weight.float().reshape(-1, size) if axis else weight.float().reshape(size, -1)
     low, high = laid.amin(axis, keepdim=True), laid.amax(axis, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).clamp(min=1e-5).half()
@@ -245,10 +245,10 @@ def hqq(weight, case, name):
     pieces = padded.unflatten(0, (count, -1))
     shifts = bits * torch.arange(count - 1, -1, -1)[:, None, None]
     packed = (pieces << shifts).sum(0).to(torch.int32 if bits == 3 else torch.uint8)
-    packed = packed.view(torch.float16) if given["view_as_float"] else packed
-    meant = ((codes - zero.float()) * scale.float()).reshape(weight.shape)
+    packed = packed.view(torch.float16) if params["view_as_float"] else packed
+    dequantized = ((codes - zero.float()) * scale.float()).reshape(weight.shape)
     more = {"nbits": torch.tensor(bits), "axis": torch.tensor(axis), "shape": torch.tensor([1, 2])}
-    return {"W_q": packed, "scale": scale, "zero": zero, **more}, meant
+    return {"W_q": packed, "scale": scale, "zero": zero, **more}, dequantized
 
 
 def mlx(weight, case, name):
@@ -256,24 +256,26 @@ def mlx(weight, case, name):
     bits = case.table.get(name.removesuffix(".weight"), case.table)["bits"]
     codes, zeros, scales, _ = coded(weight, bits, case.group)
     wide, biases = scales.float(), (-zeros * scales.float()).bfloat16().float()
-    meant = codes.unflatten(1, (-1, case.group)) * wide[..., None] + biases[..., None]
-    kept = "qbiases" if case.table.get("quant_method") == "metal" else "biases"
+    dequantized = codes.unflatten(1, (-1, case.group)) * wide[..., None] + biases[..., None]
+    bias_name = "qbiases" if case.table.get("quant_method") == "metal" else "biases"
     packed = words(codes, bits, 1).view(torch.uint32)
-    return {"weight": packed, "scales": scales, kept: biases.bfloat16()}, meant.flatten(1)
+    return {"weight": packed, "scales": scales, bias_name: biases.bfloat16()}, dequantized.flatten(
+        1
+    )
 
 
 def bitnet(weight, case, name):
     """Rows r, r + N / 4 and so on in one byte; "autobitlinear" multiplies with the scale."""
     mean = weight.float().abs().mean()
     codes = (weight.float() / mean).round().clamp(-1, 1)
-    meant = codes * mean
+    dequantized = codes * mean
     if case.table.get("quantization_mode") == "online":
-        return {"weight": weight}, meant
+        return {"weight": weight}, dequantized
     if case.table["linear_class"] == "autobitlinear":
-        return {"weight": codes.bfloat16(), "weight_scale": mean[None]}, meant
+        return {"weight": codes.bfloat16(), "weight_scale": mean[None]}, dequantized
     four = (codes + 1).int().unflatten(0, (4, -1))
     packed = (four << 2 * torch.arange(4)[:, None, None]).sum(0).byte()
-    return {"weight": packed, "weight_scale": 1 / mean[None]}, meant
+    return {"weight": packed, "weight_scale": 1 / mean[None]}, dequantized
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -307,9 +309,9 @@ def mxfp8(weight, case, name):
     pieces = weight.float().unflatten(1, (-1, 32))
     exponents = (pieces.abs().amax(-1) / 256).log2().floor()
     values = (pieces / torch.exp2(exponents)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    meant = values.float() * torch.exp2(exponents)[..., None]
+    dequantized = values.float() * torch.exp2(exponents)[..., None]
     key = "weight_scale_inv" if case.table["quant_method"] == "mxfp8" else "weight_scale"
-    return {"weight": values.flatten(1), key: (exponents + 127).byte()}, meant.flatten(1)
+    return {"weight": values.flatten(1), key: (exponents + 127).byte()}, dequantized.flatten(1)
 
 
 def mixed(weight, case, name):
@@ -319,25 +321,25 @@ def mixed(weight, case, name):
 
 def quark(weight, case, name):
     """Integers: with a scale per output, or in groups that lie input by input."""
-    given = case.table["global_quant_config"]["weight"]
-    if given["dtype"] == "int8" and given["qscheme"] == "per_channel":
+    settings = case.table["global_quant_config"]["weight"]
+    if settings["dtype"] == "int8" and settings["qscheme"] == "per_channel":
         scale = weight.float().abs().amax(1) / 127
         codes = (weight.float() / scale[:, None]).round().to(torch.int8)
         return {"weight": codes, "weight_scale": scale}, codes.float() * scale[:, None]
-    signed = given["dtype"] == "int4"
-    codes, zeros, scales, meant = coded(weight, 4, case.group)
+    signed = settings["dtype"] == "int4"
+    codes, zeros, scales, dequantized = coded(weight, 4, case.group)
     if signed:
         scales = weight.float().unflatten(1, (-1, case.group)).abs().amax(-1) / 7
         wide = scales.repeat_interleave(case.group, 1)
         codes = (weight.float() / wide).round().long()
-        meant = codes * wide
+        dequantized = codes * wide
     order = AWQ_ORDER if case.table["export"]["pack_method"] == "reorder" else None
     stored = {
         "weight": words(codes.T & 15, 4, 1, order),
         "weight_scale": scales.T.contiguous(),
         "weight_zero_point": words((zeros.T if not signed else zeros.T * 0), 4, 1, order),
     }
-    return stored, meant
+    return stored, dequantized
 
 
 def torchao(weight, case, name):
@@ -345,17 +347,17 @@ def torchao(weight, case, name):
     if kind.startswith("Int4"):
         return torchao_int4(weight, case)
     if kind.startswith("Float8"):
-        stored, meant = fbgemm(weight, case, name)
+        stored, dequantized = fbgemm(weight, case, name)
     else:
-        codes, zeros, scales, meant = coded(weight, case.bits, case.group)
+        codes, zeros, scales, dequantized = coded(weight, case.bits, case.group)
         half = 2 ** (case.bits - 1)
         stored = {"weight": (codes - half).to(torch.int8), "weight_scale": scales}
         stored["zeros"] = (zeros - half).to(torch.int8)
         if kind == "Int8DynamicActivationInt8WeightConfig":
-            stored, meant = bnb8(weight, case, name)
+            stored, dequantized = bnb8(weight, case, name)
             stored = {"weight": stored["weight"], "weight_scale": stored["SCB"][:, None] / 127}
     called = {"weight": "qdata", "weight_scale": "scale", "zeros": "zero_point"}
-    return {f"_weight_{called[key]}": value for key, value in stored.items()}, meant
+    return {f"_weight_{called[key]}": value for key, value in stored.items()}, dequantized
 
 
 def torchao_int4(weight, case):
@@ -363,24 +365,24 @@ def torchao_int4(weight, case):
     codes, zeros, scales, _ = coded(weight, 4, case.group)
     scales, added = scales.float(), ((8 - zeros) * scales.float()).bfloat16()
     wide = [one.float().repeat_interleave(case.group, 1) for one in (scales, added)]
-    meant = (codes - 8) * wide[0] + wide[1]
+    dequantized = (codes - 8) * wide[0] + wide[1]
     data = case.table["quant_type"]["default"]["_data"]
     if data["int4_packing_format"] == "plain":
         signed = (codes - 8) & 15
         pairs = (signed[:, ::2] | signed[:, 1::2] << 4).byte().view(torch.int8)
         stored = {"qdata": pairs, "scale": scales.T, "zero_point": added.T}
-        return {f"_weight_{key}": value for key, value in stored.items()}, meant
+        return {f"_weight_{key}": value for key, value in stored.items()}, dequantized
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(codes, (0, -columns % 1024))
     sizes = (rows // 8, padded.shape[1] // 128, 32, 4)
     row, tile, lane, word = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     row, first = row * 8 + lane // 4, tile * 128 + word * 32 + lane % 4 * 2
-    places = (0, 8, 16, 24, 1, 9, 17, 25)
-    tiles = sum(padded[row, first + place] << 4 * i for i, place in enumerate(places))
+    offsets = (0, 8, 16, 24, 1, 9, 17, 25)
+    tiles = sum(padded[row, first + offset] << 4 * i for i, offset in enumerate(offsets))
     tiles = torch.where(tiles >= 2**31, tiles - 2**32, tiles).int()
     pair = torch.stack([scales.float(), added.float()], -1).transpose(0, 1)
     pair = torch.nn.functional.pad(pair, (0, 0, 0, 0, 0, padded.shape[1] // case.group - len(pair)))
-    return {"_weight_qdata": tiles, "_weight_scale_and_zero": pair}, meant
+    return {"_weight_qdata": tiles, "_weight_scale_and_zero": pair}, dequantized
 
 
 @frozen
@@ -628,9 +630,9 @@ CASES |= {
 }  # fmt: skip
 
 
-def publish(place: Path, case: Case) -> tuple[Path, Path]:
+def publish(folder: Path, case: Case) -> tuple[Path, Path]:
     """The checkpoint in its format, and a plain one of what it stands for."""
-    folders = [make_tiny(place / "coded", case.architecture, **case.settings), place / "plain"]
+    folders = [make_tiny(folder / "coded", case.architecture, **case.settings), folder / "plain"]
     shutil.copytree(*folders)
     stored: dict = {}
     plain: dict = {}
@@ -638,11 +640,11 @@ def publish(place: Path, case: Case) -> tuple[Path, Path]:
         if not _LAYERS.search(name):
             stored[name] = plain[name] = tensor
             continue
-        own = evolve(case, group=case.group or tensor.shape[1])
-        tensors, meant = case.write(tensor, own, name)
+        case_of_tensor = evolve(case, group=case.group or tensor.shape[1])
+        tensors, dequantized = case.write(tensor, case_of_tensor, name)
         path = name.removesuffix("weight")
         stored |= {f"{path}{key}": value.contiguous() for key, value in tensors.items()}
-        plain[name] = meant.to(tensor.dtype).contiguous()
+        plain[name] = dequantized.to(tensor.dtype).contiguous()
     save_file(stored, folders[0] / "model.safetensors", {"format": "pt"})
     save_file(plain, folders[1] / "model.safetensors", {"format": "pt"})
     write_settings(folders[0], quantization_config=case.table)
@@ -679,13 +681,13 @@ def own(published, tmp_path):
 def test_the_numbers_of_the_dequantized_weights(folders):
     coded_folder, plain = folders
     session = Session(coded_folder, device="cpu", dtype="float32", block_size=16)
-    found = session.step({0: TOKENS})[0]
+    logprobs = session.step({0: TOKENS})[0]
     oracle = AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
         wanted = oracle(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
 
 
 def rounds_activations(folder: Path) -> bool:
@@ -703,8 +705,10 @@ def layers_are_held_as_explained(session: Session) -> None:
     assert layers
     for layer in layers:
         wide = "; dequantized to" in (layer.method.note(layer.spec) or "")
-        held = [layer.quantized] if layer.spec.experts else [one.weight for one in layer.quantized]
-        assert all((packed.format == "bf16") == wide for packed in held), layer.spec
+        packed_parts = (
+            [layer.quantized] if layer.spec.experts else [one.weight for one in layer.quantized]
+        )
+        assert all((packed.format == "bf16") == wide for packed in packed_parts), layer.spec
 
 
 def test_on_the_kernels_as_exact_as_bf16(folders):
@@ -837,8 +841,8 @@ def test_what_is_wrong_with_a_file_is_said(own, what):
     folder = own(name)
     write_settings(folder, quantization_config={**CASES[name].table, **changes})
     stored = {**load_file(folder / "model.safetensors"), **spoilt}
-    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModulmError, match=message):
         Session(folder, device="cpu", dtype="float32")
 
@@ -873,9 +877,9 @@ SCALED = [name for name in CASES if name != "bitnet-online"]
 
 
 def refused(folder):
-    with pytest.raises(ModulmError) as found:
+    with pytest.raises(ModulmError) as caught:
         Session(folder, device="cpu", dtype="float32")
-    return str(found.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -889,9 +893,9 @@ def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
 @pytest.mark.parametrize("name", SCALED)
 def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
     """The file, the tensor, what it is and what is needed."""
-    folder, tensor = damaged(name, lambda held: torch.zeros(7, 5).to(held.dtype))
-    words = rf"{re.escape(tensor)} in model\.safetensors.*\[7, 5\].*(asks for|is not) \[\d*"
-    assert re.search(words, refused(folder))
+    folder, tensor = damaged(name, lambda tensor_before: torch.zeros(7, 5).to(tensor_before.dtype))
+    message = rf"{re.escape(tensor)} in model\.safetensors.*\[7, 5\].*(asks for|is not) \[\d*"
+    assert re.search(message, refused(folder))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -902,8 +906,10 @@ def test_a_file_that_is_cut_short_is_named_in_every_format(published, tmp_path, 
     content = cut.read_bytes()
     cut.unlink()
     cut.write_bytes(content[:-3])
-    words = r"model\.safetensors: .*: the file is truncated: it needs \d+ bytes of data and has \d+"
-    assert re.search(words, refused(tmp_path))
+    message = (
+        r"model\.safetensors: .*: the file is truncated: it needs \d+ bytes of data and has \d+"
+    )
+    assert re.search(message, refused(tmp_path))
 
 
 #: The case, settings that no reader knows, and what is said of them.
@@ -977,12 +983,12 @@ def test_names_of_vllm(published, name):
     case = NAMES[name]
     folder = published("awq")[1] if case == "plain" else published(case)[0]
     flags = {"device": "cpu", "dtype": "float32"}
-    found = Session(folder, **flags, quantization=name).step({0: TOKENS})[0]
+    logprobs = Session(folder, **flags, quantization=name).step({0: TOKENS})[0]
     wanted = Session(folder, **flags).step({0: TOKENS})[0]
     if case == "plain":
-        assert (found - wanted).abs().mean() < 3
+        assert (logprobs - wanted).abs().mean() < 3
     else:
-        assert torch.equal(found, wanted)
+        assert torch.equal(logprobs, wanted)
 
 
 @pytest.mark.parametrize("name", ["humming", "fp_quant", "deepseek_v4_fp8"])
@@ -1006,8 +1012,8 @@ def test_a_head_that_is_quantized(tmp_path):
         stored[f"{name}_scale"] = tensors["SCB"][:, None] / 127
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     write_settings(folder, quantization_config=table)
-    found = Session(folder, device="cpu", dtype="float32").step({0: TOKENS})[0]
-    assert 0 < (found - exact).abs().mean() < 0.1
+    logprobs = Session(folder, device="cpu", dtype="float32").step({0: TOKENS})[0]
+    assert 0 < (logprobs - exact).abs().mean() < 0.1
 
 
 def test_two_methods_that_claim_a_checkpoint_are_named(own):
@@ -1031,18 +1037,20 @@ def test_settings_in_a_file_of_their_own(own, published):
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    table = {"producer": {"name": "modelopt"}, "quantization": said}
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    table = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (folder / "hf_quant_config.json").write_text(json.dumps(table))
-    found, wanted = (
+    logprobs, wanted = (
         Session(one, device="cpu", dtype="float32").step({0: TOKENS})[0] for one in (folder, plain)
     )
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "X"}}))
     with pytest.raises(ModulmError, match="quant_algo: 'X'"):
         Session(folder, device="cpu", dtype="float32")
     (folder / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(ModulmError, match=r"hf_quant_config.json: must have a table `quantization`"):
+    with pytest.raises(
+        ModulmError, match=r"hf_quant_config.json: must have a table `quantization`"
+    ):
         Session(folder, device="cpu", dtype="float32")
 
 
@@ -1065,9 +1073,9 @@ def test_explain_names_the_scheme_of_layers(name, published, capsys):
     folder = published(name)[0]
     with pytest.raises(SystemExit):
         main(["explain", str(folder), "--dtype", "bfloat16"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in EXPLAINED[name]:
-        assert re.search(line, shown), shown
+        assert re.search(line, output), output
 
 
 WRITTEN = sorted(Path(__file__).with_name("written").glob("*.safetensors"))
@@ -1084,43 +1092,43 @@ def test_what_the_library_wrote(file):
     with safe_open(file, "pt") as opened:
         table = json.loads(opened.metadata()["quantization_config"])
         stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    meant = stored.pop("meant")
+    expected = stored.pop("meant")
     driver = manager.current().load("quantization", table["quant_method"])
-    made = driver(
+    method = driver(
         structure(table, driver.Config, "table"),
         manager.current().load("platforms", "cpu")(),
         bind(),
     )
     spec = LinearSpec("layer", 64, (32,), False, "float32", part_names=("layer",))
     layer = torch.nn.Module()
-    for name, param in made.create(spec).items():
+    for name, param in method.create(spec).items():
         (part,) = layout(param, param.stored or name, spec, ("layer",))[0]
-        found = [key for key in stored if made.rename(key) == part.name]
-        if not found and param.optional:
+        names = [key for key in stored if method.rename(key) == part.name]
+        if not names and param.optional:
             layer.register_parameter(name, None)
             continue
-        (key,) = found
+        (key,) = names
         value = part.view(stored.pop(key)).to(getattr(torch, param.dtype))
         layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
-    assert all(made.rename(key) is None for key in stored), list(stored)
-    made.finish(layer, spec)
-    torch.testing.assert_close(made.dequantize(layer, spec), meant, rtol=8e-3, atol=1e-6)
+    assert all(method.rename(key) is None for key in stored), list(stored)
+    method.finish(layer, spec)
+    torch.testing.assert_close(method.dequantize(layer, spec), expected, rtol=8e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tag", "bits", "group"), [("a", 4, 0), ("b", 4, 128), ("c", 8, 0)])
 def test_sparse_layers_in_the_order_of_a_kernel(tag, bits, group):
     """marlin-24, written by compressed-tensors 0.11.0 (later ones cannot); alone, and twice in a
     fused layer."""
-    held = load_file(Path(__file__).with_name("marlin24.safetensors"))
-    codes, scale = held[f"{tag}.codes"], held[f"{tag}.scale"].float()
+    recorded = load_file(Path(__file__).with_name("marlin24.safetensors"))
+    codes, scale = recorded[f"{tag}.codes"], recorded[f"{tag}.scale"].float()
     outputs, inputs = codes.shape
-    meant = codes * scale.repeat_interleave(inputs // scale.shape[1], 1)
+    dequantized = codes * scale.repeat_interleave(inputs // scale.shape[1], 1)
     more = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, **more}
     table = {"format": "marlin-24", "config_groups": {"g": {"targets": ["Linear"]}}}
     table["config_groups"]["g"]["weights"] = weights
     driver = manager.current().load("quantization", "compressed-tensors")
-    made = driver(
+    method = driver(
         structure(table, driver.Config, "table"),
         manager.current().load("platforms", "cpu")(),
         bind(),
@@ -1129,9 +1137,11 @@ def test_sparse_layers_in_the_order_of_a_kernel(tag, bits, group):
     for times in (1, 2):
         parts = tuple(f"layer{i}" for i in range(times))
         spec = LinearSpec("layer", inputs, (outputs,) * times, False, "float32", part_names=parts)
-        stored = {key: torch.cat([held[f"{tag}.{name}"]] * times, 1) for key, name in names.items()}
-        asked = {key: param.shape(spec) for key, param in made.create(spec).items()}
-        assert asked == {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        stored = {
+            key: torch.cat([recorded[f"{tag}.{name}"]] * times, 1) for key, name in names.items()
+        }
+        shapes = {key: param.shape(spec) for key, param in method.create(spec).items()}
+        assert shapes == {key: tuple(tensor.shape) for key, tensor in stored.items()}
         stored["scale"] = stored["scale"].float()
-        (found,) = made.codes(stored, spec)
-        torch.testing.assert_close(found.weight(torch.float32), torch.cat([meant] * times))
+        (decoded,) = method.codes(stored, spec)
+        torch.testing.assert_close(decoded.weight(torch.float32), torch.cat([dequantized] * times))

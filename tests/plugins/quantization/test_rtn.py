@@ -45,9 +45,9 @@ def test_error(name):
 def test_a_zero_row_stays_zero_beside_others(name):
     weight = torch.ones(4, 128)
     weight[1] = 0
-    found = round_weight(weight, SCHEMES[name]).weight(torch.float32)
-    assert found[1].eq(0).all()
-    torch.testing.assert_close(found[0], weight[0], rtol=0.01, atol=0)
+    weight_rounded = round_weight(weight, SCHEMES[name]).weight(torch.float32)
+    assert weight_rounded[1].eq(0).all()
+    torch.testing.assert_close(weight_rounded[0], weight[0], rtol=0.01, atol=0)
 
 
 def test_groups_of_a_block_share_a_scale_and_parts_do_not():
@@ -66,8 +66,8 @@ def test_mxfp4_has_the_numbers_of_its_specification():
     """Largest value 5: the exponent is 2^(2 - 2) = 1; halves are rounded to even codes."""
     weight = torch.zeros(1, 32)
     weight[0, :8] = torch.tensor([5.0, 0.3, -1.2, 2.4, 4.0, -0.2, 3.6, -2.6])
-    found = round_weight(weight, SCHEMES["mxfp4"]).weight(torch.float32)[0, :8]
-    assert found.tolist() == [4.0, 0.5, -1.0, 2.0, 4.0, 0.0, 4.0, -3.0]
+    numbers = round_weight(weight, SCHEMES["mxfp4"]).weight(torch.float32)[0, :8]
+    assert numbers.tolist() == [4.0, 0.5, -1.0, 2.0, 4.0, 0.0, 4.0, -3.0]
 
 
 def test_the_head_and_odd_sizes_keep_a_byte():
@@ -114,8 +114,8 @@ RULES = [
 @pytest.mark.parametrize(("name", "settings", "wanted"), RULES)
 def test_what_a_name_and_its_settings_mean(name, settings, wanted):
     method = made(name, **settings)
-    found = [method.rounded_to(spec) for spec in (SPEC, HEAD, EXPERT)]
-    assert [None if scheme is None else scheme.values for scheme in found] == wanted
+    schemes = [method.rounded_to(spec) for spec in (SPEC, HEAD, EXPERT)]
+    assert [None if scheme is None else scheme.values for scheme in schemes] == wanted
     declined = [method.declines(spec) is not None for spec in (SPEC, HEAD, EXPERT)]
     assert declined == [values is None for values in wanted]
 

@@ -45,8 +45,8 @@ def test_close_to_the_plain_experts(name, ops):
     x, logits = torch.randn(11, 64).bfloat16(), torch.randn(11, 4)
     weights, ids = twins.moe_route(logits, 2)
     wanted = twins.fused_experts(x, weights, ids, *plain).float()
-    found = ops.fused_experts(x, weights, ids, *map(method.experts, layers)).float()
-    assert (found - wanted).norm() < error * wanted.norm()
+    actual = ops.fused_experts(x, weights, ids, *map(method.experts, layers)).float()
+    assert (actual - wanted).norm() < error * wanted.norm()
     for layer, spec, weight in zip(layers, (up, down), plain, strict=True):
         got = method.dequantize(layer, spec)
         assert got.shape == weight.shape
@@ -61,9 +61,9 @@ def test_a_model_decodes_as_it_prefills(quantization, tmp_path):
     prompt = list(range(40, 60))
 
     def answer(tokens, count):
-        asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        found = llm.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
-        return list(found[0].outputs[0].token_ids)
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        return list(outputs[0].outputs[0].token_ids)
 
     whole = answer(prompt, 12)
     assert answer([*prompt, *whole[:6]], 6) == whole[6:]

@@ -43,7 +43,7 @@ def run(drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]) 
         adaptive.admit(row, 1, None)
     histories = [[row * 10_000] for row in range(rows)]
     drafts: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * rows
-    told = []
+    counts = []
     for _ in range(steps):
         tokens = rows + sum(map(len, drafts))
         now[0] += cost(tokens)
@@ -63,8 +63,8 @@ def run(drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]) 
                 )
             )
         )
-        told.append(len(drafts[0]))
-    return told
+        counts.append(len(drafts[0]))
+    return counts
 
 
 @pytest.mark.parametrize("kind", [Counting, Cheap])
@@ -76,15 +76,15 @@ def test_right_drafts_that_cost_little_are_all_verified(kind) -> None:
 def test_wrong_drafts_are_not_verified(kind) -> None:
     drafter = kind()
     drafter.right = 0
-    told = run(drafter, 300, 1, lambda tokens: 1 + 0.05 * tokens)
-    assert sum(told[-200:]) <= 5
+    counts = run(drafter, 300, 1, lambda tokens: 1 + 0.05 * tokens)
+    assert sum(counts[-200:]) <= 5
 
 
 def test_only_what_is_right_is_drafted() -> None:
     drafter = Cheap()
     drafter.right = 2
-    told = run(drafter, 200, 1, lambda tokens: 1 + 0.2 * tokens)
-    assert set(told[-50:]) <= {1, 2}
+    counts = run(drafter, 200, 1, lambda tokens: 1 + 0.2 * tokens)
+    assert set(counts[-50:]) <= {1, 2}
 
 
 def test_none_where_a_batch_makes_it_a_loss() -> None:
@@ -97,8 +97,8 @@ def test_none_where_a_batch_makes_it_a_loss() -> None:
 def test_what_costs_is_tried_again() -> None:
     drafter = Counting()
     drafter.right = 0
-    told = run(drafter, 400, 1, lambda tokens: 1.0 * tokens)
-    assert 1 <= sum(1 for count in told[-200:] if count) <= 4
+    counts = run(drafter, 400, 1, lambda tokens: 1.0 * tokens)
+    assert 1 <= sum(1 for count in counts[-200:] if count) <= 4
 
 
 def test_a_time_between_two_that_are_known() -> None:

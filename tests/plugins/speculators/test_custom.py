@@ -80,7 +80,7 @@ def test_a_class_by_its_path(method, dot, plain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         ({}, "model: the path of a speculator's class is needed"),
         ({"model": "nodots"}, "model: the path of a speculator's class is needed"),
@@ -89,6 +89,6 @@ def test_a_class_by_its_path(method, dot, plain) -> None:
         ({"model": f"{__name__}:Period", "perod": 3}, "perod"),
     ],
 )
-def test_a_class_that_cannot_be(table, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_class_that_cannot_be(table, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         LLM("demo", speculative_config={"method": "custom", **table})

@@ -34,13 +34,13 @@ def questions() -> list[str]:
 
 def test_most_drafts_are_right_and_no_answer_changes() -> None:
     sizes = {"max_model_len": 768, "num_gpu_blocks_override": 300}
-    found = []
+    answers = []
     speculation = {"spec_method": "eagle", "spec_model": "demo-eagle", "spec_tokens": 3}
     for more in ({}, {**speculation, "speculative_config": {"adaptive": False}}):
         with LLM("demo", **sizes, **more) as llm:
             outputs = llm.generate(questions(), GREEDY, use_tqdm=False)
-            found.append([output.outputs[0] for output in outputs])
-    plain, drafted = found
+            answers.append([output.outputs[0] for output in outputs])
+    plain, drafted = answers
     assert [each.token_ids for each in plain] == [each.token_ids for each in drafted]
     steps = [step for each in drafted for step in each.spec_decode_metrics.steps]
     assert len(steps) > 100

@@ -32,8 +32,8 @@ def test_steps_that_verify_are_recorded(folder) -> None:
     pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
     for flags in ({}, spec(folder)):
         with LLM(folder, num_gpu_blocks_override=40, **SIZES, **flags) as llm:
-            given = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]
-            llm.generate(given, GREEDY, use_tqdm=False)
+            requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]
+            llm.generate(requests, GREEDY, use_tqdm=False)
             forward = llm._core.executor._made.runner._forward
             assert forward.reason is None
             steps = [program.inputs.step for program in forward._programs.values()]
@@ -48,19 +48,19 @@ def run(folder, params=GREEDY, prompts=PROMPTS, times=2, **flags):
         scheduler = llm._core.loop.scheduler
         plain = scheduler._stats
 
-        def stats(*told):
-            made = plain(*told)
-            for place, name in enumerate(("drafted", "accepted", "preempted")):
-                counts[place] += getattr(made, name)
-            return made
+        def stats(*arguments):
+            stats_of_step = plain(*arguments)
+            for index, name in enumerate(("drafted", "accepted", "preempted")):
+                counts[index] += getattr(stats_of_step, name)
+            return stats_of_step
 
         scheduler._stats = stats
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = [
-            [o.outputs[0].token_ids for o in llm.generate(given, params, use_tqdm=False)]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = [
+            [o.outputs[0].token_ids for o in llm.generate(requests, params, use_tqdm=False)]
             for _ in range(times)
         ]
-    return found, counts
+    return answers, counts
 
 
 def spec(model, **more):
@@ -71,8 +71,8 @@ def spec(model, **more):
 @pytest.mark.parametrize("flags", FLAGS)
 def test_the_target_as_its_own_draft_is_always_right(folder, flags) -> None:
     expected, plain = run(folder, **FLAGS[flags])
-    found, (drafted, accepted, preempted) = run(folder, **FLAGS[flags], **spec(folder))
-    assert found == expected
+    answers, (drafted, accepted, preempted) = run(folder, **FLAGS[flags], **spec(folder))
+    assert answers == expected
     # Prefix hits, chunks of prompts, blocks given back and taken again: its cache is always right.
     assert drafted == accepted > 150
     assert (plain[2] > 0) == (preempted > 0) == (flags == "few blocks")
@@ -89,16 +89,16 @@ def test_the_target_as_its_own_draft_is_always_right(folder, flags) -> None:
 def test_another_family_with_other_heads_and_windows(folder, tmp_path, architecture, more) -> None:
     draft = make_tiny(tmp_path / "draft", architecture, seed=1, **more)
     expected, _ = run(folder, **FLAGS["few blocks"])
-    found, (drafted, _, _) = run(folder, **FLAGS["few blocks"], **spec(draft))
-    assert found == expected
+    answers, (drafted, _, _) = run(folder, **FLAGS["few blocks"], **spec(draft))
+    assert answers == expected
     assert drafted > 150
 
 
 def test_a_draft_with_windows_keeps_up(tmp_path) -> None:
     target = make_tiny(tmp_path / "tiny", "MistralForCausalLM", sliding_window=20)
     expected, _ = run(target, **FLAGS["roomy"])
-    found, (drafted, accepted, _) = run(target, **FLAGS["roomy"], **spec(target))
-    assert found == expected
+    answers, (drafted, accepted, _) = run(target, **FLAGS["roomy"], **spec(target))
+    assert answers == expected
     assert drafted == accepted > 150
 
 
@@ -106,8 +106,8 @@ def test_a_target_with_states_and_a_draft_without(folder, tmp_path) -> None:
     target = make_tiny(tmp_path / "states", "Mamba2ForCausalLM")
     flags = {"num_gpu_blocks_override": 40, "max_num_seqs": 8}
     expected, _ = run(target, prompts=PROMPTS[:3], times=1, **flags)
-    found, (drafted, _, _) = run(target, prompts=PROMPTS[:3], times=1, **flags, **spec(folder))
-    assert found == expected
+    answers, (drafted, _, _) = run(target, prompts=PROMPTS[:3], times=1, **flags, **spec(folder))
+    assert answers == expected
     assert drafted > 50
 
 
@@ -115,10 +115,10 @@ def test_a_request_may_be_without_and_how_much_is_drafted_adapts(folder) -> None
     params = [GREEDY, GREEDY.with_(speculative=False)] * 3 + [GREEDY.with_(speculative=1)]
     expected, _ = run(folder, **FLAGS["roomy"])
     for adaptive in (False, True):
-        found, (drafted, accepted, _) = run(
+        answers, (drafted, accepted, _) = run(
             folder, params, **FLAGS["roomy"], **spec(folder, adaptive=adaptive)
         )
-        assert found == expected
+        assert answers == expected
         assert drafted == accepted
         assert adaptive or drafted > 20
 
@@ -127,8 +127,8 @@ def test_a_quantized_draft_and_cache(folder) -> None:
     pytest.importorskip("modulm_kernels_cpu", reason="int8 needs the compiled CPU kernels")
     expected, _ = run(folder, **FLAGS["roomy"])
     more = {"quantization": "int8", "kv_cache_dtype": "int8"}
-    found, (drafted, accepted, _) = run(folder, **FLAGS["roomy"], **spec(folder, **more))
-    assert found == expected
+    answers, (drafted, accepted, _) = run(folder, **FLAGS["roomy"], **spec(folder, **more))
+    assert answers == expected
     assert drafted > accepted > 0.5 * drafted
 
 
@@ -136,13 +136,13 @@ def test_a_long_text_goes_on_beyond_what_the_draft_can(folder, tmp_path) -> None
     draft = make_tiny(tmp_path / "short", max_position_embeddings=40, seed=0)
     longer = GREEDY.with_(max_tokens=60)
     expected, _ = run(folder, longer, times=1, **FLAGS["roomy"])
-    found, (drafted, _, _) = run(folder, longer, times=1, **FLAGS["roomy"], **spec(draft))
-    assert found == expected
+    answers, (drafted, _, _) = run(folder, longer, times=1, **FLAGS["roomy"], **spec(draft))
+    assert answers == expected
     assert drafted > 50
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         ({}, "model: draft_model needs the path or hub id of a model"),
         ({"model": "/nowhere"}, "model /nowhere"),
@@ -150,8 +150,8 @@ def test_a_long_text_goes_on_beyond_what_the_draft_can(folder, tmp_path) -> None
         ({"model": "demo"}, "it does not speak the target's tokens: "),
     ],
 )
-def test_a_draft_that_cannot_be(folder, table, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_draft_that_cannot_be(folder, table, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(folder, speculative_config={"method": "draft_model", **table})
 
 

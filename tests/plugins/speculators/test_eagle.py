@@ -35,7 +35,7 @@ def weights(seed: int, third: bool, bias: bool, norms: bool = False) -> dict[str
         return 1 + 0.2 * torch.randn(HIDDEN, generator=draw)
 
     at, wide = ("midlayer.", 2 * HIDDEN) if third else ("layers.0.", HIDDEN)
-    found = {
+    tensors = {
         f"{at}self_attn.q_proj.weight": matrix(HIDDEN, wide),
         f"{at}self_attn.k_proj.weight": matrix(KV * DIM, wide),
         f"{at}self_attn.v_proj.weight": matrix(KV * DIM, wide),
@@ -47,12 +47,12 @@ def weights(seed: int, third: bool, bias: bool, norms: bool = False) -> dict[str
         "fc.weight": matrix(HIDDEN, (3 if third else 2) * HIDDEN),
     }
     if bias:
-        found["fc.bias"] = 0.3 * torch.randn(HIDDEN, generator=draw)
+        tensors["fc.bias"] = 0.3 * torch.randn(HIDDEN, generator=draw)
     if norms:
-        found |= {"embedding_layernorm.weight": norm(), "hidden_states_layernorm.weight": norm()}
+        tensors |= {"embedding_layernorm.weight": norm(), "hidden_states_layernorm.weight": norm()}
     if third:
         tokens = torch.randperm(WORDS, generator=draw)[:SMALL].sort().values
-        found |= {
+        tensors |= {
             "midlayer.input_layernorm.weight": norm(),
             "midlayer.hidden_norm.weight": norm(),
             "norm.weight": norm(),
@@ -60,7 +60,7 @@ def weights(seed: int, third: bool, bias: bool, norms: bool = False) -> dict[str
             "d2t": tokens - torch.arange(SMALL),
             "t2d": torch.zeros(WORDS, dtype=torch.bool).index_fill(0, tokens, True),
         }
-    return found
+    return tensors
 
 
 def write(folder, tensors, architecture, **more) -> str:
@@ -115,22 +115,22 @@ class Reference:
         return residual + F.linear(inner, w[f"{at}mlp.down_proj.weight"])
 
     def states(self, hidden: Tensor, tokens: list[int]) -> Tensor:
-        words = self.target.model.embed_tokens(torch.tensor(tokens))
+        embedded = self.target.model.embed_tokens(torch.tensor(tokens))
         if self.third:
             normed = rms(hidden, self.w["layers.0.hidden_norm.weight"])
-            words = rms(words, self.w["layers.0.input_layernorm.weight"])
-            return self.layer(torch.cat([words, normed], -1), normed if self.before else hidden)
+            embedded = rms(embedded, self.w["layers.0.input_layernorm.weight"])
+            return self.layer(torch.cat([embedded, normed], -1), normed if self.before else hidden)
         if self.norms:
-            words = rms(words, self.w["embedding_layernorm.weight"])
+            embedded = rms(embedded, self.w["embedding_layernorm.weight"])
             hidden = rms(hidden, self.w["hidden_states_layernorm.weight"])
-        x = F.linear(torch.cat([words, hidden], -1), self.w["fc.weight"], self.w.get("fc.bias"))
+        x = F.linear(torch.cat([embedded, hidden], -1), self.w["fc.weight"], self.w.get("fc.bias"))
         return self.layer(x, x)
 
     def token(self, state: Tensor) -> int:
         if not self.third:
             return int(self.target.lm_head(state).argmax())
-        own = F.linear(rms(state, self.w["norm.weight"]), self.w["lm_head.weight"]).argmax()
-        return int(own + self.w["d2t"][own])
+        draft_id = F.linear(rms(state, self.w["norm.weight"]), self.w["lm_head.weight"]).argmax()
+        return int(draft_id + self.w["d2t"][draft_id])
 
     @torch.no_grad()
     def drafts(self, history: list[int], count: int) -> list[int]:
@@ -140,12 +140,12 @@ class Reference:
         if self.third:
             three = [self.raw[i].reshape(-1, HIDDEN) for i in (1, 1, 2)]
             hidden = F.linear(torch.cat(three, -1), self.w["fc.weight"])
-        tokens, found = history[1:], []
-        while len(found) < count:
+        tokens, drafted = history[1:], []
+        while len(drafted) < count:
             state = self.states(hidden, tokens)[-1]
-            found.append(self.token(state))
-            hidden, tokens = torch.cat([hidden, state[None]]), [*tokens, found[-1]]
-        return found
+            drafted.append(self.token(state))
+            hidden, tokens = torch.cat([hidden, state[None]]), [*tokens, drafted[-1]]
+        return drafted
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +156,23 @@ def target(tmp_path_factory):
 
 def run(folder, prompts=PROMPTS, **flags):
     """Tokens of all prompts; each text that was drafted for, with its drafts."""
-    shown: list[tuple[list[int], list[int]]] = []
+    proposals: list[tuple[list[int], list[int]]] = []
     with LLM(folder, **{"num_gpu_blocks_override": 60, **SIZES, **flags}) as llm:
         drafting, table = (llm._core.loop.scheduler.drafting, llm._core.loop.scheduler.table)
         plain = drafting.propose
 
         def propose(drafts, rows):
             alive = set(rows.tolist())
-            shown.extend(
+            proposals.extend(
                 (table.history(row).tolist(), tokens.tolist())
                 for row, tokens in drafts.items() if row in alive
             )  # fmt: skip
             plain(drafts, rows)
 
         drafting.propose = propose
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = [o.outputs[0].token_ids for o in llm.generate(given, GREEDY, use_tqdm=False)]
-    return found, shown
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = [o.outputs[0].token_ids for o in llm.generate(requests, GREEDY, use_tqdm=False)]
+    return answers, proposals
 
 
 def spec(method, model, **more):
@@ -204,17 +204,17 @@ def test_drafts_are_those_of_plain_torch(
     heads: list[DraftModel] = []
     plain = DraftModel.__init__
 
-    def opened(self, *given):
-        plain(self, *given)
+    def opened(self, *arguments):
+        plain(self, *arguments)
         heads.append(self)
 
     monkeypatch.setattr(DraftModel, "__init__", opened)
-    found, shown = run(target, **flags, **spec(method, head))
-    assert found == expected
+    answers, proposals = run(target, **flags, **spec(method, head))
+    assert answers == expected
     before = more.get("norm_before_residual", False)
     reference = Reference(target, tensors, third=third, before=before, norms=norms)
-    assert len(shown) > 40
-    for history, drafts in shown:
+    assert len(proposals) > 40
+    for history, drafts in proposals:
         assert drafts == reference.drafts(history, len(drafts))
     if not flags:
         pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
@@ -226,8 +226,8 @@ def test_drafts_are_those_of_plain_torch(
 
 
 def test_a_head_as_the_speculators_library_writes_it(target, tmp_path) -> None:
-    made = weights(2, True, False)
-    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in made.items()}
+    stored = weights(2, True, False)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in stored.items()}
     head = write(tmp_path / "head", tensors, "Eagle3Speculator")
     table = json.loads((tmp_path / "head/config.json").read_text())
     layer = {
@@ -239,10 +239,10 @@ def test_a_head_as_the_speculators_library_writes_it(target, tmp_path) -> None:
         "speculators_config": {"algorithm": "eagle3"},
     }  # fmt: skip
     (tmp_path / "head/config.json").write_text(json.dumps(outer))
-    found, shown = run(target, **spec("eagle3", head))
-    assert found == run(target)[0]
+    answers, proposals = run(target, **spec("eagle3", head))
+    assert answers == run(target)[0]
     reference = Reference(target, tensors, third=True, before=True)
-    assert all(drafts == reference.drafts(text, len(drafts)) for text, drafts in shown)
+    assert all(drafts == reference.drafts(text, len(drafts)) for text, drafts in proposals)
 
 
 def test_layers_that_nobody_names_and_blocks_that_are_few(target, tmp_path) -> None:
@@ -250,13 +250,13 @@ def test_layers_that_nobody_names_and_blocks_that_are_few(target, tmp_path) -> N
     head = write(tmp_path / "head", tensors, "LlamaForCausalLMEagle3", draft_vocab_size=SMALL)
     few = {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 48}
     prompts = [*PROMPTS, *SHARED]
-    found, shown = run(target, prompts, **few, **spec("eagle3", head, quantization="int8"))
-    assert found == run(target, prompts, **few)[0]
-    assert len(shown) > 40
+    answers, proposals = run(target, prompts, **few, **spec("eagle3", head, quantization="int8"))
+    assert answers == run(target, prompts, **few)[0]
+    assert len(proposals) > 40
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"vocab_size": 500}, "vocab_size 500 is not the target's, 512"),
         ({"target_hidden_size": 32}, "hidden_size 32 is not the target's, 64"),
@@ -264,9 +264,9 @@ def test_layers_that_nobody_names_and_blocks_that_are_few(target, tmp_path) -> N
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 9]}}, "the target has 5 layers"),
     ],
 )
-def test_a_head_of_another_target(target, tmp_path, more, words) -> None:
+def test_a_head_of_another_target(target, tmp_path, more, message) -> None:
     head = write(tmp_path / "head", weights(1, True, False), "LlamaForCausalLMEagle3")
     path = tmp_path / "head/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         run(target, **spec("eagle3", head))

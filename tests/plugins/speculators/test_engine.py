@@ -16,25 +16,25 @@ PROMPTS = [[5, 6, 7, 8, 9, 10] * 20]
 
 def answers(*params: SamplingParams, **flags: object) -> list[tuple]:
     """For each of `params` the tokens of all prompts, and how many steps they took."""
-    found = []
+    results = []
     with LLM("demo", max_model_len=256, num_gpu_blocks_override=60, **flags) as llm:
         gauges = llm._core.loop.scheduler.gauges
         for each in params:
             steps = gauges().step
-            given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-            outputs = llm.generate(given, each, use_tqdm=False)
+            requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            outputs = llm.generate(requests, each, use_tqdm=False)
             tokens = [output.outputs[0].token_ids for output in outputs]
-            found.append((tokens, gauges().step - steps))
-    return found
+            results.append((tokens, gauges().step - steps))
+    return results
 
 
 def test_the_same_answers_in_fewer_steps() -> None:
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, logprobs=2)
     plain = answers(GREEDY, sampled, GREEDY)
     for method in ("ngram", "suffix"):
-        found = answers(GREEDY, sampled, GREEDY, speculative_config={"method": method, **FIXED})
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
-        assert found[0][1] < 0.7 * plain[0][1]
+        results = answers(GREEDY, sampled, GREEDY, speculative_config={"method": method, **FIXED})
+        assert [tokens for tokens, _ in results] == [tokens for tokens, _ in plain]
+        assert results[0][1] < 0.7 * plain[0][1]
 
 
 def test_how_much_is_drafted_changes_no_answer() -> None:
@@ -47,15 +47,15 @@ def test_how_much_is_drafted_changes_no_answer() -> None:
 
 def test_a_request_may_ask_for_less() -> None:
     params = [GREEDY, GREEDY.with_(speculative=1), GREEDY.with_(speculative=False)]
-    found = answers(*params, speculative_config={"method": "ngram", **FIXED})
-    (most, some, none) = (steps for _, steps in found)
+    results = answers(*params, speculative_config={"method": "ngram", **FIXED})
+    (most, some, none) = (steps for _, steps in results)
     assert most < some < none
-    assert found[0][0] == found[1][0] == found[2][0]
+    assert results[0][0] == results[1][0] == results[2][0]
     assert none == answers(GREEDY)[0][1]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ({"spec_method": "nope"}, "method: no installed plugin provides speculator 'nope'"),
         ({"spec_tokens": 3}, "method: name a speculator"),
@@ -68,8 +68,8 @@ def test_a_request_may_ask_for_less() -> None:
         ),
     ],
 )
-def test_what_no_speculator_takes(flags, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_no_speculator_takes(flags, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         LLM("demo", **flags)
 
 

@@ -16,13 +16,13 @@ from modulm_speculator_suffix.speculator import Answers, Suffix, SuffixOptions, 
 
 
 def step(*histories: list[int], most: int = 4, rows: list[int] | None = None) -> DraftStep:
-    given_ = [np.array(history, dtype=np.int64) for history in histories]
+    arrays = [np.array(history, dtype=np.int64) for history in histories]
     return DraftStep(
-        rows=rows or list(range(len(given_))),
-        histories=given_,
-        most=[most] * len(given_),
-        batch=SimpleNamespace(tokens=np.zeros(len(given_))),
-        kept=np.arange(len(given_)),
+        rows=rows or list(range(len(arrays))),
+        histories=arrays,
+        most=[most] * len(arrays),
+        batch=SimpleNamespace(tokens=np.zeros(len(arrays))),
+        kept=np.arange(len(arrays)),
     )
 
 
@@ -59,14 +59,14 @@ def test_the_longest_match_is_found(history, least, more) -> None:
             same += 1
         return same
 
-    found = lookup(np.array(history), least, longest, 3).tolist()
+    drafts = lookup(np.array(history), least, longest, 3).tolist()
     best = max(map(common, range(len(history) - 1)), default=0)
     if best < least:
-        assert found == []
+        assert drafts == []
         return
     end = max(end for end in range(len(history) - 1) if common(end) == best)
     whole = [*history[end + 1 :]]
-    assert found == (whole * 3)[:3]
+    assert drafts == (whole * 3)[:3]
 
 
 # suffix
@@ -121,11 +121,11 @@ def test_places_end_like_the_text(tokens, split) -> None:
     text = Answers()
     text.extend(tokens[:split])
     text.extend(tokens[split:])
-    all_tokens, places, length = text.places(np.array(tokens))
-    for place in places.tolist():
-        assert all_tokens[place - length + 1 : place + 1].tolist() == tokens[-length:]
-        assert place < len(all_tokens) - 1
-    assert len(follow(all_tokens, places, 4, 0.0)) <= 4
+    all_tokens, positions, length = text.places(np.array(tokens))
+    for index in positions.tolist():
+        assert all_tokens[index - length + 1 : index + 1].tolist() == tokens[-length:]
+        assert index < len(all_tokens) - 1
+    assert len(follow(all_tokens, positions, 4, 0.0)) <= 4
 
 
 @pytest.mark.parametrize(

@@ -56,16 +56,18 @@ def own(path: Path, heads, prefix: str = "") -> str:
     return str(path)
 
 
-def converted(path: Path, heads, words: torch.Tensor | None = None) -> str:
+def converted(path: Path, heads, token_ids: torch.Tensor | None = None) -> str:
     """The layout that vLLM reads, here with a head of fewer words."""
     path.mkdir()
     tensors = {}
     for index, (weight, bias, output) in enumerate(heads):
         tensors[f"blocks.{index}.layers.0.weight"] = weight
         tensors[f"blocks.{index}.layers.0.bias"] = bias
-        tensors[f"lm_heads.{index}.weight"] = output if words is None else output[words].clone()
-    if words is not None:
-        tensors["token_map"] = words
+        tensors[f"lm_heads.{index}.weight"] = (
+            output if token_ids is None else output[token_ids].clone()
+        )
+    if token_ids is not None:
+        tensors["token_map"] = token_ids
     save_file(tensors, path / "model.safetensors")
     table = {"architectures": ["MedusaModel"], "num_heads": HEADS, "hidden_size": HIDDEN}
     (path / "config.json").write_text(json.dumps(table))
@@ -75,19 +77,19 @@ def converted(path: Path, heads, words: torch.Tensor | None = None) -> str:
 def answers(folder: str, **flags: object) -> list[list[int]]:
     sizes = {"max_model_len": 96, "num_gpu_blocks_override": 48, "max_num_seqs": 8}
     with LLM(folder, dtype="float32", **sizes, **flags) as llm:
-        given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [o.outputs[0].token_ids for o in llm.generate(given, GREEDY, use_tqdm=False)]
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [o.outputs[0].token_ids for o in llm.generate(requests, GREEDY, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("layout", ["own", "prefixed", "converted", "fewer words"])
 def test_what_is_drafted_is_what_the_heads_say(folder, tmp_path, monkeypatch, layout) -> None:
-    heads, kept = made(), torch.arange(0, WORDS, 3)
+    heads, token_ids = made(), torch.arange(0, WORDS, 3)
     path = tmp_path / "heads"
     model = {
         "own": lambda: own(path, heads),
         "prefixed": lambda: own(path, heads, "medusa_head."),
         "converted": lambda: converted(path, heads),
-        "fewer words": lambda: converted(path, heads, kept),
+        "fewer words": lambda: converted(path, heads, token_ids),
     }[layout]()
     seen: list[tuple[torch.Tensor, np.ndarray]] = []
     plain = Medusa.propose
@@ -128,7 +130,7 @@ def test_fewer_drafts_than_heads_and_rows_with_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda t: t.pop("1.0.linear.weight"), "3 heads are announced, 2 are there|weight"),
         (lambda t: t.update(odd=torch.zeros(1)), "odd is no part of Medusa heads"),
@@ -138,14 +140,14 @@ def test_fewer_drafts_than_heads_and_rows_with_limits() -> None:
         ),
     ],
 )
-def test_files_that_do_not_fit(folder, tmp_path, change, words) -> None:
+def test_files_that_do_not_fit(folder, tmp_path, change, message) -> None:
     from safetensors.torch import load_file
 
     path = own(tmp_path / "heads", made())
     tensors = load_file(f"{path}/medusa_lm_head.safetensors")
     change(tensors)
     save_file(tensors, f"{path}/medusa_lm_head.safetensors")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         answers(folder, speculative_config={"method": "medusa", "model": path})
 
 

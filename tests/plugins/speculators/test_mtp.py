@@ -76,10 +76,10 @@ def _mtp(layer: Callable[[Any, int], nn.Module], offset: float = 1.0) -> Layout:
 
 def _dense_and_full(config: Any, index: int) -> nn.Module:
     """K-EXAONE's layer, which none of the tiny model's own is like."""
-    told = copy.deepcopy(config)
-    told.layer_types = ["full_attention"] * config.num_hidden_layers
-    told.mlp_layer_types = ["dense"] * config.num_hidden_layers
-    return ExaoneMoeDecoderLayer(told, index)
+    changed = copy.deepcopy(config)
+    changed.layer_types = ["full_attention"] * config.num_hidden_layers
+    changed.mlp_layer_types = ["dense"] * config.num_hidden_layers
+    return ExaoneMoeDecoderLayer(changed, index)
 
 
 MIMO = "model.mtp_layers.0"
@@ -167,20 +167,22 @@ class Reference:
         """What follows `tokens`, of which the last was not computed yet."""
         of, model = self.layout, self.model.model
         states = model(torch.tensor([tokens[:-1]])).last_hidden_state
-        following, found = list(tokens[1:]), []
+        following, drafted = list(tokens[1:]), []
         for _ in range(DRAFTS):
             embedded = model.embed_tokens(torch.tensor([following]))
             both = self._norm(of.embedding_norm, embedded), self._norm(of.hidden_norm, states)
             x = F.linear(torch.cat(both[:: -1 if of.state_first else 1], -1), self.maps[of.project])
-            places = torch.arange(x.shape[1])[None]
-            turns = model.rotary_emb(x, places)
-            x = self.layer(x, attention_mask=None, position_ids=places, position_embeddings=turns)
+            positions = torch.arange(x.shape[1])[None]
+            turns = model.rotary_emb(x, positions)
+            x = self.layer(
+                x, attention_mask=None, position_ids=positions, position_embeddings=turns
+            )
             x = x[0] if isinstance(x, tuple) else x
             normed = self._norm(of.norm, x)
-            found.append(int(self.model.lm_head(normed[0, -1]).argmax()))
-            following.append(found[-1])
+            drafted.append(int(self.model.lm_head(normed[0, -1]).argmax()))
+            following.append(drafted[-1])
             states = torch.cat([states, (normed if of.normed else x)[:, -1:]], 1)
-        return found
+        return drafted
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -191,8 +193,8 @@ def made(request, tmp_path_factory):
     reference.store(folder)
     if layout.written:
         file = path / "config.json"
-        named = {"architectures": [request.param], "model_type": "mimo"}
-        table = {**json.loads(file.read_text()), **named, "num_nextn_predict_layers": 1}
+        settings = {"architectures": [request.param], "model_type": "mimo"}
+        table = {**json.loads(file.read_text()), **settings, "num_nextn_predict_layers": 1}
         file.write_text(json.dumps(table))
     return folder, reference
 
@@ -200,8 +202,8 @@ def made(request, tmp_path_factory):
 def answers(folder: str, **flags: object) -> list[list[int]]:
     sizes = {"max_model_len": 96, "num_gpu_blocks_override": 48, "max_num_seqs": 8}
     with LLM(folder, dtype="float32", max_num_batched_tokens=48, **sizes, **flags) as llm:
-        given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [o.outputs[0].token_ids for o in llm.generate(given, GREEDY, use_tqdm=False)]
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [o.outputs[0].token_ids for o in llm.generate(requests, GREEDY, use_tqdm=False)]
 
 
 def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
@@ -252,7 +254,9 @@ def test_a_layer_of_another_kind_is_refused_where_it_would_draft(tmp_path) -> No
     kinds = {"mtp_layer_types": ["sliding_attention"], "num_nextn_predict_layers": 1}
     folder = str(make_tiny(tmp_path / "tiny", "ExaoneMoeForCausalLM", **kinds))
     assert len(answers(folder)) == len(PROMPTS)
-    with pytest.raises(ConfigError, match="mtp_layer_types: not supported yet: draft layers with a window"):
+    with pytest.raises(
+        ConfigError, match="mtp_layer_types: not supported yet: draft layers with a window"
+    ):
         answers(folder, spec_method="mtp")
 
 

@@ -36,8 +36,8 @@ ARGUMENTS = {"x": 3, "s": "a <b>", "l": [1, "é"], "n": None}
 
 
 def call(identity: str = "1", arguments: Any = None) -> dict[str, Any]:
-    given = json.dumps({"x": 3} if arguments is None else arguments)
-    return {"id": identity, "type": "function", "function": {"name": "f", "arguments": given}}
+    encoded = json.dumps({"x": 3} if arguments is None else arguments)
+    return {"id": identity, "type": "function", "function": {"name": "f", "arguments": encoded}}
 
 
 def asks(*calls: dict[str, Any], content: str = "", reasoning: str = "R1") -> dict[str, Any]:
@@ -120,9 +120,9 @@ def test_v32(folders: dict[str, Path]) -> None:
     ended = f"{start}</think>{calls}{results}</think>A1{EOS}<｜User｜>U2"
     assert prompt(folder, TALK, thinking=True) == f"{ended}<｜Assistant｜><think>"
     assert prompt(folder, TALK, add_generation_prompt=False) == ended
-    told = prompt(folder, TALK[:2], tools=[TOOL])
-    assert told.startswith(f"{BOS}S\n\n## Tools\n\n")
-    assert json.dumps(TOOL["function"]) in told
+    rendered = prompt(folder, TALK[:2], tools=[TOOL])
+    assert rendered.startswith(f"{BOS}S\n\n## Tools\n\n")
+    assert json.dumps(TOOL["function"]) in rendered
     assert prompt(folder, TALK[1:2], tools=[TOOL]).startswith(f"{BOS}\n\n## Tools\n\n")
     two = [TALK[1], asks(call(), call("2")), result("a"), result("b", "2")]
     assert "<result>a</result>\n<result>b</result>\n</function_results>" in prompt(folder, two)
@@ -142,8 +142,8 @@ def test_v4(folders: dict[str, Path]) -> None:
     assert prompt(folder, TALK) == (
         f"{start}</think>{calls}{results}<｜Assistant｜></think>A1{EOS}<｜User｜>U2<｜Assistant｜><think>"
     )
-    kept = prompt(folder, TALK, tools=[TOOL])
-    assert kept.endswith(
+    rendered = prompt(folder, TALK, tools=[TOOL])
+    assert rendered.endswith(
         f"<｜User｜>U1<｜Assistant｜><think>R1</think>{calls}{results}<｜Assistant｜><think>R2</think>A1"
         f"{EOS}<｜User｜>U2<｜Assistant｜><think>"
     )
@@ -186,12 +186,12 @@ def test_what_the_encoding_writes_the_parsers_read(
     folders: dict[str, Path], name: str, thinking: bool
 ) -> None:
     tools = [TOOL]
-    asked = [TALK[1], asks(call("1", ARGUMENTS), call("2", {}), content="Well.")]
+    conversation = [TALK[1], asks(call("1", ARGUMENTS), call("2", {}), content="Well.")]
     options: dict[str, Any] = {"tools": tools, "thinking": thinking}
-    begun = prompt(folders[name], asked[:1], **options)
-    whole = prompt(folders[name], asked, add_generation_prompt=False, **options)
-    text = whole.removeprefix(begun).removesuffix(EOS)
-    assert whole == begun + text + EOS
+    rendered = prompt(folders[name], conversation[:1], **options)
+    whole = prompt(folders[name], conversation, add_generation_prompt=False, **options)
+    text = whole.removeprefix(rendered).removesuffix(EOS)
+    assert whole == rendered + text + EOS
     tool_parser, reasoning_parser = PARSERS[name]
     message = parse(
         text,
@@ -199,7 +199,7 @@ def test_what_the_encoding_writes_the_parsers_read(
         reasoning_parser=reasoning_parser,
         tools=tools,
         chat_template_kwargs={"thinking": thinking},
-        prompt=begun,
+        prompt=rendered,
     )
     read = [(one.name, json.loads(one.arguments)) for one in message.tool_calls]
     assert read == [("f", ARGUMENTS), ("f", {})]
@@ -219,9 +219,9 @@ def test_a_checkpoints_own_words_are_read_and_not_run(tmp_path: Path) -> None:
         'REASONING_EFFORT_MAX: str = ("Think " "hard.\\n\\n")\nOTHER = sys.argv\n'
     )
     text = prompt(folder, TALK[:2], tools=[TOOL], reasoning_effort="max")
-    told = json.dumps(TOOL["function"])
+    tool = json.dumps(TOOL["function"])
     assert text == (
-        f"{BOS}Think hard.\n\nS\n\n# Own {{{{x}}}} of <｜DSML｜tool_calls>\n{told}\nEnd."
+        f"{BOS}Think hard.\n\nS\n\n# Own {{{{x}}}} of <｜DSML｜tool_calls>\n{tool}\nEnd."
         "<｜User｜>U1<｜Assistant｜><think>"
     )
     (folder / "encoding/encoding_x.py").write_text("def broken(:")

@@ -75,15 +75,15 @@ TALK: list[dict[str, Any]] = [
 
 def make_tekken(folder: Path, version: str) -> Path:
     """tekken.json in the public format: 24 control tokens of 30, bytes, and a few longer ones."""
-    words = [bytes([byte]) for byte in range(256)] + [word.encode() for word in MERGES]
+    byte_tokens = [bytes([byte]) for byte in range(256)] + [word.encode() for word in MERGES]
     vocab = [
         {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
-        for rank, word in enumerate(words)
+        for rank, word in enumerate(byte_tokens)
     ]
     config = {
         "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+",
-        "num_vocab_tokens": len(words),
-        "default_vocab_size": len(words) + 30,
+        "num_vocab_tokens": len(byte_tokens),
+        "default_vocab_size": len(byte_tokens) + 30,
         "default_num_special_tokens": 30,
         "version": version,
     }
@@ -253,8 +253,8 @@ def test_what_the_format_does_not_have_is_the_requests_error(
 
 def test_thoughts_of_the_past_are_told_where_there_are_tokens_for_them(tmp_path: Path) -> None:
     talk = [TALK[1], {"role": "assistant", "content": "a", "reasoning": "Hm."}, TALK[1]]
-    told = render(talk, tokenizer=load_tokenizer(make_tekken(tmp_path / "new", "v13")))
-    assert "[THINK]Hm.[/THINK]a" in told
+    rendered = render(talk, tokenizer=load_tokenizer(make_tekken(tmp_path / "new", "v13")))
+    assert "[THINK]Hm.[/THINK]a" in rendered
 
 
 def test_auto_takes_what_has_no_other_file(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_auto_takes_what_has_no_other_file(tmp_path: Path) -> None:
 
 def test_constraints_are_held_in_its_bytes(tokenizer: Tokenizer) -> None:
     backend = manager.current().load("grammars", "xgrammar")
-    made = backend(tokenizer, len(tokenizer), tokenizer.stop_ids)
-    for given, word, fits in (
+    grammars = backend(tokenizer, len(tokenizer), tokenizer.stop_ids)
+    for choice, word, fits in (
         ("été", "été", True),
         ("hello", "hello", True),
         ("hello", "is", False),
     ):
-        matcher = made.compile(StructuredOutputs(choice=[given])).matcher()
+        matcher = grammars.compile(StructuredOutputs(choice=[choice])).matcher()
         ids = tokenizer.encode(word, add_special_tokens=False)
         ids = [index for index in ids if tokenizer.id_to_token(index) != "▁"]
         if (tokenizer.id_to_token(ids[0]) or "").startswith("▁"):
@@ -290,8 +290,8 @@ def test_constraints_are_held_in_its_bytes(tokenizer: Tokenizer) -> None:
 def test_the_server_refuses_a_wrong_order_and_reads_calls(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_tekken(tmp_path, "v11"))
     answer = 'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}'
-    made = parse(answer, tool_parser="mistral", tools=[TOOL])
-    assert made.tool_calls[0].arguments == '{"city": "Oslo"}'
+    message = parse(answer, tool_parser="mistral", tools=[TOOL])
+    assert message.tool_calls[0].arguments == '{"city": "Oslo"}'
     engine = ScriptedEngine(tokenizer, lambda *_: Reply("hello"), scripted_info(tokenizer))
     config = EngineConfig.from_keywords(
         model="M", disable_uvicorn_access_log=True, tool_call_parser="mistral",
@@ -307,6 +307,6 @@ def test_the_server_refuses_a_wrong_order_and_reads_calls(tmp_path: Path) -> Non
         good = {"model": "M", "messages": TALK, "tools": [TOOL], "return_token_ids": True}
         answered = client.post("/v1/chat/completions", json=good)
         assert answered.status_code == 200, answered.text
-        told = answered.json()
-        assert told["prompt_token_ids"] == encode_chat(TALK, tokenizer=tokenizer, tools=[TOOL])[0]
-        assert told["choices"][0]["message"]["content"] == "hello"
+        body = answered.json()
+        assert body["prompt_token_ids"] == encode_chat(TALK, tokenizer=tokenizer, tools=[TOOL])[0]
+        assert body["choices"][0]["message"]["content"] == "hello"

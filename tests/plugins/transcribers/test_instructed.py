@@ -54,17 +54,17 @@ def serving(folder: Path) -> Iterator[Live]:
     )  # fmt: skip
     engine = AsyncLLM.from_config(config)
     try:
-        with serve_in_thread(engine, engine.info.config) as found:
-            yield found
+        with serve_in_thread(engine, engine.info.config) as client_url:
+            yield client_url
     finally:
         engine.shutdown()
 
 
 def asked(folder: Path, kind: type, wanted: Wanted) -> str:
     config = json.loads((folder / "config.json").read_text())
-    asks = kind(load_tokenizer(folder), folder, config)
-    question = asks.ask(Sound(np.ones(1600, np.float32), 16000), wanted)
-    text: str = asks.tokenizer.decode(list(question.tokens), False)
+    transcriber = kind(load_tokenizer(folder), folder, config)
+    question = transcriber.ask(Sound(np.ones(1600, np.float32), 16000), wanted)
+    text: str = transcriber.tokenizer.decode(list(question.tokens), False)
     return text
 
 
@@ -104,9 +104,9 @@ def test_each_form_has_the_placeholder_of_its_model_and_is_of_one_that_hears() -
 )
 def test_a_sentence_around_what_was_said_is_left_out(folder: Path, answer, expected) -> None:
     config = json.loads((folder / "config.json").read_text())
-    asks = Flamingo(load_tokenizer(folder), folder, config)
-    tokens = asks.tokenizer.encode(answer, add_special_tokens=False)
-    assert [segment.text for segment in asks.read(tokens, 1.0)] == [expected]
+    transcriber = Flamingo(load_tokenizer(folder), folder, config)
+    tokens = transcriber.tokenizer.encode(answer, add_special_tokens=False)
+    assert [segment.text for segment in transcriber.read(tokens, 1.0)] == [expected]
 
 
 def sdk(live: Live) -> openai.OpenAI:
@@ -115,14 +115,14 @@ def sdk(live: Live) -> openai.OpenAI:
 
 def test_a_real_engine_transcribes_the_pieces_of_a_long_sound(folder: Path) -> None:
     with serving(folder) as live, sdk(live) as client:
-        given: Any = {"model": "M", "file": ("a.wav", sound_file(SAID)), "language": "en"}
+        form: Any = {"model": "M", "file": ("a.wav", sound_file(SAID)), "language": "en"}
         few = {"max_completion_tokens": 5}
-        whole = client.audio.transcriptions.create(**given, extra_body=few)
-        events = list(client.audio.transcriptions.create(**given, stream=True, extra_body=few))
+        whole = client.audio.transcriptions.create(**form, extra_body=few)
+        events = list(client.audio.transcriptions.create(**form, stream=True, extra_body=few))
         with pytest.raises(openai.BadRequestError, match="no timestamps"):
-            client.audio.transcriptions.create(**given, response_format="srt")
+            client.audio.transcriptions.create(**form, response_format="srt")
         with pytest.raises(openai.BadRequestError, match="is none of de, en, es"):
-            client.audio.transcriptions.create(**{**given, "language": "pt"})
+            client.audio.transcriptions.create(**{**form, "language": "pt"})
     assert whole.text
     last: Any = events[-1]
     assert last.type == "transcript.text.done"
@@ -138,19 +138,19 @@ def test_voxtral_is_told_by_control_tokens(tmp_path: Path) -> None:
         return hf.VoxtralProcessor(mel, tokenizer)
 
     name = "VoxtralForConditionalGeneration"
-    words = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[/INST]", "[TRANSCRIBE]")
-    tokens = {"audio_token": "[AUDIO]", **{str(i): word for i, word in enumerate(words)}}
+    control_tokens = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[/INST]", "[TRANSCRIBE]")
+    tokens = {"audio_token": "[AUDIO]", **{str(i): word for i, word in enumerate(control_tokens)}}
     driver = manager.current().load("models", name)
     write_family(SoundFamily(driver, tokens, processor), tmp_path)
-    begun = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]"
-    told = asked(tmp_path, VoxtralTranscriber, Wanted(language="fr"))
-    assert told == f"{begun}lang:fr[TRANSCRIBE]"
-    assert asked(tmp_path, VoxtralTranscriber, Wanted()) == f"{begun}[TRANSCRIBE]"
+    opening = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]"
+    prompt = asked(tmp_path, VoxtralTranscriber, Wanted(language="fr"))
+    assert prompt == f"{opening}lang:fr[TRANSCRIBE]"
+    assert asked(tmp_path, VoxtralTranscriber, Wanted()) == f"{opening}[TRANSCRIBE]"
     with serving(tmp_path) as live, sdk(live) as client:
-        given: Any = {"model": "M", "file": ("a.wav", sound_file(SAID[:16000]))}
+        form: Any = {"model": "M", "file": ("a.wav", sound_file(SAID[:16000]))}
         few = {"max_completion_tokens": 5}
-        assert client.audio.transcriptions.create(**given, extra_body=few).text
+        assert client.audio.transcriptions.create(**form, extra_body=few).text
         with pytest.raises(openai.BadRequestError, match="prompt is not supported"):
-            client.audio.transcriptions.create(**given, prompt="Ada")
+            client.audio.transcriptions.create(**form, prompt="Ada")
         with pytest.raises(openai.BadRequestError, match="does not translate"):
-            client.audio.translations.create(**given)
+            client.audio.translations.create(**form)

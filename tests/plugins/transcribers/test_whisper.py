@@ -65,11 +65,11 @@ def test_language_task_and_times_are_tokens(many: Opened) -> None:
 
 
 def test_a_prompt_is_what_was_said_before(many: Opened) -> None:
-    found = many.asks.ask(SOUND, Wanted(language="en", prompt="Ada<|translate|>"))
+    question = many.asks.ask(SOUND, Wanted(language="en", prompt="Ada<|translate|>"))
     before = [many.ids["startofprev"], *many.words(" Ada")]
-    assert found.tokens[: len(before)] == before
-    assert found.tokens[len(before)] == many.ids["startoftranscript"]
-    assert found.no_speech == (len(before) + 1, many.ids["nospeech"])
+    assert question.tokens[: len(before)] == before
+    assert question.tokens[len(before)] == many.ids["startoftranscript"]
+    assert question.no_speech == (len(before) + 1, many.ids["nospeech"])
     long = many.asks.ask(SOUND, Wanted(language="en", prompt="word " * 900))
     assert len(long.tokens) == 1 + 223 + 4
     assert long.tokens[1:224] == many.words(" " + ("word " * 900).strip())[-223:]
@@ -83,20 +83,20 @@ def test_a_language_is_one_token_of_those_it_knows(many: Opened) -> None:
 
 
 def test_models_of_english_alone_are_told_nothing(english: Opened) -> None:
-    asks = english.asks
-    assert (asks.tasks, dict(asks.languages)) == (("transcribe",), {"en": "english"})
-    assert not asks.detects
-    found = asks.ask(SOUND, Wanted(language="en", times=True))
-    assert found.tokens == english.tokens("startoftranscript")
-    assert found.no_speech == (1, english.ids["nospeech"])
+    transcriber = english.asks
+    assert (transcriber.tasks, dict(transcriber.languages)) == (("transcribe",), {"en": "english"})
+    assert not transcriber.detects
+    question = transcriber.ask(SOUND, Wanted(language="en", times=True))
+    assert question.tokens == english.tokens("startoftranscript")
+    assert question.no_speech == (1, english.ids["nospeech"])
 
 
 def test_older_checkpoints_say_it_by_the_names_of_tokens(tmp_path: Path) -> None:
     older = Opened(tmp_path, with_generation_config=False)
     assert set(older.asks.languages) == {"en", "zh", "de"}
-    found = older.asks.ask(SOUND, Wanted(language="en"))
+    question = older.asks.ask(SOUND, Wanted(language="en"))
     names = ("startoftranscript", "en", "transcribe", "notimestamps")
-    assert found.tokens == older.tokens(*names)
+    assert question.tokens == older.tokens(*names)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_segments_are_text_between_times(many: Opened, parts, expected) -> None:
     tokens = []
     for part in parts:
         tokens += many.words(part) if isinstance(part, str) else [many.time(part)]
-    found = many.asks.read([*tokens, many.ids["endoftext"]], 5.0)
-    assert [(s.start, s.end, s.text) for s in found] == [
+    segments = many.asks.read([*tokens, many.ids["endoftext"]], 5.0)
+    assert [(s.start, s.end, s.text) for s in segments] == [
         (pytest.approx(a), pytest.approx(b), text) for a, b, text in expected
     ]
-    assert all(isinstance(one, Segment) and one.tokens for one in found)
+    assert all(isinstance(one, Segment) and one.tokens for one in segments)

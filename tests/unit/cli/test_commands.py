@@ -34,22 +34,22 @@ def test_show_writes_a_file_that_says_the_same(tmp_path: Path) -> None:
         "--structured-outputs-config.disable_any_whitespace=true", "--api-key", "hunter2",
         "--hf-overrides.x=1", "--swap-space", "8", "--attention-config.flash_attn_version", "3",
     ]  # fmt: skip
-    shown = CliRunner().invoke(config, flags).stdout
-    assert "hunter2" not in shown
+    output = CliRunner().invoke(config, flags).stdout
+    assert "hunter2" not in output
     path = tmp_path / "flags.yaml"
-    path.write_text(shown.replace("***", "hunter2"))
+    path.write_text(output.replace("***", "hunter2"))
     again = CliRunner().invoke(config, ["show", "--config", str(path)]).stdout
-    assert again == shown
-    table = yaml.safe_load(shown)
+    assert again == output
+    table = yaml.safe_load(output)
     assert table["structured_outputs_config"] == {"disable_any_whitespace": True}
     as_json = CliRunner().invoke(config, [*flags, "--json"]).stdout
     assert json.loads(as_json) == table
 
 
 def test_show_everything() -> None:
-    shown = yaml.safe_load(CliRunner().invoke(config, ["show", "--all"]).stdout)
-    assert shown["port"] == 8000
-    assert shown["structured_outputs_config"]["backend"] == "auto"
+    values = yaml.safe_load(CliRunner().invoke(config, ["show", "--all"]).stdout)
+    assert values["port"] == 8000
+    assert values["structured_outputs_config"]["backend"] == "auto"
     nothing = CliRunner().invoke(config, ["show"]).stdout
     assert yaml.safe_load(nothing) is None
 
@@ -69,11 +69,11 @@ def test_diff(tmp_path: Path) -> None:
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    found = logging.getLogger()
-    handlers, level = found.handlers[:], found.level
-    yield found
-    found.handlers[:] = handlers
-    found.setLevel(level)
+    logger = logging.getLogger()
+    handlers, level = logger.handlers[:], logger.level
+    yield logger
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 def test_log_lines_cannot_be_forged(
@@ -96,10 +96,10 @@ def test_some_paths_get_no_access_line(root: logging.Logger) -> None:
     configure_logging(EngineConfig(), ["/health"])
     access = logging.getLogger("uvicorn.access")
     try:
-        for path, shown in (("/health", False), ("/health?x=1", False), ("/v1/models", True)):
+        for path, is_logged in (("/health", False), ("/health?x=1", False), ("/v1/models", True)):
             line = ("1.2.3.4:5", "GET", path, "1.1", 200)
             record = logging.LogRecord("uvicorn.access", 20, "", 0, '%s - "%s %s"', line, None)
-            assert bool(access.filter(record)) is shown
+            assert bool(access.filter(record)) is is_logged
     finally:
         access.filters.clear()
 
@@ -136,9 +136,9 @@ def test_completion_scripts(shell: str) -> None:
 
 
 def test_the_shell_is_given_flags_and_names() -> None:
-    asked = {"COMP_WORDS": "modulm serve --dtype bf", "COMP_CWORD": "3"}
+    environment = {"COMP_WORDS": "modulm serve --dtype bf", "COMP_CWORD": "3"}
     result = CliRunner().invoke(
-        cli, prog_name="modulm", env={**asked, "_MODULM_COMPLETE": "bash_complete"}
+        cli, prog_name="modulm", env={**environment, "_MODULM_COMPLETE": "bash_complete"}
     )
     assert result.output == "plain,bfloat16\n"
 

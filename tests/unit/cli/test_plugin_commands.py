@@ -253,12 +253,12 @@ def test_explain_an_architecture_that_nobody_has(run: Run, tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with packages that take over, hang, are misspelt, or fail their own checks."""
-    place = tmp_path_factory.mktemp("foreign")
+    folder = tmp_path_factory.mktemp("foreign")
     good = POLICY.replace("API", "1")
     distribution(
-        place, "modulm-typo", "modulm.scheduler", {"typo": "typo_mod:Shortest"}, typo_mod=good
+        folder, "modulm-typo", "modulm.scheduler", {"typo": "typo_mod:Shortest"}, typo_mod=good
     )
-    distribution(place, "modulm-dash", "modulm_schedulers", {"dash": "typo_mod:Shortest"})
+    distribution(folder, "modulm-dash", "modulm_schedulers", {"dash": "typo_mod:Shortest"})
     over = """
 from modulm.plugins import Check, Declaration, hookimpl
 print("noise")
@@ -271,14 +271,14 @@ def modulm_platforms():
 def modulm_doctor_checks():
     return [Check("licence", False, "has run out")]
 """
-    distribution(place, "modulm-over", "modulm", {"over": "over_mod"}, over_mod=over)
+    distribution(folder, "modulm-over", "modulm", {"over": "over_mod"}, over_mod=over)
     wrong = "from modulm.plugins import hookimpl\n@hookimpl\ndef modulm_doctor_checks(): return 5"
-    distribution(place, "modulm-wrong", "modulm", {"wrong": "wrong_mod"}, wrong_mod=wrong)
+    distribution(folder, "modulm-wrong", "modulm", {"wrong": "wrong_mod"}, wrong_mod=wrong)
     hangs = "import threading\nthreading.Event().wait()"
     distribution(
-        place, "modulm-hangs", "modulm.schedulers", {"hangs": "hangs_mod:X"}, hangs_mod=hangs
+        folder, "modulm-hangs", "modulm.schedulers", {"hangs": "hangs_mod:X"}, hangs_mod=hangs
     )
-    return place
+    return folder
 
 
 @pytest.fixture
@@ -352,6 +352,6 @@ def test_an_error_in_anothers_command_is_one_line_that_says_whose_it_is(place: P
 def test_what_new_prints_is_what_show_knows(tmp_path: Path) -> None:
     for kind, name in NEW.items():
         arguments = ["plugins", "new", kind, name, "--into", str(tmp_path)]
-        shown = CliRunner().invoke(main.cli, arguments).output.split()[-1]
+        kind_shown = CliRunner().invoke(main.cli, arguments).output.split()[-1]
         text = next(tmp_path.glob(f"modulm*{name}*/pyproject.toml")).read_text()
-        assert f"\n{shown} = " in text, (kind, shown)
+        assert f"\n{kind_shown} = " in text, (kind, kind_shown)

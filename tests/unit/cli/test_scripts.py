@@ -106,12 +106,12 @@ REFUSED = [
 
 def read(line: str) -> dict[str, Any]:
     """What the command that a line names makes of it."""
-    words = shlex.split(line)
-    (point,) = entry_points(group="modulm.commands", name=words.pop(0))
-    found: Any = point.load()
-    while isinstance(found, click.Group):
-        found = found.commands[words.pop(0)]
-    return dict(found.make_context(str(found.name), words).params)
+    arguments = shlex.split(line)
+    (point,) = entry_points(group="modulm.commands", name=arguments.pop(0))
+    command: Any = point.load()
+    while isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    return dict(command.make_context(str(command.name), arguments).params)
 
 
 @pytest.mark.parametrize("line", ACCEPTED)
@@ -127,18 +127,18 @@ def test_scripts_that_work(line: str) -> None:
     assert draft is None or draft.notices == ()
 
 
-@pytest.mark.parametrize(("line", "flag", "words"), NOTED)
-def test_scripts_that_are_told_something(line: str, flag: str, words: str) -> None:
+@pytest.mark.parametrize(("line", "flag", "message"), NOTED)
+def test_scripts_that_are_told_something(line: str, flag: str, message: str) -> None:
     (notice,) = read(line)["draft"].notices
     assert notice.flag == flag
-    assert words in notice.message
+    assert message in notice.message
 
 
-@pytest.mark.parametrize(("line", "words"), REFUSED)
-def test_scripts_that_are_refused(line: str, words: str) -> None:
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_scripts_that_are_refused(line: str, message: str) -> None:
     with pytest.raises(click.UsageError) as caught:
         read(line)
-    assert words in caught.value.format_message()
+    assert message in caught.value.format_message()
 
 
 YAML = """
@@ -179,16 +179,16 @@ def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("prot: 1", "did you mean"),
         ("collect-detailed-traces: all", "--collect-detailed-traces: not yet"),
         ("port: [1]", "--port"),
     ],
 )
-def test_a_file_with_a_mistake_names_the_key(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_with_a_mistake_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(click.UsageError) as caught:
         read(f"serve m --config {path}")
-    assert words in caught.value.format_message()
+    assert message in caught.value.format_message()

@@ -88,11 +88,11 @@ def run(plugins: PluginManager, config: dict[str, Any] = CONFIG, **flags: Any) -
 
 def test_plugins_are_chosen_for_a_whole_process(plugins: PluginManager) -> None:
     wanted = EngineConfig.from_keywords(plugins=("-machine", "-uni"))
-    given = {"platform": Machine(), "hf_config": CONFIG, "plugins": plugins, "use": "offline"}
+    arguments = {"platform": Machine(), "hf_config": CONFIG, "plugins": plugins, "use": "offline"}
     with pytest.raises(ConfigError, match=r"^plugins: .* uses all; .*configure\('-machine,-uni'\)"):
-        resolve(wanted, **given)
+        resolve(wanted, **arguments)
     plugins.selection = Selection.parse("-machine,-uni")
-    assert resolve(wanted, **given).config.device.plugins == ("-machine", "-uni")
+    assert resolve(wanted, **arguments).config.device.plugins == ("-machine", "-uni")
 
 
 FILE = """
@@ -264,9 +264,9 @@ def test_a_platform_is_made_with_its_options(
     plugins: PluginManager, flags: dict[str, Any], speed: int
 ) -> None:
     plugins.register("platforms", "tunable", Tunable)
-    made, _ = choose_platform(EngineConfig.from_keywords(device="tunable", **flags), plugins)
-    assert isinstance(made, Tunable)
-    assert made.speed == speed
+    platform, _ = choose_platform(EngineConfig.from_keywords(device="tunable", **flags), plugins)
+    assert isinstance(platform, Tunable)
+    assert platform.speed == speed
 
 
 @pytest.mark.parametrize("options", [{"sped": 2}, {"speed": "2"}])

@@ -158,8 +158,8 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     brought = {spec.name: spec for spec in known_flags().values() if spec.package in packages}
     for package, group in packages.items():
         known = {name for name, spec in brought.items() if spec.package == package}
-        own = {flag.name for flag in flags_of(group) if flag.own}
-        assert known == own | ({group.table} if group.table else set())
+        names = {flag.name for flag in flags_of(group) if flag.own}
+        assert known == names | ({group.table} if group.table else set())
     for name, spec in brought.items():
         if name in catalog().tables:
             assert spec.aliases == catalog().tables[name].cls.table_aliases
@@ -242,10 +242,10 @@ def test_flags_that_cannot_be_loaded_are_left_out_and_named(target: str) -> None
 
 def test_no_effect_and_deprecated_flags_give_a_notice() -> None:
     config = EngineConfig.from_keywords(jit_monitor_verbose=True, swap_space=8, max_num_seqs=4)
-    shown = {notice.flag: notice.message for notice in config.notices()}
-    assert set(shown) == {"--jit-monitor-verbose", "--swap-space"}
-    assert shown["--jit-monitor-verbose"].startswith("no effect: ")
-    assert shown["--swap-space"].startswith("no effect: ")
+    notices = {notice.flag: notice.message for notice in config.notices()}
+    assert set(notices) == {"--jit-monitor-verbose", "--swap-space"}
+    assert notices["--jit-monitor-verbose"].startswith("no effect: ")
+    assert notices["--swap-space"].startswith("no effect: ")
 
 
 def test_unknown_names_come_with_close_ones() -> None:

@@ -25,9 +25,9 @@ def file(path: Path, text: str) -> Source:
 
 
 def test_command_line_beats_file_beats_environment_beats_default(tmp_path: Path) -> None:
-    said = file(tmp_path, "port: 2\nmax-num-seqs: 20\n")
+    source = file(tmp_path, "port: 2\nmax-num-seqs: 20\n")
     env = environment({"MODULM_PORT": "3", "MODULM_MAX_NUM_SEQS": "30", "MODULM_SEED": "33"})
-    joined = draft(Source("command line", {"port": "1"}), said, env)
+    joined = draft(Source("command line", {"port": "1"}), source, env)
     config = joined.config
     assert (config.group(ServerConfig).port, config.scheduler.max_num_seqs, config.model.seed) == (
         1,
@@ -52,20 +52,20 @@ def test_keywords_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_of_a_table_come_from_several_sources(tmp_path: Path) -> None:
-    said = file(tmp_path, "structured-outputs-config:\n  disable_any_whitespace: true\n")
+    source = file(tmp_path, "structured-outputs-config:\n  disable_any_whitespace: true\n")
     line = Source("command line", {"structured_outputs_config": '{"enable_in_reasoning": true}'})
-    group = draft(line, said).config.structured_outputs
+    group = draft(line, source).config.structured_outputs
     assert group.enable_in_reasoning
     assert group.disable_any_whitespace
 
 
 def test_yaml_takes_dashes_underscores_switches_and_lists(tmp_path: Path) -> None:
-    said = file(
+    source = file(
         tmp_path,
         "max_model_len: 4k\nno-enable-prefix-caching: true\nserved-model-name: [a, b]\n"
         "hf-overrides: {rope_theta: 5}\n",
     )
-    config = draft(said).config
+    config = draft(source).config
     assert config.model.max_model_len == 4000
     assert config.cache.enable_prefix_caching is False
     assert config.model.served_model_name == ("a", "b")
@@ -73,7 +73,7 @@ def test_yaml_takes_dashes_underscores_switches_and_lists(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("prot: 1", ["prot", "port", "flags.yaml"]),
         ("port: many", ["port", "flags.yaml"]),
@@ -81,10 +81,10 @@ def test_yaml_takes_dashes_underscores_switches_and_lists(tmp_path: Path) -> Non
         ("a: [", ["config", "not valid YAML"]),
     ],
 )
-def test_errors_name_flag_and_file(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_errors_name_flag_and_file(tmp_path: Path, text: str, message: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         draft(file(tmp_path, text))
-    assert all(word in str(caught.value) for word in words)
+    assert all(word in str(caught.value) for word in message)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_an_error_in_the_environment_names_the_variable() -> None:
 
 def test_unknown_variables_are_told_or_refused() -> None:
     env = environment({"MODULM_PROT": "1", "VLLM_PORT": "2", "OTHER": "3"})
-    told = [str(notice) for notice in draft(env).notices]
-    assert len(told) == 2
-    assert "MODULM_PROT" in told[0]
-    assert "MODULM_PORT" in told[1]
+    notices = [str(notice) for notice in draft(env).notices]
+    assert len(notices) == 2
+    assert "MODULM_PROT" in notices[0]
+    assert "MODULM_PORT" in notices[1]
     strict = Source("command line", {"fail_on_environ_validation": True})
     with pytest.raises(ConfigError, match="MODULM_PROT"):
         draft(strict, env)

@@ -1,4 +1,4 @@
-"""Conversations to prompts: a checkpoint's chat template, run as the untrusted program it is."""
+"""Turns conversations into prompts with chat templates, which run in a sandbox."""
 
 from modulm_chat.conversation import (
     ContentFormat,
@@ -9,8 +9,8 @@ from modulm_chat.conversation import (
     normalise,
     render,
 )
-from modulm_chat.media import MediaPart
-from modulm_chat.named import ChatTemplate
+from modulm_chat.media_part import MediaPart
+from modulm_chat.named_templates import ChatTemplate
 from modulm_chat.templates import MAX_TEMPLATE, TemplateFailed, check_template, execute
 
 __all__ = [

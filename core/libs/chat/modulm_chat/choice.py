@@ -1,4 +1,4 @@
-"""What encodes conversations of a checkpoint, and why: for `modulm explain`."""
+"""Explains which tokenizer and chat template a checkpoint uses, for `modulm explain`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,41 @@ _SUBJECT = "chat template"
 
 
 def chat_decisions(
-    config: EngineConfig, path: Path, plugins: PluginManager, given: str | None = None
+    config: EngineConfig, path: Path, plugins: PluginManager, chat_template: str | None = None
 ) -> list[Decision]:
-    """How the tokenizer of the checkpoint at `path` is opened, and which chat template is taken.
+    """Explain the choice of tokenizer and chat template for the checkpoint at `path`.
 
-    given: `--chat-template`. Raises PluginNotFound for an unknown `--tokenizer-mode`.
+    chat_template: `--chat-template`. Raises PluginNotFound for an unknown `--tokenizer-mode`.
     """
     folder = Path(config.model.tokenizer or path)
     if config.model.skip_tokenizer_init or not folder.is_dir():
         return []
     settings = tokenizer_settings(folder)
-    own = bool(settings.get("chat_template"))
+    has_template = bool(settings.get("chat_template"))
     mode = config.model.tokenizer_mode
-    if mode == "auto" and own and (folder / "tokenizer.json").is_file():
-        reason = "tokenizer.json and a chat template are there"
+    if mode == "auto" and has_template and (folder / "tokenizer.json").is_file():
+        reason = "the checkpoint has tokenizer.json and a chat template"
         tokenizer = Decision("tokenizer", (), "hf", reason)
     elif mode == "hf":
-        tokenizer = Decision("tokenizer", (), "hf", "asked for by name")
+        tokenizer = Decision("tokenizer", (), "hf", "set by --tokenizer-mode")
     else:
         tokenizer = choose_tokenizer(plugins, folder, mode).decision
-    return [tokenizer, _template(given, tokenizer.winner or "hf", own)]
+    return [tokenizer, _template_decision(chat_template, tokenizer.winner or "hf", has_template)]
 
 
-def _template(given: str | None, tokenizer: str, own: bool) -> Decision:
-    if given is not None:
-        return Decision(_SUBJECT, (), given.partition("\n")[0][:80], "given by --chat-template")
+def _template_decision(chat_template: str | None, tokenizer: str, has_template: bool) -> Decision:
+    if chat_template is not None:
+        return Decision(
+            _SUBJECT, (), chat_template.partition("\n")[0][:80], "set by --chat-template"
+        )
     if tokenizer not in ("hf", "slow"):
-        return Decision(_SUBJECT, (), tokenizer, "this tokenizer brings what encodes conversations")
-    if own:
-        return Decision(_SUBJECT, (), "the checkpoint's", "beside or in tokenizer_config.json")
+        return Decision(_SUBJECT, (), tokenizer, "the tokenizer encodes conversations itself")
+    if has_template:
+        return Decision(
+            _SUBJECT, (), "the checkpoint's", "in tokenizer_config.json or a file beside it"
+        )
     reason = (
-        "the checkpoint brings none, and nothing in its files says that it was taught a format; "
-        "--chat-template NAME takes one of `modulm plugins list chat_templates`"
+        "the checkpoint has none, and its files name no chat format; choose one of "
+        "`modulm plugins list chat_templates` with --chat-template NAME"
     )
     return Decision(_SUBJECT, (), None, reason)

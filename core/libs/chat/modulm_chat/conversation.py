@@ -1,4 +1,4 @@
-"""Messages to the text of a prompt, through the checkpoint's chat template."""
+"""Renders messages into a prompt with the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jinja2 import nodes
 
 from modulm.errors import ConfigError, PluginNotFound, RequestError
 from modulm.plugins import manager
-from modulm_chat.media import MediaPart
-from modulm_chat.named import named_template, template_name
+from modulm_chat.media_part import MediaPart
+from modulm_chat.named_templates import named_template, template_name
 from modulm_chat.templates import (
     MAX_TEMPLATE,
     TemplateFailed,
@@ -42,8 +42,8 @@ __all__ = [
 
 ContentFormat = Literal["string", "openai"]
 
-#: Names that a request must not set: what render passes itself, and what transformers takes for
-#: arguments of the tokenizer.
+#: Names that a request must not set: those that render sets itself, and those that transformers
+#: takes as arguments of the tokenizer.
 _RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -63,15 +63,15 @@ _RESERVED = frozenset(
         "truncation",
     }
 )
-#: A role that newer templates name; to others its messages are the system's.
+#: The developer role. For templates that do not name it, its messages become system messages.
 _DEVELOPER = "developer"
-#: Stands inside of what would be a special token; private letters that nobody writes.
+#: Splits the text of special tokens in untrusted messages. Private-use characters.
 _SEAM = "\ue002\ue003"
-#: Roles whose text comes from outside of the application that made the request.
-_STRANGERS = frozenset({"user", "tool", "function", "query", "document"})
-#: Stands at the end of the message that is to be continued. Whether its space survives tells
-#: whether the template trims messages.
-_MARK = "\ue000the-text-goes-on-here\ue001 "
+#: Roles whose text comes from outside the application that made the request.
+_UNTRUSTED_ROLES = frozenset({"user", "tool", "function", "query", "document"})
+#: Marks the end of the message to continue. If its space is gone after rendering, the template
+#: trims messages.
+_END_MARK = "\ue000the-text-goes-on-here\ue001 "
 
 
 def render(
@@ -88,18 +88,18 @@ def render(
     run: Callable[[str, Mapping[str, Any]], str] = execute,
     form: Callable[[str], ContentFormat] | None = None,
 ) -> str:
-    """The prompt that `messages` make.
+    """Render `messages` into the text of a prompt.
 
-    template: source to use instead of the tokenizer's own. content: how the template wants the
-    content of a message, a string or OpenAI's list of parts. kwargs: more variables for the
-    template (`chat_template_kwargs`). run, form: what executes the template and what finds out
-    which content it wants; one that comes from a client is read in a process of its own. Raises
-    RequestError naming the field to blame.
+    template: source to use instead of the tokenizer's own. content: the form of message contents
+    that the template takes, a string or OpenAI's list of parts. kwargs: more template variables
+    (`chat_template_kwargs`). run: executes the template; form: detects the content form; for
+    templates from clients, both run in a separate process. Raises RequestError with the field
+    that is wrong.
     """
     extra = dict(kwargs or {})
     _check_options(extra, add_generation_prompt, continue_final_message)
     if tokenizer.chat is not None:
-        return _encoded(
+        return _encode_by_tokenizer(
             messages,
             tokenizer,
             tools=tools,
@@ -110,13 +110,13 @@ def render(
             kwargs=extra,
         )[1]
     source = template or choose_template(tokenizer, tools)
-    wanted = (form or content_format)(source) if content == "auto" else content
-    conversation = normalise(messages, wanted)
+    content_kind = (form or content_format)(source) if content == "auto" else content
+    conversation = normalise(messages, content_kind)
     place_thoughts(conversation, source)
     if _DEVELOPER not in source:
         conversation = _without_developers(conversation)
     if continue_final_message:
-        _mark_last(conversation)
+        _mark_final_message(conversation)
     variables = {
         **tokenizer.special,
         **extra,
@@ -126,7 +126,7 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     text = run(source, variables)
-    return _cut_at_mark(text) if continue_final_message else text
+    return _cut_at_end_mark(text) if continue_final_message else text
 
 
 def encode_chat(
@@ -137,15 +137,15 @@ def encode_chat(
     encode: Callable[..., list[int]] | None = None,
     **options: Any,
 ) -> tuple[list[int], str]:
-    """The prompt that `messages` make, as token ids and as text; `options` are those of `render`,
-    `encode` is used in place of the tokenizer's, piece by piece from the first to the last.
+    """Render and tokenize `messages`; returns (token ids, text). options: those of `render`.
 
-    What users and tools say cannot become control tokens: it is tokenized as text. The template
-    writes the tokens that begin a prompt; `add_special_tokens` is for one that does not. A
-    tokenizer that encodes conversations itself does all of it.
+    Text of users and tools cannot become control tokens: it is tokenized as text. encode: used
+    instead of the tokenizer's, for each piece in order. add_special_tokens: for templates that do
+    not write the prompt's first tokens themselves. A tokenizer that encodes conversations itself
+    does all of this.
     """
     if tokenizer.chat is not None:
-        return _encoded(messages, tokenizer, embedded=encode is not None, **options)
+        return _encode_by_tokenizer(messages, tokenizer, has_embeds=encode is not None, **options)
     sealed = _seal(messages, tokenizer.special_tokens)
     first, *others = _pieces(render(sealed, tokenizer=tokenizer, **options))
     encode = encode or tokenizer.encode
@@ -155,7 +155,7 @@ def encode_chat(
     return ids, "".join([first, *others])
 
 
-def _encoded(
+def _encode_by_tokenizer(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     *,
@@ -165,26 +165,26 @@ def _encoded(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     kwargs: Mapping[str, Any] | None = None,
-    embedded: bool = False,
+    has_embeds: bool = False,
     run: Callable[[str, Mapping[str, Any]], str] | None = None,
     content: str = "auto",
     form: object = None,
 ) -> tuple[list[int], str]:
-    """What the tokenizer itself makes of a conversation; it has no use for how templates are run.
+    """Encode a conversation with a tokenizer that needs no template; run and form are unused.
 
-    Raises RequestError for what its format does not have.
+    Raises RequestError for features that its format lacks.
     """
     extra = dict(kwargs or {})
     _check_options(extra, add_generation_prompt, continue_final_message)
-    for given, name in ((template, "chat_template"), (documents, "documents")):
-        if given:
+    for value, name in ((template, "chat_template"), (documents, "documents")):
+        if value:
             raise RequestError(
                 f"{name}: this model's tokenizer encodes messages itself, without a template", name
             )
-    if embedded:
-        raise RequestError("messages: embeddings cannot stand in this model's messages", "messages")
+    if has_embeds:
+        raise RequestError("messages: this model's messages cannot contain embeddings", "messages")
     if tokenizer.chat is None:
-        raise RequestError("this tokenizer encodes no messages", "messages")
+        raise RequestError("this tokenizer cannot encode messages", "messages")
     return tokenizer.chat.encode(
         normalise(messages, "string"),
         tools=tools or (),
@@ -199,41 +199,42 @@ def _check_options(
 ) -> None:
     if continue_final_message and add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other: the first goes "
-            "on with the last message, the second begins a new one",
+            "continue_final_message and add_generation_prompt exclude each other: the first "
+            "continues the last message, the second starts a new one",
             "continue_final_message",
         )
     for key in extra:
         if key in _RESERVED or not key.isidentifier():
             raise RequestError(
-                f"chat_template_kwargs: {key[:64]!r} is not a variable that a request may give "
-                "to the template",
+                f"chat_template_kwargs: {key[:64]!r} is not a variable that a request may set",
                 "chat_template_kwargs",
             )
 
 
 def choose_template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The tokenizer's template; of several, `tool_use` where tools are given, else `default`."""
-    held = tokenizer.chat_template
-    if isinstance(held, Mapping):
-        held = (held.get("tool_use") if tools else None) or held.get("default")
-    if not held:
+    """The tokenizer's template; of several, `tool_use` if there are tools, else `default`."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = (template.get("tool_use") if tools else None) or template.get("default")
+    if not template:
         raise RequestError(
             "this model's tokenizer has no chat template; start the server with --chat-template "
             "or send a prompt to /v1/completions",
             "messages",
         )
-    return held
+    return template
 
 
 def load_template(value: str) -> str:
-    """The source that `--chat-template` means: a file, a name, or the template itself.
+    """Load the template of `--chat-template`: a file, an installed name, or the source itself.
 
-    Raises ConfigError if it is none of them, or does not compile.
+    Raises ConfigError if it is none of these or does not compile.
     """
     source = value
     if not any(mark in value for mark in ("{{", "{%", "\n")):
-        source = _named(value) if not Path(value).exists() else _of_file(Path(value))
+        source = (
+            _installed_template(value) if not Path(value).exists() else _file_template(Path(value))
+        )
     try:
         check_template(source)
     except TemplateFailed as error:
@@ -241,7 +242,7 @@ def load_template(value: str) -> str:
     return source
 
 
-def _of_file(file: Path) -> str:
+def _file_template(file: Path) -> str:
     try:
         if file.stat().st_size > 4 * MAX_TEMPLATE:
             raise ConfigError("chat_template", f"{file} is too large for a template")
@@ -250,7 +251,7 @@ def _of_file(file: Path) -> str:
         raise ConfigError("chat_template", f"{file} cannot be read: {error}") from error
 
 
-def _named(value: str) -> str:
+def _installed_template(value: str) -> str:
     plugins = manager.current()
     name = template_name(value)
     try:
@@ -258,17 +259,17 @@ def _named(value: str) -> str:
     except PluginNotFound as error:
         known = sorted({declared.name for declared in plugins.names("chat_templates")})
         close = get_close_matches(name, known, n=3)
-        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(
             "chat_template",
-            f"{value!r} is neither a readable file nor a Jinja template nor one of the installed "
-            f"templates{meant} (`modulm plugins list chat_templates` lists them)",
+            f"{value!r} is neither a readable file, nor a Jinja template, nor an installed "
+            f"template{suggestion} (`modulm plugins list chat_templates` lists them)",
         ) from error
 
 
 @lru_cache(maxsize=32)
 def content_format(source: str) -> ContentFormat:
-    """How a template wants message contents: `openai` if it loops over them, else `string`."""
+    """The form of contents that a template takes: `openai` if it loops over them, else `string`."""
     tree = parse_template(source)
     holders = {
         node.target.name
@@ -281,7 +282,7 @@ def content_format(source: str) -> ContentFormat:
 
 
 def _is_content(node: nodes.Node | None, holders: frozenset[str]) -> bool:
-    """Whether an expression is the content of a message, perhaps filtered."""
+    """Whether an expression is a message's content, possibly filtered."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node, holders)
     if isinstance(node, nodes.Name):
@@ -294,20 +295,21 @@ def _is_content(node: nodes.Node | None, holders: frozenset[str]) -> bool:
 
 
 def normalise(
-    messages: Sequence[Mapping[str, Any]], content: ContentFormat
+    messages: Sequence[Mapping[str, Any]], content_kind: ContentFormat
 ) -> list[dict[str, Any]]:
-    """Messages as templates expect them: one kind of content, arguments of calls as objects.
+    """Normalise messages for templates: one form of contents, call arguments as objects.
 
-    Gives fresh values. Raises RequestError(param="messages").
+    Returns new values. Raises RequestError(param="messages").
     """
     if not messages:
         raise RequestError("messages: at least one message is needed", "messages")
-    return [_message(index, message, content) for index, message in enumerate(messages)]
+    return [_message(index, message, content_kind) for index, message in enumerate(messages)]
 
 
 def _without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Developers' messages as the system's; one behind a system message becomes part of it, as
-    many templates know one system message, in front."""
+    """Turn developer messages into system messages. One after a system message is merged into it,
+    because many templates accept only one system message, at the start.
+    """
     fresh: list[dict[str, Any]] = []
     for message in conversation:
         if message["role"] != _DEVELOPER:
@@ -328,38 +330,38 @@ def _joined(first: Any, second: Any) -> Any:
 def _seal(
     messages: Sequence[Mapping[str, Any]], special: Sequence[str]
 ) -> Sequence[Mapping[str, Any]]:
-    """Messages in which what users and tools say cannot become control tokens.
+    """Keep the text of users and tools from becoming control tokens.
 
-    A seam is put into every special token that is written out in their text; `_pieces` cuts the
-    rendered prompt there, so that no piece holds one. `special`: the texts of special tokens.
+    Inserts a seam into every special token in their text. `_pieces` cuts the rendered prompt at
+    the seams, so that no piece contains one. special: the texts of special tokens.
     """
-    pattern = _any_of(tuple(special))
+    pattern = _special_pattern(tuple(special))
     return [
         {**message, "content": _sealed(message.get("content"), pattern)}
-        if isinstance(message, Mapping) and _stranger(message.get("role"))
+        if isinstance(message, Mapping) and _is_untrusted(message.get("role"))
         else message
         for message in messages
     ]
 
 
-def _stranger(role: Any) -> bool:
-    return isinstance(role, str) and role in _STRANGERS
+def _is_untrusted(role: Any) -> bool:
+    return isinstance(role, str) and role in _UNTRUSTED_ROLES
 
 
 def _pieces(text: str) -> list[str]:
-    """A prompt rendered from sealed messages, cut at its seams; joined, they are the prompt."""
+    """Cut a prompt of sealed messages at its seams; joined, the pieces are the prompt."""
     return text.split(_SEAM)
 
 
 @lru_cache(maxsize=8)
-def _any_of(special: tuple[str, ...]) -> re.Pattern[str]:
-    words = [re.escape(word) for word in special if len(word) > 1]
-    return re.compile("|".join(words) if words else r"(?!)")
+def _special_pattern(special: tuple[str, ...]) -> re.Pattern[str]:
+    alternatives = [re.escape(token) for token in special if len(token) > 1]
+    return re.compile("|".join(alternatives) if alternatives else r"(?!)")
 
 
 def _sealed(content: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(content, str):
-        return pattern.sub(lambda found: found[0][0] + _SEAM + found[0][1:], content)
+        return pattern.sub(lambda match: match[0][0] + _SEAM + match[0][1:], content)
     if isinstance(content, MediaPart):
         return content
     if isinstance(content, Mapping):
@@ -369,15 +371,15 @@ def _sealed(content: Any, pattern: re.Pattern[str]) -> Any:
     return content
 
 
-def _message(index: int, message: Mapping[str, Any], wanted: ContentFormat) -> dict[str, Any]:
+def _message(index: int, message: Mapping[str, Any], content_kind: ContentFormat) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}]: an object with a role is expected", "messages")
+        raise RequestError(f"messages[{index}] must be an object with a role", "messages")
     fresh = {key: value for key, value in message.items() if value is not None}
     content, thought = take_thought(index, message)
-    fresh["content"] = _content(index, content, wanted)
+    fresh["content"] = _content(index, content, content_kind)
     if fresh.get("tool_calls"):
         if not isinstance(fresh["tool_calls"], (list, tuple)):
-            raise RequestError(f"messages[{index}].tool_calls: a list is expected", "messages")
+            raise RequestError(f"messages[{index}].tool_calls must be a list", "messages")
         fresh["tool_calls"] = [_call(index, call) for call in fresh["tool_calls"]]
     else:
         fresh.pop("tool_calls", None)
@@ -386,41 +388,43 @@ def _message(index: int, message: Mapping[str, Any], wanted: ContentFormat) -> d
     return fresh
 
 
-def _content(index: int, value: Any, wanted: ContentFormat) -> Any:
+def _content(index: int, value: Any, content_kind: ContentFormat) -> Any:
     if value is None:
         return ""
     if isinstance(value, str):
-        return value if wanted == "string" else [{"type": "text", "text": value}]
+        return value if content_kind == "string" else [{"type": "text", "text": value}]
     if not isinstance(value, Sequence):
         raise RequestError(
-            f"messages[{index}].content: a string or a list of parts is expected", "messages"
+            f"messages[{index}].content must be a string or a list of parts", "messages"
         )
-    parts = [_part(index, place, part) for place, part in enumerate(value)]
-    if wanted == "openai":
+    parts = [_part(index, at, part) for at, part in enumerate(value)]
+    if content_kind == "openai":
         return parts
     return "\n".join(part.mark if isinstance(part, MediaPart) else part["text"] for part in parts)
 
 
-def _part(index: int, place: int, part: Any) -> dict[str, str]:
-    where = f"messages[{index}].content[{place}]"
+def _part(index: int, at: int, part: Any) -> dict[str, str]:
+    where = f"messages[{index}].content[{at}]"
     if isinstance(part, MediaPart):
         return part
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise RequestError(f"{where}: an object with a type is expected", "messages")
+        raise RequestError(f"{where} must be an object with a type", "messages")
     kind = part.get("type")
     field = {"refusal": "refusal", "thinking": "thinking"}.get(str(kind), "text")
     if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
-        raise RequestError(f"{where}: this model takes no {str(kind)[:64]!r} parts", "messages")
+        raise RequestError(
+            f"{where}: this model does not support {str(kind)[:64]!r} parts", "messages"
+        )
     text = part.get(field)
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{field}: a string is expected", "messages")
+        raise RequestError(f"{where}.{field} must be a string", "messages")
     return {"type": "text", "text": text}
 
 
 def _call(index: int, call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which is what templates print as JSON."""
+    """A tool call with its arguments as an object, which templates print as JSON."""
     where = f"messages[{index}].tool_calls"
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -434,23 +438,22 @@ def _call(index: int, call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _mark_last(conversation: list[dict[str, Any]]) -> None:
+def _mark_final_message(conversation: list[dict[str, Any]]) -> None:
     last = conversation[-1]
     if isinstance(last["content"], str):
-        last["content"] += _MARK
+        last["content"] += _END_MARK
         return
     if not last["content"] or isinstance(last["content"][-1], MediaPart):
-        raise RequestError("the final message has no text to go on with", "continue_final_message")
-    last["content"][-1]["text"] += _MARK
+        raise RequestError("the final message has no text to continue", "continue_final_message")
+    last["content"][-1]["text"] += _END_MARK
 
 
-def _cut_at_mark(text: str) -> str:
-    place = text.rfind(_MARK.rstrip())
-    if place < 0:
+def _cut_at_end_mark(text: str) -> str:
+    position = text.rfind(_END_MARK.rstrip())
+    if position < 0:
         raise RequestError(
-            "the chat template does not print the final message as it is, so that it cannot be "
-            "continued",
+            "the chat template changes the final message, so that it cannot be continued",
             "continue_final_message",
         )
-    kept = text[:place]
-    return kept if text.startswith(_MARK, place) else kept.rstrip()
+    prompt = text[:position]
+    return prompt if text.startswith(_END_MARK, position) else prompt.rstrip()

@@ -1,4 +1,4 @@
-"""The kind of driver that conversations bring: chat templates by name."""
+"""The driver kind of named chat templates."""
 
 from modulm.plugins.kinds import Kind
 

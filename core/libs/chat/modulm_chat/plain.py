@@ -1,8 +1,8 @@
-"""Formats of turns that belong to no family: plain conversations, without tools."""
+"""Chat templates of no particular model family, for conversations without tools."""
 
 from pathlib import Path
 
-from modulm_chat.named import ChatTemplate
+from modulm_chat.named_templates import ChatTemplate
 
 __all__ = ["ALPACA", "CHATML"]
 

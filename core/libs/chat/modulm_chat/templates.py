@@ -1,8 +1,7 @@
-"""Chat templates as untrusted programs: a sandboxed Jinja with limits on size, output and time.
+"""Runs chat templates as untrusted programs: sandboxed Jinja with size, output and time limits.
 
-The dialect is the one that checkpoints are written for (Hugging Face's): blocks trimmed, `break`
-and `continue`, a `generation` block, `tojson` without HTML escapes, `raise_exception` and
-`strftime_now`.
+The dialect is Hugging Face's: trimmed blocks, `break` and `continue`, a `generation` block,
+`tojson` without HTML escapes, `raise_exception` and `strftime_now`.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_TEMPLATE", "TemplateFailed", "check_template", "execute", "parse_template"]
 
-#: Characters of template source that are accepted; the longest known templates have 30 thousand.
+#: Maximum length of a template in characters. The longest known templates have 30 thousand.
 MAX_TEMPLATE = 512 * 1024
-#: Characters that one rendering may produce.
+#: Maximum output of one rendering in characters.
 MAX_OUTPUT = 64 * 1024 * 1024
-#: Seconds that one rendering may take.
+#: Time limit of one rendering in seconds.
 MAX_SECONDS = 5.0
 
-#: A name that neither a template nor a request can write.
+#: A variable name that neither a template nor a request can use.
 _DEADLINE = "\0deadline"
 
 
@@ -45,9 +44,9 @@ class TemplateFailed(RequestError):
 
 
 class _Guard(Extension):
-    """`{% generation %}` marks what the assistant says: only training needs it, here it is plain.
+    """Accepts `{% generation %}` blocks, which only training uses, and renders their contents.
 
-    Also the owner of `tick`, which `_bound_loops` puts into every loop and macro.
+    Also provides `tick`, which `_limit_loops` adds to every loop and macro.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it as a plain set
@@ -62,7 +61,7 @@ class _Guard(Extension):
         return ""
 
     def call(self) -> nodes.ExprStmt:
-        """The statement that a loop's body begins with."""
+        """The statement to insert at the start of a loop's body."""
         return nodes.ExprStmt(self.call_method("tick", [nodes.ContextReference()]))
 
 
@@ -110,10 +109,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def parse_template(source: str) -> nodes.Template:
-    """The syntax tree. Raises TemplateFailed for what is too long or is not Jinja."""
+    """Parse a template. Raises TemplateFailed if it is too long or not valid Jinja."""
     if len(source) > MAX_TEMPLATE:
         raise TemplateFailed(
-            f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE} are accepted",
+            f"the chat template has {len(source)} characters, the limit is {MAX_TEMPLATE}",
             "chat_template",
         )
     try:
@@ -136,7 +135,7 @@ def check_template(source: str) -> None:
 def _compile(source: str) -> jinja2.Template:
     environment = _environment()
     tree = parse_template(source)
-    _bound_loops(tree, environment)
+    _limit_loops(tree, environment)
     try:
         code = environment.compile(tree)
     except TemplateSyntaxError as error:
@@ -149,8 +148,8 @@ def _compile(source: str) -> jinja2.Template:
     return jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
 
-def _bound_loops(tree: nodes.Template, environment: jinja2.Environment) -> None:
-    """Make every loop and macro look at the clock, so that none can run for ever."""
+def _limit_loops(tree: nodes.Template, environment: jinja2.Environment) -> None:
+    """Make every loop and macro check the deadline."""
     guard: Any = environment.extensions[_Guard.identifier]
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         node.body.insert(0, guard.call().set_lineno(node.lineno))  # type: ignore[attr-defined]
@@ -161,11 +160,11 @@ def execute(
     source: str,
     variables: Mapping[str, Any],
     seconds: float = MAX_SECONDS,
-    longest: int = MAX_OUTPUT,
+    max_output: int = MAX_OUTPUT,
 ) -> str:
-    """The text that the template makes of the variables; longest: in characters.
+    """Render a template. seconds: time limit; max_output: in characters.
 
-    Raises TemplateFailed, with the template's own words where it called `raise_exception`.
+    Raises TemplateFailed, with the template's own message if it called `raise_exception`.
     """
     template = _compile(source)
     deadline = time.monotonic() + seconds
@@ -175,13 +174,13 @@ def execute(
         for piece in template.generate({**variables, _DEADLINE: deadline}):
             pieces.append(piece)
             size += len(piece)
-            if size > longest or time.monotonic() > deadline:
-                raise TemplateFailed("the chat template makes too much text", "chat_template")
+            if size > max_output or time.monotonic() > deadline:
+                raise TemplateFailed("the chat template produces too much text", "chat_template")
     except TemplateFailed:
         raise
     except SecurityError as error:
         raise TemplateFailed(
-            f"the chat template does what the sandbox forbids: {error}", "chat_template"
+            f"the chat template uses what the sandbox forbids: {error}", "chat_template"
         ) from error
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise TemplateFailed(

@@ -1,4 +1,4 @@
-"""Thoughts of earlier turns: told to a template once, in the form that it reads."""
+"""Passes the thoughts of earlier turns to a template, once, in the form that it reads."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from modulm.errors import RequestError
 
 __all__ = ["NAMES", "place_thoughts", "take_thought"]
 
-#: One text under the names that templates know it by.
+#: The names under which templates read the thoughts of a message.
 NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
-def _reads(names: str) -> re.Pattern[str]:
-    """A template reads a field of a message: as an attribute, as a key, or by asking for it."""
+def _field_pattern(names: str) -> re.Pattern[str]:
+    """Matches a template's access to a message field: as an attribute or key, or by `in`."""
     return re.compile(
         rf"""\.\s*(?:{names})\b(?!\s*\()"""
         rf"""|(?:\[|get\()\s*['"](?:{names})['"]|['"](?:{names})['"]\s+in\b"""
     )
 
 
-_FIELD, _THINKING = _reads("reasoning_content|reasoning"), _reads("thinking")
-#: It tells parts of contents apart that are thoughts.
+_FIELD, _THINKING = _field_pattern("reasoning_content|reasoning"), _field_pattern("thinking")
+#: Matches a comparison of a content part's type with "thinking".
 _PART = re.compile(r"""==\s*['"]thinking['"]|['"]thinking['"]\s*==""")
-#: It looks for the end of a thought in contents.
+#: Matches a search for the end of a thought in contents.
 _INLINE = re.compile(r"""\(\s*['"]</think>['"]\s*\)|['"]</think>['"]\s+(?:not\s+)?in\b""")
 
 
 def take_thought(index: int, message: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """(content without thoughts, the thought) of a message, however it was written.
+    """Split a message into (content without thoughts, thought).
 
-    It may stand in a field, in parts of the content, or both. Raises RequestError.
+    The thought may be in a field, in content parts, or both. Raises RequestError.
     """
     content = message.get("content")
     thought = next((message[name] for name in NAMES if message.get(name) is not None), None)
     if thought is not None and not isinstance(thought, str):
-        raise RequestError(f"messages[{index}]: reasoning is text", "messages")
+        raise RequestError(f"messages[{index}]: reasoning must be text", "messages")
     if message.get("role") != "assistant":
         return content, thought
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -55,27 +55,27 @@ def _is_thought(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "thinking" and "thinking" in part
 
 
-def _text(index: int, given: Any) -> str:
+def _text(index: int, value: Any) -> str:
     """The text of a part: a string, or a list of text parts."""
-    parts = given if isinstance(given, list) else [given]
+    parts = value if isinstance(value, list) else [value]
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"messages[{index}]: a thinking part holds text", "messages")
+        raise RequestError(f"messages[{index}]: a thinking part must be text", "messages")
     return "".join(texts)
 
 
 def _without(content: str, thought: str) -> str:
-    """The content without the same thought between tags at its beginning."""
-    begun = content.lstrip()
-    inner, closed, rest = begun.removeprefix("<think>").partition("</think>")
-    same = begun.startswith("<think>") and closed and inner.strip() == thought.strip()
+    """Remove the same thought, between tags, from the start of the content."""
+    stripped = content.lstrip()
+    inner, end_tag, rest = stripped.removeprefix("<think>").partition("</think>")
+    same = stripped.startswith("<think>") and end_tag and inner.strip() == thought.strip()
     return rest.lstrip() if same else content
 
 
 def place_thoughts(conversation: Sequence[dict[str, Any]], source: str) -> None:
-    """Put thoughts into the contents of a template that reads them there.
+    """Put thoughts into the contents if the template reads them there.
 
-    One that reads a field has it already; one that reads neither is told nothing.
+    Templates that read a field have it already. Templates that read neither get no thoughts.
     """
     form = _form(source)
     if form == "field":
@@ -95,7 +95,7 @@ def place_thoughts(conversation: Sequence[dict[str, Any]], source: str) -> None:
 def _form(source: str) -> str:
     """How a template reads thoughts: in a `field`, as a `part`, `inline`, or not at all ("").
 
-    It is looked at as text: one that a client sends must not be parsed here.
+    Matches text only: a template from a client must not be parsed in this process.
     """
     if _FIELD.search(source):
         return "field"

@@ -181,7 +181,8 @@ class MediaReader:
     ) -> MediaPrompt:
         """Build the prompt of an encoder-decoder model whose encoder reads these tokens.
 
-        decoder_start: first tokens of the decoder; None means the model's default. Raises RequestError.
+        decoder_start: first tokens of the decoder; None means the model's default. Raises
+        RequestError.
         """
         prompt = np.asarray(tokens, dtype=np.int64)
         if not len(prompt) or prompt.min() < 0 or prompt.max() >= self._info.vocabulary:

@@ -1,4 +1,4 @@
-"""What commands that take the engine's flags are written with; cheap to import."""
+"""Base classes for commands that take the engine's flags. Cheap to import."""
 
 from modulm_cli.options import FlagCommand, print_notices
 

@@ -1,7 +1,8 @@
-"""The command line as users of vLLM type it, rewritten into one form before Click parses it.
+"""Rewrites vLLM's command-line syntax into plain options before Click parses them.
 
-`--max_model_len` means `--max-model-len`; `--json-arg.key.sub 1` and `--json-arg.list+ a,b` build
-one JSON value; `-O3` is an optimization level; a list flag takes all words up to the next flag.
+`--max_model_len` becomes `--max-model-len`. `--json-arg.key.sub 1` and `--json-arg.list+ a,b`
+build one JSON value. `-O3` is an optimization level. A list flag takes all arguments up to the
+next flag.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TakesFlags(Protocol):
 
 @mutable
 class Shapes:
-    """What the options of one command take. Names are long options with dashes."""
+    """How the options of one command are parsed. Names are long options with dashes."""
 
     tables: frozenset[str]
     lists: frozenset[str]
@@ -45,7 +46,7 @@ class Shapes:
     shorts: Mapping[str, str] = field(factory=dict)
     #: all options, long and short
     names: frozenset[str] = frozenset()
-    #: a flag that the command has not, by its flat or short name
+    #: finds a flag that the command lacks but another package has, by flat or short name
     known: Callable[[str], Flag | None] = lambda name: None
 
     def long(self, name: str) -> str:
@@ -54,63 +55,63 @@ class Shapes:
 
 
 def normalize(args: list[str], shapes: Shapes) -> tuple[list[str], dict[str, Any]]:
-    """The same arguments, with tables gathered and list flags repeated once per word; and the
-    values of flags that are known although the command has not got them, by flat name.
+    """Rewrite arguments for Click: one JSON value per table, list flags repeated once per item.
 
-    Raises ConfigError for a dotted argument that fits no table.
+    Returns (arguments, values of known flags that the command lacks, by flat name). Raises
+    ConfigError for a dotted argument that belongs to no table.
     """
     reader = _Reader(shapes, list(args))
-    plain = list(reader.plain())
+    plain = list(reader.click_arguments())
     gathered = [f"{name}={json.dumps(value)}" for name, value in reader.tables.items()]
-    place = plain.index("--") if "--" in plain else len(plain)
-    return [*plain[:place], *gathered, *plain[place:]], reader.known
+    end = plain.index("--") if "--" in plain else len(plain)
+    return [*plain[:end], *gathered, *plain[end:]], reader.known
 
 
 @mutable
 class _Reader:
-    """Takes words from `rest`; tables and flags that are only known are filled on the way."""
+    """Consumes the `remaining` arguments; collects `tables` and `known` flags on the way."""
 
     shapes: Shapes
-    rest: list[str]
+    remaining: list[str]
     tables: dict[str, Any] = field(factory=dict)
     known: dict[str, Any] = field(factory=dict)
 
-    def plain(self) -> Iterator[str]:
-        """Every argument that goes to Click, rewritten."""
-        while self.rest:
-            word = self.rest.pop(0)
+    def click_arguments(self) -> Iterator[str]:
+        """Yield the rewritten arguments for Click."""
+        while self.remaining:
+            word = self.remaining.pop(0)
             if word == "--":
-                yield from (word, *self.rest)
+                yield from (word, *self.remaining)
                 return
             if not _is_option(word):
                 yield word
                 continue
-            name, equals, value = _optimization(word, self.rest).partition("=")
+            name, equals, value = _optimization(word, self.remaining).partition("=")
             base, dot, path = name.partition(".")
             yield from self._option(self.shapes.long(base), path, dot, value if equals else None)
 
-    def _option(self, base: str, path: str, dot: str, given: str | None) -> Iterator[str]:
-        """One option, with its value where that is needed to find the next one."""
-        spec = None if base in self.shapes.names else self._known(base)
+    def _option(self, base: str, path: str, dot: str, inline_value: str | None) -> Iterator[str]:
+        """Yield one option, with its value where the next option depends on it."""
+        spec = None if base in self.shapes.names else self._known_flag(base)
         if base in self.shapes.tables:
-            _gather(self.tables, base, path, self._value(base, given))
+            _gather(self.tables, base, path, self._value(base, inline_value))
         elif spec is not None and spec.is_table:
-            _gather(self.known, spec.name, path, self._value(base, given))
+            _gather(self.known, spec.name, path, self._value(base, inline_value))
         elif dot:
-            raise ConfigError(_field(base), f"takes no keys, so {base}.{path} means nothing")
+            raise ConfigError(_field(base), f"takes no keys, so {base}.{path} is invalid")
         elif spec is not None:
-            self.known[spec.name] = self._read(spec, base, given)
+            self.known[spec.name] = self._read(spec, base, inline_value)
         elif base in self.shapes.lists:
-            yield from (f"{base}={item}" for item in self._words(base, given))
-        elif given is not None:
-            yield f"{base}={given}"
+            yield from (f"{base}={item}" for item in self._items(base, inline_value))
+        elif inline_value is not None:
+            yield f"{base}={inline_value}"
         else:
             yield base
-            if self.shapes.takes_value(base) and self.rest:
-                yield self.rest.pop(0)
+            if self.shapes.takes_value(base) and self.remaining:
+                yield self.remaining.pop(0)
 
-    def _known(self, base: str) -> Flag | None:
-        """The flag that a long or short name means although the command has it not."""
+    def _known_flag(self, base: str) -> Flag | None:
+        """The flag of a long or short name that the command lacks."""
         name = _field(base) if base.startswith("--") else base
         spec = self.shapes.known(name)
         if spec is None and name.startswith("no_"):
@@ -118,31 +119,31 @@ class _Reader:
             return spec if spec is not None and spec.is_switch else None
         return spec
 
-    def _read(self, spec: Flag, base: str, given: str | None) -> Any:
+    def _read(self, spec: Flag, base: str, inline_value: str | None) -> Any:
         if spec.is_switch:
-            return given if given is not None else not base.startswith("--no-")
+            return inline_value if inline_value is not None else not base.startswith("--no-")
         if not spec.is_list:
-            return self._value(base, given)
-        words = [*self.known.get(spec.name, ()), *self._words(base, given)]
-        return words[0] if words[0].lstrip().startswith("[") else words
+            return self._value(base, inline_value)
+        items = [*self.known.get(spec.name, ()), *self._items(base, inline_value)]
+        return items[0] if items[0].lstrip().startswith("[") else items
 
-    def _value(self, name: str, given: str | None) -> str:
-        if given is not None:
-            return given
-        if not self.rest:
+    def _value(self, name: str, inline_value: str | None) -> str:
+        if inline_value is not None:
+            return inline_value
+        if not self.remaining:
             raise ConfigError(_field(name), "needs a value")
-        return self.rest.pop(0)
+        return self.remaining.pop(0)
 
-    def _words(self, name: str, given: str | None) -> list[str]:
-        """The words of a list flag: the one after `=`, or all up to the next flag."""
-        if given is not None:
-            return [given]
-        words: list[str] = []
-        while self.rest and not _is_option(self.rest[0]):
-            words.append(self.rest.pop(0))
-        if not words:
+    def _items(self, name: str, inline_value: str | None) -> list[str]:
+        """The items of a list flag: the one after `=`, or all up to the next flag."""
+        if inline_value is not None:
+            return [inline_value]
+        items: list[str] = []
+        while self.remaining and not _is_option(self.remaining[0]):
+            items.append(self.remaining.pop(0))
+        if not items:
             raise ConfigError(_field(name), "needs a value")
-        return words
+        return items
 
 
 def _is_option(word: str) -> bool:
@@ -168,7 +169,7 @@ def _optimization(word: str, rest: list[str]) -> str:
 
 
 def _gather(tables: dict[str, Any], name: str, path: str, text: str) -> None:
-    """Put one value into the table that is being built for `name`."""
+    """Add one value to the table of the option `name`."""
     if not path:
         value = _parsed(text)
         if not isinstance(value, dict):
@@ -178,19 +179,19 @@ def _gather(tables: dict[str, Any], name: str, path: str, text: str) -> None:
         tables[name] = _merged(tables.get(name, {}), value)
         return
     *parents, last = path.split(".")
-    place = tables.setdefault(name, {})
+    table = tables.setdefault(name, {})
     for key in parents:
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
-            raise ConfigError(_field(name), f"{key} is a value and a table at once in {path}")
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(_field(name), f"{key} in {path} is both a value and a table")
     if last.endswith("+"):
-        place.setdefault(last[:-1], []).extend(_parsed(item) for item in text.split(","))
+        table.setdefault(last[:-1], []).extend(_parsed(item) for item in text.split(","))
     else:
-        place[last] = _parsed(text)
+        table[last] = _parsed(text)
 
 
 def _parsed(text: str) -> Any:
-    """JSON where it is JSON, else the text itself."""
+    """Parse JSON; any other text stays as it is."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`--help` of commands with hundreds of flags: an overview, one group, one flag, or all."""
+"""Help for commands with hundreds of flags: an overview, one group, one flag, or all."""
 
 from __future__ import annotations
 
@@ -11,85 +11,85 @@ from modulm.contracts.flags import Flag, Kind, suggest
 
 __all__ = ["print_help", "write_flag", "write_group", "write_overview", "write_topic"]
 
-#: The topic for flags that no installed package has.
-_ELSEWHERE = "elsewhere"
+#: The help topic for vLLM's flags that no installed package reads.
+_UNUSED = "elsewhere"
 
 
-def print_help(shown: Sequence[Group], ctx: click.Context, args: list[str]) -> None:
-    """Answer `--help=TOPIC` about the groups `shown` and end; else do nothing."""
+def print_help(groups: Sequence[Group], ctx: click.Context, args: list[str]) -> None:
+    """If the arguments have `--help=TOPIC`, print that help and exit."""
     before = args[: args.index("--")] if "--" in args else args
     topics = [word.partition("=")[2] for word in before if word.startswith("--help=")]
     if not topics:
         return
     formatter = ctx.make_formatter()
-    write_topic(formatter, shown, topics[-1], ctx)
+    write_topic(formatter, groups, topics[-1], ctx)
     click.echo(formatter.getvalue().rstrip("\n"))
     ctx.exit()
 
 
 def write_topic(
-    formatter: click.HelpFormatter, shown: Sequence[Group], topic: str, ctx: click.Context
+    formatter: click.HelpFormatter, groups: Sequence[Group], topic: str, ctx: click.Context
 ) -> None:
-    """The help of `all`, a group, flags that are not here, or every flag whose name holds the word.
+    """Write the help of `all`, a group, unsupported flags, or all flags that contain a word.
 
-    Raises click.UsageError for a topic that fits nothing.
+    Raises click.UsageError for an unknown topic.
     """
-    titles = {group.cls.title.lower(): group for group in shown}
-    wanted = topic.lower()
-    if wanted in ("all", _ELSEWHERE) or wanted in titles:
-        chosen = shown if wanted == "all" else [titles[wanted]] if wanted in titles else []
+    titles = {group.cls.title.lower(): group for group in groups}
+    lowered = topic.lower()
+    if lowered in ("all", _UNUSED) or lowered in titles:
+        chosen = groups if lowered == "all" else [titles[lowered]] if lowered in titles else []
         for group in chosen:
             write_group(formatter, group)
-        if wanted in ("all", _ELSEWHERE):
-            _write_elsewhere(formatter)
+        if lowered in ("all", _UNUSED):
+            _write_unused(formatter)
         return
-    word = wanted.lstrip("-").replace("-", "_")
-    flags = [spec for group in shown for spec in group.flags if spec.own]
-    found = _matching(word, flags) or _matching(word, catalog().elsewhere())
-    if not found:
+    word = lowered.lstrip("-").replace("-", "_")
+    flags = [spec for group in groups for spec in group.flags if spec.own]
+    matches = _matching(word, flags) or _matching(word, catalog().elsewhere())
+    if not matches:
         known = [*titles, *(spec.name for spec in flags)]
         raise click.UsageError(f"no flag or group called {topic!r}{suggest(word, known)}", ctx)
     with formatter.section("Flags"):
-        formatter.write_dl([write_flag(spec) for spec in found])
+        formatter.write_dl([write_flag(spec) for spec in matches])
 
 
 def _matching(word: str, flags: Iterable[Flag]) -> list[Flag]:
-    """The flag of that name, or all whose names hold the word."""
-    holding = [spec for spec in flags if word in spec.name]
-    return [spec for spec in holding if spec.name == word] or holding
+    """The flag of that name, or all flags whose names contain the word."""
+    containing = [spec for spec in flags if word in spec.name]
+    return [spec for spec in containing if spec.name == word] or containing
 
 
-def _write_elsewhere(formatter: click.HelpFormatter) -> None:
-    """vLLM's flags that nothing here reads, by the reason."""
+def _write_unused(formatter: click.HelpFormatter) -> None:
+    """Write vLLM's flags that no installed package reads, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for spec in catalog().elsewhere():
         by_reason.setdefault(str(spec.state), []).append(spec.option)
-    with formatter.section("Flags of vLLM that nothing here reads"):
+    with formatter.section("Flags of vLLM that no installed package reads"):
         for reason, options in by_reason.items():
             formatter.write_text(f"{', '.join(options)} [{reason}]")
 
 
 def write_group(formatter: click.HelpFormatter, group: Group) -> None:
-    """All flags of one group that has any."""
+    """Write all flags of one group; nothing if it has none."""
     rows = [write_flag(spec) for spec in group.flags if spec.own]
     if rows:
         with formatter.section(f"{group.cls.title}: {group.summary}"):
             formatter.write_dl(rows)
 
 
-def write_overview(formatter: click.HelpFormatter, shown: Sequence[Group]) -> None:
-    """The flags that most users need, and where the others are."""
-    common = [spec for group in shown for spec in group.flags if spec.common]
-    with formatter.section("Flags used most"):
+def write_overview(formatter: click.HelpFormatter, groups: Sequence[Group]) -> None:
+    """Write the most common flags, and how to see the others."""
+    common = [spec for group in groups for spec in group.flags if spec.common]
+    with formatter.section("Common flags"):
         formatter.write_dl([write_flag(spec) for spec in common])
     with formatter.section("Groups of flags"):
-        formatter.write_dl([(group.cls.title, group.summary) for group in shown])
+        formatter.write_dl([(group.cls.title, group.summary) for group in groups])
     with formatter.section("More help"):
         formatter.write_dl(
             [
                 ("--help=GROUP", "the flags of a group, e.g. --help=CacheConfig"),
                 ("--help=FLAG", "flags by a word in their name, e.g. --help=max-model-len"),
-                (f"--help={_ELSEWHERE}", "flags of vLLM that nothing here reads, and why"),
+                (f"--help={_UNUSED}", "flags of vLLM that no installed package reads, and why"),
                 ("--help=all", "every flag"),
                 ("--config FILE", "read flags from a YAML file; the command line wins"),
             ]
@@ -97,7 +97,7 @@ def write_overview(formatter: click.HelpFormatter, shown: Sequence[Group]) -> No
 
 
 def write_flag(spec: Flag) -> tuple[str, str]:
-    """One flag as a row: its names, and what it does, its unit, default and state."""
+    """One flag as a row: (names, description with unit, default and state)."""
     names = ", ".join((spec.option, *spec.aliases))
     if spec.is_switch:
         names += ", --no-" + spec.option.removeprefix("--")

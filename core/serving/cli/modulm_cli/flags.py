@@ -1,4 +1,4 @@
-"""Click options made from the schema, and their values made into a configuration."""
+"""Builds Click options from the flag schema, and a configuration from their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FlagOption", "Names", "groups_of", "make_options", "option_of", "par
 
 
 class Names(click.types.StringParamType):
-    """A value as typed; completion offers fixed choices and the names that plugins provide."""
+    """The type of a flag's value. Shell completion offers its choices and plugin names."""
 
     name = "text"
 
@@ -27,7 +27,7 @@ class Names(click.types.StringParamType):
         self.spec = spec
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """What stands after the option in help."""
+        """The placeholder after the option in help."""
         if self.spec.choices and self.spec.kind is None:
             return "[" + "|".join(self.spec.choices) + "]"
         return "JSON" if self.spec.is_table else self.spec.name.upper()
@@ -35,7 +35,7 @@ class Names(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Choices that begin with what is typed."""
+        """The choices that start with `incomplete`."""
         known = list(self.spec.choices)
         if self.spec.kind is not None:
             from modulm.plugins import manager
@@ -47,16 +47,16 @@ class Names(click.types.StringParamType):
 
 
 class FlagOption(click.Option):
-    """An option that belongs to one flag of the schema."""
+    """The Click option of one flag of the schema."""
 
     def __init__(self, spec: Flag, names: Sequence[str], **attributes: Any) -> None:
         super().__init__([*names, spec.name], help=spec.help, default=None, **attributes)
         self.spec = spec
 
 
-def option_of(spec: Flag, taken: frozenset[str] = frozenset()) -> FlagOption:
-    """The option of one flag, without the short names that the command uses itself."""
-    aliases = [alias for alias in spec.aliases if alias not in taken]
+def option_of(spec: Flag, used_names: frozenset[str] = frozenset()) -> FlagOption:
+    """Build the option of one flag, without aliases that the command uses itself."""
+    aliases = [alias for alias in spec.aliases if alias not in used_names]
     if spec.is_switch:
         switch = "--no-" + spec.option.removeprefix("--")
         return FlagOption(spec, [f"{spec.option}/{switch}", *aliases])
@@ -72,24 +72,24 @@ def _table_option(table: str, group: Group) -> click.Option:
 
 
 def make_options(command: TakesFlags) -> list[click.Option]:
-    """`--config`, one option per flag and one per group that has a table."""
-    own = frozenset(
+    """Build `--config`, one option per flag, and one per group that has a table."""
+    command_names = frozenset(
         name for parameter in command.params for name in (*parameter.opts, parameter.name or "")
     )
     groups = groups_of(command)
-    made: list[click.Option] = [
-        option_of(spec, own)
+    flag_options: list[click.Option] = [
+        option_of(spec, command_names)
         for group in groups
         for spec in group.flags
-        if spec.own and spec.name not in command.fixed and spec.option not in own
+        if spec.own and spec.name not in command.fixed and spec.option not in command_names
     ]
-    made += [_table_option(group.cls.table, group) for group in groups if group.cls.table]
+    flag_options += [_table_option(group.cls.table, group) for group in groups if group.cls.table]
     config = click.Option(["--config"], metavar="FILE", help="YAML file with flags.")
-    return [config, *made]
+    return [config, *flag_options]
 
 
 def groups_of(command: TakesFlags) -> list[Group]:
-    """The groups whose flags a command takes."""
+    """The groups of flags that a command takes."""
     return [group for group in catalog().groups if command.server or not group.cls.server]
 
 
@@ -99,15 +99,15 @@ def parse_flags(
     args: list[str],
     parse: Callable[[click.Context, list[str]], list[str]],
 ) -> list[str]:
-    """Parse with `parse`, then put one `draft` in the place of all flag values."""
+    """Parse with `parse`, then replace all flag values by one `draft`. Raises click.UsageError."""
     print_help(groups_of(command), ctx, args)
     try:
-        words, known = normalize(args, _shapes(command, ctx))
-        file = _file(command, ctx, words)
-        rest = parse(ctx, words)
+        arguments, known = normalize(args, _shapes(command, ctx))
+        file = _file(command, ctx, arguments)
+        rest = parse(ctx, arguments)
         ctx.params["draft"] = _draft(command, ctx.params, known, file)
     except ConfigError as error:
-        raise _usage(error, ctx) from error
+        raise _usage_error(error, ctx) from error
     return rest
 
 
@@ -136,67 +136,73 @@ def _shapes(command: TakesFlags, ctx: click.Context) -> Shapes:
     )
 
 
-def _file(command: TakesFlags, ctx: click.Context, words: Sequence[str]) -> Source | None:
-    """Flags of `--config FILE`; keys that are the command's own options become its defaults."""
-    path = _option_value(words, "--config")
+def _file(command: TakesFlags, ctx: click.Context, arguments: Sequence[str]) -> Source | None:
+    """Read the flags of `--config FILE`. Keys of the command's own options become defaults."""
+    path = _option_value(arguments, "--config")
     if path is None:
         return None
-    own = {parameter.name for parameter in command.params if parameter.name} - {"model_tag"}
+    command_options = {parameter.name for parameter in command.params if parameter.name} - {
+        "model_tag"
+    }
     table = read_yaml(path)
-    ctx.default_map = {key: value for key, value in table.items() if key in own}
-    return Source(f"file {path}", {key: value for key, value in table.items() if key not in own})
+    ctx.default_map = {key: value for key, value in table.items() if key in command_options}
+    return Source(
+        f"file {path}", {key: value for key, value in table.items() if key not in command_options}
+    )
 
 
 def _draft(
     command: TakesFlags, params: dict[str, Any], known: Mapping[str, Any], file: Source | None
 ) -> Draft:
-    """Take the flag values out of `params` and join them with those that no group here has, with
+    """Take the flag values out of `params` and merge them with `known` flags of other packages,
     the file and the environment.
     """
     params.pop("config", None)
-    given: dict[str, Any] = dict(known)
+    values: dict[str, Any] = dict(known)
     for option in command.flag_options:
         value = params.pop(str(option.name), None)
         if value is not None and value != ():
-            given[str(option.name)] = _one(value)
+            values[str(option.name)] = _one(value)
     if params.get("model_tag"):
-        if given.get("model", params["model_tag"]) != params["model_tag"]:
-            raise ConfigError("model", "is given twice: as an argument and as an option")
-        given["model"] = params["model_tag"]
-    labels = {name: "--" + name.replace("_", "-") for name in given}
-    sources = [Source("command line", given, labels)]
-    joined = draft(*sources, *([file] if file else []), environment())
-    _use_plugins(joined)
-    return joined
+        if values.get("model", params["model_tag"]) != params["model_tag"]:
+            raise ConfigError("model", "is set twice: as an argument and as an option")
+        values["model"] = params["model_tag"]
+    labels = {name: "--" + name.replace("_", "-") for name in values}
+    sources = [Source("command line", values, labels)]
+    merged = draft(*sources, *([file] if file else []), environment())
+    _use_plugins(merged)
+    return merged
 
 
 def _one(value: Any) -> Any:
-    """A list given once as JSON stays that text, so that the schema reads it."""
+    """Unwrap a list option whose only value is a JSON list, for the schema to parse."""
     single = isinstance(value, tuple) and len(value) == 1 and value[0].lstrip().startswith("[")
     return value[0] if single else value
 
 
-def _option_value(words: Sequence[str], option: str) -> str | None:
-    found = None
-    for place, word in enumerate(words):
-        if word == "--":
+def _option_value(arguments: Sequence[str], option: str) -> str | None:
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == "--":
             break
-        if word == option and place + 1 < len(words):
-            found = words[place + 1]
-        elif word.startswith(option + "="):
-            found = word.partition("=")[2]
-    return found
+        if argument == option and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(option + "="):
+            value = argument.partition("=")[2]
+    return value
 
 
-def _use_plugins(joined: Draft) -> None:
-    """Make `--plugins` hold, run files that register parsers, and check names that were given.
+def _use_plugins(flags: Draft) -> None:
+    """Apply `--plugins`, run files that register parsers, and check driver names from flags.
 
-    Raises ConfigError for a name that nothing offers: now, not after a model was loaded.
+    Raises ConfigError for a name that no plugin provides, before a model is loaded.
     """
-    config = joined.config
+    config = flags.config
     files = {spec.name: value for spec, value in config.values() if spec.registers and value}
-    named = [spec.name for spec, _ in config.values() if spec.kind and spec.name in joined.origins]
-    if not (config.device.plugins or config.device.plugin_config or named or files):
+    driver_flags = [
+        spec.name for spec, _ in config.values() if spec.kind and spec.name in flags.origins
+    ]
+    if not (config.device.plugins or config.device.plugin_config or driver_flags or files):
         return
     from modulm.config.resolve import check_names, check_plugin_config
     from modulm.plugins import PluginManager, configure, current
@@ -209,9 +215,9 @@ def _use_plugins(joined: Draft) -> None:
         configure(terms)
     for flag, path in files.items():
         load_file(flag, path)
-    check_names(config, current(), named)
+    check_names(config, current(), driver_flags)
     check_plugin_config(config, current())
 
 
-def _usage(error: ConfigError, ctx: click.Context) -> click.UsageError:
+def _usage_error(error: ConfigError, ctx: click.Context) -> click.UsageError:
     return click.UsageError(f"--{error.field.replace('_', '-')}: {error.message}", ctx)

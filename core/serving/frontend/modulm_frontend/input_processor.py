@@ -335,7 +335,7 @@ class InputProcessor:
     def _opener(self) -> MediaOpener:
         from modulm_media.opener import MediaOpener
 
-        return MediaOpener(self.info.config.group(MediaConfig), own=True)
+        return MediaOpener(self.info.config.group(MediaConfig), trusted=True)
 
     @property
     def _io(self) -> Mapping[str, Mapping[str, Any]]:

@@ -96,7 +96,9 @@ class Outlet:
             pieces.append(self._waiting.popleft())
         self._size -= size
         if self._unreported and self._size < self._capacity // 2:
-            note = f"WARNING modulm: {self._unreported} lines of output were dropped: nobody read them"
+            note = (
+                f"WARNING modulm: {self._unreported} lines of output were dropped: nobody read them"
+            )
             pieces.append(f"{note}\n".encode())
             self._unreported = 0
         return b"".join(pieces)

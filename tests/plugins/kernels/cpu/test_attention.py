@@ -52,8 +52,8 @@ class Case:
             v = torch.randn(length, kv_heads, self.value_size + 8).to(dtype)[..., :-8]
             slots = self.slots(row, length)
             ops["write_kv"](k, v, self.mine, slots)
-            held = (kept(k, kv_dtype), kept(v, kv_dtype)) if self.narrow else (k, v)
-            write_kv(*held, self.theirs, slots)
+            pair = (kept(k, kv_dtype), kept(v, kv_dtype)) if self.narrow else (k, v)
+            write_kv(*pair, self.theirs, slots)
         self.q = torch.randn(int(self.starts[-1]), heads, size).to(dtype)
 
     def slots(self, row, length):
@@ -122,8 +122,8 @@ KINDS = {
 def test_options(ops, options, kind):
     case = Case(ops, [100, 40, 31, 600], [17, 1, 31, 3], **KINDS[kind])
     heads = case.q.shape[1]
-    given = {"sinks": torch.randn(heads) * 3, "alibi": torch.rand(heads)}
-    case.check(**{k: given.get(k, v) for k, v in options.items()})
+    options_of_layer = {"sinks": torch.randn(heads) * 3, "alibi": torch.rand(heads)}
+    case.check(**{k: options_of_layer.get(k, v) for k, v in options.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,13 +197,13 @@ def test_a_row_is_the_same_in_every_batch(ops, library, window, kind):
 def test_a_plan_serves_all_layers_and_thread_counts(ops, library):
     """Made for many threads it cuts the step finer; the result is that without a plan."""
     case = Case(ops, [900, 300, 64], [400, 1, 64])
-    alone = case.run("mine")
+    expected = case.run("mine")
     for count in (1, 7):
         library.set_threads(count)
         plan = ops["plan_attention"](case.starts, case.lengths, 4, 2)
         for threads in (1, 7):
             library.set_threads(threads)
-            assert torch.equal(case.run("mine", plan=plan), alone)
+            assert torch.equal(case.run("mine", plan=plan), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -238,8 +238,8 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
             1.0,
         )
         assert_close(out, wanted)
-        held = twin_cache.view(-1, kv_heads, 2 * size)[slots]
-        ops["write_kv"](held[..., :size], held[..., size:], apart, slots)
+        cached = twin_cache.view(-1, kv_heads, 2 * size)[slots]
+        ops["write_kv"](cached[..., :size], cached[..., size:], apart, slots)
         assert_close(fused, apart)
 
 
@@ -280,7 +280,7 @@ def test_refusals(ops):
     cache = torch.zeros(cache_shape(2, 2, 32, 64), dtype=torch.bfloat16)
     one = torch.tensor([1], dtype=torch.int32)
     arguments = [q, cache, one[None], torch.tensor([0, 1]).int(), one, 1.0, torch.empty_like(q)]
-    for place, value, message in (
+    for name, value, message in (
         (0, q[:, :3], "q has 3 heads"),
         (1, cache.int(), "cache must be of a float dtype or int8"),
         (1, cache[..., :96].contiguous(), "cache of width 96 does not hold"),
@@ -289,7 +289,7 @@ def test_refusals(ops):
         (6, q[:, :2], "out must be"),
     ):
         broken = [*arguments]
-        broken[place] = value
+        broken[name] = value
         with pytest.raises(ValueError, match=f"^{message}"):
             ops["paged_attention"](*broken)
     with pytest.raises(ValueError, match="^block_size must be"):

@@ -19,22 +19,22 @@ def inputs(tokens, dtype):
         return torch.randn(*shape, generator=draw).to(dtype)
 
     q = numbers(tokens, HEADS * (NOPE + TURNED) + 4)[:, 4:].unflatten(-1, (HEADS, -1))
-    kept = numbers(tokens, 11 + RANK + TURNED)[:, 11:]
+    latents = numbers(tokens, 11 + RANK + TURNED)[:, 11:]
     angles = torch.randn(50, TURNED // 2, generator=draw)
     table = torch.cat([angles.cos(), angles.sin()], -1)
     positions = torch.randint(50, (tokens,), generator=draw)
-    return q, kept, numbers(HEADS, NOPE, RANK) / 4, numbers(RANK), 1e-6, table, positions
+    return q, latents, numbers(HEADS, NOPE, RANK) / 4, numbers(RANK), 1e-6, table, positions
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 9])
 def test_queries_and_keys(ops, tokens, neox, dtype):
-    given = inputs(tokens, dtype)
-    mine = ops["latent_prepare"](*given, neox)
-    for found, expected in zip(mine, twins.latent_prepare(*given, neox), strict=True):
-        assert found.shape == expected.shape
-        assert_close(found, expected)
+    arguments = inputs(tokens, dtype)
+    mine = ops["latent_prepare"](*arguments, neox)
+    for actual, expected in zip(mine, twins.latent_prepare(*arguments, neox), strict=True):
+        assert actual.shape == expected.shape
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,16 +45,16 @@ def test_maps_of_single_heads(ops, dtype):
 
 
 def test_a_token_does_not_depend_on_its_neighbours(ops):
-    q, kept, up, weight, eps, table, positions = inputs(9, torch.bfloat16)
-    whole = ops["latent_prepare"](q, kept, up, weight, eps, table, positions)
+    q, latents, up, weight, eps, table, positions = inputs(9, torch.bfloat16)
+    whole = ops["latent_prepare"](q, latents, up, weight, eps, table, positions)
     for at in (slice(0, 1), slice(3, 8)):
-        part = ops["latent_prepare"](q[at], kept[at], up, weight, eps, table, positions[at])
+        part = ops["latent_prepare"](q[at], latents[at], up, weight, eps, table, positions[at])
         assert all(torch.equal(a, b[at]) for a, b in zip(part, whole, strict=True))
 
 
 def test_what_does_not_fit_is_refused(ops):
-    q, kept, up, weight, eps, table, positions = inputs(4, torch.float32)
+    q, latents, up, weight, eps, table, positions = inputs(4, torch.float32)
     with pytest.raises(ValueError, match="kept must be"):
-        ops["latent_prepare"](q, kept[:, 1:], up, weight, eps, table, positions)
+        ops["latent_prepare"](q, latents[:, 1:], up, weight, eps, table, positions)
     with pytest.raises(ValueError, match="weight must be"):
         ops["each_head"](q, up)

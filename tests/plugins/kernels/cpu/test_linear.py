@@ -118,10 +118,10 @@ def test_scales_in_their_own_dtype(ops, dtype, inputs):
     zeros = (torch.rand(80, inputs // 32) * 15).to(dtype).float()
     packed = ops["pack_linear"](codes, "int4", 32, scales, (zeros - 8).to(dtype).float() + 8)
     assert packed.scales.dtype == packed.zeros.dtype == dtype
-    kept = (zeros - 8).to(dtype).float() + 8
-    weight = (codes.float() - kept.repeat_interleave(32, 1)) * scales.float().repeat_interleave(
-        32, 1
-    )
+    rounded_zeros = (zeros - 8).to(dtype).float() + 8
+    weight = (
+        codes.float() - rounded_zeros.repeat_interleave(32, 1)
+    ) * scales.float().repeat_interleave(32, 1)
     for rows in (1, 20):
         check(ops, packed, weight, rows)
 
@@ -218,9 +218,9 @@ def test_rounding_is_the_twins_to_the_bit(ops, group, dtype):
     weight[3], weight[4], weight[5] = 0, weight[4].abs(), -weight[5].abs()
     scheme = Scheme("int4", columns=group)
     wanted = round_weight(weight, scheme)
-    found = round_weight(weight, scheme, (), ops["round_groups"])
+    codes_found = round_weight(weight, scheme, (), ops["round_groups"])
     for mine, theirs in zip(
-        (found.values, found.scales, found.zeros),
+        (codes_found.values, codes_found.scales, codes_found.zeros),
         (wanted.values, wanted.scales, wanted.zeros),
         strict=True,
     ):

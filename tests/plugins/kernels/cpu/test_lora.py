@@ -39,25 +39,25 @@ def groups_of(slots):
 
 
 @pytest.mark.parametrize("rank", [1, 16, 37])
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype_of_table", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_what_the_twin_is(op, dtype, kept, rank):
+def test_it_is_what_the_twin_is(op, dtype, dtype_of_table, rank):
     torch.manual_seed(rank)
-    table = table_of(rank, 83, kept)
+    table = table_of(rank, 83, dtype_of_table)
     slots = np.arange(70) * 7 % 4
     x, out = torch.randn(70, 83).to(dtype), torch.randn(70, sum(PARTS)).to(dtype)
-    expected, found = out.clone(), out.clone()
+    expected, actual = out.clone(), out.clone()
     add_lora(expected, x, groups_of(slots), table)
-    op(found, x, groups_of(slots), table)
+    op(actual, x, groups_of(slots), table)
     torch.testing.assert_close(
-        found.float(), expected.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * rank**0.5
+        actual.float(), expected.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * rank**0.5
     )
-    assert torch.equal(found[slots % 3 == 0], out[slots % 3 == 0])
-    assert not torch.equal(found[slots == 1], out[slots == 1])
+    assert torch.equal(actual[slots % 3 == 0], out[slots % 3 == 0])
+    assert not torch.equal(actual[slots == 1], out[slots == 1])
     for row in range(0, 70, 9):
         one = out[row : row + 1].clone()
         op(one, x[row : row + 1], groups_of(slots[row : row + 1]), table)
-        assert torch.equal(one[0], found[row])
+        assert torch.equal(one[0], actual[row])
 
 
 def test_a_table_of_vectors_is_looked_up(op):
@@ -65,12 +65,12 @@ def test_a_table_of_vectors_is_looked_up(op):
     table = table_of(5, 30, torch.float32, ids=True)
     slots, ids = [1, 0, 2, 2, 1, 3], torch.tensor([29, 3, 0, 7, 7, 1])
     out = torch.randn(6, sum(PARTS))
-    expected, found = out.clone(), out.clone()
+    expected, actual = out.clone(), out.clone()
     add_lora(expected, ids, groups_of(slots), table)
-    op(found, ids, groups_of(slots), table)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(found[0], out[0])
-    assert torch.equal(found[[1, 5]], out[[1, 5]])
+    op(actual, ids, groups_of(slots), table)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(actual[0], out[0])
+    assert torch.equal(actual[[1, 5]], out[[1, 5]])
 
 
 def test_rows_that_are_not_dense_and_slots_filled_anew(op):

@@ -70,8 +70,8 @@ def stack(ops, form, experts, parts, outputs, inputs):
         wide = numbers.unflatten(1, (groups, -1))
         centre = 8 if form == "int4" else 0
         wide = wide - (centre if points is None else points[..., None])
-        kept = torch.exp2(scales.float() - 127) if powers else scales.float()
-        weights.append((wide * kept[..., None]).flatten(1))
+        factors = torch.exp2(scales.float() - 127) if powers else scales.float()
+        weights.append((wide * factors[..., None]).flatten(1))
     packed = ops["pack_quantized_experts"](iter(coded), experts, form, group, parts, activations)
     return packed, torch.stack(weights)
 
@@ -199,8 +199,8 @@ def test_blocks_of_ggml(ops, name, tokens, activations):
         close_to_bf16(got, wanted)
     lost = (got.float() - wanted.float()).norm() / wanted.float().norm()
     assert lost < 0.03  # activations of eight bits, twice
-    alone = ops["fused_experts"](x[:1], weights[:1], ids[:1], gate_up, down)
-    assert torch.equal(alone, got[:1])
+    single = ops["fused_experts"](x[:1], weights[:1], ids[:1], gate_up, down)
+    assert torch.equal(single, got[:1])
 
 
 def test_stacks_of_two_formats(ops):
@@ -229,11 +229,11 @@ def test_an_expert_moves_to_another_stack(ops, form):
     there, _ = stack(ops, form, 2, 2, 96, 160)
     down, _ = stack(ops, form, 4, 1, 160, 96)
     here, _ = stack(ops, form, 3, 2, 96, 160)
-    kept = [here[expert].clone() for expert in range(3)]
+    weights_before = [here[expert].clone() for expert in range(3)]
     here.grow(4)
     here.put(3, [piece.clone() for piece in there.memory(1)])
     assert len(here) == 4
-    assert all(torch.equal(here[expert], wanted) for expert, wanted in enumerate(kept))
+    assert all(torch.equal(here[expert], wanted) for expert, wanted in enumerate(weights_before))
     assert torch.equal(here[3], there[1])
     there.grow(4)
     there.put(3, [piece.clone() for piece in here.memory(3)])
@@ -325,9 +325,9 @@ def test_route(ops, routing, dtype):
         # Distinct values: what is chosen among equals is nobody's business.
         logits = torch.randn(rows, 15)[:, :12].argsort(-1).sub(5).div(4).to(dtype)
         bias = torch.randn(12) / 10 if routing.get("bias") else None
-        given = {**routing, "bias": bias}
-        weights, ids = ops["moe_route"](logits, **given)
-        wanted_weights, wanted_ids = twins.moe_route(logits, **given)
+        arguments = {**routing, "bias": bias}
+        weights, ids = ops["moe_route"](logits, **arguments)
+        wanted_weights, wanted_ids = twins.moe_route(logits, **arguments)
         assert torch.equal(ids, wanted_ids)
         assert_close(weights, wanted_weights)
 

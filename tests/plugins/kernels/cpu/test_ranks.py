@@ -30,18 +30,18 @@ def together(ranks, room, call, each):
 def test_a_sum_is_made_in_the_order_of_ranks_and_rounded_once(dtype, ranks, size):
     """In slots of 1 KiB: long ones come in several parts, and slots are used again."""
     generator = torch.Generator().manual_seed(size)
-    given = [torch.randn(size, generator=generator).to(dtype) for _ in range(ranks)]
+    inputs = [torch.randn(size, generator=generator).to(dtype) for _ in range(ranks)]
     code = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
 
-    def each(call, place, rank):
-        outs = [torch.empty_like(given[rank]) for _ in range(3)]
+    def each(call, region, rank):
+        outs = [torch.empty_like(inputs[rank]) for _ in range(3)]
         for out in outs:
-            call(*place, given[rank].data_ptr(), out.data_ptr(), size, code)
+            call(*region, inputs[rank].data_ptr(), out.data_ptr(), size, code)
         return outs
 
     call = kernels.load().call("rank_sum", "pnnnppni")
-    expected = given[0].float()
-    for other in given[1:]:
+    expected = inputs[0].float()
+    for other in inputs[1:]:
         expected = expected + other.float()
     for outs in together(ranks, 1024, call, each):
         for out in outs:
@@ -50,15 +50,15 @@ def test_a_sum_is_made_in_the_order_of_ranks_and_rounded_once(dtype, ranks, size
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 16), (3, 3000)])
 def test_a_gather_has_all_ranks_parts_side_by_side(rows, width):
-    given = [
+    inputs = [
         torch.arange(rows * width, dtype=torch.int32).view(rows, width) + 10000 * r for r in (0, 1)
     ]
 
-    def each(call, place, rank):
+    def each(call, region, rank):
         out = torch.empty(rows, 2 * width, dtype=torch.int32)
-        call(*place, given[rank].data_ptr(), out.data_ptr(), rows, width * 4)
+        call(*region, inputs[rank].data_ptr(), out.data_ptr(), rows, width * 4)
         return out
 
     call = kernels.load().call("rank_gather", "pnnnppnn")
     for out in together(2, 1024, call, each):
-        assert torch.equal(out, torch.cat(given, 1))
+        assert torch.equal(out, torch.cat(inputs, 1))

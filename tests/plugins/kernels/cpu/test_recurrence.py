@@ -108,7 +108,7 @@ NAMES = pytest.mark.parametrize("name", CASES)
 
 
 def part(inputs, fixed, ids):
-    return [x if place in fixed else x[ids] for place, x in enumerate(inputs)]
+    return [x if index in fixed else x[ids] for index, x in enumerate(inputs)]
 
 
 def kept_in(inputs, op):
@@ -124,10 +124,10 @@ def test_equals_the_twin(level, name):
     states = numbers(SLOTS, *shape).to(kept_in(inputs, op))
     plan = plan_of(counts, starts, [(1, 64, 7)], torch.tensor([0, 8, 2, 3]))
     mine, twins = states.clone(), states.clone()
-    found = kernels.ops(level)[op](*inputs, mine, plan, **keywords)
+    actual = kernels.ops(level)[op](*inputs, mine, plan, **keywords)
     expected = recurrence.__dict__[op](*inputs, twins, plan, **keywords)
-    bound = 1e-4 if found.dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+    bound = 1e-4 if actual.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
     torch.testing.assert_close(mine, twins, atol=1e-4, rtol=1e-4)
     assert torch.equal(mine[[4, 5, 6, 8]], states[[4, 5, 6, 8]])
 
@@ -146,17 +146,17 @@ def test_no_cut_and_no_neighbour_changes_a_bit(level, name, data):
     ids = torch.arange(length)
     dtype = kept_in(inputs, op)
     states = torch.full((SLOTS, *shape), torch.nan, dtype=dtype)
-    kept = [(0, cut, 4 + place) for place, cut in enumerate(cuts)]
-    whole = run(*part(inputs, fixed, ids), states, plan_of([length], kept=kept))
+    states_kept = [(0, cut, 4 + index) for index, cut in enumerate(cuts)]
+    whole = run(*part(inputs, fixed, ids), states, plan_of([length], kept=states_kept))
     pieces = torch.full((SLOTS, *shape), torch.nan, dtype=dtype)
-    found = []
-    for place, (begin, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+    outputs = []
+    for index, (begin, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
         here = torch.cat([torch.arange(begin, end), torch.arange(length, length + 20)])
         plan = plan_of([end - begin, 20], [begin, 0])
-        found.append(run(*part(inputs, fixed, here), pieces, plan)[: end - begin])
+        outputs.append(run(*part(inputs, fixed, here), pieces, plan)[: end - begin])
         if end != length:
-            assert torch.equal(states[4 + place], pieces[0])
-    assert torch.equal(torch.cat(found), whole)
+            assert torch.equal(states[4 + index], pieces[0])
+    assert torch.equal(torch.cat(outputs), whole)
     assert torch.equal(pieces[0], states[0])
 
 
@@ -169,8 +169,8 @@ def test_threads_change_no_bit(name):
     for threads in (1, 3):
         library.set_threads(threads)
         states = torch.zeros(SLOTS, *shape, dtype=kept_in(inputs, op))
-        found = kernels.ops(level)[op](*inputs, states, plan_of([30, 20]), **keywords)
-        results.append((found, states))
+        actual = kernels.ops(level)[op](*inputs, states, plan_of([30, 20]), **keywords)
+        results.append((actual, states))
     library.set_threads(before)
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -182,11 +182,11 @@ def test_a_convolution_of_short_steps_keeps_what_came_before():
     run, whole = kernels.ops()["causal_conv"], torch.zeros(SLOTS, 3, 5)
     expected = run(x, weight, None, False, whole, plan_of([6]))
     states = torch.zeros(SLOTS, 3, 5)
-    found = [run(x[:1], weight, None, False, states, plan_of([1]))]
+    outputs = [run(x[:1], weight, None, False, states, plan_of([1]))]
     plan = plan_of([2], [1], [(0, 1, 0)], torch.tensor([0]), first=1)
-    found.append(run(x[1:3], weight, None, False, states, plan))
-    found.append(run(x[3:], weight, None, False, states, plan_of([3], [3], first=1)))
-    assert torch.equal(torch.cat(found), expected)
+    outputs.append(run(x[1:3], weight, None, False, states, plan))
+    outputs.append(run(x[3:], weight, None, False, states, plan_of([3], [3], first=1)))
+    assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(states[1], whole[0])
     assert torch.equal(states[0], torch.cat([torch.zeros(1, 5), x[:2]]))
 
@@ -199,11 +199,11 @@ def test_gated_norms(level, norm_first, alike, dtype):
     weight = numbers(37 if alike else 3 * 37)
     for scales in (weight, weight.to(dtype)):
         arguments = (x, gate, scales, 1e-5, 3)
-        found = kernels.ops(level)["gated_rms_norm"](*arguments, norm_first=norm_first)
+        actual = kernels.ops(level)["gated_rms_norm"](*arguments, norm_first=norm_first)
         expected = twins.gated_rms_norm(*arguments, norm_first=norm_first)
-        assert found.dtype == dtype
+        assert actual.dtype == dtype
         bound = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+        torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -97,8 +97,8 @@ def test_repeated_steps_give_the_bits_of_the_step():
     toy, cache, other = Toy(), a_cache(), a_cache()
     replay = Replay(load(), toy.forward)
     for step, (rows, length) in enumerate([(1, 5), (1, 6), (3, 40), (1, 700), (3, 90), (3, 41)]):
-        found = replay(a_batch(rows, length, step, cache)).clone()
-        assert torch.equal(found, toy.forward(a_batch(rows, length, step, other)))
+        actual = replay(a_batch(rows, length, step, cache)).clone()
+        assert torch.equal(actual, toy.forward(a_batch(rows, length, step, other)))
         assert torch.equal(cache, other)
     assert replay.reason is None
 
@@ -128,8 +128,8 @@ def test_what_torch_computes_ends_the_recording(spoil):
     toy, cache, other = Toy(spoil), a_cache(), a_cache()
     replay = Replay(load(), toy.forward)
     for length in (3, 4, 5):
-        found = replay(a_batch(2, length, length, cache))
-        assert torch.equal(found, toy.forward(a_batch(2, length, length, other)))
+        actual = replay(a_batch(2, length, length, cache))
+        assert torch.equal(actual, toy.forward(a_batch(2, length, length, other)))
     assert "torch computes" in replay.reason
 
 
@@ -166,11 +166,11 @@ def test_a_token_out_of_range_is_the_models_error():
     ],
 )
 def test_text_with_and_without_recorded_steps(tmp_path, architecture, monkeypatch):
-    made = []
+    replays = []
 
     def recorded(self, forward):
-        made.append(Replay(load(), forward))
-        return made[-1]
+        replays.append(Replay(load(), forward))
+        return replays[-1]
 
     monkeypatch.setattr(CpuKernels, "recorded", recorded)
     make_tiny(tmp_path, architecture=architecture)
@@ -179,12 +179,12 @@ def test_text_with_and_without_recorded_steps(tmp_path, architecture, monkeypatc
         for i in range(5)
     ]
     prompts = [list(np.random.default_rng(i).integers(10, 200, 4 + i)) for i in range(5)]
-    found = []
+    texts = []
     for eager in (True, False):
         llm = LLM(str(tmp_path), dtype="bfloat16", enforce_eager=eager, max_model_len=128)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[0] == found[1]
-    (replay,) = made
+        texts.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert texts[0] == texts[1]
+    (replay,) = replays
     assert replay.reason is None
     assert replay._programs

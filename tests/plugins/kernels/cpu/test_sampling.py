@@ -51,13 +51,16 @@ def test_sample(ops, size, setting):
     logits[0, size // 3 :] = -torch.inf
     logits[1, 0] = torch.nan
     logits[2] = logits[2].round()
-    given = arguments(rows, *SETTINGS[setting])
+    arguments_of_rows = arguments(rows, *SETTINGS[setting])
     before = logits.clone()
-    mine, theirs = ops["sample"](logits, *given), twins.sample(logits, *given)
+    mine, theirs = (
+        ops["sample"](logits, *arguments_of_rows),
+        twins.sample(logits, *arguments_of_rows),
+    )
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     # A draw that falls on a boundary between two tokens may go to either, by rounding.
     for row in (mine != theirs).nonzero().flatten().tolist():
-        some = [x[row : row + 1] for x in (logits, *given)]
+        some = [x[row : row + 1] for x in (logits, *arguments_of_rows)]
         shifted = [
             twins.sample(*some[:-1], (some[-1] + step).clamp(0, 1 - 1e-9)) for step in (-1e-5, 1e-5)
         ]
@@ -69,44 +72,48 @@ def test_sampled_tokens_follow_the_distribution(ops):
     logits = torch.randn(20)
     rows = 20000
     drawn = ops["sample"](logits.expand(rows, -1).contiguous(), *arguments(rows, 1.0, 0, 0.8, 0.0))
-    kept = twins.filter_logits(logits[None], *(x[:1] for x in arguments(1, 1.0, 0, 0.8, 0.0)[:-1]))
-    wanted = kept.softmax(-1)[0]
-    found = torch.bincount(drawn, minlength=20) / rows
-    assert (found - wanted).abs().max() < 0.02
+    filtered = twins.filter_logits(
+        logits[None], *(x[:1] for x in arguments(1, 1.0, 0, 0.8, 0.0)[:-1])
+    )
+    wanted = filtered.softmax(-1)[0]
+    frequencies = torch.bincount(drawn, minlength=20) / rows
+    assert (frequencies - wanted).abs().max() < 0.02
 
 
 def test_penalties(ops):
     mine = torch.randn(5, 100)
     theirs = mine.clone()
     flat = torch.randperm(500)[:80]
-    places, ids = flat // 100, flat % 100
+    rows_of_entries, ids = flat // 100, flat % 100
     rest = (torch.randint(3, (80,)).float(), torch.rand(80) + 0.5, torch.rand(80), torch.rand(80))
-    ops["apply_penalties"](mine, places, ids, *rest)
-    twins.apply_penalties(theirs, places, ids, *rest)
+    ops["apply_penalties"](mine, rows_of_entries, ids, *rest)
+    twins.apply_penalties(theirs, rows_of_entries, ids, *rest)
     torch.testing.assert_close(mine, theirs)
     with pytest.raises(ValueError, match="^ids must lie"):
-        ops["apply_penalties"](mine, places, ids + 100, *rest)
+        ops["apply_penalties"](mine, rows_of_entries, ids + 100, *rest)
 
 
 @pytest.mark.parametrize("size", [1, 31, 64, 100])
 def test_bitmask(ops, size):
     mine = torch.randn(6, size)
     theirs = mine.clone()
-    places = torch.tensor([4, 0, 5])
-    words = torch.randint(-(2**31), 2**31 - 1, (3, -(-size // 32)), dtype=torch.int32)
-    words[1] = -1
-    ops["apply_bitmask"](mine, places, words)
-    twins.apply_bitmask(theirs, places, words)
+    rows_of_entries = torch.tensor([4, 0, 5])
+    mask = torch.randint(-(2**31), 2**31 - 1, (3, -(-size // 32)), dtype=torch.int32)
+    mask[1] = -1
+    ops["apply_bitmask"](mine, rows_of_entries, mask)
+    twins.apply_bitmask(theirs, rows_of_entries, mask)
     assert torch.equal(mine, theirs)
 
 
 def test_a_row_is_the_same_in_every_batch(ops, library):
-    logits, given = torch.randn(40, 5000), arguments(40, 1.0, 50, 0.9, 0.01)
-    whole = ops["sample"](logits, *given)
+    logits, arguments_of_rows = torch.randn(40, 5000), arguments(40, 1.0, 50, 0.9, 0.01)
+    whole = ops["sample"](logits, *arguments_of_rows)
     for count in (1, 2, 4):
         library.set_threads(count)
-        assert torch.equal(ops["sample"](logits[7:9], *(x[7:9] for x in given)), whole[7:9])
-        assert torch.equal(ops["sample"](logits, *given), whole)
+        assert torch.equal(
+            ops["sample"](logits[7:9], *(x[7:9] for x in arguments_of_rows)), whole[7:9]
+        )
+        assert torch.equal(ops["sample"](logits, *arguments_of_rows), whole)
 
 
 @pytest.mark.parametrize("size", [1, 5, 63, 1000, 151936])
@@ -156,8 +163,8 @@ def test_top_p_keeps_what_the_twin_keeps(ops, top_p, scale):
     size, rows = 5000, 8
     logits = torch.randn(1, size) * scale
     uniform = torch.linspace(0, 1 - 1e-9, rows, dtype=torch.float64)
-    given = (*arguments(rows, 1.0, 0, top_p, 0.0)[:-1], uniform)
-    kept = twins.filter_logits(logits, *(x[:1] for x in given[:-1]))[0].isfinite()
-    drawn = ops["sample"](logits.expand(rows, -1).contiguous(), *given)
-    assert kept[drawn].float().mean() >= 1 - 1 / rows
-    assert drawn[0] == kept.nonzero()[0]
+    arguments_of_rows = (*arguments(rows, 1.0, 0, top_p, 0.0)[:-1], uniform)
+    is_kept = twins.filter_logits(logits, *(x[:1] for x in arguments_of_rows[:-1]))[0].isfinite()
+    drawn = ops["sample"](logits.expand(rows, -1).contiguous(), *arguments_of_rows)
+    assert is_kept[drawn].float().mean() >= 1 - 1 / rows
+    assert drawn[0] == is_kept.nonzero()[0]

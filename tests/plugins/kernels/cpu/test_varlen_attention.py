@@ -37,11 +37,11 @@ def inputs(shape, dtype):
 def test_it_is_what_the_twin_computes(ops, shape, dtype):
     q, k, v, lengths = inputs(shape, dtype)
     expected = twins.varlen_attention(q.float(), k.float(), v.float(), lengths)
-    found = ops["varlen_attention"](q, k, v, lengths)
-    assert found.dtype == dtype
-    assert found.is_contiguous()
+    actual = ops["varlen_attention"](q, k, v, lengths)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_scale_is_taken(ops):
@@ -54,8 +54,8 @@ def test_a_scale_is_taken(ops):
 def test_a_row_is_the_same_beside_others(ops):
     q, k, v, lengths = inputs("odd rows", torch.bfloat16)
     whole = ops["varlen_attention"](q, k, v, lengths)
-    alone = ops["varlen_attention"](q[1:34], k[1:34], v[1:34], [33])
-    assert torch.equal(whole[1:34], alone)
+    single = ops["varlen_attention"](q[1:34], k[1:34], v[1:34], [33])
+    assert torch.equal(whole[1:34], single)
 
 
 def test_lengths_that_are_not_those_of_the_tokens_are_refused(ops):

@@ -28,12 +28,12 @@ QWEN3 = {
 def test_compiled_without_the_gpu(target, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(QWEN3))
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    kept |= {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_HOME": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "modulm_kernels_triton.ahead", config, "--target", target]
     command += ["--also"] if "hip" in target else ["--also", "adapters"]
     done = subprocess.run(
-        command, env=kept, capture_output=True, text=True, check=False, timeout=500
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
     )
     assert done.returncode == 0, done.stderr
     *kernels, last = done.stdout.splitlines()
@@ -59,9 +59,9 @@ def test_sizes_of_a_config():
     plain = Sizes.of(QWEN3)
     assert (plain.heads, plain.kv_heads, plain.head_dim, plain.normed) == (16, 8, 128, True)
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
-    found = Sizes.of({**QWEN3, **latent}, "float8_e4m3fn")
-    assert (found.kv_heads, found.head_dim, found.normed) == (1, 576, False)
-    assert found.kv_dtype == torch.float8_e4m3fn
+    sizes = Sizes.of({**QWEN3, **latent}, "float8_e4m3fn")
+    assert (sizes.kv_heads, sizes.head_dim, sizes.normed) == (1, 576, False)
+    assert sizes.kv_dtype == torch.float8_e4m3fn
     inside = Sizes.of({"text_config": {**QWEN3, "sliding_window": 4096}})
     assert inside.window == 4096
 

@@ -65,9 +65,9 @@ def step(counts, contexts, size=16, width=8):
     tables = tables.reshape(rows, width)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     slots = [
-        table[place // size].astype(np.int64) * size + place % size
+        table[position // size].astype(np.int64) * size + position % size
         for table, count, end in zip(tables, counts, contexts, strict=True)
-        for place in range(end - count, end)
+        for position in range(end - count, end)
     ]
     return StepLayout(size, tables, starts, np.array(contexts, np.int32), np.array(slots))
 
@@ -81,8 +81,8 @@ def make(driver, on_triton):
         spec = evolve(SPEC, **changes)
         backend = driver(spec, triton_platform(spec.dtype), on_triton, 16)
         layout = backend.layout(64)
-        kept = torch.randn(layout.shape).to(getattr(torch, layout.dtype))
-        return backend, kept.to(backend.platform.device)
+        cache = torch.randn(layout.shape).to(getattr(torch, layout.dtype))
+        return backend, cache.to(backend.platform.device)
 
     return make
 
@@ -122,11 +122,11 @@ def test_a_row_does_not_depend_on_the_others(make):
     together = torch.empty_like(q)
     backend.forward(q, k, v, cache.clone(), backend.plan(crowd), together)
     for row in range(5):
-        own = slice(*crowd.query_starts[row : row + 2].tolist())
-        alone = torch.empty_like(q[own])
+        tokens = slice(*crowd.query_starts[row : row + 2].tolist())
+        single = torch.empty_like(q[tokens])
         plan = backend.plan(rows_of(crowd, [row]))
-        backend.forward(q[own], k[own], v[own], cache.clone(), plan, alone)
-        assert torch.equal(alone, together[own]), f"row {row}"
+        backend.forward(q[tokens], k[tokens], v[tokens], cache.clone(), plan, single)
+        assert torch.equal(single, together[tokens]), f"row {row}"
 
 
 def test_programs_share_splits_without_changing_bits(make, monkeypatch):
@@ -183,22 +183,22 @@ def test_qkv_prepare(kernels, device, neox, dtype):
     assert_close(cache.view(4, kv_heads, 16, -1).transpose(1, 2), mirror)
 
 
-@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bit_floats_are_rounded_to_nearest_even(kernels, device, kept):
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_are_rounded_to_nearest_even(kernels, device, dtype):
     """All numbers of the format, those halfway between two, a little beside, and too large ones."""
-    form = kernels.CacheForm(1, 16, 64, 64, kept)
-    codes = torch.arange(256, dtype=torch.uint8).view(kept).float()
+    form = kernels.CacheForm(1, 16, 64, 64, dtype)
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = codes[codes.isfinite()].unique()
     middle = (finite[1:] + finite[:-1]) / 2
     some = torch.cat([finite, middle, middle * 1.0001, middle * 0.9999, 3 * finite])
     x = some.repeat(2)[: some.numel() // 64 * 64 + 64].view(-1, 1, 64).to(device)
-    cache = torch.zeros(form.shape(len(x) // 16 + 1), dtype=kept, device=device)
+    cache = torch.zeros(form.shape(len(x) // 16 + 1), dtype=dtype, device=device)
     kernels.write_kv(x, -x, cache, form, torch.arange(len(x), device=device))
-    found = cache.view(torch.uint8).view(-1, 128)[: len(x)].view(kept).float()
-    top = torch.finfo(kept).max
-    expected = x[:, 0].clamp(-top, top).to(kept).float()
-    assert torch.equal(found[:, :64], expected)
-    assert torch.equal(found[:, 64:], -expected)
+    rounded = cache.view(torch.uint8).view(-1, 128)[: len(x)].view(dtype).float()
+    top = torch.finfo(dtype).max
+    expected = x[:, 0].clamp(-top, top).to(dtype).float()
+    assert torch.equal(rounded[:, :64], expected)
+    assert torch.equal(rounded[:, 64:], -expected)
 
 
 def test_not_a_number_stays_so(kernels, device):
@@ -253,5 +253,5 @@ def test_norms_of_queries_alone_are_left_to_the_layer(make):
     backend, cache = make()
     norm = torch.ones(32)
     plan = backend.plan(step([1], [4]))
-    given = (torch.zeros(1, 8 * 32), torch.tensor([3]), QKVPrepare(q_norm=norm))
-    assert not backend.forward_qkv(*given, cache, plan, torch.zeros(1, 4, 32))
+    arguments = (torch.zeros(1, 8 * 32), torch.tensor([3]), QKVPrepare(q_norm=norm))
+    assert not backend.forward_qkv(*arguments, cache, plan, torch.zeros(1, 4, 32))

@@ -63,9 +63,9 @@ def test_layer_norm(ops, device, dtype):
 @pytest.mark.parametrize("width", [24, 72])
 def test_gated_rms_norm(ops, device, width, norm_first, dtype):
     x, gate = strided(3, 72, torch.float32, device), strided(3, 72, dtype, device)
-    given = (x, gate, torch.randn(width, device=device).to(dtype), 1e-5, 3)
-    expected = twins.gated_rms_norm(*given, norm_first=norm_first)
-    assert_close(ops["gated_rms_norm"](*given, norm_first=norm_first), expected)
+    arguments = (x, gate, torch.randn(width, device=device).to(dtype), 1e-5, 3)
+    expected = twins.gated_rms_norm(*arguments, norm_first=norm_first)
+    assert_close(ops["gated_rms_norm"](*arguments, norm_first=norm_first), expected)
 
 
 @each_dtype
@@ -102,14 +102,14 @@ def test_parts_of_a_vocabulary_add_up(ops, device):
 def test_latent_prepare(ops, device, neox, dtype):
     heads, nope, rank, turned = 3, 20, 48, 8
     q = torch.randn(5, heads * (nope + turned) + 4).to(device, dtype)[:, 4:]
-    kept = strided(5, rank + turned, dtype, device)
+    retained = strided(5, rank + turned, dtype, device)
     up = (torch.randn(heads, nope, rank) / 4).to(device, dtype)
     angles = torch.randn(50, turned // 2, device=device)
     table = torch.cat([angles.cos(), angles.sin()], -1)
     positions = torch.randint(50, (5,), device=device)
-    given = (q.unflatten(-1, (heads, -1)), kept, up, torch.randn(rank, device=device), 1e-6, table,
+    arguments = (q.unflatten(-1, (heads, -1)), retained, up, torch.randn(rank, device=device), 1e-6, table,
              positions, neox)  # fmt: skip
-    for found, expected in zip(
-        ops["latent_prepare"](*given), twins.latent_prepare(*given), strict=True
+    for actual, expected in zip(
+        ops["latent_prepare"](*arguments), twins.latent_prepare(*arguments), strict=True
     ):
-        assert_close(found, expected, 2)
+        assert_close(actual, expected, 2)

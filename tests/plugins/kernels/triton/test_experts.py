@@ -47,17 +47,17 @@ def test_sorting(ops, device, tokens):
 
     ids = torch.stack([torch.randperm(9)[:3] for _ in range(tokens)]).to(device)
     ids[ids == 4] = 8
-    found = sort_by_expert(ids, 9, 16)
+    by_expert = sort_by_expert(ids, 9, 16)
     order = ids.flatten().argsort(stable=True).int()
-    assert torch.equal(found.order, order)
-    blocks = [block for block in found.blocks.tolist() if block[0] >= 0]
+    assert torch.equal(by_expert.order, order)
+    blocks = [block for block in by_expert.blocks.tolist() if block[0] >= 0]
     counts = ids.flatten().bincount(minlength=9).tolist()
     wanted, first = [], 0
     for expert, count in enumerate(counts):
         wanted += [[expert, first + at, min(16, count - at)] for at in range(0, count, 16)]
         first += count
     assert blocks == wanted
-    assert all(block[0] == -1 for block in found.blocks.tolist()[len(blocks) :])
+    assert all(block[0] == -1 for block in by_expert.blocks.tolist()[len(blocks) :])
 
 
 def inputs_of(dtype, device, tokens=6, hidden=40, inner=24, experts=5, top_k=2):
@@ -80,20 +80,20 @@ def test_experts_of_floats(ops, device, act, biased, dtype):
             "down_bias": torch.randn(5, 40).to(device, dtype),
         }
     stacks = ops["pack_experts"](gate_up, 2), ops["pack_experts"](down)
-    found = ops["fused_experts"](x, weights, ids, *stacks, **more)
-    assert_close(found, twins.fused_experts(x, weights, ids, gate_up, down, **more), 4)
-    out = torch.empty_like(found)
+    actual = ops["fused_experts"](x, weights, ids, *stacks, **more)
+    assert_close(actual, twins.fused_experts(x, weights, ids, gate_up, down, **more), 4)
+    out = torch.empty_like(actual)
     assert ops["fused_experts"](x, weights, ids, *stacks, out=out, **more) is out
-    assert torch.equal(out, found)
+    assert torch.equal(out, actual)
 
 
 def test_many_rows_of_few_experts_and_the_rows_beside(ops, device):
     x, weights, ids, *stacks = inputs_of(torch.float32, device, 70, experts=3)
-    found = ops["fused_experts"](x, weights, ids, *stacks)
-    assert_close(found, twins.fused_experts(x, weights, ids, *stacks), 4)
+    actual = ops["fused_experts"](x, weights, ids, *stacks)
+    assert_close(actual, twins.fused_experts(x, weights, ids, *stacks), 4)
     some = slice(11, 13)
     few = ops["fused_experts"](x[some], weights[some], ids[some], *stacks)
-    assert_close(few, found[some])
+    assert_close(few, actual[some])
 
 
 CODED = [
@@ -136,18 +136,18 @@ def test_experts_of_codes(ops, device, form, group, activations):
         )
         plain.append(torch.stack(rows).to(device))
     assert packed[0].codes.rounded == ("" if activations == "bf16" else activations)
-    found = ops["fused_experts"](x, weights, ids, *packed).float()
+    actual = ops["fused_experts"](x, weights, ids, *packed).float()
     wanted = twins.fused_experts(x.float(), weights, ids, *plain)
     bound = 4e-3 if activations == "bf16" else 3e-2 if activations == "int8" else 8e-2
-    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
+    torch.testing.assert_close(actual, wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
     torch.testing.assert_close(packed[1][2].float(), plain[1][2], rtol=8e-3, atol=1e-6)
 
 
 def test_stacks_of_another_provider_go_to_the_twin(ops, device):
     x, weights, ids, gate_up, down = inputs_of(torch.float32, device)
     stacks = list(gate_up), list(down)
-    found = ops["fused_experts"](x, weights, ids, *stacks)
-    assert torch.equal(found, twins.fused_experts(x, weights, ids, *stacks))
+    actual = ops["fused_experts"](x, weights, ids, *stacks)
+    assert torch.equal(actual, twins.fused_experts(x, weights, ids, *stacks))
 
 
 def test_what_does_not_fit_is_refused(ops, device):

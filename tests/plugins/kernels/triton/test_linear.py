@@ -61,12 +61,12 @@ def test_it_is_a_product_with_what_the_codes_stand_for(
     assert packed.rounded == ""
     x = torch.randn(3, inputs + 5).to(device, dtype)[:, :inputs]
     bias = torch.randn(70).to(device, dtype)
-    found = ops["linear"](x, packed, bias)
+    actual = ops["linear"](x, packed, bias)
     wanted = (x.float() @ weight.to(device).T + bias.float()).to(dtype)
-    assert_close(found / weight.abs().max(), wanted / weight.abs().max(), 8)
+    assert_close(actual / weight.abs().max(), wanted / weight.abs().max(), 8)
     out = torch.full((3, 90), torch.nan, dtype=dtype, device=device)
     ops["linear"](x, packed, None, out[:, 10:80])
-    assert_close(out[:, 10:80] + bias, found, 4)
+    assert_close(out[:, 10:80] + bias, actual, 4)
     assert out[:, 80:].isnan().all()
     torch.testing.assert_close(
         ops["unpack_linear"](packed).float().cpu(), weight, rtol=8e-3, atol=1e-6
@@ -99,9 +99,9 @@ def test_rounded_activations(ops, device, form, group, activations, wide, zeros)
     rounded = grouped / step
     rounded = rounded.round() if activations == "int8" else rounded.to(torch.float8_e4m3fn).float()
     wanted = (rounded * step).flatten(1) @ weight.T
-    found = ops["linear"](x.to(device), packed).float().cpu()
+    actual = ops["linear"](x.to(device), packed).float().cpu()
     bound = 2e-3 * wanted.abs().max()
-    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=float(bound))
+    torch.testing.assert_close(actual, wanted, rtol=2e-3, atol=float(bound))
 
 
 def test_neither_the_rows_beside_nor_their_number_change_a_bit(ops, device):

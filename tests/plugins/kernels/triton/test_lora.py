@@ -40,35 +40,35 @@ def groups_of(slots):
 
 
 @pytest.mark.parametrize("rank", [1, 37])
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype_of_table", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_it_is_what_the_twin_is(op, device, dtype, kept, rank):
-    table = table_of(rank, 83, kept, device)
+def test_it_is_what_the_twin_is(op, device, dtype, dtype_of_table, rank):
+    table = table_of(rank, 83, dtype_of_table, device)
     slots = np.arange(70) * 7 % 4
     x = torch.randn(70, 83).to(device, dtype)
     out = torch.randn(70, sum(PARTS)).to(device, dtype)
-    expected, found = out.clone(), out.clone()
+    expected, actual = out.clone(), out.clone()
     add_lora(expected, x, groups_of(slots), table)
-    op(found, x, groups_of(slots), table)
+    op(actual, x, groups_of(slots), table)
     bound = TOLERANCE[dtype]
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound * rank**0.5)
-    assert torch.equal(found[slots % 3 == 0], out[slots % 3 == 0])
-    assert not torch.equal(found[slots == 1], out[slots == 1])
+    torch.testing.assert_close(actual, expected, rtol=bound, atol=bound * rank**0.5)
+    assert torch.equal(actual[slots % 3 == 0], out[slots % 3 == 0])
+    assert not torch.equal(actual[slots == 1], out[slots == 1])
     one = out[22:23].clone()
     op(one, x[22:23], groups_of(slots[22:23]), table)
-    torch.testing.assert_close(one[0], found[22], rtol=bound, atol=bound)
+    torch.testing.assert_close(one[0], actual[22], rtol=bound, atol=bound)
 
 
 def test_a_table_of_vectors_is_looked_up(op, device):
     table = table_of(5, 30, torch.float32, device, ids=True)
     slots, ids = [1, 0, 2, 2, 1, 3], torch.tensor([29, 3, 0, 7, 7, 1]).to(device)
     out = torch.randn(6, sum(PARTS)).to(device)
-    expected, found = out.clone(), out.clone()
+    expected, actual = out.clone(), out.clone()
     add_lora(expected, ids, groups_of(slots), table)
-    op(found, ids, groups_of(slots), table)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(found[0], out[0])
-    assert torch.equal(found[[1, 5]], out[[1, 5]])
+    op(actual, ids, groups_of(slots), table)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(actual[0], out[0])
+    assert torch.equal(actual[[1, 5]], out[[1, 5]])
 
 
 def test_rows_that_are_not_dense_slots_filled_anew_and_groups_set_anew(op, device):

@@ -73,12 +73,12 @@ def test_ops_are_those_of_the_twins(ops):
 
 @pytest.fixture
 def table(monkeypatch):
-    made = {
+    entries = {
         "A fast one": {"k": [{"upto": {"size": 8}, "num_warps": 1}]},
         "cuda 90": {"k": [{"upto": {"size": 64}, "num_warps": 2}, {"num_warps": 3}]},
         "default": {"k": [{"num_warps": 4}], "other": [{"upto": {"size": 4}, "num_warps": 5}]},
     }
-    monkeypatch.setattr(tuning, "_table", lambda: made)
+    monkeypatch.setattr(tuning, "_table", lambda: entries)
     monkeypatch.setattr(tuning, "_parts", lambda: ["A fast one", "cuda 90", "cuda", "default"])
     tuning.tuned.cache_clear()
     yield

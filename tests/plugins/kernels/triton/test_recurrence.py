@@ -79,9 +79,9 @@ def placed(inputs, fixed, dtype, device):
     narrow = len(inputs) == 4
     return [
         x if not isinstance(x, torch.Tensor)
-        else x.to(device, dtype if narrow else None) if place in fixed
+        else x.to(device, dtype if narrow else None) if index in fixed
         else strided(x.to(device, dtype))
-        for place, x in enumerate(inputs)
+        for index, x in enumerate(inputs)
     ]  # fmt: skip
 
 
@@ -96,14 +96,14 @@ def test_equals_the_twin(ops, device, name, dtype, counts, starts):
     keywords = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
     kept_in = dtype if op == "causal_conv" else torch.float32
     states = numbers(SLOTS, *shape).to(device, kept_in)
-    kept = [(1, 1, 6), (1, 50, 7)] if counts[1] > 1 else [(3, 1, 7)]
-    plan = plan_of(counts, device, starts, kept, [0, 8, 2, 3])
+    states_kept = [(1, 1, 6), (1, 50, 7)] if counts[1] > 1 else [(3, 1, 7)]
+    plan = plan_of(counts, device, starts, states_kept, [0, 8, 2, 3])
     mine, theirs = states.clone(), states.clone()
-    found = ops[op](*inputs, mine, plan, **keywords)
+    actual = ops[op](*inputs, mine, plan, **keywords)
     expected = recurrence.__dict__[op](*inputs, theirs, plan, **keywords)
-    bound = 1e-4 if found.dtype == torch.float32 else 2e-3
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+    bound = 1e-4 if actual.dtype == torch.float32 else 2e-3
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     assert torch.equal(mine[[4, 5, 8]], states[[4, 5, 8]])
 
@@ -116,19 +116,19 @@ def test_no_cut_and_no_neighbour_changes_a_bit(ops, device, name):
     inputs = placed(make(130), fixed, torch.float32, device)
 
     def run(first, last, states, plan):
-        given = [x if place in fixed else x[first:last] for place, x in enumerate(inputs)]
-        return ops[op](*given, states, plan, **keywords)
+        inputs_cut = [x if index in fixed else x[first:last] for index, x in enumerate(inputs)]
+        return ops[op](*inputs_cut, states, plan, **keywords)
 
     states = torch.full((SLOTS, *shape), torch.nan, device=device)
     plan = plan_of([100, 30], device, kept=[(0, 64, 4), (0, 65, 5), (0, 90, 6)])
     whole = run(0, 130, states, plan)
-    pieces, found, at = torch.full_like(states, torch.nan), [], 0
+    pieces, outputs, at = torch.full_like(states, torch.nan), [], 0
     for stop, slot in ((64, 4), (65, 5), (90, 6), (100, 0)):
-        found.append(run(at, stop, pieces, plan_of([stop - at], device, [at])))
+        outputs.append(run(at, stop, pieces, plan_of([stop - at], device, [at])))
         assert torch.equal(pieces[0], states[slot])
         at = stop
-    found.append(run(100, 130, pieces, plan_of([30], device, first=1)))
-    assert torch.equal(torch.cat(found), whole)
+    outputs.append(run(100, 130, pieces, plan_of([30], device, first=1)))
+    assert torch.equal(torch.cat(outputs), whole)
     assert torch.equal(pieces[1], states[1])
 
 
@@ -138,11 +138,11 @@ def test_a_convolution_of_short_steps_keeps_what_came_before(ops, device):
     run, whole = ops["causal_conv"], torch.zeros(SLOTS, 3, 5, device=device)
     expected = run(x, weight, None, False, whole, plan_of([6], device))
     states = torch.zeros(SLOTS, 3, 5, device=device)
-    found = [run(x[:1], weight, None, False, states, plan_of([1], device))]
+    outputs = [run(x[:1], weight, None, False, states, plan_of([1], device))]
     plan = plan_of([2], device, [1], [(0, 1, 2)], [0], first=1)
-    found.append(run(x[1:3], weight, None, False, states, plan))
-    found.append(run(x[3:], weight, None, False, states, plan_of([3], device, [3], first=1)))
-    assert torch.equal(torch.cat(found), expected)
+    outputs.append(run(x[1:3], weight, None, False, states, plan))
+    outputs.append(run(x[3:], weight, None, False, states, plan_of([3], device, [3], first=1)))
+    assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(states[1], whole[0])
     assert torch.equal(states[2], torch.cat([torch.zeros(1, 5, device=device), x[:2]]))
 
@@ -156,9 +156,9 @@ def test_keys_that_are_all_alike(ops, device):
     ]
     mine, theirs = torch.zeros(2, 1, 1, 4, 3, device=device)
     plan = plan_of([64], device)
-    found = ops["delta_rule"](*inputs, mine, plan)
+    actual = ops["delta_rule"](*inputs, mine, plan)
     expected = recurrence.delta_rule(*inputs, theirs, plan)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 

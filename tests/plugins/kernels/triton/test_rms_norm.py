@@ -29,9 +29,9 @@ def test_rms_norm_of_heads(ops, device, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("kept", [None, torch.float32])
-def test_add_rms_norm(ops, device, kept, dtype):
-    x, before = strided(3, 130, dtype, device), strided(3, 130, kept or dtype, device)
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32])
+def test_add_rms_norm(ops, device, residual_dtype, dtype):
+    x, before = strided(3, 130, dtype, device), strided(3, 130, residual_dtype or dtype, device)
     weight, ours, theirs = torch.randn(130, device=device), before.clone(), before.clone()
     got = ops["add_rms_norm"](x, ours, weight, 1e-6, None, 1.0)
     assert_close(got, twins.add_rms_norm(x, theirs, weight, 1e-6, None, 1.0))

@@ -43,10 +43,10 @@ def test_filters_keep_what_the_twin_keeps(ops, device, monkeypatch, top_k, top_p
     x[1] *= 0.02  # all within a hair of the best
     x[2, 5:9] = x[2].max()  # equals
     numbers = knobs(3, device, 0.8, top_k, top_p, min_p)
-    found = ops["filter_logits"](x, *numbers)
+    actual = ops["filter_logits"](x, *numbers)
     wanted = twins.filter_logits(x, *numbers)
-    assert torch.equal(found.isfinite(), wanted.isfinite())
-    torch.testing.assert_close(found, wanted)
+    assert torch.equal(actual.isfinite(), wanted.isfinite())
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_tokens_are_those_of_the_twin(ops, device):
@@ -62,32 +62,32 @@ def test_tokens_are_those_of_the_twin(ops, device):
     positions = np.arange(rows)
     uniform = torch.from_numpy(twins.uniforms(positions * 7, positions)).to(device)
     uniform[1], uniform[2] = 0.0, 1 - 2**-53
-    found = ops["sample_blind"](x, *numbers, uniform)
-    assert torch.equal(found, twins.sample(x, *numbers, uniform))
-    assert found[[3, 4, 5]].tolist() == [-1, -1, -1]
+    tokens = ops["sample_blind"](x, *numbers, uniform)
+    assert torch.equal(tokens, twins.sample(x, *numbers, uniform))
+    assert tokens[[3, 4, 5]].tolist() == [-1, -1, -1]
     off = ops["sample_blind"](x, numbers[0], None, None, None, uniform)
     plain = knobs(rows, device)
     assert torch.equal(off, twins.sample(x, numbers[0], *plain[1:], uniform))
     one = slice(17, 18)
-    alone = ops["sample"](x[one], *(each[one] for each in numbers), uniform[one])
-    assert torch.equal(alone, found[one])
+    single = ops["sample"](x[one], *(each[one] for each in numbers), uniform[one])
+    assert torch.equal(single, tokens[one])
 
 
 def test_a_large_vocabulary_goes_by_blocks(ops, device):
     x = logits_of(2, device, 9000, 1.0)
     numbers = knobs(2, device, 1.0, 0, 0.9)
     uniform = torch.tensor([0.3, 0.97], dtype=torch.float64).to(device)
-    found = ops["sample_blind"](x, numbers[0], None, numbers[2], None, uniform)
-    assert torch.equal(found, twins.sample(x, *numbers, uniform))
-    found = ops["sample_blind"](x, numbers[0], None, None, None, uniform)
-    assert torch.equal(found, twins.sample(x, *knobs(2, device), uniform))
+    tokens = ops["sample_blind"](x, numbers[0], None, numbers[2], None, uniform)
+    assert torch.equal(tokens, twins.sample(x, *numbers, uniform))
+    tokens = ops["sample_blind"](x, numbers[0], None, None, None, uniform)
+    assert torch.equal(tokens, twins.sample(x, *knobs(2, device), uniform))
 
 
 def test_draws_follow_the_probabilities(ops, device):
     x = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(100, 1).to(device)
     uniform = ((torch.arange(100) + 0.5) / 100).double().to(device)
-    found = ops["sample_blind"](x, torch.ones(100).to(device), None, None, None, uniform)
-    shares = found.bincount(minlength=4) / 100
+    tokens = ops["sample_blind"](x, torch.ones(100).to(device), None, None, None, uniform)
+    shares = tokens.bincount(minlength=4) / 100
     torch.testing.assert_close(shares, x[0].softmax(-1), atol=1.1e-2, rtol=0)
 
 
@@ -103,14 +103,14 @@ def test_the_first_of_the_best(ops, device, dtype):
 def test_penalties_and_masks(ops, device):
     x = logits_of(4, device)
     mine, theirs = x.clone(), x.clone()
-    places = torch.tensor([0, 0, 2, 3]).to(device)
+    rows_of_entries = torch.tensor([0, 0, 2, 3]).to(device)
     ids = torch.tensor([5, 299, 7, 0]).to(device)
     counts = torch.tensor([0.0, 2.0, 1.0, 3.0]).to(device)
     numbers = [
         torch.tensor(each).to(device) for each in ([1.3, 1.3, 0.5, 1.0], [0.1] * 4, [0.4] * 4)
     ]
-    ops["apply_penalties"](mine, places, ids, counts, *numbers)
-    twins.apply_penalties(theirs, places, ids, counts, *numbers)
+    ops["apply_penalties"](mine, rows_of_entries, ids, counts, *numbers)
+    twins.apply_penalties(theirs, rows_of_entries, ids, counts, *numbers)
     torch.testing.assert_close(mine, theirs)
     assert not torch.equal(mine, x)
     generator = torch.Generator().manual_seed(1)
@@ -131,8 +131,8 @@ def test_penalties_and_masks(ops, device):
 def test_the_best_beside_the_chosen(ops, device, normalise, k):
     x = logits_of(5, device)
     chosen = torch.tensor([0, 5, 299, 7, 7]).to(device)
-    found = ops["top_logprobs"](x, chosen, k, normalise)
+    actual = ops["top_logprobs"](x, chosen, k, normalise)
     wanted = twins.top_logprobs(x, chosen, k, normalise)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[2], wanted[2])
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(actual[0], wanted[0])
+    assert torch.equal(actual[2], wanted[2])
+    torch.testing.assert_close(actual[1], wanted[1], rtol=1e-5, atol=1e-5)

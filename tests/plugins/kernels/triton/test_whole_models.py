@@ -66,8 +66,8 @@ def answers(folder, params, device, loras=None, **flags):
             attention_backend="sdpa" if device == "cpu" else "triton",
             **{"dtype": "float32", **flags},
         ) as llm:  # fmt: skip
-            given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-            outputs = llm.generate(given, params, use_tqdm=False, lora_request=loras)
+            requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            outputs = llm.generate(requests, params, use_tqdm=False, lora_request=loras)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 

@@ -1,8 +1,8 @@
-"""Chat templates that packages bring by name (group `modulm.chat_templates`).
+"""Named chat templates from packages (entry-point group `modulm.chat_templates`).
 
-An entry point names a `ChatTemplate`. They are for checkpoints that bring none, or none for
-tools; nothing but `--chat-template NAME` takes one, as nothing in a base model's files says that
-it was taught a format.
+An entry point names a `ChatTemplate`, for checkpoints without a template or without one for
+tools. Only `--chat-template NAME` selects one: a base model's files do not say which format it
+was trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate", "named_template", "template_name"]
 
-#: What vLLM's examples are called before the name, and where they lie.
+#: The folder, prefixes and suffix of vLLM's example templates.
 _FOLDER, _PREFIXES, _SUFFIX = "examples/", ("tool_chat_template_", "template_"), ".jinja"
 
 
@@ -28,9 +28,8 @@ _FOLDER, _PREFIXES, _SUFFIX = "examples/", ("tool_chat_template_", "template_"),
 class ChatTemplate:
     """A template in a file of a package.
 
-    head: text before the file's, which sets its variables where several names share a file.
-    tool_parser, reasoning_parser: names of the parsers that read what it teaches the model to
-    write, if any.
+    head: text to put before the file's, for variables where several names share a file.
+    tool_parser, reasoning_parser: names of the parsers for the output format that it asks for.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class ChatTemplate:
 
 
 def template_name(value: str) -> str:
-    """The name that `--chat-template` means: vLLM's names of examples are names here.
+    """The template name in a `--chat-template` value. Accepts the names of vLLM's examples.
 
     `examples/tool_chat_template_hermes.jinja` and `tool_chat_template_hermes` are `hermes`.
     """
@@ -57,11 +56,11 @@ def template_name(value: str) -> str:
 
 
 def named_template(plugins: PluginManager, name: str) -> ChatTemplate:
-    """The installed template of a name.
+    """Load an installed template by name.
 
-    Raises PluginNotFound with the names there are, PluginBroken for what is no template.
+    Raises PluginNotFound with the available names, PluginBroken for anything but a template.
     """
-    found = plugins.load("chat_templates", name)
-    if not isinstance(found, ChatTemplate):
-        raise PluginBroken(f"chat template {name!r} is {found!r}, which is no ChatTemplate")
-    return found
+    template = plugins.load("chat_templates", name)
+    if not isinstance(template, ChatTemplate):
+        raise PluginBroken(f"chat template {name!r} is {template!r}, not a ChatTemplate")
+    return template
