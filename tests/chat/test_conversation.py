@@ -222,7 +222,7 @@ def test_what_a_template_says_reaches_the_client(tokenizer: Tokenizer) -> None:
 
 def test_a_final_message_that_is_not_printed_cannot_be_continued(tokenizer: Tokenizer) -> None:
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
-    with pytest.raises(RequestError, match="as it is"):
+    with pytest.raises(RequestError, match="cannot be continued"):
         render(TALK, tokenizer=tokenizer, template="{{ messages[0].content }}", **options)
     with pytest.raises(RequestError, match="exclude each other"):
         render(TALK, tokenizer=tokenizer, continue_final_message=True)

@@ -82,19 +82,19 @@ def test_the_version_can_be_chosen() -> None:
     spec = evolve(SPECS["grouped heads"], dtype="float16", kv_dtype="float16")
     both = backend(Flash2, Flash3)
 
-    def made(block_size=256, **options):
+    def make(block_size=256, **options):
         return both(spec, Chip(), bind(), block_size, options)
 
-    assert made().library.version == 3
-    assert made(flash_attn_version=2).library.version == 2
+    assert make().library.version == 3
+    assert make(flash_attn_version=2).library.version == 2
     with pytest.raises(
         ConfigError, match=r"block_size.*multiple of 256 for FlashAttention 2, not 16"
     ):
-        made(16, flash_attn_version=2)
-    assert made(16).library.version == 3
+        make(16, flash_attn_version=2)
+    assert make(16).library.version == 3
     for wrong in ({"flash_attn_version": 4}, {"surprise": 1}):
         with pytest.raises(ConfigError, match=r"attention\.flash_attn"):
-            made(**wrong)
+            make(**wrong)
 
 
 def test_decode_steps_can_be_recorded_and_others_cannot() -> None:

@@ -48,13 +48,13 @@ class Wrapper:
         for row, count in enumerate(pages.tolist()):
             table[row, :count] = indices[indptr[row] : indptr[row + 1]]
         lengths = ((pages - 1) * page_size + last_page_len).int()
-        self.told = (
+        self.planned = (
             starts, table, lengths, sm_scale, causal, (window_left, -1), logits_soft_cap or 0.0,
             (heads, kv_heads, head_dim, page_size), q_data_type,
         )  # fmt: skip
 
     def run(self, q, paged_kv_cache):
-        starts, table, lengths, scale, causal, window, softcap, shape, dtype = self.told
+        starts, table, lengths, scale, causal, window, softcap, shape, dtype = self.planned
         heads, kv_heads, head_dim, page_size = shape
         assert paged_kv_cache.shape[1:] == (2, page_size, kv_heads, head_dim)
         assert q.shape == (int(starts[-1]), heads, head_dim)

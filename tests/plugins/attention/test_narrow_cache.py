@@ -153,10 +153,12 @@ def test_scales_of_latent_attention(tmp_path, backend):
     assert (logprobs - exact).abs().mean() < min(0.3, cut / 4)
     scale = torch.tensor(2.0**3)
     for way in ("{0}.k_scale", "{0}.kv_a_proj_with_mqa.k_scale"):
-        kept = make_tiny(tmp_path / way[4:], "DeepseekV2ForCausalLM", num_hidden_layers=LAYERS)
-        save_file(tensors, kept / "model.safetensors", {"format": "pt"})
-        with_scales(kept, (way,), (scale,))
-        assert (scores(kept, **flags) - exact).abs().mean() < min(0.3, cut / 4)
+        checkpoint = make_tiny(
+            tmp_path / way[4:], "DeepseekV2ForCausalLM", num_hidden_layers=LAYERS
+        )
+        save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+        with_scales(checkpoint, (way,), (scale,))
+        assert (scores(checkpoint, **flags) - exact).abs().mean() < min(0.3, cut / 4)
 
 
 def test_scales_are_found_for_eight_bit_floats_alone(plain):

@@ -28,18 +28,18 @@ TOKENS = [5, 77, 130, 9, 301]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("made"), num_hidden_layers=1)
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 @pytest.fixture
-def folder(tmp_path, made):
-    return Path(shutil.copytree(made, tmp_path / "model"))
+def folder(tmp_path, tiny):
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
 @pytest.fixture(scope="module")
-def expected(made):
-    return logprobs(made)
+def expected(tiny):
+    return logprobs(tiny)
 
 
 def logprobs(path, **flags):
@@ -115,8 +115,8 @@ def test_npcache_of_vllm_has_names_alone(folder, expected):
     for name, tensor in tensors.items():
         np.save(folder / "np" / f"{name}.npy", tensor.float().numpy())
     (folder / "np" / "weight_names.json").write_text(json.dumps(list(tensors)))
-    found = logprobs(folder, load_format="npcache")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    actual = logprobs(folder, load_format="npcache")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_npcache_is_made_anew_when_the_checkpoint_changes(folder, expected):
@@ -155,7 +155,8 @@ NPCACHE_BAD = {
         lambda f, t: np.save(f, np.zeros(3, np.float32)), r"norm\.weight in .*norm\.weight\.npy",
     ),
     "names that lead elsewhere": (
-        lambda f, t: (f.parent / "weight_names.json").write_text('["../../etc/x"]'), r"not a valid file",
+        lambda f, t: (f.parent / "weight_names.json").write_text('["../../etc/x"]'),
+        r"not a valid file",
     ),
     "no list of names": (
         lambda f, t: (f.parent / "weight_names.json").write_text('{"a": 1}'), r"a list of names",
@@ -193,8 +194,8 @@ def test_tensorizer_by_its_uri_with_a_key(folder, expected, tmp_path, nested):
         "verify_hash": True,
     }
     options = {"tensorizer_config": table} if nested else table
-    found = logprobs(folder, load_format="tensorizer", model_loader_extra_config=options)
-    assert torch.equal(found, expected)
+    actual = logprobs(folder, load_format="tensorizer", model_loader_extra_config=options)
+    assert torch.equal(actual, expected)
 
 
 TENSORIZER_BAD = {
@@ -235,8 +236,8 @@ def test_what_vllm_marked_is_refused(folder):
 
 def test_the_streamer_gives_the_same_numbers(folder, expected):
     options = {"concurrency": 2, "memory_limit": 2**20}
-    found = logprobs(folder, load_format="runai_streamer", model_loader_extra_config=options)
-    assert torch.equal(found, expected)
+    actual = logprobs(folder, load_format="runai_streamer", model_loader_extra_config=options)
+    assert torch.equal(actual, expected)
     assert not {"RUNAI_STREAMER_CONCURRENCY", "RUNAI_STREAMER_MEMORY_LIMIT"} & os.environ.keys()
 
 
@@ -301,40 +302,40 @@ def test_a_file_for_each_rank_gives_the_same_numbers(tmp_path, what):
     assert torch.equal(logprobs(out), logprobs(plain))  # by itself
 
 
-def test_a_quantized_checkpoint_stays_as_it_is_stored(made, tmp_path):
+def test_a_quantized_checkpoint_stays_as_it_is_stored(tiny, tmp_path):
     from modulm_command_quantize.command import command as quantize
 
     options = ["--scheme", "w4a16", "--group-size", "32", "--no-perplexity"]
     coded = tmp_path / "coded"
-    CliRunner().invoke(quantize, [str(made), str(coded), *options], catch_exceptions=False)
+    CliRunner().invoke(quantize, [str(tiny), str(coded), *options], catch_exceptions=False)
     out = sharded(coded, tmp_path / "out")
-    found = logprobs(out, load_format="sharded_state")
-    assert torch.equal(found, logprobs(coded))
+    actual = logprobs(out, load_format="sharded_state")
+    assert torch.equal(actual, logprobs(coded))
     with_int8 = {"load_format": "sharded_state", "quantization": "int8", "kernels": None}
-    plain = sharded(made, tmp_path / "plain")
-    wanted = logprobs(made, quantization="int8", kernels=None)
+    plain = sharded(tiny, tmp_path / "plain")
+    wanted = logprobs(tiny, quantization="int8", kernels=None)
     assert torch.equal(logprobs(plain, **with_int8), wanted)
 
 
-def test_names_of_a_ranks_files(made, tmp_path):
+def test_names_of_a_ranks_files(tiny, tmp_path):
     pattern = "rank-{rank}-of-{ranks}-{part}.safetensors"
-    out = sharded(made, tmp_path / "out", "--file-pattern", pattern)
+    out = sharded(tiny, tmp_path / "out", "--file-pattern", pattern)
     assert [file.name for file in out.glob("*.safetensors")] == ["rank-0-of-1-0.safetensors"]
     options = {"pattern": pattern}
-    found = logprobs(out, load_format="sharded_state", model_loader_extra_config=options)
-    assert torch.equal(found, logprobs(made))
+    actual = logprobs(out, load_format="sharded_state", model_loader_extra_config=options)
+    assert torch.equal(actual, logprobs(tiny))
     with pytest.raises(ModulmError, match=r"parts 0 to the last of model-rank-0-part"):
         logprobs(out, load_format="sharded_state")
     with pytest.raises(ConfigError, match="a name with {rank} and {part}"):
         logprobs(out, load_format="sharded_state", model_loader_extra_config={"pattern": "x"})
     with pytest.raises(ConfigError, match="a name with {rank} and {part}"):
-        sharded(made, tmp_path / "more", "--file-pattern", "../{rank}-{part}.safetensors")
+        sharded(tiny, tmp_path / "more", "--file-pattern", "../{rank}-{part}.safetensors")
     with pytest.raises(ConfigError, match="not empty"):
-        sharded(made, out)
+        sharded(tiny, out)
 
 
-def test_a_part_that_is_missing_is_named(made, tmp_path):
-    out = sharded(made, tmp_path / "out", "--max-file-size", "20000")
+def test_a_part_that_is_missing_is_named(tiny, tmp_path):
+    out = sharded(tiny, tmp_path / "out", "--max-file-size", "20000")
     (out / "model-rank-0-part-1.safetensors").unlink()
     with pytest.raises(ModulmError, match=r"found: model-rank-0-part-0\.safetensors, model"):
         logprobs(out)

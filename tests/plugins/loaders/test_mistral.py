@@ -131,23 +131,23 @@ def plain(tmp_path_factory):
 
 
 @pytest.fixture
-def own(plain, tmp_path):
+def native(plain, tmp_path):
     return publish(plain, tmp_path / "own")
 
 
-def test_beside_config_json_by_name_alone(plain, own):
+def test_beside_config_json_by_name_alone(plain, native):
     """Repositories have both forms; the weights of either are the same."""
     expected = run(plain)[0]
     for file in plain.iterdir():
-        shutil.copy2(file, own / file.name)
-    assert torch.equal(run(own)[0], expected)
-    (own / "model.safetensors").unlink()
-    assert torch.equal(run(own, load_format="mistral")[0], expected)
+        shutil.copy2(file, native / file.name)
+    assert torch.equal(run(native)[0], expected)
+    (native / "model.safetensors").unlink()
+    assert torch.equal(run(native, load_format="mistral")[0], expected)
 
 
-def test_eight_bits_with_a_scale_for_each_layer(plain, own, tmp_path):
+def test_eight_bits_with_a_scale_for_each_layer(plain, native, tmp_path):
     """Weights with `qscale_weight`, as Mistral's own fp8 files have them."""
-    stored = load_file(own / "consolidated.safetensors")
+    stored = load_file(native / "consolidated.safetensors")
     dequantized = load_file(plain / "model.safetensors")
     coded = {}
     for name, tensor in stored.items():
@@ -162,32 +162,32 @@ def test_eight_bits_with_a_scale_for_each_layer(plain, own, tmp_path):
         if theirs(name).removesuffix("weight") + "qscale_weight" in coded:
             scale = coded[theirs(name).removesuffix("weight") + "qscale_weight"]
             dequantized[name] = (tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale
-    save_file(coded, own / "consolidated.safetensors")
-    params = json.loads((own / "params.json").read_text())
+    save_file(coded, native / "consolidated.safetensors")
+    params = json.loads((native / "params.json").read_text())
     params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
-    (own / "params.json").write_text(json.dumps(params))
+    (native / "params.json").write_text(json.dumps(params))
     exact = shutil.copytree(plain, tmp_path / "exact")
     save_file(dequantized, exact / "model.safetensors", {"format": "pt"})
-    torch.testing.assert_close(run(own)[0], run(exact)[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(run(native)[0], run(exact)[0], rtol=0, atol=1e-4)
 
 
-def test_what_sees_pictures_is_left_out(plain, own, caplog):
-    stored = load_file(own / "consolidated.safetensors")
+def test_what_sees_pictures_is_left_out(plain, native, caplog):
+    stored = load_file(native / "consolidated.safetensors")
     stored["vision_encoder.patch_conv.weight"] = torch.zeros(4, 4)
-    save_file(stored, own / "consolidated.safetensors")
-    assert torch.equal(run(own)[0], run(plain)[0])
+    save_file(stored, native / "consolidated.safetensors")
+    assert torch.equal(run(native)[0], run(plain)[0])
     assert "skipped 1 tensors of the vision encoder" in caplog.text
 
 
-def test_two_files_and_their_index(plain, own):
-    stored = load_file(own / "consolidated.safetensors")
-    (own / "consolidated.safetensors").unlink()
+def test_two_files_and_their_index(plain, native):
+    stored = load_file(native / "consolidated.safetensors")
+    (native / "consolidated.safetensors").unlink()
     files = [f"consolidated-{i:05d}-of-00002.safetensors" for i in (1, 2)]
     where = {name: files[i % 2] for i, name in enumerate(stored)}
     for file in files:
-        save_file({n: t for n, t in stored.items() if where[n] == file}, own / file)
-    (own / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    assert torch.equal(run(own)[0], run(plain)[0])
+        save_file({n: t for n, t in stored.items() if where[n] == file}, native / file)
+    (native / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert torch.equal(run(native)[0], run(plain)[0])
 
 
 def tekken(folder):
@@ -210,13 +210,13 @@ def tekken(folder):
     (folder / "tekken.json").write_text(json.dumps(table))
 
 
-def test_a_conversation_with_nothing_but_mistrals_files(own):
-    tekken(own)
-    assert {file.name for file in own.iterdir()} == {
+def test_a_conversation_with_nothing_but_mistrals_files(native):
+    tekken(native)
+    assert {file.name for file in native.iterdir()} == {
         "params.json", "consolidated.safetensors", "tekken.json"
     }  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LLM(str(own), dtype="float32", max_model_len=128) as llm:
+    with LLM(str(native), dtype="float32", max_model_len=128) as llm:
         (answer,) = llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)
     assert answer.prompt_token_ids[:2] == [1, 3]  # <s>[INST]
     assert len(answer.outputs[0].token_ids) == 4
@@ -253,13 +253,13 @@ def test_what_is_wrong_with_params_is_said(what):
         configuration(params, "file")
 
 
-def test_names_and_files_that_do_not_fit_are_said(own):
-    stored = load_file(own / "consolidated.safetensors")
+def test_names_and_files_that_do_not_fit_are_said(native):
+    stored = load_file(native / "consolidated.safetensors")
     save_file({**stored, "layers.0.attention.wx.weight": torch.zeros(1)},
-              own / "consolidated.safetensors")  # fmt: skip
+              native / "consolidated.safetensors")  # fmt: skip
     with pytest.raises(ModulmError, match=r"layers\.0\.attention\.wx\.weight: unknown tensor name"):
-        run(own)
+        run(native)
     for text, message in (("[1]", "must be a JSON object"), ("{", r"params\.json: ")):
-        (own / "params.json").write_text(text)
+        (native / "params.json").write_text(text)
         with pytest.raises(ModulmError, match=message):
-            run(own)
+            run(native)

@@ -21,13 +21,13 @@ TOKENS = [5, 77, 130, 9, 301]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("made"), num_hidden_layers=1)
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 @pytest.fixture
-def folder(tmp_path, made):
-    return Path(shutil.copytree(made, tmp_path / "model"))
+def folder(tmp_path, tiny):
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
 def logprobs(path):

@@ -190,9 +190,9 @@ def config(**flags: Any) -> EngineConfig:
     ],
 )
 def test_strings_that_the_parser_does_not_read_are_refused(strings: dict[str, str]) -> None:
-    given = config(reasoning_parser="qwen3", reasoning_config=strings)
+    engine_config = config(reasoning_parser="qwen3", reasoning_config=strings)
     with pytest.raises(ConfigError, match="reasoning parser qwen3"):
-        ThinkingBudget.open(given, 512, torch.device("cpu"))
+        ThinkingBudget.open(engine_config, 512, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,10 @@ def test_strings_that_the_parser_does_not_read_are_refused(strings: dict[str, st
     ],
 )  # fmt: skip
 def test_strings_that_it_reads_are_taken(parser: str, strings: dict[str, str]) -> None:
-    given = config(reasoning_parser=None if parser == "box" else parser, reasoning_config=strings)
-    ThinkingBudget.open(given, 512, torch.device("cpu"))
+    engine_config = config(
+        reasoning_parser=None if parser == "box" else parser, reasoning_config=strings
+    )
+    ThinkingBudget.open(engine_config, 512, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("budget", [-2, 1.5, True, "5"])
@@ -223,12 +225,12 @@ def test_minus_one_is_no_bound(llm: LLM, ids: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("parser", [None, "minimax_m2_append_think"])
 def test_without_a_parser_that_tells_it_is_refused(parser: str | None) -> None:
-    given = config(reasoning_parser=parser)
+    engine_config = config(reasoning_parser=parser)
     with pytest.raises(RequestError, match="reasoning") as caught:
-        ThinkingBudget.validate_for(thinking(5), given)
+        ThinkingBudget.validate_for(thinking(5), engine_config)
     assert caught.value.param == "thinking_token_budget"
     for params in (thinking(-1), thinking(None)):
-        ThinkingBudget.validate_for(params, given)
+        ThinkingBudget.validate_for(params, engine_config)
 
 
 def test_without_the_package_it_is_refused() -> None:
@@ -238,8 +240,8 @@ def test_without_the_package_it_is_refused() -> None:
 
 def test_an_ending_that_the_model_has_begun_is_not_begun_again(folder: Path) -> None:
     """Where the marker is several tokens, the rest of it is forced."""
-    given = config(model=str(folder), reasoning_parser="granite")
-    reading = Reading(given, 512)
+    engine_config = config(model=str(folder), reasoning_parser="granite")
+    reading = Reading(engine_config, 512)
     ending = reading.tokenizer.encode("Here is my response:", add_special_tokens=False)
     prompt = reading.tokenizer.encode(f"Question? {GRANITE}")
     row = Row(reading, 4, reading.parser(prompt))

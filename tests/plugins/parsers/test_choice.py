@@ -147,8 +147,8 @@ def decide(
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    given = EngineConfig.from_keywords(model=str(folder))
-    evidence = evidence_of(given, open_checkpoint(given, PLUGINS))
+    engine_config = EngineConfig.from_keywords(model=str(folder))
+    evidence = evidence_of(engine_config, open_checkpoint(engine_config, PLUGINS))
     return [fitting_parser(kind, offers()[kind], evidence, PLUGINS) for kind in KINDS]
 
 

@@ -74,8 +74,8 @@ def test_two_parsers_in_any_pieces_give_the_same(tool, reasoning, rng):
 
     def events(way):
         parser = message_parser(context, tool, reasoning)
-        found = [event for piece in way for event in parser.feed(piece)]
-        return merge(found + parser.finish())
+        parsed = [event for piece in way for event in parser.feed(piece)]
+        return merge(parsed + parser.finish())
 
     for _ in range(40):
         text = "".join(rng.choices(pieces, k=rng.randint(2, 16)))

@@ -144,18 +144,18 @@ def test_messages_before_calls(name, backend, backends, tokenizer) -> None:
     """Messages have recipients, whether they are shown or calls: others are nobody's."""
     example = PLUGINS.load("tool_parsers", name).examples[0].text
     if name == "beam":
-        thought, said, wrong = (
+        thought, visible, wrong = (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
             "<|channel|>final<|message|>Hi.", " to=stranger<|message|>",
         )  # fmt: skip
     else:
-        thought, said, wrong = (
+        thought, visible, wrong = (
             " to=self<|message|>Hm.<|eom|><|start|>assistant", " to=user<|message|>Hi.",
             " to=stranger<|message|>Hi.",
         )  # fmt: skip
     context = ParseContext(tools=TOOLS, tool_choice="auto", held=True)
     auto = compiled(backends[backend], tag_of(name, context))
-    for text in (said, thought + said, thought + example, thought + thought + example):
+    for text in (visible, thought + visible, thought + example, thought + thought + example):
         assert takes(tokenizer, auto, text, VOCABULARY), text
     for text in (wrong, thought + wrong, thought + example.replace("weather", "wind")):
         assert not takes(tokenizer, auto, text, VOCABULARY), text

@@ -32,7 +32,7 @@ HEADERS = {
 }
 
 
-def said(events: list[Any], kind: type) -> str:
+def joined_text(events: list[Any], kind: type) -> str:
     return "".join(event.text for event in events if isinstance(event, kind))
 
 
@@ -47,8 +47,8 @@ def test_a_thought_ends_as_the_parser_says(name: str, example: Example) -> None:
     events += parser.feed(HEADERS.get(KINDS[name].name, "") + "Now, ")
     assert parser.reasoning_end is None
     events += parser.feed("then.") + parser.finish()
-    assert said(events, Reasoning) == "Hm"
-    assert said(events, Content) == "Now, then."
+    assert joined_text(events, Reasoning) == "Hm"
+    assert joined_text(events, Content) == "Now, then."
 
 
 def test_all_but_those_that_split_nothing_tell_how_a_thought_ends() -> None:
@@ -68,7 +68,7 @@ def test_a_second_thought_ends_with_the_answers_header(name: str) -> None:
     ending = str(parser.reasoning_end)
     events = parser.feed(ending + "Answer.") + parser.finish()
     assert ending.endswith(HEADERS[name])
-    assert said(events, Content) == "Answer."
+    assert joined_text(events, Content) == "Answer."
 
 
 BOTH = {"enable_thinking": True, "thinking": True}

@@ -26,7 +26,7 @@ FORMS = [
 ]
 
 
-def made(path: Path, **settings) -> LLM:
+def open_llm(path: Path, **settings) -> LLM:
     return LLM(model=str(path), kv_cache_memory_bytes=1 << 24, cpu_threads=1, **settings)
 
 
@@ -52,13 +52,13 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint) -> list[float]:
-    with made(checkpoint) as engine:
+    with open_llm(checkpoint) as engine:
         return scores(engine)
 
 
 @pytest.mark.parametrize(("name", "settings", "distance"), FORMS)
 def test_close_to_the_plain_model(checkpoint, plain, name, settings, distance):
-    with made(checkpoint, quantization=name, quantization_config=settings) as engine:
+    with open_llm(checkpoint, quantization=name, quantization_config=settings) as engine:
         quantized = scores(engine)
         single = engine.generate(
             PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
@@ -124,4 +124,4 @@ def test_explain_names_the_scheme_of_each_layer(checkpoint, capsys):
 
 def test_unknown_activations_are_refused(checkpoint):
     with pytest.raises(ConfigError, match="activations.*must be in.*int3"):
-        made(checkpoint, quantization="int8", quantization_config={"activations": "int3"})
+        open_llm(checkpoint, quantization="int8", quantization_config={"activations": "int3"})

@@ -10,7 +10,7 @@ from modulm.plugins import manager
 from modulm_quant_fp8.method import FP8, FP8Config
 
 
-def held(spec, weight):
+def quantize(spec, weight):
     method = FP8(FP8Config(), manager.current().load("platforms", "cpu")(), bind())
     layer = torch.nn.Module()
     layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
@@ -21,7 +21,7 @@ def held(spec, weight):
 def test_experts_are_rounded_too():
     spec = LinearSpec("experts.down", 96, (64,), False, "bfloat16", "expert", experts=4)
     weight = torch.randn(4, 64, 96).bfloat16()
-    dequantized, note = held(spec, weight)
+    dequantized, note = quantize(spec, weight)
     assert note is None
     error = (dequantized.float() - weight.float()).norm(dim=2) / weight.float().norm(dim=2)
     assert 0 < error.max() < 0.04
@@ -30,7 +30,7 @@ def test_experts_are_rounded_too():
 def test_a_linear_layer_keeps_a_scale_per_output():
     spec = LinearSpec("mlp.down_proj", 96, (64,), False, "bfloat16")
     weight = torch.randn(64, 96).bfloat16() * torch.logspace(-3, 3, 64)[:, None].bfloat16()
-    dequantized, note = held(spec, weight)
+    dequantized, note = quantize(spec, weight)
     assert note is None
     error = (dequantized.float() - weight.float()).norm(dim=1) / weight.float().norm(dim=1)
     assert 0 < error.max() < 0.04

@@ -295,11 +295,11 @@ def test_several_files_in_a_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    place = tmp_path_factory.mktemp("good")
-    folder = make_tiny(place / "own", "Qwen3ForCausalLM", num_hidden_layers=1)
+    root = tmp_path_factory.mktemp("good")
+    folder = make_tiny(root / "own", "Qwen3ForCausalLM", num_hidden_layers=1)
     vocabulary = byte_pairs(folder, "gpt-2")
-    write_gguf(folder, place / "m.gguf", "qwen3", lambda n, s: "Q8_0", vocabulary=vocabulary)
-    return (place / "m.gguf").read_bytes()
+    write_gguf(folder, root / "m.gguf", "qwen3", lambda n, s: "Q8_0", vocabulary=vocabulary)
+    return (root / "m.gguf").read_bytes()
 
 
 def patched(data, after, form, value, skip=0):

@@ -39,7 +39,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, body):
         path = unquote(urlsplit(self.path).path)
-        self.server.asked.append((self.command, path))
+        self.server.requests.append((self.command, path))
         match = re.fullmatch(r"/(api/models/)?(\w+/[\w-]+)(?:/(\w+)/(\w+)(?:/(.+))?)?", path)
         folder = self.root / match[2] if match else None
         if folder is None or not folder.is_dir():
@@ -96,7 +96,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def hub(models, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Hub,), {"root": models[0]}))
-    server.asked = []
+    server.requests = []
     Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -118,13 +118,13 @@ def test_a_type_of_a_repository_of_gguf_files(hub, models, tmp_path, part):
     checkpoint = opened(f"someone/some-gguf:{part}", tmp_path)
     assert checkpoint.path.read_bytes() == models[1].read_bytes()
     assert checkpoint.architecture == "LlamaForCausalLM"
-    fetched = {path for kind, path in hub.asked if kind == "GET" and "/resolve/" in path}
+    fetched = {path for kind, path in hub.requests if kind == "GET" and "/resolve/" in path}
     assert fetched == {f"/someone/some-gguf/resolve/{COMMIT}/model-Q8_0.gguf"}
 
 
 def test_what_was_fetched_serves_without_a_connection(hub, tmp_path, monkeypatch):
     first = opened("someone/some-gguf:Q8_0", tmp_path).path
-    hub.asked.clear()
+    hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert opened("someone/some-gguf:Q8_0", tmp_path).path == first
     with pytest.raises(CheckpointError, match=r"Q4_K_M: no file has this type; .*: Q8_0$"):
@@ -132,13 +132,13 @@ def test_what_was_fetched_serves_without_a_connection(hub, tmp_path, monkeypatch
     message = "'someone/plain' is not in the local cache and the hub cannot be reached"
     with pytest.raises(CheckpointError, match=message):
         opened("someone/plain:Q8_0", tmp_path)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_all_pieces_of_a_model_are_fetched(hub, tmp_path):
     with pytest.raises(CheckpointError, match=r"model-BF16-00001-of-00002\.gguf"):  # of no use
         opened("someone/some-gguf:BF16", tmp_path)
-    fetched = [path[-26:] for kind, path in hub.asked if kind == "GET" and "/resolve/" in path]
+    fetched = [path[-26:] for kind, path in hub.requests if kind == "GET" and "/resolve/" in path]
     assert sorted(fetched) == [f"model-BF16-0000{at}-of-00002.gguf"[-26:] for at in (1, 2)]
 
 

@@ -100,14 +100,16 @@ def test_equals_transformers(folders):
 def test_the_same_tokens_as_the_bf16_model(folders):
     """Exactly without kernels: scales are powers of 2, so that products in bf16 lose nothing."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
-    found = []
+    token_lists = []
     for folder in folders:
         llm = LLM(str(folder), dtype="bfloat16", max_model_len=128, kernels=["none"])
         answers = llm.generate(["one two", "a", "third prompt"], params, use_tqdm=False)
-        found.append([(a.outputs[0].token_ids, a.outputs[0].cumulative_logprob) for a in answers])
+        token_lists.append(
+            [(a.outputs[0].token_ids, a.outputs[0].cumulative_logprob) for a in answers]
+        )
         del llm
-    assert found[0] == found[1]
-    assert len({token for tokens, _ in found[0] for token in tokens}) > 3
+    assert token_lists[0] == token_lists[1]
+    assert len({token for tokens, _ in token_lists[0] for token in tokens}) > 3
 
 
 def test_kernels_multiply_what_bf16_stands_for(folders):

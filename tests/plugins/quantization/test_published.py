@@ -137,8 +137,8 @@ def fbgemm(weight, case, name):
 
 def compressed(weight, case, name):
     """By compressed-tensors itself, in the scheme of the case."""
-    given = case.table["config_groups"]["group_0"]
-    args = QuantizationArgs(**given["weights"])
+    group = case.table["config_groups"]["group_0"]
+    args = QuantizationArgs(**group["weights"])
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=case.table["format"])
     whole = weight.float()
     pieces = whole.flatten()[None]
@@ -673,7 +673,7 @@ def folders(request, published):
 
 
 @pytest.fixture
-def own(published, tmp_path):
+def copy_of(published, tmp_path):
     """A copy of the checkpoint of a case, which the test may spoil."""
     return lambda name: shutil.copytree(published(name)[0], tmp_path / "own")
 
@@ -836,9 +836,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_wrong_with_a_file_is_said(own, what):
+def test_what_is_wrong_with_a_file_is_said(copy_of, what):
     name, changes, spoilt, message = BAD[what]
-    folder = own(name)
+    folder = copy_of(name)
     write_settings(folder, quantization_config={**CASES[name].table, **changes})
     stored = {**load_file(folder / "model.safetensors"), **spoilt}
     tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
@@ -857,17 +857,17 @@ def damaged(published, tmp_path_factory):
     """A folder like that of a case, with one tensor changed, and that tensor's name."""
 
     def folder(name, change):
-        source, place = published(name)[0], tmp_path_factory.mktemp("damaged")
+        source, target = published(name)[0], tmp_path_factory.mktemp("damaged")
         for file in source.iterdir():
-            (place / file.name).symlink_to(file)
+            (target / file.name).symlink_to(file)
         stored = load_file(source / "model.safetensors")
         ends = [n for end in SCALES for n in stored if "layers." in n and n.endswith(f".{end}")]
         changed = change(stored[ends[0]])
         stored = {n: t for n, t in stored.items() if n != ends[0]}
         stored |= {} if changed is None else {ends[0]: changed}
-        (place / "model.safetensors").unlink()
-        save_file(stored, place / "model.safetensors", {"format": "pt"})
-        return place, ends[0]
+        (target / "model.safetensors").unlink()
+        save_file(stored, target / "model.safetensors", {"format": "pt"})
+        return target, ends[0]
 
     return folder
 
@@ -1016,8 +1016,8 @@ def test_a_head_that_is_quantized(tmp_path):
     assert 0 < (logprobs - exact).abs().mean() < 0.1
 
 
-def test_two_methods_that_claim_a_checkpoint_are_named(own):
-    folder = own("modelopt-fp8")
+def test_two_methods_that_claim_a_checkpoint_are_named(copy_of):
+    folder = copy_of("modelopt-fp8")
     table = {**CASES["modelopt-fp8"].table, "quant_method": "modelopt_rival"}
     write_settings(folder, quantization_config=table)
     rival = type(
@@ -1031,9 +1031,9 @@ def test_two_methods_that_claim_a_checkpoint_are_named(own):
         manager.current().unregister("quantization", "rival")
 
 
-def test_settings_in_a_file_of_their_own(own, published):
+def test_settings_in_a_file_of_their_own(copy_of, published):
     """Older versions of ModelOpt write hf_quant_config.json and leave config.json alone."""
-    folder, plain = own("modelopt-nvfp4"), published("modelopt-nvfp4")[1]
+    folder, plain = copy_of("modelopt-nvfp4"), published("modelopt-nvfp4")[1]
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))

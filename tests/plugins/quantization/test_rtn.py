@@ -91,7 +91,7 @@ def test_the_original_is_dropped(kind):
     assert layer.weight is None
 
 
-def made(name, **settings):
+def make_method(name, **settings):
     driver = manager.current().load("quantization", name)
     return driver(driver.Config(**settings), manager.current().load("platforms", "cpu")(), bind())
 
@@ -113,7 +113,7 @@ RULES = [
 
 @pytest.mark.parametrize(("name", "settings", "wanted"), RULES)
 def test_what_a_name_and_its_settings_mean(name, settings, wanted):
-    method = made(name, **settings)
+    method = make_method(name, **settings)
     schemes = [method.rounded_to(spec) for spec in (SPEC, HEAD, EXPERT)]
     assert [None if scheme is None else scheme.values for scheme in schemes] == wanted
     declined = [method.declines(spec) is not None for spec in (SPEC, HEAD, EXPERT)]
@@ -121,11 +121,11 @@ def test_what_a_name_and_its_settings_mean(name, settings, wanted):
 
 
 def test_what_does_not_fit_stays_as_it_is():
-    assert "not whole groups of 32" in made("mxfp8").declines(ODD)
+    assert "not whole groups of 32" in make_method("mxfp8").declines(ODD)
 
 
 def test_patterns_by_part():
-    method = made("int8", ignore=["re:.*\\.q$"], targets={"k": "fp8"})
+    method = make_method("int8", ignore=["re:.*\\.q$"], targets={"k": "fp8"})
     assert method.skips("layers.0.q")
     assert not method.skips("layers.0.k")
     with pytest.raises(ConfigError, match="layers.0.q, layers.0.k: fused layers need"):

@@ -21,10 +21,10 @@ class Counting(Speculator):
 
     def __init__(self) -> None:
         super().__init__(Options(num_speculative_tokens=4))
-        self.asked: list[int] = []
+        self.limits: list[int] = []
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
-        self.asked.append(max(step.most))
+        self.limits.append(max(step.most))
         return [
             np.array([h[-1] + 1 + i if i < self.right else -5 for i in range(most)], dtype=np.int64)
             for h, most in zip(step.histories, step.most, strict=True)

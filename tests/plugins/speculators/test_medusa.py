@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return str(make_tiny(tmp_path_factory.mktemp("medusa") / "tiny"))
 
 
-def made(seed: int = 1):
+def make_heads(seed: int = 1):
     draw = torch.Generator().manual_seed(seed)
     return [
         (
@@ -83,7 +83,7 @@ def answers(folder: str, **flags: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", ["own", "prefixed", "converted", "fewer words"])
 def test_what_is_drafted_is_what_the_heads_say(folder, tmp_path, monkeypatch, layout) -> None:
-    heads, token_ids = made(), torch.arange(0, WORDS, 3)
+    heads, token_ids = make_heads(), torch.arange(0, WORDS, 3)
     path = tmp_path / "heads"
     model = {
         "own": lambda: own(path, heads),
@@ -95,9 +95,9 @@ def test_what_is_drafted_is_what_the_heads_say(folder, tmp_path, monkeypatch, la
     plain = Medusa.propose
 
     def propose(self, step):
-        told = plain(self, step)
-        seen.extend(zip(step.hidden[torch.from_numpy(step.kept)].clone(), told, strict=True))
-        return told
+        proposed = plain(self, step)
+        seen.extend(zip(step.hidden[torch.from_numpy(step.kept)].clone(), proposed, strict=True))
+        return proposed
 
     monkeypatch.setattr(Medusa, "propose", propose)
     expected = answers(folder)
@@ -143,7 +143,7 @@ def test_fewer_drafts_than_heads_and_rows_with_limits() -> None:
 def test_files_that_do_not_fit(folder, tmp_path, change, message) -> None:
     from safetensors.torch import load_file
 
-    path = own(tmp_path / "heads", made())
+    path = own(tmp_path / "heads", make_heads())
     tensors = load_file(f"{path}/medusa_lm_head.safetensors")
     change(tensors)
     save_file(tensors, f"{path}/medusa_lm_head.safetensors")

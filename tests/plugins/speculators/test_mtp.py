@@ -186,7 +186,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def made(request, tmp_path_factory):
+def draft_layer(request, tmp_path_factory):
     layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
     folder = str(make_tiny(path, layout.written or request.param, **layout.config))
     reference = Reference(folder, layout)
@@ -206,17 +206,17 @@ def answers(folder: str, **flags: object) -> list[list[int]]:
         return [o.outputs[0].token_ids for o in llm.generate(requests, GREEDY, use_tqdm=False)]
 
 
-def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
-    folder, reference = made
+def test_what_is_drafted_is_what_the_layer_says(draft_layer, monkeypatch) -> None:
+    folder, reference = draft_layer
     expected = answers(folder)
     seen: list[tuple[int, int, list[int]]] = []
     plain = Mtp.propose
 
     def propose(self, step):
-        told = plain(self, step)
+        proposed = plain(self, step)
         lengths = (ends_of(step) + 1).tolist() if len(step.rows) else []
-        seen.extend(zip(step.rows, lengths, [each.tolist() for each in told], strict=True))
-        return told
+        seen.extend(zip(step.rows, lengths, [each.tolist() for each in proposed], strict=True))
+        return proposed
 
     monkeypatch.setattr(Mtp, "propose", propose)
     table = {"method": "mtp", "num_speculative_tokens": DRAFTS, "adaptive": False}
@@ -234,12 +234,12 @@ def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "made"),
+    ("name", "draft_layer"),
     [("mimo_mtp", "MiMoForCausalLM"), ("exaone_moe_mtp", "ExaoneMoeForCausalLM")],
-    indirect=["made"],
+    indirect=["draft_layer"],
 )
-def test_vllm_s_names_of_it(made, name) -> None:
-    folder, _ = made
+def test_vllm_s_names_of_it(draft_layer, name) -> None:
+    folder, _ = draft_layer
     assert answers(folder, spec_method=name, spec_tokens=2) == answers(folder)
 
 

@@ -40,7 +40,9 @@ def call(identity: str = "1", arguments: Any = None) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": "f", "arguments": encoded}}
 
 
-def asks(*calls: dict[str, Any], content: str = "", reasoning: str = "R1") -> dict[str, Any]:
+def tool_call_message(
+    *calls: dict[str, Any], content: str = "", reasoning: str = "R1"
+) -> dict[str, Any]:
     return {
         "role": "assistant", "content": content, "reasoning": reasoning, "tool_calls": list(calls),
     }  # fmt: skip
@@ -53,7 +55,7 @@ def result(text: str, identity: str = "1") -> dict[str, Any]:
 TALK = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "U1"},
-    asks(call()),
+    tool_call_message(call()),
     result("r"),
     {"role": "assistant", "content": "A1", "reasoning": "R2"},
     {"role": "user", "content": "U2"},
@@ -97,13 +99,13 @@ def test_the_model_type_chooses(folders: dict[str, Path], tmp_path: Path) -> Non
     for name, folder in folders.items():
         assert load_tokenizer(folder).chat_template == load_tokenizer(folder, name).chat_template
         assert load_tokenizer(folder, "hf").chat_template is None
-    own = make(tmp_path, "deepseek_v32")
-    (own / "chat_template.jinja").write_text("its own")
-    assert load_tokenizer(own).chat_template == "its own"
-    assert "DSML" in str(load_tokenizer(own, "deepseek_v32").chat_template)
-    (own / "chat_template.jinja").unlink()
-    (own / "config.json").write_text('{"model_type": "llama"}')
-    assert load_tokenizer(own).chat_template is None
+    checkpoint = make(tmp_path, "deepseek_v32")
+    (checkpoint / "chat_template.jinja").write_text("its own")
+    assert load_tokenizer(checkpoint).chat_template == "its own"
+    assert "DSML" in str(load_tokenizer(checkpoint, "deepseek_v32").chat_template)
+    (checkpoint / "chat_template.jinja").unlink()
+    (checkpoint / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(checkpoint).chat_template is None
 
 
 def test_v32(folders: dict[str, Path]) -> None:
@@ -124,7 +126,7 @@ def test_v32(folders: dict[str, Path]) -> None:
     assert rendered.startswith(f"{BOS}S\n\n## Tools\n\n")
     assert json.dumps(TOOL["function"]) in rendered
     assert prompt(folder, TALK[1:2], tools=[TOOL]).startswith(f"{BOS}\n\n## Tools\n\n")
-    two = [TALK[1], asks(call(), call("2")), result("a"), result("b", "2")]
+    two = [TALK[1], tool_call_message(call(), call("2")), result("a"), result("b", "2")]
     assert "<result>a</result>\n<result>b</result>\n</function_results>" in prompt(folder, two)
     with pytest.raises(RequestError, match="follows the call"):
         prompt(folder, [result("r")])
@@ -153,7 +155,8 @@ def test_v4(folders: dict[str, Path]) -> None:
     assert prompt(folder, TALK[:2], reasoning_effort="max", thinking=False) == f"{start}</think>"
     # Results of one turn come in the order of the calls, questions stay in their places.
     turned = [
-        TALK[1], asks(call("1"), call("2")), result("b", "2"), {"role": "user", "content": "And?"},
+        TALK[1], tool_call_message(call("1"), call("2")), result("b", "2"),
+        {"role": "user", "content": "And?"},
         result("a", "1"),
     ]  # fmt: skip
     assert prompt(folder, turned, thinking=False).endswith(
@@ -186,7 +189,10 @@ def test_what_the_encoding_writes_the_parsers_read(
     folders: dict[str, Path], name: str, thinking: bool
 ) -> None:
     tools = [TOOL]
-    conversation = [TALK[1], asks(call("1", ARGUMENTS), call("2", {}), content="Well.")]
+    conversation = [
+        TALK[1],
+        tool_call_message(call("1", ARGUMENTS), call("2", {}), content="Well."),
+    ]
     options: dict[str, Any] = {"tools": tools, "thinking": thinking}
     rendered = prompt(folders[name], conversation[:1], **options)
     whole = prompt(folders[name], conversation, add_generation_prompt=False, **options)

@@ -54,13 +54,13 @@ def serving(folder: Path) -> Iterator[Live]:
     )  # fmt: skip
     engine = AsyncLLM.from_config(config)
     try:
-        with serve_in_thread(engine, engine.info.config) as client_url:
-            yield client_url
+        with serve_in_thread(engine, engine.info.config) as server:
+            yield server
     finally:
         engine.shutdown()
 
 
-def asked(folder: Path, kind: type, wanted: Wanted) -> str:
+def prompt_of(folder: Path, kind: type, wanted: Wanted) -> str:
     config = json.loads((folder / "config.json").read_text())
     transcriber = kind(load_tokenizer(folder), folder, config)
     question = transcriber.ask(Sound(np.ones(1600, np.float32), 16000), wanted)
@@ -70,14 +70,14 @@ def asked(folder: Path, kind: type, wanted: Wanted) -> str:
 
 def test_the_words_name_the_language_and_go_on_with_the_clients(folder: Path) -> None:
     wanted = Wanted(language="de", prompt="Ada<|im_end|>")
-    assert asked(folder, QwenAudio, wanted) == (
+    assert prompt_of(folder, QwenAudio, wanted) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nTranscribe the speech, which is in German. "
         "Ada<|im_end|>\n<|im_start|>assistant\n"
     )
-    translated = asked(folder, QwenAudio, Wanted(task="translate"))
+    translated = prompt_of(folder, QwenAudio, Wanted(task="translate"))
     assert "\nTranslate the speech into English.<|im_end|>" in translated
-    assert "<sound>Transcribe the input speech.<|im_end|>" in asked(folder, Flamingo, Wanted())
+    assert "<sound>Transcribe the input speech.<|im_end|>" in prompt_of(folder, Flamingo, Wanted())
 
 
 def test_each_form_has_the_placeholder_of_its_model_and_is_of_one_that_hears() -> None:
@@ -143,9 +143,9 @@ def test_voxtral_is_told_by_control_tokens(tmp_path: Path) -> None:
     driver = manager.current().load("models", name)
     write_family(SoundFamily(driver, tokens, processor), tmp_path)
     opening = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]"
-    prompt = asked(tmp_path, VoxtralTranscriber, Wanted(language="fr"))
+    prompt = prompt_of(tmp_path, VoxtralTranscriber, Wanted(language="fr"))
     assert prompt == f"{opening}lang:fr[TRANSCRIBE]"
-    assert asked(tmp_path, VoxtralTranscriber, Wanted()) == f"{opening}[TRANSCRIBE]"
+    assert prompt_of(tmp_path, VoxtralTranscriber, Wanted()) == f"{opening}[TRANSCRIBE]"
     with serving(tmp_path) as live, sdk(live) as client:
         form: Any = {"model": "M", "file": ("a.wav", sound_file(SAID[:16000]))}
         few = {"max_completion_tokens": 5}

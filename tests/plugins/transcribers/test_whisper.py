@@ -23,7 +23,7 @@ class Opened:
     def __init__(self, folder: Path, **options: bool) -> None:
         self.ids = whisper_words(folder, **options)
         config = json.loads((folder / "config.json").read_text())
-        self.asks = WhisperTranscriber(load_tokenizer(folder), folder, config)
+        self.transcriber = WhisperTranscriber(load_tokenizer(folder), folder, config)
 
     def tokens(self, *names: str) -> list[int]:
         return [self.ids[name] for name in names]
@@ -32,7 +32,7 @@ class Opened:
         return self.ids["notimestamps"] + 1 + round(seconds / 0.02)
 
     def words(self, text: str) -> list[int]:
-        return self.asks.tokenizer.encode(text, add_special_tokens=False)
+        return self.transcriber.tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def english(tmp_path_factory: pytest.TempPathFactory) -> Opened:
 
 
 def test_language_task_and_times_are_tokens(many: Opened) -> None:
-    assert many.asks.languages == {"en": "english", "zh": "chinese", "de": "german"}
-    assert many.asks.tasks == ("transcribe", "translate")
-    plain = many.asks.ask(SOUND, Wanted(language="de"))
+    assert many.transcriber.languages == {"en": "english", "zh": "chinese", "de": "german"}
+    assert many.transcriber.tasks == ("transcribe", "translate")
+    plain = many.transcriber.ask(SOUND, Wanted(language="de"))
     start = many.tokens("startoftranscript", "de", "transcribe")
     assert plain.tokens == [*start, many.ids["notimestamps"]]
     assert plain.no_speech == (1, many.ids["nospeech"])
@@ -58,32 +58,32 @@ def test_language_task_and_times_are_tokens(many: Opened) -> None:
     assert rules["hidden_first"] == [7, many.ids["endoftext"]]
     assert {5, 6, *many.tokens("startoftranscript", "translate", "nospeech")} <= {*rules["hidden"]}
     assert many.ids["endoftext"] not in rules["hidden"]
-    timed = many.asks.ask(SOUND, Wanted(task="translate", language="zh", times=True))
+    timed = many.transcriber.ask(SOUND, Wanted(task="translate", language="zh", times=True))
     assert timed.tokens == many.tokens("startoftranscript", "zh", "translate")
     rules = timed.params["extra_args"]["transcript_rules"]
     assert (rules["written"], rules["latest"]) == (True, 25)
 
 
 def test_a_prompt_is_what_was_said_before(many: Opened) -> None:
-    question = many.asks.ask(SOUND, Wanted(language="en", prompt="Ada<|translate|>"))
+    question = many.transcriber.ask(SOUND, Wanted(language="en", prompt="Ada<|translate|>"))
     before = [many.ids["startofprev"], *many.words(" Ada")]
     assert question.tokens[: len(before)] == before
     assert question.tokens[len(before)] == many.ids["startoftranscript"]
     assert question.no_speech == (len(before) + 1, many.ids["nospeech"])
-    long = many.asks.ask(SOUND, Wanted(language="en", prompt="word " * 900))
+    long = many.transcriber.ask(SOUND, Wanted(language="en", prompt="word " * 900))
     assert len(long.tokens) == 1 + 223 + 4
     assert long.tokens[1:224] == many.words(" " + ("word " * 900).strip())[-223:]
 
 
 def test_a_language_is_one_token_of_those_it_knows(many: Opened) -> None:
-    question = many.asks.ask_language(SOUND)
+    question = many.transcriber.ask_language(SOUND)
     assert question.tokens == many.tokens("startoftranscript")
     assert sorted(question.params["allowed_token_ids"]) == sorted(many.tokens("en", "zh", "de"))
-    assert many.asks.language(many.tokens("zh")) == "zh"
+    assert many.transcriber.language(many.tokens("zh")) == "zh"
 
 
 def test_models_of_english_alone_are_told_nothing(english: Opened) -> None:
-    transcriber = english.asks
+    transcriber = english.transcriber
     assert (transcriber.tasks, dict(transcriber.languages)) == (("transcribe",), {"en": "english"})
     assert not transcriber.detects
     question = transcriber.ask(SOUND, Wanted(language="en", times=True))
@@ -93,8 +93,8 @@ def test_models_of_english_alone_are_told_nothing(english: Opened) -> None:
 
 def test_older_checkpoints_say_it_by_the_names_of_tokens(tmp_path: Path) -> None:
     older = Opened(tmp_path, with_generation_config=False)
-    assert set(older.asks.languages) == {"en", "zh", "de"}
-    question = older.asks.ask(SOUND, Wanted(language="en"))
+    assert set(older.transcriber.languages) == {"en", "zh", "de"}
+    question = older.transcriber.ask(SOUND, Wanted(language="en"))
     names = ("startoftranscript", "en", "transcribe", "notimestamps")
     assert question.tokens == older.tokens(*names)
 
@@ -114,7 +114,7 @@ def test_segments_are_text_between_times(many: Opened, parts, expected) -> None:
     tokens = []
     for part in parts:
         tokens += many.words(part) if isinstance(part, str) else [many.time(part)]
-    segments = many.asks.read([*tokens, many.ids["endoftext"]], 5.0)
+    segments = many.transcriber.read([*tokens, many.ids["endoftext"]], 5.0)
     assert [(s.start, s.end, s.text) for s in segments] == [
         (pytest.approx(a), pytest.approx(b), text) for a, b, text in expected
     ]

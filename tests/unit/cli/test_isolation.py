@@ -33,14 +33,14 @@ def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return ran
 
 
-def ended(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_to_end(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environ}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("module", ["modulm", "modulm.cli.main"])
 def test_the_command_line(poisoned: Path, module: str) -> None:
-    done = ended(sys.executable, "-m", module, "plugins", "list", "schedulers")
+    done = run_to_end(sys.executable, "-m", module, "plugins", "list", "schedulers")
     assert "modulm-scheduler-fcfs" in done.stdout, done.stderr
     assert not poisoned.exists()
 
@@ -51,7 +51,7 @@ def test_another_programs_path_is_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (app / "__init__.py").write_text("import modulm")
     (app / "__main__.py").write_text("import sys; print(sys.path[0])")
-    done = ended(sys.executable, "-m", "app", "-m", "modulm")
+    done = run_to_end(sys.executable, "-m", "app", "-m", "modulm")
     assert done.stdout.strip() == str(tmp_path), done.stderr
 
 

@@ -33,48 +33,48 @@ class Shortest(Policy):
 
 
 def distribution(
-    place: Path, name: str, group: str, points: dict[str, str], **modules: str
+    folder: Path, name: str, group: str, points: dict[str, str], **modules: str
 ) -> None:
-    info = place / f"{name.replace('-', '_')}-1.0.dist-info"
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines))
     for module, source in modules.items():
-        (place / f"{module}.py").write_text(source)
+        (folder / f"{module}.py").write_text(source)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one good and four bad distributions."""
-    place = tmp_path_factory.mktemp("plugins")
+    folder = tmp_path_factory.mktemp("plugins")
     group = "modulm.schedulers"
     good = POLICY.replace("API", "1")
-    distribution(place, "modulm-fine", group, {"shortest": "fine_mod:Shortest"}, fine_mod=good)
-    distribution(place, "modulm-raises", group, {"raises": "raises_mod:X"}, raises_mod="1 / 0")
+    distribution(folder, "modulm-fine", group, {"shortest": "fine_mod:Shortest"}, fine_mod=good)
+    distribution(folder, "modulm-raises", group, {"raises": "raises_mod:X"}, raises_mod="1 / 0")
     distribution(
-        place, "modulm-dies", group, {"dies": "dies_mod:X"}, dies_mod="import os; os._exit(9)"
+        folder, "modulm-dies", group, {"dies": "dies_mod:X"}, dies_mod="import os; os._exit(9)"
     )
     old = POLICY.replace("API", "7")
-    distribution(place, "modulm-old", group, {"old": "old_mod:Shortest"}, old_mod=old)
+    distribution(folder, "modulm-old", group, {"old": "old_mod:Shortest"}, old_mod=old)
     twice = {"shortest": "twice_mod:Shortest"}
-    distribution(place, "modulm-twice", group, twice, twice_mod=good)
+    distribution(folder, "modulm-twice", group, twice, twice_mod=good)
     commands = {"hello": "hello_mod:command", "sick": "sick_mod:command"}
     hello = (
         "import click\n@click.command()\ndef command():\n    'Say hello.'\n    click.echo('hello')"
     )
     sick = "raise RuntimeError('no voice')"
-    distribution(place, "modulm-says", "modulm.commands", commands, hello_mod=hello, sick_mod=sick)
-    return place
+    distribution(folder, "modulm-says", "modulm.commands", commands, hello_mod=hello, sick_mod=sick)
+    return folder
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(place: Path) -> Run:
+def run(folder: Path) -> Run:
     def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "200", **environ}
+        env = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200", **environ}
         command = [sys.executable, "-m", "modulm.cli.main", *arguments]
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -337,11 +337,11 @@ def test_doctor_of_several_names(run: Run) -> None:
     assert len(names) == 3
 
 
-def test_an_error_in_anothers_command_is_one_line_that_says_whose_it_is(place: Path) -> None:
+def test_an_error_in_anothers_command_is_one_line_that_says_whose_it_is(folder: Path) -> None:
     source = "import click\n@click.command()\ndef command():\n    {}['key']"
     points = {"stumble": "stumble_mod:command"}
-    distribution(place, "modulm-stumbles", "modulm.commands", points, stumble_mod=source)
-    env = {**os.environ, "PYTHONPATH": str(place)}
+    distribution(folder, "modulm-stumbles", "modulm.commands", points, stumble_mod=source)
+    env = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, "-m", "modulm", "stumble"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -47,12 +47,12 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout + done.stderr
 
 
-def parsed(words: list[str]) -> Any:
+def parsed(arguments: list[str]) -> Any:
     """The configuration of a `modulm serve` command; fails as the command would."""
-    assert words[:2] == ["modulm", "serve"], words
+    assert arguments[:2] == ["modulm", "serve"], arguments
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
-    return command.make_context("serve", words[2:]).params["draft"].config
+    return command.make_context("serve", arguments[2:]).params["draft"].config
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_the_linter_finds_something(tmp_path: Path) -> None:
 def test_an_image_runs_serve_as_nobody_special(name: str, keys: Path) -> None:
     last = dict(instructions(name))
     assert last["USER"] == "10001"
-    words = json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"])
-    assert parsed(words).model.model == "demo"
+    command = json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"])
+    assert parsed(command).model.model == "demo"
     flags = re.findall(r"\bMODULM_(\w+)=", last["ENV"])
     assert flags == ["HOST"]
     assert {flag.lower() for flag in flags} <= set(catalog().specs)
@@ -121,8 +121,8 @@ def test_an_image_is_made_of_what_is_there(name: str) -> None:
     (default,) = re.findall(r"^ARG EXTRAS=([\w-]+)$", text, re.M)
     assert default in extras.split()
     (options,) = re.findall(r"tools/wheels\.py /wheels(.*)\\$", text, re.M)
-    told = run(sys.executable, ROOT / "tools/wheels.py", "--help")
-    assert all(option in told for option in options.split())
+    help_text = run(sys.executable, ROOT / "tools/wheels.py", "--help")
+    assert all(option in help_text for option in options.split())
 
 
 _EXTRAS = (
@@ -149,8 +149,8 @@ def builder() -> list[str] | None:
         ("docker", ["image", "inspect", base]),
     ):
         if path := shutil.which(name):
-            asked = subprocess.run([path, *known], capture_output=True, check=False, timeout=300)
-            if asked.returncode == 0 and asked.stdout.strip():
+            probe = subprocess.run([path, *known], capture_output=True, check=False, timeout=300)
+            if probe.returncode == 0 and probe.stdout.strip():
                 return [path, "build"]
     return None
 
@@ -168,20 +168,20 @@ def test_container_files_are_built(name: str) -> None:
 
 
 def test_compose(keys: Path) -> None:
-    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    server = found["services"]["modulm"]
-    words = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in server["command"]]
-    assert parsed(["modulm", "serve", *words]).model.model == "demo"
+    document = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    server = document["services"]["modulm"]
+    arguments = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in server["command"]]
+    assert parsed(["modulm", "serve", *arguments]).model.model == "demo"
     build = server["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
     flags = [name for name in server["environment"] if name.startswith("MODULM_")]
     assert flags == ["MODULM_API_KEY_FILE"]
-    for service in found["services"].values():
+    for service in document["services"].values():
         for volume in service["volumes"]:
             source = volume.partition(":")[0]
             here = (DEPLOY / source).is_file() if source.startswith(".") else None
-            assert here or source in found["volumes"], volume
-    assert set(server["secrets"]) == set(found["secrets"])
+            assert here or source in document["volumes"], volume
+    assert set(server["secrets"]) == set(document["secrets"])
 
 
 def manifests() -> dict[str, Any]:
@@ -191,27 +191,27 @@ def manifests() -> dict[str, Any]:
 
 
 def test_kubernetes(reference: Any) -> None:
-    found = manifests()
-    assert set(found) == {"PersistentVolumeClaim", "Deployment", "Service"}
-    pod = found["Deployment"]["spec"]["template"]
+    by_kind = manifests()
+    assert set(by_kind) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    pod = by_kind["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     config = parsed(["modulm", "serve", *container["args"]])
     assert pod["spec"]["terminationGracePeriodSeconds"] > 30
     assert config.cache.kv_cache_memory_bytes < 12 << 30
     labels = pod["metadata"]["labels"]
-    assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels
-    assert found["Service"]["spec"]["selector"] == labels
+    assert by_kind["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert by_kind["Service"]["spec"]["selector"] == labels
     paths = reference.described()["paths"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        asked = container[probe]["httpGet"]
-        assert asked["path"] in paths
-        assert asked["port"] == container["ports"][0]["name"]
+        request = container[probe]["httpGet"]
+        assert request["path"] in paths
+        assert request["port"] == container["ports"][0]["name"]
     assert pod["metadata"]["annotations"]["prometheus.io/path"] in paths
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"]
               if "persistentVolumeClaim" in v]  # fmt: skip
-    assert claims == [found["PersistentVolumeClaim"]["metadata"]["name"]]
+    assert claims == [by_kind["PersistentVolumeClaim"]["metadata"]["name"]]
 
 
 def test_kubernetes_schemas() -> None:
@@ -244,9 +244,9 @@ def ray_options(application: Any) -> dict[str, Any]:
 
 def test_ray_serve(keys: Path) -> None:
     checked, (application,) = ray_applications((DEPLOY / "ray/serve.yaml").read_text(), keys)
-    found = ray_options(application)
-    assert set(found) == {"front", "qwen", "demo"}
-    scales = found["qwen"]._deployment_config.autoscaling_config
+    applications = ray_options(application)
+    assert set(applications) == {"front", "qwen", "demo"}
+    scales = applications["qwen"]._deployment_config.autoscaling_config
     assert (scales.min_replicas, scales.max_replicas) == (1, 4)
     assert scales.target_ongoing_requests == 24
     assert checked.http_options.port == catalog().specs["port"].default
@@ -291,19 +291,19 @@ def test_ray_pods_have_kubernetes_schemas() -> None:
 
 
 def unit() -> configparser.ConfigParser:
-    found = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
-    found.optionxform = str  # type: ignore[assignment, method-assign]
-    found.read(DEPLOY / "modulm.service")
-    return found
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(DEPLOY / "modulm.service")
+    return parser
 
 
 def test_the_unit_starts_what_is_there(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = unit()["Service"]
     text = service["ExecStart"].replace("${CREDENTIALS_DIRECTORY}", str(keys))
     text = text.replace("/etc/modulm/serve.yaml", str(DEPLOY / "serve.yaml"))
-    words = shlex.split(text)
-    assert words[0] == "/opt/modulm/bin/modulm"
-    config = parsed(["modulm", *words[1:]])
+    command = shlex.split(text)
+    assert command[0] == "/opt/modulm/bin/modulm"
+    config = parsed(["modulm", *command[1:]])
     assert config.model.model == "Qwen/Qwen3-0.6B"
     assert float(service["TimeoutStopSec"].removesuffix("s")) > 30
     assert service["LoadCredential"].startswith("keys:")
@@ -314,8 +314,8 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "modulm.service").read_text()
     file = tmp_path / "modulm.service"
     file.write_text(text.replace("/opt/modulm/bin/modulm", "/bin/sleep"))
-    said = run(str(program("systemd-analyze")), "verify", "--man=no", file)
-    assert not [line for line in said.splitlines() if "modulm.service" in line], said
+    output = run(str(program("systemd-analyze")), "verify", "--man=no", file)
+    assert not [line for line in output.splitlines() if "modulm.service" in line], output
 
 
 # nginx
@@ -325,13 +325,13 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 def nginx(tmp_path: Path) -> Path:
     """A whole configuration around ours."""
     main = tmp_path / "nginx.conf"
-    places = "".join(
+    paths = "".join(
         f"{name}_temp_path {tmp_path}/{name};\n"
         for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     main.write_text(
         f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\n"
-        f"http {{\n{places}access_log off;\ninclude {tmp_path}/modulm.conf;\n}}\n"
+        f"http {{\n{paths}access_log off;\ninclude {tmp_path}/modulm.conf;\n}}\n"
     )
     text = (DEPLOY / "nginx.conf").read_text().replace("/etc/ssl/modulm", str(tmp_path))
     (tmp_path / "modulm.conf").write_text(text)
@@ -348,23 +348,24 @@ def test_nginx_lets_streams_through(nginx: Path) -> None:
     payload = crossplane.parse(str(nginx), strict=True, check_args=True, check_ctx=True)
     assert payload["errors"] == []
     ours = next(each for each in payload["config"] if each["file"].endswith("modulm.conf"))
-    found = dict(directives(ours["parsed"]))
-    assert found["proxy_buffering"] == ["off"]
-    assert found["gzip"] == ["off"]
-    assert found["proxy_http_version"] == ["1.1"]
-    assert found["proxy_next_upstream"] == ["off"]
-    assert found["client_max_body_size"] == ["64m"]
+    settings = dict(directives(ours["parsed"]))
+    assert settings["proxy_buffering"] == ["off"]
+    assert settings["gzip"] == ["off"]
+    assert settings["proxy_http_version"] == ["1.1"]
+    assert settings["proxy_next_upstream"] == ["off"]
+    assert settings["client_max_body_size"] == ["64m"]
     assert catalog().specs["max_request_bytes"].default == 64 << 20
     hosts = yaml.safe_load((DEPLOY / "serve.yaml").read_text())["allowed-hosts"]
-    assert found["server_name"] == hosts
+    assert settings["server_name"] == hosts
 
 
 @needs("nginx")
 @needs("openssl")
 def test_nginx_takes_it(nginx: Path) -> None:
     folder = nginx.parent
-    made = ("-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-subj", "/CN=a.test")
-    run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *made)
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    paths = ("-keyout", key, "-out", certificate, "-subj", "/CN=a.test")
+    run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *paths)
     assert "successful" in run(str(program("nginx")), "-t", "-c", nginx, "-p", folder)
 
 
@@ -372,8 +373,8 @@ def test_nginx_takes_it(nginx: Path) -> None:
 
 
 def test_prometheus_asks_a_route(reference: Any) -> None:
-    found = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())
-    (job,) = found["scrape_configs"]
+    document = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())
+    (job,) = document["scrape_configs"]
     assert job["metrics_path"] in reference.described()["paths"]
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     host, _, port = job["static_configs"][0]["targets"][0].partition(":")
@@ -389,12 +390,14 @@ def test_prometheus_takes_it() -> None:
 def expressions() -> list[str]:
     """Every query of the dashboard, its variables filled in."""
     board = json.loads((DEPLOY / "monitoring/dashboard.json").read_text())
-    found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     texts = [variable.get("query", "") for variable in board["templating"]["list"]]
-    found += [text.partition("(")[2].rpartition(",")[0] for text in texts if "label_values" in text]
+    queries += [
+        text.partition("(")[2].rpartition(",")[0] for text in texts if "label_values" in text
+    ]
     return [
         expression.replace("$__rate_interval", "5m").replace("$job", "x").replace("$model", "y")
-        for expression in found
+        for expression in queries
     ]
 
 
@@ -413,16 +416,16 @@ METRIC = re.compile(r"\b((?:modulm:|http_|process_)\w+)")
 
 
 def test_every_metric_of_the_dashboard_is_there(series: Callable[[str], bool]) -> None:
-    named = {name for expression in expressions() for name in METRIC.findall(expression)}
-    assert len(named) > 20
-    assert {name for name in named if not series(name)} == set()
+    names = {name for expression in expressions() for name in METRIC.findall(expression)}
+    assert len(names) > 20
+    assert {name for name in names if not series(name)} == set()
     assert not series("modulm:dragons_total")
 
 
 def test_metrics_that_the_page_names_are_there(series: Callable[[str], bool]) -> None:
-    named = set(re.findall(r"`(modulm:\w+|http_\w+_total)`", PAGE.read_text()))
-    assert len(named) > 3
-    assert {n for n in named if not (series(n) or series(f"{n}_count"))} == set()
+    names = set(re.findall(r"`(modulm:\w+|http_\w+_total)`", PAGE.read_text()))
+    assert len(names) > 3
+    assert {n for n in names if not (series(n) or series(f"{n}_count"))} == set()
 
 
 def test_queries_of_the_dashboard_are_queries() -> None:
@@ -435,13 +438,13 @@ def test_queries_of_the_dashboard_are_queries() -> None:
 
 def test_panels_do_not_overlap() -> None:
     board = json.loads((DEPLOY / "monitoring/dashboard.json").read_text())
-    taken: set[tuple[int, int]] = set()
+    used: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not cells & taken, panel["title"]
+        assert not cells & used, panel["title"]
         assert at["x"] + at["w"] <= 24
-        taken |= cells
+        used |= cells
 
 
 # The page

@@ -43,14 +43,14 @@ class Loaded(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.urls: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         table = dict(attrs)
         if tag == "link" and table.get("rel") not in ("canonical", "next", "prev"):
-            self.found.append(table.get("href") or "")
+            self.urls.append(table.get("href") or "")
         elif tag != "a":
-            self.found += [table[key] or "" for key in ("src", "action", "data") if key in table]
+            self.urls += [table[key] or "" for key in ("src", "action", "data") if key in table]
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
@@ -59,8 +59,8 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text(encoding="utf-8"))
-        assert loaded.found
-        outside = [url for url in loaded.found if re.match(r"(\w+:)?//", url)]
+        assert loaded.urls
+        outside = [url for url in loaded.urls if re.match(r"(\w+:)?//", url)]
         assert not outside, f"{page.name}: {outside}"
     for sheet in site.rglob("*.css"):
         text = sheet.read_text(encoding="utf-8")

@@ -47,7 +47,7 @@ def matches(message: str, text: str) -> bool:
     return re.search(pattern, " ".join(text.split()), re.S) is not None
 
 
-def said(message: str) -> bool:
+def is_in_code(message: str) -> bool:
     """Whether a string of the code can print the message."""
     # Whole words that stand in one literal, so that few modules are parsed.
     longest = max(re.findall(r"[^…]+", message), key=len)
@@ -58,10 +58,10 @@ def said(message: str) -> bool:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_it_is_in_the_code(message: str) -> None:
-    assert said(message)
+    assert is_in_code(message)
 
 
 def test_what_nobody_says_is_found_out() -> None:
     assert len(MESSAGES) > 15
-    assert not said("there is a dragon … in the cache")
-    assert not said("the weights take … GiB and … has … dragons")
+    assert not is_in_code("there is a dragon … in the cache")
+    assert not is_in_code("the weights take … GiB and … has … dragons")

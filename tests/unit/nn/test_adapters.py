@@ -55,11 +55,11 @@ def write_adapter(bank, path, seed):
     return path
 
 
-def filled(folder, place, kinds):
+def filled(folder, target, kinds):
     session = open_session(folder, kinds)
     bank = session.loaded.adapters
     for slot in (1, 2):
-        bank.add(f"a{slot}", write_adapter(bank, place / f"a{slot}.safetensors", slot))
+        bank.add(f"a{slot}", write_adapter(bank, target / f"a{slot}.safetensors", slot))
         bank.fill(slot, f"a{slot}")
     return session
 

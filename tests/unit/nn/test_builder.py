@@ -59,10 +59,10 @@ def test_a_fused_layer_takes_its_parts_or_the_whole_cut_by_heads(ranks, whole):
     for rank in range(ranks):
         build = builder(rank, ranks)
         build.at("layer").linear("qkv", 6, {"q": 8, "k": 4, "v": 4}, bias=True)
-        held = filled(build, stored, whole)
+        tensors = filled(build, stored, whole)
         for kind in ("weight", "bias"):
             shares = [stored[f"layer.{n}.{kind}"].chunk(ranks)[rank] for n in ("q", "k", "v")]
-            assert torch.equal(held[kind], torch.cat(shares))
+            assert torch.equal(tensors[kind], torch.cat(shares))
 
 
 def test_a_row_layer_takes_a_share_of_the_inputs_and_the_whole_bias():
@@ -70,9 +70,9 @@ def test_a_row_layer_takes_a_share_of_the_inputs_and_the_whole_bias():
     for rank in range(2):
         build = builder(rank, 2)
         layer = build.row_linear("o", 8, 5, bias=True)
-        held = filled(build, stored)
-        assert torch.equal(held["weight"], stored["o.weight"].chunk(2, dim=1)[rank])
-        assert torch.equal(held["bias"], stored["o.bias"])
+        tensors = filled(build, stored)
+        assert torch.equal(tensors["weight"], stored["o.weight"].chunk(2, dim=1)[rank])
+        assert torch.equal(tensors["bias"], stored["o.bias"])
         assert layer.reduce is build.shared.mesh.tensor
 
 
@@ -84,10 +84,10 @@ def test_experts_stack_what_is_stored_one_by_one():
     }
     build = builder()
     build.at("moe").experts("stack", 2, 4, {"w1": 3, "w3": 3}, "experts.{expert}.{part}")
-    held = filled(build, stored)["weight"]
+    tensors = filled(build, stored)["weight"]
     for e in range(2):
         pair = [stored[f"moe.experts.{e}.{part}.weight"] for part in ("w1", "w3")]
-        assert torch.equal(held[e], torch.cat(pair))
+        assert torch.equal(tensors[e], torch.cat(pair))
 
 
 def test_what_cannot_be_cut_evenly_is_refused_by_name():

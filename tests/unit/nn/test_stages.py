@@ -54,10 +54,10 @@ def test_stages_give_the_same_bits(tmp_path, monkeypatch, architecture, settings
     for work in (WORK, NEXT):
         expected = whole.hidden(work)
         for session in sessions:
-            found = session.hidden(work)
+            hidden = session.hidden(work)
         for row in work:
-            assert torch.equal(found[row], expected[row])
-            logits = stage.model.logits(found[row])
+            assert torch.equal(hidden[row], expected[row])
+            logits = stage.model.logits(hidden[row])
             assert torch.equal(logits, whole.model.logits(expected[row]))
 
 

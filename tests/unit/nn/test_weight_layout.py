@@ -23,17 +23,17 @@ def spec(parts, inputs, rank=0, ranks=1, *, rows=False, experts=0):
     group = ProcessGroup(rank, ranks)
     cut, whole = group.shard, ProcessGroup().shard
     shards = tuple((whole if rows else cut)(size, "") for size in parts)
-    taken = (cut if rows else whole)(inputs, "")
+    input_shard = (cut if rows else whole)(inputs, "")
     return LinearSpec(
         "moe.stack" if experts else "layer",
-        taken.size,
+        input_shard.size,
         tuple(shard.size for shard in shards),
         False,
         "float32",
         kind="expert" if experts else "linear",
         experts=experts,
         shards=shards,
-        input_shard=taken,
+        input_shard=input_shard,
     )
 
 
@@ -64,7 +64,7 @@ def fill(layer, name, param, stored):
     return module.get_parameter(name).detach()
 
 
-def held(layer, stored):
+def weight_of(layer, stored):
     """The weight that a layer in the fake format stands for, on this rank."""
     method = FakeFormat(FakeFormatConfig(), manager.current().load("platforms", "cpu")(), bind())
     module = torch.nn.Module()
@@ -97,7 +97,7 @@ def test_parts_of_a_rank(parts, rank, rows):
     layer = spec(parts, 96, rank, 2, rows=rows)
     weights = [stored_weight(table) for table in per_part]
     shares = [w.chunk(2, dim=int(rows))[rank] for w in weights]
-    assert torch.equal(held(layer, tables(layer, per_part)), torch.cat(shares))
+    assert torch.equal(weight_of(layer, tables(layer, per_part)), torch.cat(shares))
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -113,7 +113,7 @@ def test_one_tensor_for_all_parts(rank, rows, scales):
     pieces = weight.chunk(2, 1)[rank] if rows else weight
     shares = pieces.split(parts) if rows else [p.chunk(2)[rank] for p in weight.split(parts)]
     whole = {f"layer.{key}": value for key, value in stored.items()}
-    assert torch.equal(held(layer, whole), torch.cat(tuple(shares)))
+    assert torch.equal(weight_of(layer, whole), torch.cat(tuple(shares)))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -137,10 +137,10 @@ def test_stacks_of_experts(rank, stacked):
         }
         # Each expert's scale is one of [experts, parts].
         stored |= {name: t[:, None] for name, t in stored.items() if name.endswith(".scale")}
-    found = held(layer, stored)
+    stack = weight_of(layer, stored)
     for e, pair in enumerate(each):
         shares = [stored_weight(table).chunk(2)[rank] for table in pair]
-        assert torch.equal(found[e], torch.cat(shares))
+        assert torch.equal(stack[e], torch.cat(shares))
 
 
 #: Layouts of published formats: parameter, shape of a part in the file (out 64, in 96).
@@ -171,11 +171,13 @@ def test_known_layouts(known):
         both[1] = both[0]
     stored = {f"part{i}.w": t.to(getattr(torch, param.dtype)) for i, t in enumerate(both)}
     param = evolve(param, stored="w")
-    alone = fill(spec((64, 64), 96), "w", param, stored)
+    unsplit = fill(spec((64, 64), 96), "w", param, stored)
     for rank in range(2):
         cut = fill(spec((64, 64), 96, rank, 2), "w", param, stored)
         dim = along.index("outputs") if "outputs" in along else None
-        halves = [alone] if dim is None else [h.chunk(2, dim)[rank] for h in alone.chunk(2, dim)]
+        halves = (
+            [unsplit] if dim is None else [h.chunk(2, dim)[rank] for h in unsplit.chunk(2, dim)]
+        )
         assert torch.equal(cut, torch.cat(halves, dim or 0))
     if "32" in known or "3 bit" in known or known in ("GGUF Q8_0", "MXFP4"):
         with pytest.raises(UnsupportedError, match=r"layer: 48 inputs from 0 cannot be cut out of"):
@@ -184,7 +186,7 @@ def test_known_layouts(known):
     dim = along.index("inputs") if "inputs" in along else None
     for rank in range(2):
         cut = fill(spec((64, 64), 96, rank, 2, rows=True), "w", param, stored)
-        assert torch.equal(cut, alone if dim is None else alone.chunk(2, dim)[rank])
+        assert torch.equal(cut, unsplit if dim is None else unsplit.chunk(2, dim)[rank])
 
 
 def test_a_parameter_of_one_part():

@@ -92,7 +92,7 @@ class Rows:
         self.first = [sum(lengths[:row]) for row in range(len(lengths))]
         self.slots, self.done = list(slots), [0] * len(lengths)
         self.states = torch.full((SLOTS, *rule.state), torch.nan)
-        self.found = [[] for _ in lengths]
+        self.outputs = [[] for _ in lengths]
 
     def step(self, counts, kept=()):
         """counts: row -> tokens."""
@@ -108,11 +108,11 @@ class Rows:
         )
         y = self.rule.run(torch.cat(ids), self.states, plan)
         for row, part in zip(rows, y.split(list(sizes)), strict=True):
-            self.found[row].append(part)
+            self.outputs[row].append(part)
             self.done[row] += len(part)
 
     def result(self, row):
-        return torch.cat(self.found[row]), self.states[self.slots[row]]
+        return torch.cat(self.outputs[row]), self.states[self.slots[row]]
 
 
 def whole(rule, lengths, row):

@@ -18,9 +18,9 @@ class InstructedTranscriber(Transcriber):
     """A model that is prompted with `form`.
 
     `form` holds the placeholder of the sound and `{words}`, which is replaced by the instruction.
-    instructions: prompts by task if the language is known; they may contain `{language}`. without_language:
-    prompts without a language. The client's prompt is appended as text; control tokens in it
-    are not recognized.
+    instructions: prompts by task if the language is known; they may contain `{language}`.
+    without_language: prompts without a language. The client's prompt is appended as text; control
+    tokens in it are not recognized.
     """
 
     form: ClassVar[str]

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
-def kept(x, dtype):
+def rounded_to(x, dtype):
     """x: [tokens, heads, size] as a cache of `dtype` gives it back."""
     if dtype == torch.int8:
         scale = x.float().abs().amax(-1, keepdim=True) / 127
@@ -52,7 +52,7 @@ class Case:
             v = torch.randn(length, kv_heads, self.value_size + 8).to(dtype)[..., :-8]
             slots = self.slots(row, length)
             ops["write_kv"](k, v, self.mine, slots)
-            pair = (kept(k, kv_dtype), kept(v, kv_dtype)) if self.narrow else (k, v)
+            pair = (rounded_to(k, kv_dtype), rounded_to(v, kv_dtype)) if self.narrow else (k, v)
             write_kv(*pair, self.theirs, slots)
         self.q = torch.randn(int(self.starts[-1]), heads, size).to(dtype)
 
@@ -161,7 +161,7 @@ def test_codes_round_to_nearest(ops, dtype):
     out = poisoned(6, 1, 64, dtype=torch.float32)
     starts = torch.arange(7, dtype=torch.int32)
     ops["paged_attention"](torch.ones(6, 1, 64), cache, tables, starts, ones, 1.0, out)
-    wanted = kept(v if dtype == torch.int8 else v.clamp(-limit, limit), dtype)
+    wanted = rounded_to(v if dtype == torch.int8 else v.clamp(-limit, limit), dtype)
     # In int8 a tie may fall either way, and weights of 1 times a scale are rounded to bf16.
     step = v.abs().amax(-1, keepdim=True) / 127 if dtype == torch.int8 else torch.zeros(1)
     assert ((out - wanted).abs() <= wanted.abs() * 2**-8 + step * 0.01).float().mean() > 0.99

@@ -12,7 +12,7 @@ from dataclasses import replace
 __all__ = ["quicken"]
 
 
-class _Kept:
+class _NoRestore:
     def restore(self) -> None:
         """Nothing: what was patched stays so."""
 
@@ -29,7 +29,7 @@ def quicken() -> None:
         if not done.issuperset(map(id, names)):
             done.update(map(id, names))
             patch(function)
-        return _Kept()
+        return _NoRestore()
 
     interpreter._patch_lang = once
     builder = interpreter.interpreter_builder

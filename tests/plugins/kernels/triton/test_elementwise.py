@@ -107,8 +107,9 @@ def test_latent_prepare(ops, device, neox, dtype):
     angles = torch.randn(50, turned // 2, device=device)
     table = torch.cat([angles.cos(), angles.sin()], -1)
     positions = torch.randint(50, (5,), device=device)
-    arguments = (q.unflatten(-1, (heads, -1)), retained, up, torch.randn(rank, device=device), 1e-6, table,
-             positions, neox)  # fmt: skip
+    weight = torch.randn(rank, device=device)
+    queries = q.unflatten(-1, (heads, -1))
+    arguments = (queries, retained, up, weight, 1e-6, table, positions, neox)
     for actual, expected in zip(
         ops["latent_prepare"](*arguments), twins.latent_prepare(*arguments), strict=True
     ):
