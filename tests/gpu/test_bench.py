@@ -12,17 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_dry_run_passes(tmp_path) -> None:
-    words = [str(ROOT / "bench/gpu/run.sh"), "--dry-run", "--out", str(tmp_path)]
+    command = [str(ROOT / "bench/gpu/run.sh"), "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(
-        words, check=False, capture_output=True, text=True,
+        command, check=False, capture_output=True, text=True,
         env={**os.environ, "PYTHON": sys.executable},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "dry-run.json").read_text())
-    assert found["machine"] == "dry run: nothing ran on hardware"
-    assert all(section["ended"] == "done" for section in found["sections"].values())
-    assert all(section["lines"] for section in found["sections"].values())
-    assert list(found["sections"]) == [
+    report = json.loads((tmp_path / "dry-run.json").read_text())
+    assert report["machine"] == "dry run: nothing ran on hardware"
+    assert all(section["ended"] == "done" for section in report["sections"].values())
+    assert all(section["lines"] for section in report["sections"].values())
+    assert list(report["sections"]) == [
         "machine", "kernels", "families", "graphs", "streams", "attention", "decode", "throughput",
         "idle", "cold",
     ]  # fmt: skip

@@ -49,16 +49,16 @@ def test_what_is_recorded_was_compiled(session) -> None:
         compiled.append(graph)
         return graph.forward
 
-    forward, given = session.model.forward, []
-    session.model.forward = lambda batch: given.append(batch) or forward(batch)
+    forward, batches = session.model.forward, []
+    session.model.forward = lambda batch: batches.append(batch) or forward(batch)
     session.step({0: [5, 6, 7], 1: [8, 9]})
     expected = session.step({0: [10], 1: [11]})
-    batch = given[-1]
+    batch = batches[-1]
     shapes = RecordedShapes(sizes=(2,), rows=2, decode=True, pieces=True)
     recorder = GraphRecorder(forward, shapes, NoGraphs(), Breaks(), compiled=backend)
     recorder.record(batch)
     assert recorder.reasons == {}
     assert compiled
     (recording,) = recorder._recordings.values()
-    found = session.model.logits(recording.result).log_softmax(-1)
-    assert torch.allclose(found, torch.cat([expected[0], expected[1]]), atol=1e-5)
+    actual = session.model.logits(recording.result).log_softmax(-1)
+    assert torch.allclose(actual, torch.cat([expected[0], expected[1]]), atol=1e-5)

@@ -17,9 +17,9 @@ def platform():
     probe = driver.probe()
     if probe.score <= 0:
         pytest.skip(probe.reason)
-    made = driver()
-    made.start()
-    return made
+    instance = driver()
+    instance.start()
+    return instance
 
 
 def test_attention(platform):

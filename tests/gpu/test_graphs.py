@@ -49,9 +49,9 @@ def engine(folder, **flags):
 
 def answers(folder, **flags):
     with using(), engine(folder, **flags) as llm:
-        given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        outputs = llm.generate(given, PARAMS, use_tqdm=False)
-        outputs += llm.generate(given[:1], PARAMS[:1], use_tqdm=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(requests, PARAMS, use_tqdm=False)
+        outputs += llm.generate(requests[:1], PARAMS[:1], use_tqdm=False)
     return [
         (o.outputs[0].token_ids, o.outputs[0].finish_reason, o.outputs[0].logprobs is None)
         for o in outputs
@@ -106,8 +106,8 @@ def test_eager_steps_record_nothing(folders) -> None:
 
 def test_attention_that_cannot_be_recorded_is_left_out(folders, expected) -> None:
     name = "Qwen3ForCausalLM"
-    found = answers(folders[name], attention_backend="sdpa")
-    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected[name]]
+    results = answers(folders[name], attention_backend="sdpa")
+    assert [tokens for tokens, *_ in results] == [tokens for tokens, *_ in expected[name]]
     recorder = GraphPlatform.recorder
     assert "cannot be recorded" in recorder.reasons["whole"]
     assert recorder.recordings == 4  # in pieces, decode steps as well
@@ -121,18 +121,18 @@ def worker(folder, **flags):
 
 def test_what_lies_in_the_null_block_changes_no_other_row(folders) -> None:
     """Three rows in a recorded step of four, bit for bit, whatever the fourth one sees."""
-    found = []
+    outputs = []
     for value in (0.0, 1e30, torch.nan):
         with using():
-            made = worker(folders["Qwen3ForCausalLM"])
-            runner = made.runner
+            built = worker(folders["Qwen3ForCausalLM"])
+            runner = built.runner
             for cache in runner.builder.caches:
                 cache[0] = value
-            found.append(decoded(runner))
+            outputs.append(decoded(runner))
             assert runner._forward.repeated == 1
-            made.close()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+            built.close()
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 def decoded(runner):
@@ -163,15 +163,15 @@ def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
             alive.update({name: ref() is not None for name, ref in self.refs.items()})
 
     with using(Watched):
-        made = worker(folders["Qwen3ForCausalLM"])
-        first = decoded(made.runner)
-        weight = next(made.runner.model.parameters())
+        built = worker(folders["Qwen3ForCausalLM"])
+        first = decoded(built.runner)
+        weight = next(built.runner.model.parameters())
 
         def watch():
-            recorder = made.runner._forward
+            recorder = built.runner._forward
             recording = next(iter(recorder._recordings.values()))
             Watched.refs = {
-                "cache": weakref.ref(made.runner.builder.caches[0]),
+                "cache": weakref.ref(built.runner.builder.caches[0]),
                 "recorder": weakref.ref(recorder),
                 "input": weakref.ref(recording.inputs._tensors[0]),
             }
@@ -179,24 +179,24 @@ def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
         watch()
         Watched.refs["weight"] = weakref.ref(weight)
         GraphPlatform.recorder = GraphPlatform.graphs = None
-        made.sleep(1)
+        built.sleep(1)
         assert alive == {"cache": False, "recorder": False, "input": False, "weight": True}
-        made.wake_up()
-        assert torch.equal(decoded(made.runner), first)
+        built.wake_up()
+        assert torch.equal(decoded(built.runner), first)
         watch()
         Watched.refs["weight"] = weakref.ref(weight)
         del weight
         GraphPlatform.recorder = GraphPlatform.graphs = None
-        made.sleep(2)
+        built.sleep(2)
         assert not any(alive.values())
-        made.wake_up()
-        assert torch.equal(decoded(made.runner), first)
-        assert made.runner._forward.recordings == 6
-        made.close()
+        built.wake_up()
+        assert torch.equal(decoded(built.runner), first)
+        assert built.runner._forward.recordings == 6
+        built.close()
 
 
 def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:
-    taken = {}
+    blocks_by_size = {}
 
     class Counting(GraphPlatform):
         def memory(self):
@@ -214,15 +214,15 @@ def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:
             flags = {"num_gpu_blocks_override": None, "max_num_seqs": 999}
             flags["max_num_batched_tokens"] = 999
             flags |= {"cudagraph_capture_sizes": (2, 4), "cudagraph_mode": "FULL_DECODE_ONLY"}
-            made = worker(folders["Qwen3ForCausalLM"], **flags)
-            ((_, _, _, blocks),) = made.capacity.groups
-            taken[size] = blocks, made.runner._forward.recordings
-            block = made.runner.builder.caches[0][0].nbytes * len(made.runner.builder.caches)
-            made.close()
+            built = worker(folders["Qwen3ForCausalLM"], **flags)
+            ((_, _, _, blocks),) = built.capacity.groups
+            blocks_by_size[size] = blocks, built.runner._forward.recordings
+            block = built.runner.builder.caches[0][0].nbytes * len(built.runner.builder.caches)
+            built.close()
         TapeGraphs.each = 0
     # One graph for each recording, and they take as much each.
-    assert taken[0][1] == taken[100_000][1] == 2
-    assert 0 <= taken[0][0] - taken[100_000][0] - 2 * 100_000 // block <= 1
+    assert blocks_by_size[0][1] == blocks_by_size[100_000][1] == 2
+    assert 0 <= blocks_by_size[0][0] - blocks_by_size[100_000][0] - 2 * 100_000 // block <= 1
 
 
 REFUSED = {

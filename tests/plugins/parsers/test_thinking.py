@@ -104,7 +104,7 @@ TOLD: dict[str | None, dict[str | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "effort"), [(name, effort) for name, told in TOLD.items() for effort in told]
+    ("name", "effort"), [(name, effort) for name, efforts in TOLD.items() for effort in efforts]
 )
 def test_what_templates_are_told(name: str | None, effort: str) -> None:
     assert thinking_variables(name, effort) == TOLD[name][effort]

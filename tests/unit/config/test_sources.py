@@ -131,6 +131,6 @@ def test_reports_mask_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODULM_API_KEY", "hunter2")
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shown = reported_environment()
-    assert shown["MODULM_API_KEY"] == shown["HF_TOKEN"] == "***"
-    assert shown["OMP_NUM_THREADS"] == "1"
+    variables = reported_environment()
+    assert variables["MODULM_API_KEY"] == variables["HF_TOKEN"] == "***"
+    assert variables["OMP_NUM_THREADS"] == "1"

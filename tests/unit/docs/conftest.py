@@ -18,8 +18,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def environment(folder: Path) -> dict[str, str]:
     """Packages that the page made can be imported without installing them."""
-    made = [str(path) for path in folder.glob("modulm-*")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(made), "OMP_NUM_THREADS": "1"}
+    paths = [str(path) for path in folder.glob("modulm-*")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def run(command: list[str], folder: Path) -> None:
@@ -30,9 +30,9 @@ def run(command: list[str], folder: Path) -> None:
 
 
 def command_of(line: str) -> list[str]:
-    words = shlex.split(line)
+    arguments = shlex.split(line)
     programs = {"modulm": [sys.executable, "-m", "modulm.cli.main"], "python": [sys.executable]}
-    return [*programs[words[0]], *words[1:]]
+    return [*programs[arguments[0]], *arguments[1:]]
 
 
 #: A block that is a file, which those of later sections import.
@@ -63,11 +63,11 @@ for path in sys.argv[1:]:
 
 def sections(text: str) -> list[str]:
     """The Python of each section (`##`) of a page: what is read, and pasted, together."""
-    found = [
+    codes = [
         "\n".join(code for language, code in BLOCK.findall(section) if language == "python")
         for section in re.split(r"^## ", without_code_headings(text), flags=re.MULTILINE)
     ]
-    return [code for code in found if code]
+    return [code for code in codes if code]
 
 
 def without_code_headings(text: str) -> str:

@@ -20,15 +20,15 @@ OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
 
 def calls(text: str) -> Iterator[list[str]]:
     """The words after `modulm` wherever a page shows a command."""
-    for found in CALL.finditer(text):
-        yield found[1].split()
+    for match in CALL.finditer(text):
+        yield match[1].split()
 
 
-def options_of(words: list[str]) -> set[str] | None:
+def options_of(arguments: list[str]) -> set[str] | None:
     """Long options of the command that the words begin with; None if they begin with none."""
     context = click.Context(cli)
     command: click.Command | None = cli
-    for word in words:
+    for word in arguments:
         if not isinstance(command, click.Group):
             break
         if not word.startswith("-"):
@@ -51,15 +51,15 @@ def options_of(words: list[str]) -> set[str] | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_options_are_there(page: Path) -> None:
-    for words in calls(page.read_text(encoding="utf-8")):
-        names = options_of(words)
-        for option in OPTION.findall(" ".join(words)) if names else ():
-            assert f"--{option}" in (names or ()), f"modulm {' '.join(words)}"
+    for arguments in calls(page.read_text(encoding="utf-8")):
+        names = options_of(arguments)
+        for option in OPTION.findall(" ".join(arguments)) if names else ():
+            assert f"--{option}" in (names or ()), f"modulm {' '.join(arguments)}"
 
 
 def test_a_wrong_option_is_found() -> None:
-    (words,) = calls("then `modulm parse --tool-reader arrows` does the same")
-    names = options_of(words)
+    (arguments,) = calls("then `modulm parse --tool-reader arrows` does the same")
+    names = options_of(arguments)
     assert names is not None
     assert "--tool-reader" not in names
     assert "--tool-call-parser" in names

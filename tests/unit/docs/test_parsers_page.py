@@ -24,10 +24,10 @@ def code(text: str) -> str:
 def told_by(fit: dict[str, Any]) -> str:
     """A cell: what is looked for."""
     parts = [" ".join(map(code, fit.get("marks", ())))]
-    words = [*fit.get("any", ())]
-    if words:
-        parts.append(("with " if fit.get("marks") else "") + " or ".join(map(code, words)))
-    if fit.get("shared") and not words:
+    conditions = [*fit.get("any", ())]
+    if conditions:
+        parts.append(("with " if fit.get("marks") else "") + " or ".join(map(code, conditions)))
+    if fit.get("shared") and not conditions:
         parts.append("of the models " + ", ".join(map(code, fit["models"])))
     if fit.get("settings"):
         parts.append("the checkpoint's " + ", ".join(map(code, fit["settings"])))
@@ -36,7 +36,7 @@ def told_by(fit: dict[str, Any]) -> str:
 
 def rows(kind: str) -> list[tuple[str, str, str]]:
     """(name, family, what is looked for), by name."""
-    found = []
+    table = []
     for file in (ROOT / "plugins/parsers").glob("*/pyproject.toml"):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         (package,) = file.parent.glob("modulm_parser_*")
@@ -44,9 +44,9 @@ def rows(kind: str) -> list[tuple[str, str, str]]:
         family = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
         fits = tomllib.loads((package / "fits.toml").read_text(encoding="utf-8")).get(kind, {})
         for name in project["entry-points"].get(f"modulm.{kind}", ()):
-            told = told_by(fits[name]) if name in fits else "by name only"
-            found.append((name, family, told))
-    return sorted(found)
+            detection = told_by(fits[name]) if name in fits else "by name only"
+            table.append((name, family, detection))
+    return sorted(table)
 
 
 def tables() -> str:
@@ -54,8 +54,8 @@ def tables() -> str:
     for kind, title in TITLES.items():
         text += f"\n## {title}\n\n| name | format | detected by |\n|---|---|---|\n"
         text += "".join(
-            f"| `{name}` | {family.replace('|', chr(92) + '|')} | {told} |\n"
-            for name, family, told in rows(kind)
+            f"| `{name}` | {family.replace('|', chr(92) + '|')} | {detection} |\n"
+            for name, family, detection in rows(kind)
         )
     return text
 

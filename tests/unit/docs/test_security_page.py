@@ -15,13 +15,13 @@ ELSEWHERE = {"--h11-max-incomplete-event-size": 1 << 16, "--h11-max-header-count
 
 def test_flags_and_defaults() -> None:
     text, specs, tables = PAGE.read_text(), catalog().specs, catalog().tables
-    named = set(re.findall(r"`(--[a-z0-9-]+)[^`]*`", text)) - {"--plugins", "--host"}
-    assert len(named) > 20
+    names = set(re.findall(r"`(--[a-z0-9-]+)[^`]*`", text)) - {"--plugins", "--host"}
+    assert len(names) > 20
     known = {f"--{name.replace('_', '-')}" for name in (*specs, *tables)}
-    assert named - known == set()
-    found = re.findall(r"`(--[a-z0-9-]+)` \((\d[\d,]*)( s| [KMG]iB)?\)", text)
-    assert len(found) > 8
-    for name, number, unit in found:
+    assert names - known == set()
+    defaults = re.findall(r"`(--[a-z0-9-]+)` \((\d[\d,]*)( s| [KMG]iB)?\)", text)
+    assert len(defaults) > 8
+    for name, number, unit in defaults:
         value = int(number.replace(",", "")) * UNITS[unit or None]
         default = specs[name[2:].replace("-", "_")].default
         assert ELSEWHERE.get(name, default) == value, name

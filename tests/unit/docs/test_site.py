@@ -89,8 +89,8 @@ def pages() -> ModuleType:
 
 def test_patterns_of_the_nav(pages: ModuleType) -> None:
     nav = [{"A": ["a.md", "*.md"]}, {"B": [{"C": ["b-*.md"]}]}, {"D": ["d/*.md"]}]
-    found = ["a.md", "b-1.md", "b-2.md", "new.md", "d/1.md"]
-    assert pages.filled(nav, found) == [
+    files = ["a.md", "b-1.md", "b-2.md", "new.md", "d/1.md"]
+    assert pages.filled(nav, files) == [
         {"A": ["a.md", "new.md"]},
         {"B": [{"C": ["b-1.md", "b-2.md"]}]},
         {"D": ["d/1.md"]},
@@ -104,8 +104,8 @@ def test_links_out_of_docs_become_paths(pages: ModuleType) -> None:
 
     text = "[a](../b.md) [run](../../bench/run.py) [c](../../deploy/nginx.conf)\n"
     fenced = "```\n[run](../../bench/run.py)\n```\n"
-    shown = pages.on_page_markdown(text + fenced, Page)
-    assert shown == "[a](../b.md) `bench/run.py` [c](../deploy/nginx.conf)\n" + fenced
+    page = pages.on_page_markdown(text + fenced, Page)
+    assert page == "[a](../b.md) `bench/run.py` [c](../deploy/nginx.conf)\n" + fenced
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ MESSAGES = re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.M)
 @cache
 def sources() -> list[str]:
     """The text of every module that ships."""
-    files = (path for place in ("core", "plugins") for path in (ROOT / place).rglob("*.py"))
+    files = (path for folder in ("core", "plugins") for path in (ROOT / folder).rglob("*.py"))
     return [path.read_text(encoding="utf-8") for path in files if "build" not in path.parts]
 
 
@@ -51,8 +51,8 @@ def is_in_code(message: str) -> bool:
     """Whether a string of the code can print the message."""
     # Whole words that stand in one literal, so that few modules are parsed.
     longest = max(re.findall(r"[^…]+", message), key=len)
-    words = [word for word in longest.split()[1:-1] if word.isalpha()] or longest.split()
-    modules = (ast.parse(each) for each in sources() if all(word in each for word in words))
+    tokens_listed = [word for word in longest.split()[1:-1] if word.isalpha()] or longest.split()
+    modules = (ast.parse(each) for each in sources() if all(word in each for word in tokens_listed))
     return any(matches(message, text) for module in modules for text in texts(module))
 
 

@@ -30,11 +30,11 @@ def cpu():
 
 def grouped(cpu, *caches, sizes=(16, 16)):
     specs = {c.spec: None for c in caches if isinstance(c.spec, AttentionSpec)}
-    made = {
+    backends = {
         spec: ReferenceAttention(spec, cpu, bind(), size)
         for spec, size in zip(specs, sizes, strict=False)
     }
-    return group_caches(caches, made, 64)
+    return group_caches(caches, backends, 64)
 
 
 def test_a_follower_is_in_the_group_with_a_cache_of_its_own(cpu):
@@ -49,18 +49,18 @@ def test_a_follower_is_in_the_group_with_a_cache_of_its_own(cpu):
     assert (whole.layers, windowed.layers) == ((0, 2), (4,))
     assert [layers for _, layers in whole.followers] == [(1, 3)]
     assert whole.block_bytes == 2 * (16 * 2 * 32 * 4 + 16 * 16 * 4)
-    held, owners = allocate(caches, groups, (5, 7), cpu)
+    caches_allocated, owners = allocate(caches, groups, (5, 7), cpu)
     assert owners == (0, 2, 0, 2, 1)
-    assert [x.shape for x in held[:2]] == [(5, 16, 2, 32), (5, 16, 1, 16)]
-    assert len({x.data_ptr() for x in held}) == 5
+    assert [x.shape for x in caches_allocated[:2]] == [(5, 16, 2, 32), (5, 16, 1, 16)]
+    assert len({x.data_ptr() for x in caches_allocated}) == 5
 
 
 def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
     caches = [CacheSpec("attn", SPEC), CacheSpec("indexer", INDEX, follows="attn")]
     groups = grouped(cpu, *caches)
-    held, owners = allocate(caches, groups, (9,), cpu)
+    caches_allocated, owners = allocate(caches, groups, (9,), cpu)
     planners = GroupPlanner.all(groups)
-    builder = BatchBuilder(planners, held, owners, rows=4, tokens=64, platform=cpu)
+    builder = BatchBuilder(planners, caches_allocated, owners, rows=4, tokens=64, platform=cpu)
     table = np.array([[7, 3], [2, 0]], dtype=np.int32)
     plan = Plan(
         step=0,
@@ -72,28 +72,28 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
         samples=np.ones(2, dtype=bool),
     )
     batch = builder.build(plan, np.array([19, 24]))
-    for place, spec in enumerate((SPEC, INDEX)):
+    for index, spec in enumerate((SPEC, INDEX)):
         q, k, v = (
             torch.randn(25, heads, spec.head_dim)
             for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
         )
-        found = torch.empty_like(q)
-        backend = planners[owners[place]].backend
-        backend.forward(q, k, v, batch.caches[place], batch.plan(place), found)
-        kept = batch.caches[place][[7, 3]].flatten(0, 1)[:20]
-        assert torch.equal(kept, torch.cat([k, v], -1)[:20])
-        expected = torch.zeros(2, 32, *kept.shape[1:])
-        expected[0, :20], expected[1, :5] = kept, torch.cat([k, v], -1)[20:]
+        attended = torch.empty_like(q)
+        backend = planners[owners[index]].backend
+        backend.forward(q, k, v, batch.caches[index], batch.plan(index), attended)
+        cached = batch.caches[index][[7, 3]].flatten(0, 1)[:20]
+        assert torch.equal(cached, torch.cat([k, v], -1)[:20])
+        expected = torch.zeros(2, 32, *cached.shape[1:])
+        expected[0, :20], expected[1, :5] = cached, torch.cat([k, v], -1)[20:]
         starts, lens = torch.tensor([0, 20, 25]), torch.tensor([20, 5])
         rows = torch.tensor([[0], [1]])
         wanted = paged_attention(
-            q, expected, rows, starts, lens, spec.scale, torch.empty_like(found)
+            q, expected, rows, starts, lens, spec.scale, torch.empty_like(attended)
         )
-        assert torch.allclose(found, wanted, atol=1e-6)
+        assert torch.allclose(attended, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("caches", "sizes", "words"),
+    ("caches", "sizes", "message"),
     [
         ([CacheSpec("i", INDEX, follows="a")], (16,), "i: a is not an earlier attention layer"),
         (
@@ -113,6 +113,6 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
         ),
     ],
 )
-def test_what_cannot_follow(cpu, caches, sizes, words):
-    with pytest.raises(UnsupportedError, match=words):
+def test_what_cannot_follow(cpu, caches, sizes, message):
+    with pytest.raises(UnsupportedError, match=message):
         grouped(cpu, *caches, sizes=sizes)

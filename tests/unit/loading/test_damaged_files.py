@@ -31,21 +31,21 @@ VALUES = (
 
 def damaged(data: bytes, rng: random.Random, within: int | None = None) -> bytes:
     """Bytes changed, cut out, put in, or the end cut off."""
-    found = bytearray(data)
+    content = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        place = rng.randrange(min(len(found), within or len(found)) + 1)
+        offset = rng.randrange(min(len(content), within or len(content)) + 1)
         match rng.randrange(5):
             case 0:
-                found[place : place + 1] = rng.randbytes(1)
+                content[offset : offset + 1] = rng.randbytes(1)
             case 1:
-                del found[place : place + rng.randrange(1, 9)]
+                del content[offset : offset + rng.randrange(1, 9)]
             case 2:
-                found[place:place] = rng.randbytes(rng.randrange(1, 9))
+                content[offset:offset] = rng.randbytes(rng.randrange(1, 9))
             case 3:
-                found[place:place] = rng.choice((b"0", b"9", b'"', b"}", b"-", b"[", b"e9"))
+                content[offset:offset] = rng.choice((b"0", b"9", b'"', b"}", b"-", b"[", b"e9"))
             case _:
-                del found[place:]
-    return bytes(found)
+                del content[offset:]
+    return bytes(content)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -60,10 +60,10 @@ def changed(table: Any, rng: random.Random) -> Any:
     """A copy of a JSON table in which some places hold another thing, or nothing."""
     table = json.loads(json.dumps(table))
     for _ in range(rng.choice((1, 1, 2, 3))):
-        found = list(places(table))
-        if not found:
+        paths = list(places(table))
+        if not paths:
             return table
-        *path, last = rng.choice(found)
+        *path, last = rng.choice(paths)
         inner = table
         for key in path:
             inner = inner[key]

@@ -24,10 +24,10 @@ def offered():
         yield
 
 
-def folders(place, architecture="LlamaForCausalLM", layers=LINEAR, **shape):
-    plain = make_tiny(place / "plain", architecture, **shape)
-    write_format(plain, place / "coded", layers)
-    return plain, place / "coded"
+def folders(folder, architecture="LlamaForCausalLM", layers=LINEAR, **shape):
+    plain = make_tiny(folder / "plain", architecture, **shape)
+    write_format(plain, folder / "coded", layers)
+    return plain, folder / "coded"
 
 
 def logprobs(folder):
@@ -90,8 +90,8 @@ def test_what_parts_share_must_be_equal(tmp_path):
     _, coded = folders(tmp_path)
     name = "model.layers.1.self_attn.v_proj.exponent"
     change(coded, lambda tensors: tensors[name].add_(1))
-    words = rf"{name} in model\.safetensors: .*differs from .* other parts"
-    with pytest.raises(CheckpointError, match=words):
+    message = rf"{name} in model\.safetensors: .*differs from .* other parts"
+    with pytest.raises(CheckpointError, match=message):
         logprobs(coded)
 
 
@@ -99,8 +99,8 @@ def test_a_floor_divided_grid_of_scales_is_refused(tmp_path):
     _, coded = folders(tmp_path, intermediate_size=576)
     name = "model.layers.0.mlp.up_proj.block_scale_inv"
     change(coded, lambda tensors: tensors.update({name: tensors[name][:4].clone()}))
-    words = rf"{name} in model\.safetensors is \[4, 2\], .* \[5, 2\]"
-    with pytest.raises(CheckpointError, match=words):
+    message = rf"{name} in model\.safetensors is \[4, 2\], .* \[5, 2\]"
+    with pytest.raises(CheckpointError, match=message):
         logprobs(coded)
 
 

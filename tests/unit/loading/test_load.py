@@ -111,10 +111,10 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("kept", [4, 200, 5000])
-def test_a_truncated_file_is_named(folder, kept):
+@pytest.mark.parametrize("size", [4, 200, 5000])
+def test_a_truncated_file_is_named(folder, size):
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: "):
         load(folder)
 

@@ -27,12 +27,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(path: Path, off: str = "") -> str:
     """What is said of a checkpoint, with some packages switched off; one line, not a list."""
-    with manager.using(PluginManager(Selection.parse(off))), pytest.raises(ModulmError) as told:
+    with manager.using(PluginManager(Selection.parse(off))), pytest.raises(ModulmError) as caught:
         modulm.LLM(str(path), max_model_len=64)
-    said = str(told.value).replace(str(path), "PATH")
-    assert "\n" not in said
-    assert len(said) < LONGEST, said
-    return said
+    message = str(caught.value).replace(str(path), "PATH")
+    assert "\n" not in message
+    assert len(message) < LONGEST, message
+    return message
 
 
 def lora(folder: Path, plain: Path) -> Path:
@@ -119,7 +119,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
 
 
 @pytest.mark.parametrize(
-    ("make", "off", "words"),
+    ("make", "off", "expected"),
     [
         (lora, "", ("LoRA adapter", "owner/Base", "--enable-lora --lora-modules NAME=PATH")),
         (diffusion, "", ("diffusion pipeline", "models that write text")),
@@ -153,12 +153,12 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
     ],
 )  # fmt: skip
 def test_it_is_told_what_it_is(
-    make: Callable[[Path, Path], Path], off: str, words: tuple[str, ...], plain: Path,
+    make: Callable[[Path, Path], Path], off: str, expected: tuple[str, ...], plain: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    said = refusal(make(tmp_path / "given", plain), off)
-    for word in words:
-        assert word in said, said
+    message = refusal(make(tmp_path / "given", plain), off)
+    for word in expected:
+        assert word in message, message
 
 
 def test_a_name_of_nothing(tmp_path: Path) -> None:

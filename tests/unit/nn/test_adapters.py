@@ -37,20 +37,20 @@ def step(session, slots, work):
     bank = session.loaded.adapters
     each = [slots[row] for row, tokens in work.items() for _ in tokens]
     bank.begin(torch.tensor(each, dtype=torch.int32))
-    found = {}
+    states = {}
     for row, hidden in session.hidden(work).items():
         session.release(row)
         bank.begin(torch.full((len(hidden),), slots[row], dtype=torch.int32))
-        found[row] = session.model.logits(hidden).log_softmax(-1)
-    return found
+        states[row] = session.model.logits(hidden).log_softmax(-1)
+    return states
 
 
 def write_adapter(bank, path, seed):
     torch.manual_seed(seed)
     tensors = {}
     for name, pair in bank.layers.items():
-        for side, held in (("down", pair.down), ("up", pair.up)):
-            tensors[f"{name}.{side}"] = 0.3 * torch.randn(held.shape[1:])
+        for side, weight in (("down", pair.down), ("up", pair.up)):
+            tensors[f"{name}.{side}"] = 0.3 * torch.randn(weight.shape[1:])
     save_file(tensors, path)
     return path
 
@@ -71,8 +71,8 @@ def test_a_mixed_batch_gives_each_row_what_it_gives_alone(tmp_path, kind):
     session = filled(folder, tmp_path, [kind])
     mixed = _mixed(session, SLOTS)
     for row in PROMPTS:
-        (alone,) = _mixed(session, SLOTS, [row]).values()
-        torch.testing.assert_close(mixed[row], alone, rtol=1e-4, atol=1e-4)
+        (single,) = _mixed(session, SLOTS, [row]).values()
+        torch.testing.assert_close(mixed[row], single, rtol=1e-4, atol=1e-4)
         same = torch.allclose(mixed[row], plain[row], rtol=1e-4, atol=1e-4)
         assert same == (SLOTS[row] == 0)
     swapped = _mixed(session, {0: 0, 1: 2, 2: 1})

@@ -25,15 +25,15 @@ class Stage:
     """A session's model in the middle of others: takes and keeps what is carried."""
 
     def __init__(self, session, before=None, last=False):
-        self.model, self.before, self.last, self.given = session.model, before, last, ()
+        self.model, self.before, self.last, self.carried = session.model, before, last, ()
         session.model = self
 
     def forward(self, batch):
-        batch = evolve(batch, carried=self.before.given if self.before else ())
+        batch = evolve(batch, carried=self.before.carried if self.before else ())
         if self.last:
             return self.model.forward(batch)
-        self.given = self.model.carry(batch)
-        return self.given[0]
+        self.carried = self.model.carry(batch)
+        return self.carried[0]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_steps_repeated_over_the_first_ones_batch_give_the_same_bits(session):
         for row in range(3):
             session.release(row)
         session.model.forward = with_
-        found = [session.step({0: [5, 6, 7, 8], 1: [9, 10], 2: [7]})]
-        found += [session.step({0: [9 + i], 1: [3], 2: [4 + i]}) for i in range(20)]
-        return [*found, session.step({2: [1], 0: [2]})]
+        results = [session.step({0: [5, 6, 7, 8], 1: [9, 10], 2: [7]})]
+        results += [session.step({0: [9 + i], 1: [3], 2: [4 + i]}) for i in range(20)]
+        return [*results, session.step({2: [1], 0: [2]})]
 
     for one, other in zip(texts(forward), texts(repeater), strict=True):
         assert all(torch.equal(one[row], other[row]) for row in one)

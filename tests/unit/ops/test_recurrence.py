@@ -116,9 +116,9 @@ class Rows:
 
 
 def whole(rule, lengths, row):
-    alone = Rows(rule, lengths)
-    alone.step({row: lengths[row]})
-    return alone.result(row)
+    single = Rows(rule, lengths)
+    single.step({row: lengths[row]})
+    return single.result(row)
 
 
 @RULES

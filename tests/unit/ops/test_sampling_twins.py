@@ -58,14 +58,14 @@ def test_filters_keep_what_the_definitions_say(temperature, top_k, top_p, min_p)
 
 def test_top_p_looks_past_its_first_look() -> None:
     flat = torch.zeros(1, 5000) + torch.arange(5000) * 1e-4
-    kept = ops.filter_logits(flat, *knobs(1, top_p=0.9)).isfinite().sum()
-    assert int(kept) == int((reference_probs(flat[0], 1.0, 0, 0.9, 0.0) > 0).sum()) > 3000
+    is_kept = ops.filter_logits(flat, *knobs(1, top_p=0.9)).isfinite().sum()
+    assert int(is_kept) == int((reference_probs(flat[0], 1.0, 0, 0.9, 0.0) > 0).sum()) > 3000
 
 
 def test_tokens_that_tie_with_the_last_one_are_kept() -> None:
     x = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    kept = ops.filter_logits(x, *knobs(1, top_k=2)).isfinite()
-    assert kept.tolist() == [[False, True, True, True, False]]
+    is_kept = ops.filter_logits(x, *knobs(1, top_k=2)).isfinite()
+    assert is_kept.tolist() == [[False, True, True, True, False]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,8 +115,8 @@ def test_draws_follow_the_distribution() -> None:
 def test_the_ends_of_the_interval_draw_kept_tokens(u) -> None:
     x = logits(50, 5)
     got = ops.sample(x, *knobs(50, top_k=3), torch.full((50,), u, dtype=torch.float64))
-    kept = ops.filter_logits(x, *knobs(50, top_k=3)).isfinite()
-    assert kept.gather(1, got[:, None]).all()
+    is_kept = ops.filter_logits(x, *knobs(50, top_k=3)).isfinite()
+    assert is_kept.gather(1, got[:, None]).all()
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
@@ -157,13 +157,15 @@ def test_penalties_are_the_formulas() -> None:
     x = logits(3)
     before = x.clone()
     ids = torch.tensor([4, 9, 9, 250])
-    places = torch.tensor([0, 0, 2, 2])
+    entry_rows = torch.tensor([0, 0, 2, 2])
     counts = torch.tensor([0.0, 2.0, 1.0, 5.0])
     repetition = torch.tensor([1.3, 1.3, 1.0, 1.0])
     frequency = torch.tensor([0.2, 0.2, -0.5, -0.5])
     presence = torch.tensor([0.7, 0.7, 0.1, 0.1])
-    ops.apply_penalties(x, places, ids, counts, repetition, frequency, presence)
-    for p, i, c, r, f, s in zip(places, ids, counts, repetition, frequency, presence, strict=True):
+    ops.apply_penalties(x, entry_rows, ids, counts, repetition, frequency, presence)
+    for p, i, c, r, f, s in zip(
+        entry_rows, ids, counts, repetition, frequency, presence, strict=True
+    ):
         old = before[p, i]
         new = (old / r if old > 0 else old * r) - f * c - s * (c > 0)
         torch.testing.assert_close(x[p, i], new)
@@ -175,15 +177,15 @@ def test_penalties_are_the_formulas() -> None:
 def test_bitmask(vocabulary) -> None:
     x = logits(3, 1, vocabulary)
     allowed = torch.rand(2, vocabulary, generator=torch.Generator().manual_seed(1)) < 0.3
-    words = np.zeros((2, -(-vocabulary // 32)), dtype=np.uint32)
+    mask = np.zeros((2, -(-vocabulary // 32)), dtype=np.uint32)
     for r, i in allowed.nonzero().tolist():
-        words[r, i // 32] |= np.uint32(1 << (i % 32))
+        mask[r, i // 32] |= np.uint32(1 << (i % 32))
     before = x.clone()
-    ops.apply_bitmask(x, torch.tensor([2, 0]), torch.from_numpy(words.view(np.int32)))
+    ops.apply_bitmask(x, torch.tensor([2, 0]), torch.from_numpy(mask.view(np.int32)))
     assert torch.equal(x[1], before[1])
-    for place, row in ((2, 0), (0, 1)):
-        assert torch.equal(x[place].isfinite(), allowed[row])
-        assert torch.equal(x[place][allowed[row]], before[place][allowed[row]])
+    for logits_row, row in ((2, 0), (0, 1)):
+        assert torch.equal(x[logits_row].isfinite(), allowed[row])
+        assert torch.equal(x[logits_row][allowed[row]], before[logits_row][allowed[row]])
 
 
 def test_top_logprobs() -> None:
@@ -221,6 +223,6 @@ def test_a_row_gets_the_same_alone_and_in_a_crowd(data) -> None:
     scores = x.log_softmax(-1)
     for row in range(rows):
         one = slice(row, row + 1)
-        alone = ops.sample(x[one], *(s[one] for s in settings_of), u[one])
-        assert alone.tolist() == together[one].tolist()
+        single = ops.sample(x[one], *(s[one] for s in settings_of), u[one])
+        assert single.tolist() == together[one].tolist()
         assert torch.equal(x[one].log_softmax(-1), scores[one])

@@ -117,40 +117,40 @@ def reason(decision, name: str) -> str:
     return str({verdict.name: verdict.reason for verdict in decision.candidates}[name])
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS)
-def test_a_platform_that_fails_is_a_verdict(install, fault, said):
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_a_platform_that_fails_is_a_verdict(install, fault, message):
     install_driver(install, "platforms", "chip", PLATFORM, probe=fault)
     decision = defaults.choose_platform(PluginManager()).decision
     assert decision.winner == "cpu"
-    told = reason(decision, "chip")
-    assert told.startswith("platforms/chip (modulm-a 1.0): probe ")
-    assert said in told
+    verdict = reason(decision, "chip")
+    assert verdict.startswith("platforms/chip (modulm-a 1.0): probe ")
+    assert message in verdict
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS)
-def test_a_method_that_fails_is_a_verdict(install, fault, said):
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_a_method_that_fails_is_a_verdict(install, fault, message):
     install_driver(install, "quantization", "odd", METHOD, claims=fault)
     plugins = PluginManager()
     platform = defaults.choose_platform(plugins, "cpu").driver()
     decision = defaults.choose_quantization(plugins, CheckpointInfo({}), platform).decision
     assert decision.winner == "none"
     assert "quantization/odd (modulm-a 1.0): claims" in reason(decision, "odd")
-    assert said in reason(decision, "odd")
+    assert message in reason(decision, "odd")
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS)
-def test_a_backend_that_fails_is_a_verdict(install, fault, said):
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_a_backend_that_fails_is_a_verdict(install, fault, message):
     install_driver(install, "attention", "a_first", BACKEND, rejects=fault)
     plugins = PluginManager()
     platform = defaults.choose_platform(plugins, "cpu").driver()
     decision = defaults.choose_attention(plugins, SPEC, platform, bind()).decision
     assert decision.winner in platform.attention
     assert "attention/a_first (modulm-a 1.0): refuses" in reason(decision, "a_first")
-    assert said in reason(decision, "a_first")
+    assert message in reason(decision, "a_first")
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS)
-def test_a_loader_that_fails_is_a_verdict(install, fault, said, tmp_path):
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_a_loader_that_fails_is_a_verdict(install, fault, message, tmp_path):
     install_driver(install, "loaders", "a_mine", LOADER, opens=fault)
     plugins = PluginManager()
     folder = tmp_path / "checkpoint"
@@ -161,7 +161,7 @@ def test_a_loader_that_fails_is_a_verdict(install, fault, said, tmp_path):
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
     decision = defaults.choose_loader(plugins, folder).decision
     assert decision.winner == "safetensors"
-    assert said in reason(decision, "a_mine")
+    assert message in reason(decision, "a_mine")
 
 
 def test_the_same_driver_asked_for_by_name_is_an_error(install, caplog):
@@ -253,19 +253,19 @@ def test_whose_choice_it_is_is_said(install):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ("return 'cpu'", "it answered 'cpu', which is no Choice"),
         ("return Choice(None, 'why')", "TypeError"),
         ("raise SystemExit(1)", "SystemExit"),
     ],
 )
-def test_an_answer_that_is_no_choice_counts_for_nothing(install, caplog, answer, said):
+def test_an_answer_that_is_no_choice_counts_for_nothing(install, caplog, answer, message):
     install("modulm-a", {"modulm": {"picks": "mod_a"}}, {"mod_a": CHOOSES.format(answer=answer)})
     decision = defaults.choose_platform(PluginManager()).decision
     assert decision.winner == "cpu"
     assert "plugin picks (modulm-a 1.0) raised in modulm_choose_platform" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 ANSWERS = """
@@ -326,17 +326,17 @@ def test_an_import_that_takes_long_is_named_and_ended(install, driver, monkeypat
     monkeypatch.setattr(calls, "_GIVEN_UP", 0.3)
     with pytest.raises(PluginBroken, match=r"schedulers/slow \(modulm-a 1.0\).*TimeoutError: took"):
         PluginManager().load("schedulers", "slow")
-    said = "schedulers/slow (modulm-a 1.0) is still being imported after 0.01 s"
-    assert f"{said}; to leave it out: --plugins=-modulm-a" in caplog.text
+    message = "schedulers/slow (modulm-a 1.0) is still being imported after 0.01 s"
+    assert f"{message}; to leave it out: --plugins=-modulm-a" in caplog.text
 
 
 def test_what_a_plugin_prints_goes_to_standard_error(install, driver, capfd):
     source = "print('at import')\n" + "\n".join(line[4:] for line in driver.splitlines())
     install("modulm-a", {"modulm.schedulers": {"loud": "mod_a:Shortest"}}, {"mod_a": source})
     assert PluginManager().load("schedulers", "loud").name == "shortest"
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err == "at import\n"
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == "at import\n"
 
 
 def test_an_error_is_blamed_on_the_package_whose_code_raised_it(install, driver):
@@ -346,9 +346,9 @@ def test_an_error_is_blamed_on_the_package_whose_code_raised_it(install, driver)
     manager.load("schedulers", "odd")
     with pytest.raises(KeyError) as raised:
         sys.modules["mod_a"].fails()
-    found = calls.blame(raised.value, manager.everything())
-    assert str(found).startswith("schedulers/odd (modulm-a 1.0): fails (")
-    assert str(found).endswith("raised: KeyError: 'key'")
+    blamed = calls.blame(raised.value, manager.everything())
+    assert str(blamed).startswith("schedulers/odd (modulm-a 1.0): fails (")
+    assert str(blamed).endswith("raised: KeyError: 'key'")
     with pytest.raises(ZeroDivisionError) as other:
         1 / 0  # noqa: B018
     assert calls.blame(other.value, manager.everything()) is None
@@ -392,9 +392,9 @@ def test_explain_with_everything_broken_at_once(explained):
     for subject, name in (
         ("device", "chip"), ("quantization", "odd"), ("attention", "a_first"), ("loader", "a_mine")
     ):  # fmt: skip
-        said = {v["name"]: v["reason"] for v in explained[subject]["candidates"]}[name]
-        assert "(modulm-a 1.0)" in said, subject
-        assert "ValueError: boom" in said, subject
+        reason_shown = {v["name"]: v["reason"] for v in explained[subject]["candidates"]}[name]
+        assert "(modulm-a 1.0)" in reason_shown, subject
+        assert "ValueError: boom" in reason_shown, subject
     assert explained["device"]["winner"] == "cpu"
 
 

@@ -62,11 +62,11 @@ def test_attention_by_the_platforms_order(plugins: PluginManager) -> None:
     plugins.register("attention", "another", driver(AttentionBackend, "another", rejects=None))
     chosen = defaults.choose_attention(plugins, SPEC, PLATFORM, bind())
     assert chosen.driver.name == chosen.decision.winner == "second"
-    said = reasons(chosen.decision)
-    assert said["first"] == "too old"
-    assert said["absent"] == "not installed"
-    assert "no_such_package" in str(said["broken"])
-    assert said["another"] is None
+    by_name = reasons(chosen.decision)
+    assert by_name["first"] == "too old"
+    assert by_name["absent"] == "not installed"
+    assert "no_such_package" in str(by_name["broken"])
+    assert by_name["another"] is None
 
 
 def test_a_backend_that_the_platform_does_not_know_is_better_than_none(

@@ -85,8 +85,8 @@ def test_a_pattern_gets_what_is_left(install, serve: Serve, caplog) -> None:
         assert client.get("/v1/models").json()["object"] == "list"
         assert client.get("/health").status_code == 200
         assert client.get("/v1/nobodys").json() == "a_greedy"
-    said = "GET /v1/{what:path} of routes 'a_greedy' also fits "
-    assert said in caplog.text
+    message = "GET /v1/{what:path} of routes 'a_greedy' also fits "
+    assert message in caplog.text
     assert "which stays with routes" in caplog.text
 
 

@@ -116,7 +116,7 @@ def test_higher_priority_stands_in(install):
 
 
 def test_notice_that_raises_switches_its_plugin_off(caplog):
-    told = []
+    calls = []
 
     class Bad:
         @hookimpl
@@ -126,38 +126,38 @@ def test_notice_that_raises_switches_its_plugin_off(caplog):
     class Good:
         @hookimpl
         def modulm_step_finished(self, stats):
-            told.append(stats)
+            calls.append(stats)
 
     manager = PluginManager()
     manager.add(Good(), "good")
     manager.add(Bad(), "bad")
     manager.notify("modulm_step_finished", stats=1)
     manager.notify("modulm_step_finished", stats=2)
-    assert told == [1, 2]
+    assert calls == [1, 2]
     assert caplog.text.count("plugin bad raised in modulm_step_finished") == 1
 
 
 def test_historic_notice_reaches_later_plugins():
-    told = []
+    calls = []
 
     class Late:
         @hookimpl
         def modulm_config_final(self, config):
-            told.append(config)
+            calls.append(config)
 
     manager = PluginManager()
     manager.config_final(config := EngineConfig())
     manager.add(Late())
-    assert told == [config]
+    assert calls == [config]
 
 
 def test_misspelt_hook_is_not_told_history():
-    told = []
+    calls = []
 
     class Late:
         @hookimpl
         def modulm_config_final(self, config):
-            told.append(config)
+            calls.append(config)
 
         @hookimpl
         def modulm_confg(self): ...
@@ -166,7 +166,7 @@ def test_misspelt_hook_is_not_told_history():
     manager.config_final(EngineConfig())
     with pytest.raises(PluginBroken, match="modulm_confg"):
         manager.add(Late())
-    assert told == []
+    assert calls == []
 
 
 def test_object_plugins_cannot_go_to_workers():
@@ -181,7 +181,7 @@ def test_declaration_is_plain_data():
     assert str(declaration) == "models/Extra (modulm-a 1)"
 
 
-class Told(list[str]):
+class Recorder(list[str]):
     """Plugins made of functions; each notes its name when it is called."""
 
     def plugin(self, name: str, answer: Any = None, **options: Any) -> object:
@@ -208,26 +208,26 @@ def make(*plugins: object) -> PluginManager:
 
 
 def test_last_registered_first_but_for_tryfirst_and_trylast():
-    told = Told()
+    calls = Recorder()
     manager = make(
-        told.plugin("first", ["a"], tryfirst=True),
-        told.plugin("one", ["b"]),
-        told.plugin("last", ["c"], trylast=True),
-        told.plugin("two", ["d"]),
-        told.plugin("silent"),
+        calls.plugin("first", ["a"], tryfirst=True),
+        calls.plugin("one", ["b"]),
+        calls.plugin("last", ["c"], trylast=True),
+        calls.plugin("two", ["d"]),
+        calls.plugin("silent"),
     )
     assert manager.gather("modulm_report_header", config=None) == ["a", "d", "b", "c"]
-    assert told == ["first", "silent", "two", "one", "last"]
+    assert calls == ["first", "silent", "two", "one", "last"]
 
 
 def test_firstresult_stops_at_the_first_answer():
-    told = Told()
+    calls = Recorder()
     choice = Choice("chip", "mine")
-    manager = make(told.plugin("never"), told.plugin("answers", choice), told.plugin("silent"))
+    manager = make(calls.plugin("never"), calls.plugin("answers", choice), calls.plugin("silent"))
     chosen = manager.hook.modulm_choose_platform(probes={})
     assert chosen == choice
     assert chosen.by == "plugin1 (modulm-p1 1.0)"
-    assert told == ["silent", "answers"]
+    assert calls == ["silent", "answers"]
 
 
 class Upper:
@@ -247,8 +247,8 @@ class OldUpper:
 
 
 def test_wrappers_run_around_the_result():
-    told = Told()
-    manager = make(Upper(), told.plugin("a", ["hello"]), OldUpper(), told.plugin("b", ["you"]))
+    calls = Recorder()
+    manager = make(Upper(), calls.plugin("a", ["hello"]), OldUpper(), calls.plugin("b", ["you"]))
     assert manager.gather("modulm_report_header", config=None) == ["YOU!", "HELLO!"]
 
 
@@ -273,8 +273,8 @@ def test_a_wrapper_sees_an_error_where_raising_stops():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="explained"):
             manager.hook.modulm_model_built(model=None, config=None)
-    said = "hooks/plugin0 (modulm-p0 1.0): modulm_model_built raised (--plugins=-hooks/plugin0 "
-    assert seen == [said + "leaves it out): ValueError: no such layer"] * 2
+    message = "hooks/plugin0 (modulm-p0 1.0): modulm_model_built raised (--plugins=-hooks/plugin0 "
+    assert seen == [message + "leaves it out): ValueError: no such layer"] * 2
 
 
 def failing_before() -> object:
@@ -331,12 +331,12 @@ def never_yielding() -> object:
     "fails", [failing_before, failing_after, failing_old, yielding_twice, never_yielding]
 )
 def test_a_wrapper_that_fails_is_switched_off_and_the_result_survives(fails, caplog):
-    told = Told()
-    manager = make(told.plugin("a", ["hello"]), fails(), Upper())
+    calls = Recorder()
+    manager = make(calls.plugin("a", ["hello"]), fails(), Upper())
     for _ in range(2):
         assert manager.gather("modulm_report_header", config=None) == ["HELLO"]
-    said = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is switched off"
-    assert caplog.text.count(said) == 1
+    message = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is switched off"
+    assert caplog.text.count(message) == 1
 
 
 def test_one_that_raises_is_switched_off_alone_and_altogether(caplog):
@@ -349,9 +349,9 @@ def test_one_that_raises_is_switched_off_alone_and_altogether(caplog):
         def modulm_report_header(self, config):
             return ["never"]
 
-    told = Told()
+    calls = Recorder()
     choice = Choice("chip", "mine")
-    manager = make(told.plugin("answers", choice), Raises())
+    manager = make(calls.plugin("answers", choice), Raises())
     assert manager.hook.modulm_choose_platform(probes={}) == choice
     assert "plugin plugin1 (modulm-p1 1.0) raised in modulm_choose_platform" in caplog.text
     assert "ValueError: no" in caplog.text
@@ -382,12 +382,12 @@ def test_arguments_are_given_by_name_and_may_be_left_out():
         def modulm_choose_parser(checkpoint):
             return Choice(checkpoint, "s")
 
-    class Named:
+    class NamedPlugin:
         @classmethod
         @hookimpl(specname="modulm_choose_model")
         def pick(cls, config):
             return Choice(config["name"], "n")
 
-    manager = make(Static(), Named())
+    manager = make(Static(), NamedPlugin())
     assert manager.hook.modulm_choose_parser(kind="x", checkpoint="c").name == "c"
     assert manager.hook.modulm_choose_model(architectures=[], config={"name": "m"}).name == "m"

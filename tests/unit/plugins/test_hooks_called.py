@@ -41,7 +41,7 @@ class Ended(RequestListener):
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
-    def ended(self, request: Finished) -> None:
+    def run_to_end(self, request: Finished) -> None:
         self._watcher.note("ended", request=request)
 
 
@@ -49,16 +49,16 @@ class Watcher:
     """Answers the choosing hooks with what there is and remembers all it is told."""
 
     def __init__(self) -> None:
-        self.told: Told = []
+        self.events: Told = []
 
     def names(self) -> list[str]:
-        return [name for name, _ in self.told]
+        return [name for name, _ in self.events]
 
     def first(self, name: str) -> dict[str, Any]:
-        return next(facts for told, facts in self.told if told == name)
+        return next(facts for event, facts in self.events if event == name)
 
     def note(self, hook: str, **facts: Any) -> None:
-        self.told.append((hook, facts))
+        self.events.append((hook, facts))
 
     @hookimpl
     def modulm_choose_model(self, architectures: Any, config: Any) -> Choice:
@@ -247,19 +247,21 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
     config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)), current())
     assert config.tool_calls.tool_call_parser == "hermes"
     assert config.structured_outputs.reasoning_parser == "qwen3", "by the template: no plugin did"
-    kinds = [facts["kind"] for name, facts in watcher.told if name == "choose_parser"]
+    kinds = [facts["kind"] for name, facts in watcher.events if name == "choose_parser"]
     assert kinds == ["tool_parsers", "reasoning_parsers"]
 
 
 def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
     from modulm_parsing.choice import with_declared_parsers
 
-    asked = {"enable_auto_tool_choice": True}
+    flags_asked = {"enable_auto_tool_choice": True}
     for flags in ({"chat_template": "{{ messages }}"}, {"tool_call_parser": "none"}):
-        config = EngineConfig.from_keywords(model=str(checkpoint), **asked, **flags)
+        config = EngineConfig.from_keywords(model=str(checkpoint), **flags_asked, **flags)
         with pytest.raises(ConfigError, match="tool_call_parser.*name it"):
             with_declared_parsers(config, current())
-    config = with_declared_parsers(EngineConfig.from_keywords(model="demo", **asked), current())
+    config = with_declared_parsers(
+        EngineConfig.from_keywords(model="demo", **flags_asked), current()
+    )
     assert config.tool_calls.tool_call_parser == "hermes"
 
 

@@ -49,8 +49,8 @@ def test_a_package_brings_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups() -> None:
-    found = [kind_of(group) for group in ("modulm", "modulm.models", KINDS_GROUP, "pytest11")]
-    assert found == ["hooks", "models", None, None]
+    kinds = [kind_of(group) for group in ("modulm", "modulm.models", KINDS_GROUP, "pytest11")]
+    assert kinds == ["hooks", "models", None, None]
 
 
 def test_the_server_brings_routes() -> None:
@@ -60,13 +60,13 @@ def test_the_server_brings_routes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selection", "said"),
+    ("selection", "message"),
     [
         ("-modulm-server", "'serve' is switched off by --plugins=-modulm-server"),
         (None, "'serve' is not installed: pip install modulm-server"),
     ],
 )
-def test_serve_without_the_server(selection: str | None, said: str) -> None:
+def test_serve_without_the_server(selection: str | None, message: str) -> None:
     hide = """
 import modulm.plugins.drivers as drivers
 import modulm.plugins.manager as manager
@@ -82,4 +82,4 @@ manager.installed = lambda: (d for d in found() if d.distribution != "modulm-ser
         check=False,
     )
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr

@@ -158,8 +158,8 @@ def test_what_is_listed_and_verified_says_whose_files_they_are(install, driver, 
     run = CliRunner()
     fresh = ["list", "--json", "schedulers"], ["verify", "modulm-a", "--json"]
     with using(PluginManager()):
-        shown, good = (run.invoke(command, words) for words in fresh)
-    listed = json.loads(shown.stdout)
+        listing, good = (run.invoke(command, arguments) for arguments in fresh)
+    listed = json.loads(listing.stdout)
     (row,) = (row for row in listed if row["distribution"] == "modulm-a")
     assert (row["name"], row["version"], row["record_sha256"]) == ("one", "1.0", digest)
     assert (good.exit_code, json.loads(good.stdout)[0]["state"]) == (0, "as installed")

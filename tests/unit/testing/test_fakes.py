@@ -71,7 +71,7 @@ def test_a_seed_matters_only_to_rows_that_are_not_greedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "tokens", "tables", "more", "words"),
+    ("start", "tokens", "tables", "more", "message"),
     [
         (7, [-1], [[3, 5]], {}, "holds"),
         (7, [-1], [[3, 0]], {}, "null block"),
@@ -87,10 +87,10 @@ def test_a_seed_matters_only_to_rows_that_are_not_greedy() -> None:
         (7, [-1], [[3, 4]], {"admit": [admit()]}, "is taken"),
     ],
 )
-def test_an_inconsistent_plan_is_named(start, tokens, tables, more, words) -> None:
+def test_an_inconsistent_plan_is_named(start, tokens, tables, more, message) -> None:
     fake = FakeExecutor([Group(4, 16)])
     fake.run(plan(0, 0, PROMPT, [[3, 4]], admit=[admit()]))
-    with pytest.raises(FakeFault, match=words):
+    with pytest.raises(FakeFault, match=message):
         fake.run(plan(1, start, tokens, tables, **more))
 
 
@@ -133,8 +133,8 @@ def test_crash_hang_and_failing_step() -> None:
 
 def test_logprobs_and_pooling() -> None:
     fake = FakeExecutor([Group(4, 16)])
-    asks = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
-    fake.run(plan(0, 0, PROMPT[:3], [[3, 4]], False, admit=[admit(params=asks)]))
+    params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
+    fake.run(plan(0, 0, PROMPT[:3], [[3, 4]], False, admit=[admit(params=params)]))
     result = fake.run(plan(1, 3, PROMPT[3:], [[3, 4]]))
     assert len(result.logprobs[0][0].ids) == 3
     assert [int(p.ids[0]) for p in result.prompt_logprobs[0]] == PROMPT[4:]

@@ -19,14 +19,14 @@ class Plain:
     """A decoder of the common kind in thirty lines of torch, with a head of its own name."""
 
     def weights(self, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        hidden, inner, words = (
+        hidden, inner, vocabulary = (
             config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
         )
         keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-        found = {
-            "model.embed_tokens.weight": torch.randn(words, hidden),
+        tensors = {
+            "model.embed_tokens.weight": torch.randn(vocabulary, hidden),
             "model.norm.weight": 1 + torch.randn(hidden) * 0.1,
-            "lm_head.weight": torch.randn(words, hidden) * 3 / hidden**0.5,
+            "lm_head.weight": torch.randn(vocabulary, hidden) * 3 / hidden**0.5,
         }
         shapes = {
             "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
@@ -37,11 +37,11 @@ class Plain:
         for layer in range(config["num_hidden_layers"]):
             for name, shape in shapes.items():
                 weight = torch.randn(shape) * shape[1] ** -0.5
-                found[f"model.layers.{layer}.{name}.weight"] = weight
+                tensors[f"model.layers.{layer}.{name}.weight"] = weight
             for name in ("input_layernorm", "post_attention_layernorm"):
                 norm = 1 + torch.randn(hidden) * 0.1
-                found[f"model.layers.{layer}.{name}.weight"] = norm
-        return found
+                tensors[f"model.layers.{layer}.{name}.weight"] = norm
+        return tensors
 
     def logits(
         self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: Sequence[int]
@@ -99,11 +99,11 @@ def driver(oracle: str = "") -> type:
         @classmethod
         def tiny(cls) -> Mapping[str, Any]:
             plain = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": FREQUENCIES}
-            named = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
+            settings = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
             sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu"}
             return {
                 "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-                "max_position_embeddings": 256, **sizes, **plain, **named,
+                "max_position_embeddings": 256, **sizes, **plain, **settings,
             }  # fmt: skip
 
     NobodysForCausalLM.oracle = oracle

@@ -54,8 +54,8 @@ def test_one_text(ours, theirs, words, limit, side) -> None:
     expected = theirs(text, truncation=True, max_length=limit)["input_ids"]
     assert ours.fit(text, limit=limit, side=side) == (expected, None)
     bare = theirs(text, truncation=True, max_length=limit, add_special_tokens=False)["input_ids"]
-    found, _ = ours.fit(text, limit=limit, side=side, add_special_tokens=False)
-    assert found == bare
+    ids, _ = ours.fit(text, limit=limit, side=side, add_special_tokens=False)
+    assert ids == bare
 
 
 @settings(deadline=None, max_examples=60)
@@ -65,10 +65,10 @@ def test_the_longer_of_two_is_cut_first(ours, theirs, first, second, limit) -> N
     theirs.truncation_side = "right"
     ids, start = ours.fit(*pair, limit=limit)
     whole, _ = ours.fit(*pair)
-    found = theirs(*pair, truncation="longest_first", max_length=limit)
+    encoding = theirs(*pair, truncation="longest_first", max_length=limit)
     lengths = [len(theirs(text, add_special_tokens=False)["input_ids"]) for text in pair]
     if sum(lengths) + 3 <= limit or min(lengths) * 2 + 3 <= limit:
-        assert ids == found["input_ids"]
+        assert ids == encoding["input_ids"]
     assert len(ids) == min(len(whole), limit)
     assert ids.count(1) == 1
     assert ids.count(2) == 2

@@ -35,8 +35,8 @@ def pieces_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As SentencePiece models are converted: a block for the space, bytes as a fallback."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    words = ["▁", "▁the", "▁cat", "s", "é", "▁你", "好", ".", "▁▁", "a", "b"]
-    vocab |= {word: 259 + place for place, word in enumerate(words)}
+    pieces = ["▁", "▁the", "▁cat", "s", "é", "▁你", "好", ".", "▁▁", "a", "b"]
+    vocab |= {word: 259 + i for i, word in enumerate(pieces)}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     core.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -218,16 +218,16 @@ def test_a_tokenizer_of_a_size_that_takes_minutes_is_not_read(folder: Path, tmp_
 
 def test_merges_and_added_tokens_that_repeat_are_read(folder: Path, tmp_path: Path) -> None:
     """M06: what is said many times, or goes round in a circle, ends all the same."""
-    told = json.loads((folder / "tokenizer.json").read_text())
-    told["model"]["merges"] += 20_000 * told["model"]["merges"][:1]
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["merges"] += 20_000 * document["model"]["merges"][:1]
     for index in range(3, 6):
         token = {"id": index, "content": "<|x|>", "special": False, "normalized": True}
         flags = {"single_word": False, "lstrip": False, "rstrip": False}
-        told["added_tokens"].append({**token, **flags})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    found = load_tokenizer(tmp_path)
-    ids = found.encode("a <|x|> b")
-    assert "<|x|>" in found.decode(ids, False)
+        document["added_tokens"].append({**token, **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a <|x|> b")
+    assert "<|x|>" in tokenizer.decode(ids, False)
 
 
 @pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])

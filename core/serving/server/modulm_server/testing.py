@@ -56,8 +56,7 @@ class Live:
         """POST and go away once the engine works on `requests` requests of it."""
 
         async def ask() -> None:
-            options = {"base_url": self.url, "timeout": 300, "verify": _NOBODY}
-            async with httpx.AsyncClient(**options) as client:
+            async with httpx.AsyncClient(base_url=self.url, timeout=300, verify=_NOBODY) as client:
                 answer = asyncio.ensure_future(client.post(path, **content))
                 while self.engine.active < requests and not answer.done():
                     await asyncio.sleep(0.005)

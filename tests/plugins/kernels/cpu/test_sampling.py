@@ -84,24 +84,24 @@ def test_penalties(ops):
     mine = torch.randn(5, 100)
     theirs = mine.clone()
     flat = torch.randperm(500)[:80]
-    rows_of_entries, ids = flat // 100, flat % 100
+    entry_rows, ids = flat // 100, flat % 100
     rest = (torch.randint(3, (80,)).float(), torch.rand(80) + 0.5, torch.rand(80), torch.rand(80))
-    ops["apply_penalties"](mine, rows_of_entries, ids, *rest)
-    twins.apply_penalties(theirs, rows_of_entries, ids, *rest)
+    ops["apply_penalties"](mine, entry_rows, ids, *rest)
+    twins.apply_penalties(theirs, entry_rows, ids, *rest)
     torch.testing.assert_close(mine, theirs)
     with pytest.raises(ValueError, match="^ids must lie"):
-        ops["apply_penalties"](mine, rows_of_entries, ids + 100, *rest)
+        ops["apply_penalties"](mine, entry_rows, ids + 100, *rest)
 
 
 @pytest.mark.parametrize("size", [1, 31, 64, 100])
 def test_bitmask(ops, size):
     mine = torch.randn(6, size)
     theirs = mine.clone()
-    rows_of_entries = torch.tensor([4, 0, 5])
+    entry_rows = torch.tensor([4, 0, 5])
     mask = torch.randint(-(2**31), 2**31 - 1, (3, -(-size // 32)), dtype=torch.int32)
     mask[1] = -1
-    ops["apply_bitmask"](mine, rows_of_entries, mask)
-    twins.apply_bitmask(theirs, rows_of_entries, mask)
+    ops["apply_bitmask"](mine, entry_rows, mask)
+    twins.apply_bitmask(theirs, entry_rows, mask)
     assert torch.equal(mine, theirs)
 
 

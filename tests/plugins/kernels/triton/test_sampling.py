@@ -103,14 +103,14 @@ def test_the_first_of_the_best(ops, device, dtype):
 def test_penalties_and_masks(ops, device):
     x = logits_of(4, device)
     mine, theirs = x.clone(), x.clone()
-    rows_of_entries = torch.tensor([0, 0, 2, 3]).to(device)
+    entry_rows = torch.tensor([0, 0, 2, 3]).to(device)
     ids = torch.tensor([5, 299, 7, 0]).to(device)
     counts = torch.tensor([0.0, 2.0, 1.0, 3.0]).to(device)
     numbers = [
         torch.tensor(each).to(device) for each in ([1.3, 1.3, 0.5, 1.0], [0.1] * 4, [0.4] * 4)
     ]
-    ops["apply_penalties"](mine, rows_of_entries, ids, counts, *numbers)
-    twins.apply_penalties(theirs, rows_of_entries, ids, counts, *numbers)
+    ops["apply_penalties"](mine, entry_rows, ids, counts, *numbers)
+    twins.apply_penalties(theirs, entry_rows, ids, counts, *numbers)
     torch.testing.assert_close(mine, theirs)
     assert not torch.equal(mine, x)
     generator = torch.Generator().manual_seed(1)

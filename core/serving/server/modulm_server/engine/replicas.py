@@ -470,15 +470,12 @@ class ReplicaSet(EngineCoreClient):
 
     def index(self, sequences: Sequence[str]) -> int:
         with self._lock:
-            indices = map(self.router.replica, sequences)
-            return next((index for index in indices if index is not None), 0)
+            return next((i for i in map(self.router.replica, sequences) if i is not None), 0)
 
     @property
     def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
         """The adapters of any replica that is up; all have the same."""
-        for _, client in self._available():
-            return dict(client.adapters)
-        return {}
+        return next((dict(client.adapters) for _, client in self._available()), {})
 
     def submit(self, requests: Sequence[Request]) -> None:
         while True:
@@ -508,8 +505,9 @@ class ReplicaSet(EngineCoreClient):
 
     def _available(self) -> list[tuple[int, ProcessCoreClient]]:
         """The replicas that take requests."""
-        replicas = enumerate(self._replicas)
-        return [(index, r.client) for index, r in replicas if r.up and r.client is not None]
+        return [
+            (i, r.client) for i, r in enumerate(self._replicas) if r.up and r.client is not None
+        ]
 
     def _all(
         self,
