@@ -7,11 +7,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup serve test fuzz lint types check wheels site clean
+.PHONY: help setup serve test test-all fuzz lint types check wheels site clean
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
 	@echo "make test    run all tests"
+	@echo "make test-all  the same, with whole grids of the kernels at every level"
 	@echo "make fuzz    property tests with new examples, for SECONDS=300, or the one round of SEED="
 	@echo "make lint    ruff and its formatter"
 	@echo "make types   mypy --strict on the core"
@@ -28,6 +29,9 @@ serve: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: setup
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --everything $(ARGS)
 
 fuzz: setup
 	@$(BIN)/python tools/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \

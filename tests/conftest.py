@@ -14,12 +14,15 @@ import logging
 import os
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MODULM_CPU_THREADS", "1")
@@ -47,6 +50,62 @@ FAMILIES = ("modulm", "modulm_server", "uvicorn")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for the processes that they have started."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="also what make test samples: whole grids of the kernels at every level",
+    )
+
+
+#: Files whose tests share no fixture that takes long: any worker takes any test of them.
+SPLIT = frozenset(
+    {
+        "tests/distributed/test_plan_codec.py",
+        "tests/plugins/models/test_contract.py",
+        "tests/plugins/models/test_keys.py",
+        "tests/plugins/models/test_settings.py",
+        "tests/plugins/models/test_transformers.py",
+        "tests/plugins/models/test_variants.py",
+    }
+)
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Each file goes to one worker as a whole, so that its fixtures are made once; not SPLIT."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if file in SPLIT else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """`--dist loadfile` with SPLIT files; other ways of dealing tests out are xdist's own."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class FileTimes:
+    """How long each file takes, to be printed when all tests have run."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        slowest = sorted(self.seconds.items(), key=lambda entry: -entry[1])[:20]
+        if len(slowest) == 20:
+            terminalreporter.section("slowest 20 files")
+            for file, seconds in slowest:
+                terminalreporter.write_line(f"{seconds:7.1f}s {file}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FileTimes(), "file times")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,8 +164,10 @@ def logging_as_it_was() -> Iterator[None]:
 
 def untouch() -> None:
     for log in loggers():
-        # setLevel, not .level: only the method forgets what isEnabledFor() has cached.
-        log.setLevel(logging.WARNING if log is logging.root else logging.NOTSET)
+        level = logging.WARNING if log is logging.root else logging.NOTSET
+        # setLevel forgets what isEnabledFor() of all loggers has cached, which takes a while.
+        if log.level != level:
+            log.setLevel(level)
         log.propagate, log.disabled = True, False
         if log is not logging.root:
             log.handlers = []
