@@ -446,13 +446,12 @@ class ReplicaSet(EngineCoreClient):
         if self._replicas[index].mute:
             events = StepEvents(events.time, stats=events.stats)
         with self._lock:
-            router = self._router
-            if router is not None:
+            if (router := self._router) is not None:
                 router.record_tokens(index, events.requests)
                 for finish in events.finished:
                     router.record_end(finish.request)
-                if events.stats is not None:
-                    router.record_load(index, events.stats.running + events.stats.waiting)
+                if (stats := events.stats) is not None:
+                    router.record_load(index, stats.running + stats.waiting)
         self._tell(ReplicaEvents(index, events))
 
     # Called by front ends.
@@ -463,10 +462,9 @@ class ReplicaSet(EngineCoreClient):
 
     @property
     def down(self) -> EngineError | None:
-        if any(replica.up for replica in self._replicas):
-            return None
         reasons = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
-        return EngineStalled(f"no replica takes requests ({reasons})")
+        up = any(replica.up for replica in self._replicas)
+        return None if up else EngineStalled(f"no replica takes requests ({reasons})")
 
     def index(self, sequences: Sequence[str]) -> int:
         with self._lock:
