@@ -203,7 +203,7 @@ def test_errors_name_the_flag(args: list[str], phrases: list[str]) -> None:
         ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
         ("elsewhere", ["--default-mm-loras", "[not yet:", "[no effect:", "[refused:"], "--dtype,"),
         ("max-loras", ["--max-loras", "different adapters"], "--dtype"),
-        ("default-mm-loras", ["--default-mm-loras", "[not yet: adapters of"], "--dtype"),
+        ("default-mm-loras", ["--default-mm-loras", "[not yet: adapters chosen"], "--dtype"),
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
     ],
 )

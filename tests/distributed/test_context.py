@@ -76,7 +76,7 @@ def test_the_same_memory_holds_more_tokens(plugins, folder):
 @pytest.mark.parametrize(
     ("changes", "flags", "words"),
     [
-        ({}, {"tensor_parallel_size": 1}, "does not divide --tensor-parallel-size 1"),
+        ({}, {"tensor_parallel_size": 1}, "must divide --tensor-parallel-size 1"),
         ({"num_key_value_heads": 2}, {}, "no two ranks hold the same keys"),
         ({}, {"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size: does not divide"),
     ],
@@ -89,5 +89,5 @@ def test_what_cannot_be_shared_out_says_why(plugins, tmp_path, folder, changes, 
 
 def test_a_model_without_such_layers(plugins, tmp_path):
     model = make_tiny(tmp_path / "model", "Mamba2ForCausalLM")
-    with pytest.raises(ModulmError, match="decode_context_parallel_size: no layer of this model"):
+    with pytest.raises(ModulmError, match="decode_context_parallel_size: not supported, because no layer"):
         LLM(str(model), **FLAGS, **CUT)

@@ -64,8 +64,8 @@ EMBEDDERS = {
     "SmolLM3Model": "LAST",
 }
 REFUSED = {
-    "AlbertForSequenceClassification": "its head reads more than",
-    "EuroBertForSequenceClassification": "its head reads more than",
+    "AlbertForSequenceClassification": "a head that reads anything",
+    "EuroBertForSequenceClassification": "a head that reads anything",
 }
 
 

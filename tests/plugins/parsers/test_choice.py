@@ -391,7 +391,7 @@ def test_a_package_from_elsewhere_takes_part(elsewhere: Callable[..., Decision])
     assert "hermes fit as well; box_parser_0_" in equal.reason
     more = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>", "</tool_call>", "<tools>"]')
     assert more.winner == "box"
-    assert "would fit" not in more.reason
+    assert "fit as well" not in more.reason
     less = elsewhere('[tool_parsers.box]\nmarks = ["<tool_call>"]')
     assert less.winner == "hermes"
     assert Verdict("box", "fits less well: the chat template writes <tool_call>") in less.candidates

@@ -99,7 +99,7 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
         (
             [CacheSpec("a", STATE), CacheSpec("i", INDEX, follows="a")],
             (16,),
-            "no earlier attention layer",
+            "a is not an earlier attention layer",
         ),
         (
             [CacheSpec("a", evolve(SPEC, window=8)), CacheSpec("i", INDEX, follows="a")],
@@ -109,7 +109,7 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
         (
             [CacheSpec("a", SPEC), CacheSpec("i", INDEX, follows="a")],
             (16, 32),
-            "16 tokens per block, its backend reference takes 32",
+            "16 tokens per block, but its backend reference needs 32",
         ),
     ],
 )

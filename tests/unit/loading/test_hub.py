@@ -33,7 +33,7 @@ def config(**flags):
         ),
         (errors.RevisionNotFoundError("no", response=RESPONSE), "has no revision 'v9'"),
         (errors.LocalEntryNotFoundError("no"), "not in the local cache and the hub cannot be"),
-        (ConnectionError("no route"), "give a folder, or download it where there is a connection"),
+        (ConnectionError("no route"), "use a local folder, or download it with a connection"),
     ],
 )
 def test_each_failure_says_what_to_do(monkeypatch, error, message):
@@ -121,5 +121,5 @@ def test_the_commit_that_is_served_is_logged(monkeypatch, tmp_path, caplog, revi
     with caplog.at_level("INFO", logger="modulm"):
         open_checkpoint(config(revision=revision), current())
     messages = [record.getMessage() for record in caplog.records if "commit" in record.getMessage()]
-    wanted = "model someone/some-model is commit abc123; --revision names one that stays"
+    wanted = "model someone/some-model is at commit abc123; use --revision to pin it"
     assert messages == ([] if revision == "abc123" else [wanted])

@@ -104,7 +104,7 @@ def test_a_route_that_a_pattern_hides_is_an_error(install, engine) -> None:
     add(install, "b_hidden", "/mine/7")
     with (
         using(PluginManager()),
-        pytest.raises(PluginConflict, match="claimed by GET /mine/{number"),
+        pytest.raises(PluginConflict, match="conflicts with GET /mine/{number"),
     ):
         create_app(engine, EngineConfig.from_keywords(model="M"))
 
@@ -124,7 +124,7 @@ def test_a_family_that_exits_is_left_out(install, serve: Serve, caplog) -> None:
     install("modulm-leaves", points, {"mod_leaves": source})
     with serve() as client:
         assert client.get("/v1/models").status_code == 200
-    assert "routes leaves of modulm-leaves 1.0 are not served: SystemExit" in caplog.text
+    assert "Routes leaves of modulm-leaves 1.0 are not served: SystemExit" in caplog.text
 
 
 def test_a_hook_cannot_put_its_routes_in_front(install, serve: Serve, caplog) -> None:

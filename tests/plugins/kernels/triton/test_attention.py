@@ -232,7 +232,7 @@ def test_what_it_rejects(driver, on_triton, make):
         ({"kv_dtype": "int4"}, "not in int4"),
         ({"kv_dtype": "float16"}, "not in float16"),
         ({"dtype": "float64", "kv_dtype": "float64"}, "not in float64"),
-        ({"kv_dtype": "int8", "latent": 16, "kv_heads": 1}, "no latent"),
+        ({"kv_dtype": "int8", "latent": 16, "kv_heads": 1}, "latent (MLA)"),
         ({"head_dim": 1024}, "up to 576, not 1024"),
     ):
         assert reason in driver.refuses(evolve(SPEC, **changes), platform, on_triton)
