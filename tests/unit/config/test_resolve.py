@@ -283,7 +283,7 @@ def test_a_platform_refuses_options_that_it_has_not(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"platform": {"machine": {}}}, "no such kind; did you mean 'platforms'"),
+        ({"platform": {"machine": {}}}, "unknown kind; did you mean 'platforms'"),
         ({"platforms": {"machin": {}}}, "no installed plugin provides platform 'machin'"),
         ({"platforms": {"machine": {"speed": 1}}}, "takes no options, got speed"),
         ({"platforms": {"tunable": {"sped": 1}}}, "unknown option sped; there are speed"),

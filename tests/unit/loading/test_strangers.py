@@ -122,7 +122,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
     ("make", "off", "expected"),
     [
         (lora, "", ("LoRA adapter", "owner/Base", "--enable-lora --lora-modules NAME=PATH")),
-        (diffusion, "", ("diffusion pipeline", "models that write text")),
+        (diffusion, "", ("diffusion pipeline", "only text models are supported")),
         (of(**SPEECH), "", ("speech model", "transcripts")),
         (of(**SPEECH), "-modulm-transformers", ("speech model", "transcripts")),
         (of(**WHISPER), "-modulm-whisper", ("speech model", "pip install modulm-whisper")),
@@ -133,7 +133,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
          ("encoder-decoder", "no package")),
         (without("*token*"), "", ("no tokenizer", "--tokenizer", "--skip-tokenizer-init")),
         (without("config.json"), "", ("config.json", "--hf-config-path")),
-        (without("*"), "", ("config.json", "no checkpoint")),
+        (without("*"), "", ("config.json", "not a checkpoint")),
         (without("*.safetensors"), "", ("no weights",)),
         (pickled, "-modulm-loader-pt", ("no weights", "pip install modulm-loader-pt")),
         (one_file("model.bin", b"\x80\x02"), "-modulm-loader-pt",
@@ -143,7 +143,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
         (gguf_folder, "-modulm-quant-gguf", ("config.json", "pip install modulm-quant-gguf")),
         (one_file("model.gguf", b"GGUF" + bytes(20)), "", ("version 0",)),
         (one_file("model.onnx", b"abc"), "", ("no weights",)),
-        (weights_alone, "", ("give the folder that it is in",)),
+        (weights_alone, "", ("use the folder that contains it",)),
         *((stored(method), f"-modulm-quant-{method}",
            (method, "not quantized", f"pip install modulm-quant-{method}"))
           for method in ("awq", "gptq", "fp8", "bitsandbytes")),

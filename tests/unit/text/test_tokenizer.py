@@ -202,7 +202,7 @@ def test_a_catastrophic_expression_is_the_requests_error(tmp_path: Path) -> None
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("ab") == [0, 1]
     for length in (40, 5000):
-        with pytest.raises(RequestError, match="cannot read the text"):
+        with pytest.raises(RequestError, match="cannot encode the text"):
             tokenizer.encode("a" * length + "b")
 
 
@@ -212,7 +212,7 @@ def test_a_tokenizer_of_a_size_that_takes_minutes_is_not_read(folder: Path, tmp_
     large.write_bytes((folder / "tokenizer.json").read_bytes())
     with large.open("r+b") as file:
         file.truncate((128 << 20) + 1)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: has 128 MiB; tokenizers of up to"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: has 128 MiB; at most"):
         load_tokenizer(tmp_path)
 
 
