@@ -23,7 +23,7 @@ from modulm_server.engine.adapters import _stamp as stamp
 from modulm_server.scripted import ScriptedEngine, scripted_info
 from modulm_server.testing import Live, error_of
 
-SLOTS = {"adapters": 2}
+SLOTS = {"parts": {"adapters": {"slots": 2}}}
 ASKED = [{"role": "user", "content": "Hello"}]
 
 
@@ -394,7 +394,7 @@ def test_the_hub_is_asked_only_for_what_the_operator_names(
     for wrong in ("*", "*/*", "us", "us/o*"):
         with pytest.raises(ConfigError, match="owner"):
             EngineConfig.from_keywords(lora_resolver_repos=[wrong])
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         start(enable_lora=True, lora_resolver_folder=str(folder / "nowhere"))
 
 

@@ -213,10 +213,10 @@ def test_a_look_while_a_file_is_kept(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(keep) for _ in range(2)]
         while not all(future.done() for future in futures):
-            files.of("me")
+            files.list_owned("me")
         for future in futures:
             future.result()
-    assert len(files.of("me")) == 600
+    assert len(files.list_owned("me")) == 600
 
 
 def test_limits_are_flags(make_server: ServerMaker) -> None:
@@ -260,7 +260,7 @@ def test_ages_of_files_are_of_a_clock_that_never_jumps(tmp_path: Path) -> None:
         table = {**json.loads(card.read_bytes()), "made": time.time_ns() - age * 1_000_000_000}
         card.write_text(json.dumps(table))
         fresh = store.FileStore(tmp_path, 9, 1 << 20, lasting=True)
-        assert bool(fresh.of("me")) is there
+        assert bool(fresh.list_owned("me")) is there
 
 
 def test_a_batch_is_its_table() -> None:

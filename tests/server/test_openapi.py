@@ -44,7 +44,7 @@ def check(answer: Any, label: str) -> None:
 
 def test_what_the_description_allows_is_answered(make_server: ServerMaker, rounds: int) -> None:
     live = make_server(
-        info={"tasks": ("generate", "embed", "classify", "score"), "adapters": 2},
+        info={"tasks": ("generate", "embed", "classify", "score"), "parts": {"adapters": {"slots": 2}}},
         enable_lora=True, allow_runtime_lora_updating=True,
     )  # fmt: skip
     logging.getLogger("schemathesis").setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ def test_types_become_shapes() -> None:
         "type": "array",
         "items": {"anyOf": [{"$ref": f"#/components/schemas/{HERE}.Loose"}, {"type": "null"}]},
     }
-    loose, branch, leaf = (shapes.named[f"{HERE}.{name}"] for name in KNOWN)
+    loose, branch, leaf = (shapes.definitions[f"{HERE}.{name}"] for name in KNOWN)
     assert loose["required"] == []
     assert loose["properties"]["branches"]["additionalProperties"] == {
         "$ref": f"#/components/schemas/{HERE}.Branch.Leaf"

@@ -126,11 +126,11 @@ def test_two_hosts_are_refused_everywhere(live: Live, locked: Live) -> None:
         assert server.raw(head + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
-def check(host: str, **flags: Any) -> int:
+def check(host_header: str, **flags: Any) -> int:
     """The status of a request with this Host; 200 where the check lets it through."""
     keys = bool(flags.get("api_key"))
     config = EngineConfig.from_keywords(**flags).group(ServerConfig)
-    scope = {"method": "GET", "headers": [(b"host", host.encode())]}
+    scope = {"method": "GET", "headers": [(b"host", host_header.encode())]}
     try:
         HostCheck.of(config, keys).check(scope)
     except ApiError as error:

@@ -145,7 +145,7 @@ def test_a_hit_gives_what_a_miss_gives(reusing, lengths, seed):
 
 
 def test_states_of_another_mode_are_refused(hybrid):
-    with pytest.raises(UnsupportedError, match="align: not yet"):
+    with pytest.raises(UnsupportedError, match="align is not supported yet"):
         LLM(str(hybrid), **{**LONG, "mamba_cache_mode": "align"})
     with pytest.raises(ConfigError, match="multiple of 64"):
         LLM(str(hybrid), **{**LONG, "mamba_block_size": 100})

@@ -46,7 +46,7 @@ def test_old_gpus_are_refused(cpu, monkeypatch):
 
     monkeypatch.setattr(devices, "interpreting", lambda: False)
     monkeypatch.setattr(devices, "target", lambda: ("cuda", "75"))
-    assert "capability 8.0, this one has 7.5" in TritonKernels.probe(Old).reason
+    assert "capability 8.0, but this one has 7.5" in TritonKernels.probe(Old).reason
 
 
 def test_bfloat16_is_refused_where_it_would_be_wrong(monkeypatch):
