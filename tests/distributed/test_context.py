@@ -89,5 +89,5 @@ def test_what_cannot_be_shared_out_says_why(plugins, tmp_path, folder, changes, 
 
 def test_a_model_without_such_layers(plugins, tmp_path):
     model = make_tiny(tmp_path / "model", "Mamba2ForCausalLM")
-    with pytest.raises(ModulmError, match="decode_context_parallel_size: not supported, because no layer"):
+    with pytest.raises(ModulmError, match="not supported, because no layer"):
         LLM(str(model), **FLAGS, **CUT)

@@ -44,7 +44,10 @@ def check(answer: Any, label: str) -> None:
 
 def test_what_the_description_allows_is_answered(make_server: ServerMaker, rounds: int) -> None:
     live = make_server(
-        info={"tasks": ("generate", "embed", "classify", "score"), "parts": {"adapters": {"slots": 2}}},
+        info={
+            "tasks": ("generate", "embed", "classify", "score"),
+            "parts": {"adapters": {"slots": 2}},
+        },
         enable_lora=True, allow_runtime_lora_updating=True,
     )  # fmt: skip
     logging.getLogger("schemathesis").setLevel(logging.ERROR)
