@@ -209,7 +209,7 @@ def test_explain_says_where_the_length_comes_from(folder: Path) -> None:
     add_modules(folder, ["Transformer", "Pooling"], {})
     write(folder / "sentence_bert_config.json", {"max_seq_length": 24})
     shown = CliRunner().invoke(command, [str(folder)]).output
-    assert "max_model_len: 24 (the checkpoint's files name it for pooling" in shown
+    assert "max_model_len: 24 (the checkpoint's pooling configuration" in shown
 
 
 def test_the_length_of_newer_folders(folder: Path) -> None:

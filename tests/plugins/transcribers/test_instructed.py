@@ -121,7 +121,7 @@ def test_a_real_engine_transcribes_the_pieces_of_a_long_sound(folder: Path) -> N
         events = list(client.audio.transcriptions.create(**form, stream=True, extra_body=few))
         with pytest.raises(openai.BadRequestError, match="no timestamps"):
             client.audio.transcriptions.create(**form, response_format="srt")
-        with pytest.raises(openai.BadRequestError, match="is none of de, en, es"):
+        with pytest.raises(openai.BadRequestError, match="is not one of de, en, es"):
             client.audio.transcriptions.create(**{**form, "language": "pt"})
     assert whole.text
     last: Any = events[-1]
