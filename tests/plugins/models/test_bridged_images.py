@@ -97,7 +97,7 @@ def test_a_kind_that_the_processor_does_not_know(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Gemma3", "both directions"), ("Molmo2", "both directions"), ("Llama4", "chunked_attention")],
+    [("Gemma3", "bidirectional"), ("Molmo2", "bidirectional"), ("Llama4", "chunked_attention")],
 )
 def test_what_it_would_get_wrong_is_refused(name, message):
     settings = getattr(hf, f"{name}Config")().to_dict()
