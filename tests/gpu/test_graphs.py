@@ -215,8 +215,8 @@ def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:
             flags["max_num_batched_tokens"] = 999
             flags |= {"cudagraph_capture_sizes": (2, 4), "cudagraph_mode": "FULL_DECODE_ONLY"}
             built = worker(folders["Qwen3ForCausalLM"], **flags)
-            ((_, _, _, blocks),) = built.capacity.groups
-            blocks_by_size[size] = blocks, built.runner._forward.recordings
+            (group,) = built.capacity.groups
+            blocks_by_size[size] = group.blocks, built.runner._forward.recordings
             block = built.runner.builder.caches[0][0].nbytes * len(built.runner.builder.caches)
             built.close()
         TapeGraphs.each = 0

@@ -540,6 +540,9 @@ class StepPart(ABC):
         """
         return None
 
+    def unload(self) -> None:
+        """The worker releases the model: drop what belongs to it. Runners are closed already."""
+
     # Values as msgpack takes them; the defaults are for values that are plain already.
 
     def pack_plan(self, value: Any) -> Any:

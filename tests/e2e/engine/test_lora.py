@@ -70,10 +70,11 @@ def test_recorded_steps_are_those_that_run_call_by_call(place, llm, adapters):
             assert answers(llm, PROMPTS, lora_request=loras) == answers(
                 eager, PROMPTS, lora_request=loras
             )
-    assert runner._adapted is not runner._forward
-    if runner.platform.device.type == "cpu" and hasattr(runner._adapted, "_programs"):
-        assert runner._adapted._programs
-        assert runner._adapted.reason is None
+    adapted = runner._recordings["adapters"]
+    assert adapted is not runner._forward
+    if runner.platform.device.type == "cpu" and hasattr(adapted, "_programs"):
+        assert adapted._programs
+        assert adapted.reason is None
 
 
 def test_an_activated_adapter_is_the_models_own_before_its_tokens(place, llm):

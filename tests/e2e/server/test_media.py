@@ -183,7 +183,7 @@ SOUND = base64.b64encode(sound_file(tone(0.1))).decode()
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("media_part", "message"),
     [
         (part("https://169.254.169.254/latest/"), "no public address"),
         (part("file:///etc/passwd"), "no such file"),
@@ -198,8 +198,8 @@ SOUND = base64.b64encode(sound_file(tone(0.1))).decode()
         ({"type": "image_url", "image_url": {"url": None}}, "url is expected"),
         ({"type": "image_url", "image_url": 5}, "url is expected"),
         ({"type": "image_url", "image_url": data_url(PICTURES[0]), "uuid": ""}, "uuid"),
-        ({"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}, "no audio"),
-        ({"type": "video_url", "video_url": {"url": "https://x.org/a.mp4"}}, "no video"),
+        ({"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}, "does not support audio"),
+        ({"type": "video_url", "video_url": {"url": "https://x.org/a.mp4"}}, "does not support video"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(

@@ -34,7 +34,7 @@ def test_steps_that_verify_are_recorded(folder) -> None:
         with LLM(folder, num_gpu_blocks_override=40, **SIZES, **flags) as llm:
             requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]
             llm.generate(requests, GREEDY, use_tqdm=False)
-            forward = llm._core.executor._made.runner._forward
+            forward = llm._core.executor._worker.runner._forward
             assert forward.reason is None
             steps = [program.inputs.step for program in forward._programs.values()]
             sizes = {(len(s.query_starts) - 1, len(s.tokens)) for s in steps}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
 from modulm_speculation.draft_model import DraftModel
+from modulm_speculation.step.planner import DraftPlanner
 
 HIDDEN, INNER, HEADS, KV, WORDS, SMALL = 64, 96, 4, 2, 512, 200
 DIM, EPS, THETA = HIDDEN // HEADS, 1e-5, 10000.0
@@ -157,19 +159,20 @@ def target(tmp_path_factory):
 def run(folder, prompts=PROMPTS, **flags):
     """Tokens of all prompts; each text that was drafted for, with its drafts."""
     proposals: list[tuple[list[int], list[int]]] = []
-    with LLM(folder, **{"num_gpu_blocks_override": 60, **SIZES, **flags}) as llm:
-        drafting, table = (llm._core.loop.scheduler.drafting, llm._core.loop.scheduler.table)
-        plain = drafting.propose
+    settle = DraftPlanner.settle
 
-        def propose(drafts, rows):
-            alive = set(rows.tolist())
-            proposals.extend(
-                (table.history(row).tolist(), tokens.tolist())
-                for row, tokens in drafts.items() if row in alive
-            )  # fmt: skip
-            plain(drafts, rows)
+    def recorded(planner, rows, ends, owners):
+        alive = set(owners.tolist())
+        proposals.extend(
+            (planner._table.history(row).tolist(), tokens.tolist())
+            for row, tokens in planner._proposals.items() if row in alive
+        )  # fmt: skip
+        settle(planner, rows, ends, owners)
 
-        drafting.propose = propose
+    with (
+        patch.object(DraftPlanner, "settle", recorded),
+        LLM(folder, **{"num_gpu_blocks_override": 60, **SIZES, **flags}) as llm,
+    ):
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = [o.outputs[0].token_ids for o in llm.generate(requests, GREEDY, use_tqdm=False)]
     return answers, proposals

@@ -194,7 +194,7 @@ class Worker:
         """Release the caches, and the weights from level 2 on."""
         self._close_runner()
         if level > 1:
-            self._loaded = None
+            self._unload()
         gc.collect()
         self._platform.empty_cache()
 
@@ -210,12 +210,17 @@ class Worker:
             self._thread = None
         self._close_runner()
         self._grammars.close()
-        self._loaded = None
+        self._unload()
 
     def _close_runner(self) -> None:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+    def _unload(self) -> None:
+        for part in self.parts:
+            part.unload()
+        self._loaded = None
 
     def _open_compiler(self) -> ConstraintCompiler:
         checkpoint = open_checkpoint(self.config, self._plugins)

@@ -69,5 +69,8 @@ class DraftsPart(StepPart):
             self._made = built.loaded, drafter
         return drafter
 
+    def unload(self) -> None:
+        self._made = None, None
+
     def pack_report(self, value: dict[int, Any]) -> Any:
         return value
