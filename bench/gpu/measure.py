@@ -138,6 +138,8 @@ def kernels(setup: Setup) -> None:
     if setup.tiny:
         which = ["tests/plugins/kernels/triton/test_rms_norm.py"]
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *which]
+    if not setup.tiny:
+        words += ["-n", str(min(os.cpu_count() or 1, 12))]
     done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
     if done.returncode:
@@ -146,7 +148,9 @@ def kernels(setup: Setup) -> None:
 
 
 def families(setup: Setup) -> None:
-    """Log probabilities of prompts and decodes in bf16 on the GPU against fp32 on the CPU."""
+    """Probabilities of prompts and decodes in bf16 on the GPU against fp32 on the CPU. bf16 itself
+    may send a token to another expert: twice the difference that it makes on the CPU is allowed.
+    """
     from modulm.testing.checkpoints import make_tiny
     from modulm.testing.session import Session
 
@@ -154,13 +158,19 @@ def families(setup: Setup) -> None:
         folder = make_tiny(setup.place / f"tiny-{name}", name)
         own = {"device": "cpu", "kernels": "none"} if setup.tiny else {"device": setup.device}
         found = []
-        for flags in ({"device": "cpu", "dtype": "float32"}, {**own, "dtype": "bfloat16"}):
+        plain = {"device": "cpu", "kernels": "none"}
+        for flags in (
+            {**plain, "dtype": "float32"},
+            {**plain, "dtype": "bfloat16"},
+            {**own, "dtype": "bfloat16"},
+        ):
             session = Session(folder, max_model_len=64, **flags)
             steps = [session.step({0: [5, 6, 7, 8], 1: [9, 10]}), session.step({0: [11], 1: [12]})]
             found.append(torch.cat([s[row].float().cpu() for s in steps for row in (0, 1)]))
-        worst = (found[0].exp() - found[1].exp()).abs().max().item()
-        setup.line(f"{name}: largest difference of a probability", worst, "", aim=0.05)
-        if not worst < 0.05:
+        rounding, worst = ((found[0].exp() - f.exp()).abs().max().item() for f in found[1:])
+        most = max(0.05, 2 * rounding)
+        setup.line(f"{name}: largest difference of a probability", worst, "", aim=most)
+        if not worst < most:
             raise AssertionError(f"{name} differs by {worst} in bf16")
 
 
@@ -387,7 +397,9 @@ def cold(setup: Setup) -> None:
     words = [sys.executable, "-c", code, model, "cpu" if setup.tiny else setup.device]
     for turn in ("first start (kernels compile)", "second start"):
         began = time.perf_counter()
-        subprocess.run(words, check=True, capture_output=True, timeout=150)
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=150)
+        if done.returncode:
+            raise AssertionError(done.stderr[-1500:])
         setup.line(f"8B from disk, first token: {turn}", time.perf_counter() - began, "s", aim=25)
         if setup.tiny:
             break

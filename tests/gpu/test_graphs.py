@@ -192,7 +192,11 @@ def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
         built.wake_up()
         assert torch.equal(decoded(built.runner), first)
         assert built.runner._forward.recordings == 6
+        watch()
+        Watched.refs["weight"] = weakref.ref(next(built.runner.model.parameters()))
+        GraphPlatform.recorder = GraphPlatform.graphs = None
         built.close()
+        assert not any(alive.values())
 
 
 def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:

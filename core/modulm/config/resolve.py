@@ -308,7 +308,12 @@ def _scaling_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def _steps(state: _Open, platform: Platform, use: Use) -> _Open:
-    """Decide the maximum number of sequences and tokens per step."""
+    """Decide the maximum number of sequences and tokens per step, and whether steps overlap."""
+    if platform.queued:
+        reason = (
+            f"work on {platform.name} is queued: the next step is planned behind the one before"
+        )
+        state = state.settle("async_scheduling", True, reason)
     chunked = state.config.scheduler.enable_chunked_prefill
     if chunked is None:
         state = state.decide("enable_chunked_prefill", True, "any prompt may be split across steps")

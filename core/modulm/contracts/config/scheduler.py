@@ -62,7 +62,9 @@ class SchedulerConfig(FlagGroup):
         0.0, "Share of blocks kept free when a request is admitted.", unit="fraction", least=0.0,
         most=1.0,
     )  # fmt: skip
-    async_scheduling: bool | None = flag(None, "Plan a step while the one before runs.")
+    async_scheduling: bool | None = flag(
+        None, "Plan a step while the one before runs; by default on devices that queue work."
+    )
     stream_interval: int = flag(
         1, "Tokens gathered before a streamed answer sends them.", unit="tokens", least=1
     )

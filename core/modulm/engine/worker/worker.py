@@ -195,8 +195,7 @@ class Worker:
         self._close_runner()
         if level > 1:
             self._unload()
-        gc.collect()
-        self._platform.empty_cache()
+        self._release_memory()
 
     def wake_up(self) -> None:
         """Load and allocate what `sleep` released."""
@@ -211,6 +210,13 @@ class Worker:
         self._close_runner()
         self._grammars.close()
         self._unload()
+        if self._platform.queued:
+            self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Recordings and hooks hold each other, and caches with them, until they are collected."""
+        gc.collect()
+        self._platform.empty_cache()
 
     def _close_runner(self) -> None:
         if self._runner is not None:
