@@ -40,7 +40,6 @@ ROOMS = (
     ("kv_cache",),
     ("scheduling",),
     ("sampling",),
-    ("structured_output",),
     ("worker",),
     ("core",),
 )

@@ -18,6 +18,7 @@ from attrs import field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
     from typing import Self
 
     import numpy as np
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
         RowLogprobs,
         RowStart,
     )
+    from modulm.contracts.grammar import Grammar
     from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Batch, CacheSpec, Model
     from modulm.contracts.requests import Request
+    from modulm.contracts.sampling import StructuredOutputs
 
 __all__ = [
     "API",
@@ -449,6 +452,12 @@ class PartRunner:
     def admit(self, start: RowStart, value: Any) -> None:
         """A row starts; value: of `PartPlanner.row_value`. A ModulmError ends the row alone."""
 
+    def grammar(self, start: RowStart) -> Grammar | None:
+        """What the tokens of a row that starts are held to; None: nothing. Called after `admit`,
+        on ranks that give results. What it raises ends the row alone.
+        """
+        return None
+
     def release(self, row: int) -> None:
         """The row is gone; unknown ones are ignored."""
 
@@ -542,6 +551,21 @@ class StepPart(ABC):
 
     def unload(self) -> None:
         """The worker releases the model: drop what belongs to it. Runners are closed already."""
+
+    def close(self) -> None:
+        """The worker is closed; may be called twice."""
+
+    # Requests that the worker is told of before they have a row, and until they have ended.
+
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None] | None:
+        """Get ready for a request whose text is constrained, beside the steps (see
+        `Executor.prepare`); None: another part does. Raises QueueFull; any other trouble is the
+        future's.
+        """
+        return None
+
+    def forget(self, request: str) -> None:
+        """A request that was prepared has ended, or will not come; unknown ones are ignored."""
 
     # Values as msgpack takes them; the defaults are for values that are plain already.
 

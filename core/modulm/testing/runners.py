@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modulm.contracts.step_part import BuiltModel
 from modulm.engine.parts import open_runners
-from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.loading import load_model, open_checkpoint
 from modulm.parallel import Mesh
@@ -24,7 +23,6 @@ def open_runner(
     config: EngineConfig,
     plugins: PluginManager,
     *,
-    grammars: Any = None,
     connector: KVConnector | None = None,
 ) -> ModelRunner:
     """The runner of a checkpoint, with the installed step parts and those of the connector."""
@@ -39,6 +37,5 @@ def open_runner(
         loaded,
         platform,
         plugins,
-        grammars or RequestGrammars(lambda: None),  # type: ignore[arg-type, return-value]
         parts=open_runners(step_parts(connector), built),
     )

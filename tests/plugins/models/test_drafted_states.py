@@ -9,7 +9,6 @@ import torch
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan
 from modulm.engine.kv_cache.manager import KVCacheManager
-from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
@@ -24,11 +23,6 @@ KERNELS = {
 PROMPT = [5, 99, 7, 30, 2, 2, 41, 8, 8]
 
 
-class NoGrammars(RequestGrammars):
-    def __init__(self) -> None:
-        pass
-
-
 class Rows:
     """Runs plans of one row on the model, with the tables of a real KV cache manager."""
 
@@ -40,7 +34,7 @@ class Rows:
         plugins = manager.current()
         platform = plugins.load("platforms", "cpu")()
         loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
-        self.runner = ModelRunner(config, loaded, platform, plugins, NoGrammars())
+        self.runner = ModelRunner(config, loaded, platform, plugins)
         self.invariant = bool(config.model.batch_invariant)
         self.cache = KVCacheManager(self.runner.capacity, 4)
         self.computed: dict[int, int] = {}

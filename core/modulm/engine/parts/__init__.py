@@ -1,7 +1,4 @@
-"""Step parts: those of the core, and how an engine finds its own.
-
-Other features bring theirs in their own distributions (group `modulm.step_parts`).
-"""
+"""How an engine finds its step parts, which distributions bring (group `modulm.step_parts`)."""
 
 from __future__ import annotations
 

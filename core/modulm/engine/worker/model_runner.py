@@ -24,7 +24,7 @@ from modulm.contracts.executor import (
     StepResult,
 )
 from modulm.contracts.kernels import RecordedForward
-from modulm.contracts.sampling import PoolingParams
+from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.contracts.step_part import (
     DIRECT,
     PartRunner,
@@ -41,16 +41,22 @@ from modulm.engine.worker.prompt_scorer import PromptScorer
 from modulm.engine.worker.runner_hooks import RunnerHooks
 from modulm.engine.worker.running_step import RunningStep
 from modulm.engine.worker.verified import last_of, verified_of
-from modulm.errors import ConfigError, EngineError, ModulmError, RequestError
+from modulm.errors import (
+    ConfigError,
+    EngineError,
+    ModulmError,
+    RequestError,
+    UnsupportedError,
+)
 from modulm.loading.cache_groups import CacheGroup, extended
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
+    from modulm.contracts.grammar import Grammar
     from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Batch, CacheSpec, Model
     from modulm.contracts.platform import Platform
-    from modulm.engine.structured_output.compiler import RequestGrammars
     from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
 
@@ -72,7 +78,6 @@ class ModelRunner:
         loaded: Loaded,
         platform: Platform,
         plugins: PluginManager,
-        grammars: RequestGrammars,
         *,
         parts: Mapping[str, PartRunner] | None = None,
         sizing: Sizing | None = None,
@@ -131,7 +136,6 @@ class ModelRunner:
             platform=platform,
             amend=self.hooks.amend_layout,
         )
-        self._grammars = grammars
         self.sampler = Sampler(
             loaded.ops,
             platform,
@@ -476,15 +480,21 @@ class ModelRunner:
         self._scorer.admit(start, params)
         if not self._mesh.gives:
             return
-        constraint = params.structured_outputs
         try:
-            grammar = None if constraint is None else self._grammars.of(start, constraint)
-            self.sampler.admit(start, params, grammar)
+            self.sampler.admit(start, params, self._grammar(start, params))
         except Exception as error:
             self.sampler.release(start.row)
             message = f"the request could not be started: {error}"[:300]
             field = (error.param or "") if isinstance(error, RequestError) else None
             self._failed[start.row] = RowFailure(message, field)
+
+    def _grammar(self, start: RowStart, params: SamplingParams) -> Grammar | None:
+        """What a part holds the row to. Raises UnsupportedError if none does, but one has to."""
+        grammars = (grammar(start) for grammar in self.hooks.grammar)
+        found = next((grammar for grammar in grammars if grammar is not None), None)
+        if found is None and params.structured_outputs is not None:
+            raise UnsupportedError("no step part applies structured_outputs")
+        return found
 
 
 def _check(config: EngineConfig, model: Model) -> tuple[int, int]:

@@ -26,6 +26,7 @@ class RunnerHooks:
         self.amend_batch = overridden(runners, "amend_batch")
         self.width = overridden(runners, "width")
         self.verify = overridden(runners, "verify")
+        self.grammar = overridden(runners, "grammar")
         self.prepare = _named(parts, "prepare")
         self.admit = _named(parts, "admit")
         self.begin = _named(parts, "begin")

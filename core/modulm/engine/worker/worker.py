@@ -1,4 +1,4 @@
-"""A worker: one device's model, caches, sampler and grammars, built from a configuration.
+"""A worker: one device's model, caches, sampler and step parts, built from a configuration.
 
 Executors carry plans to a worker and results back, from wherever the engine runs.
 """
@@ -14,14 +14,12 @@ from modulm.config.resolve import choose_platform
 from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.contracts.step_part import BuiltModel
 from modulm.engine.parts import open_parts, open_runners
-from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.sampling.logits_processors import class_at
-from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
 from modulm.engine.worker.model_runner import ModelRunner
-from modulm.errors import EngineError, RequestError, UnsupportedError
+from modulm.errors import EngineError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
-from modulm.loading.tokenizer import open_tokenizer
 from modulm.parallel import Mesh
+from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.contracts.step_part import StepPart
     from modulm.engine.kv_cache.sizing import Sizing
-    from modulm.engine.structured_output.compiler import ConstraintCompiler
     from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
 
@@ -78,7 +75,6 @@ class Worker:
             self._platform.bind(binding)
         self._platform.start(threads=config.device.cpu_threads)
         self._mesh = Mesh() if open_mesh is None else open_mesh(self._platform)
-        self._grammars = RequestGrammars(self._open_compiler)
         self._loaded: Loaded | None = None
         self._runner: ModelRunner | None = None
         self._sizing: Sizing | None = None
@@ -116,7 +112,6 @@ class Worker:
             loaded,
             self._platform,
             self._plugins,
-            self._grammars,
             parts=open_runners(self.parts, built),
             sizing=self._sizing,
             mesh=self._mesh,
@@ -161,11 +156,17 @@ class Worker:
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
         """See `Executor.prepare`."""
-        return self._grammars.prepare(request, constraint)
+        ready = (part.prepare(request, constraint) for part in self.parts)
+        future = next((each for each in ready if each is not None), None)
+        if future is None:
+            package = "modulm-structured-output"
+            raise UnsupportedError(f"constraints on text need {package}{to_install(package)}")
+        return future
 
     def forget(self, request: str) -> None:
         """See `Executor.forget`."""
-        self._grammars.forget(request)
+        for part in self.parts:
+            part.forget(request)
 
     def add_adapter(self, name: str, path: Path) -> None:
         """See `Executor.add_adapter`."""
@@ -208,8 +209,9 @@ class Worker:
             self._thread.shutdown(wait=True)
             self._thread = None
         self._close_runner()
-        self._grammars.close()
         self._unload()
+        for part in self.parts:
+            part.close()
         if self._platform.queued:
             self._release_memory()
 
@@ -227,13 +229,3 @@ class Worker:
         for part in self.parts:
             part.unload()
         self._loaded = None
-
-    def _open_compiler(self) -> ConstraintCompiler:
-        checkpoint = open_checkpoint(self.config, self._plugins)
-        tokenizer = open_tokenizer(self.config, str(checkpoint.path))
-        if tokenizer is None:
-            raise RequestError("structured outputs need a tokenizer", "structured_outputs")
-        eos = end_ids(self.config, checkpoint.generation_config, checkpoint.config)
-        stops = tuple(dict.fromkeys((*tokenizer.stop_ids, *eos)))
-        vocabulary = self.capacity.vocabulary
-        return open_compiler(self.config, tokenizer, vocabulary, stops, self._plugins)

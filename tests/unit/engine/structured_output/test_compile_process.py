@@ -13,12 +13,12 @@ import pytest
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.contracts.tokenizer import Tokenizer
-from modulm.engine.structured_output.compiler import ConstraintCompiler, open_compiler
 from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.tokenizer import load_tokenizer
+from modulm_structured_output.compiler import ConstraintCompiler, open_compiler
 
 #: A backend that does what the expression says; "pid" tells which process compiles.
 BACKEND = """

@@ -13,12 +13,12 @@ from modulm.config import EngineConfig
 from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
 from modulm.contracts.parser import ParseContext
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.structured_output.compiler import GrammarCompiler, open_compiler
-from modulm.engine.structured_output.reasoning import AfterReasoning, breaks_of, openers_of
 from modulm.errors import QueueFull, RequestError, UnsupportedError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.text.tokenizer import load_tokenizer
+from modulm_structured_output.compiler import GrammarCompiler, open_compiler
+from modulm_structured_output.reasoning import AfterReasoning, breaks_of, openers_of
 
 V = 64
 

@@ -7,20 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
-from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from modulm.engine.parts.pooling import PoolingRunner
-from modulm.engine.structured_output.compiler import RequestGrammars
+from modulm.contracts.sampling import PoolingParams, SamplingParams
+from modulm.contracts.step_part import PartRunner
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
 from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm_pooler_standard.rows import PoolerConfig, StandardRows
+from modulm_pooling.part import PoolingRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[5, 99, 7, 300, 2, 2, 41], [17], list(range(100, 140)), [8] * 21]
@@ -36,14 +35,14 @@ def oracle(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-class Grammars(RequestGrammars):
+class Grammars(PartRunner):
     """Gives what is in `known`."""
 
     def __init__(self) -> None:
         self.known: dict[str, object] = {}
 
-    def of(self, start, constraint):
-        return self.known[start.request]
+    def grammar(self, start):
+        return self.known.get(start.request)
 
 
 def new_runner(folder, pooler=None, **flags) -> ModelRunner:
@@ -59,11 +58,11 @@ def new_runner(folder, pooler=None, **flags) -> ModelRunner:
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
     loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
-    parts = {}
+    parts = {"grammars": Grammars()}
     if pooler is not None:
         made = SimpleNamespace(rows=lambda pooling, logits, layers: StandardRows(pooler, logits))
         parts["pooling"] = PoolingRunner(SimpleNamespace(pooler=made, pooling={}, layers=()))
-    return ModelRunner(config, loaded, platform, plugins, Grammars(), parts=parts)
+    return ModelRunner(config, loaded, platform, plugins, parts=parts)
 
 
 def pooled_arrays(result) -> dict[int, np.ndarray]:
@@ -217,9 +216,8 @@ def test_a_row_that_cannot_start_fails_alone(rows, oracle) -> None:
         def matcher(self):
             raise RuntimeError("broken on purpose")
 
-    rows.runner._grammars.known["r0"] = Broken()
-    held = evolve(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
-    rows.admit(0, PROMPTS[0], held)
+    rows.runner.parts["grammars"].known["r0"] = Broken()
+    rows.admit(0, PROMPTS[0])
     rows.admit(1, PROMPTS[1])
     result = rows.step({0: 7, 1: 1})
     assert result.accepted.tolist() == [0, 1]

@@ -6,7 +6,6 @@ import pytest
 
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
-from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
@@ -46,8 +45,7 @@ def made(folder, platform) -> tuple[ModelRunner, list[tuple[int, int, int]]]:
         return forward(batch)
 
     loaded.model.forward = watched
-    grammars = RequestGrammars(lambda: None)
-    return ModelRunner(config, loaded, platform, plugins, grammars), seen
+    return ModelRunner(config, loaded, platform, plugins), seen
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GraniteMoeHybridForCausalLM"])

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.structured_output.backends import as_request_error, compile_by, open_backends
 from modulm.errors import ModulmError, RequestError
 from modulm.loading.tokenizer import open_tokenizer
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.wire import frames
+from modulm_structured_output.backends import as_request_error, compile_by, open_backends
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig

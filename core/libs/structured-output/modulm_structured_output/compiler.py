@@ -24,21 +24,21 @@ from attrs import asdict, evolve, frozen
 
 from modulm.contracts.grammar import Grammar, GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.structured_output.backends import (
-    as_request_error,
-    check_size,
-    compile_by,
-    is_ordinary,
-    open_backends,
-)
-from modulm.engine.structured_output.compile_process import CompileProcesses
-from modulm.engine.structured_output.reasoning import Gate, gate_for
 from modulm.errors import (
     ModulmError,
     PluginError,
     QueueFull,
     RequestError,
 )
+from modulm_structured_output.backends import (
+    as_request_error,
+    check_size,
+    compile_by,
+    is_ordinary,
+    open_backends,
+)
+from modulm_structured_output.compile_process import CompileProcesses
+from modulm_structured_output.reasoning import Gate, gate_for
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig

@@ -1,0 +1,1 @@
+"""Structured output: constraints on text, compiled beside the steps, applied to the logits."""

@@ -1,1 +1,0 @@
-"""Constraints on text: compiled beside the steps, applied to the logits."""
