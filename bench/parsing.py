@@ -19,9 +19,9 @@ from modulm.contracts.parser import ParseContext
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_parsing import message_parser
 from modulm_parsing.examples import TOOLS, WEATHER
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 _TOKEN = re.compile(r"<[^<>\s]{1,40}>| ?\w{1,7}|\s+|[^\w\s]{1,3}")
 LIMIT = 3.0

@@ -21,10 +21,10 @@ from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_frontend.input_processor import InputProcessor
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},

@@ -21,12 +21,12 @@ from modulm.config import EngineConfig
 from modulm.config.schema.catalog import catalog
 from modulm.contracts.flags import Kind
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_cli.options import FlagCommand
 from modulm_server.app import create_app
 from modulm_server.engine.metrics import Metrics
 from modulm_server.metrics import HttpMetrics
 from modulm_server.scripted import ScriptedEngine, scripted_info
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -97,9 +97,9 @@ def test_it_is_explained(plugins: PluginManager, checkpoint: Path, capsys) -> No
 
 def test_the_server_has_its_route(plugins: PluginManager, tmp_path: Path) -> None:
     from modulm.testing.checkpoints import make_tokenizer
-    from modulm.text.tokenizer import load_tokenizer
     from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
     from modulm_server.testing import serve_in_thread
+    from modulm_tokenizers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer"))
     engine = ScriptedEngine(tokenizer, lambda prompt, params: Reply(), scripted_info(tokenizer))

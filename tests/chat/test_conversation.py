@@ -13,9 +13,9 @@ from attrs import evolve
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat.conversation import content_format, encode_chat, load_template, render
 from modulm_chat.templates import MAX_TEMPLATE, TemplateFailed, check_template, execute
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "

@@ -12,10 +12,10 @@ from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError, RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat.conversation import content_format, load_template, render
 from modulm_chat.named_templates import ChatTemplate, named_template, template_name
 from modulm_parsing import parse
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 #: Tokens that end a turn: they are not part of what a model's text is read from.
 ENDS = (

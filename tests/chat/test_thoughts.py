@@ -9,8 +9,8 @@ import pytest
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import render
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 def reading_template(name: str) -> str:

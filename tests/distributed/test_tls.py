@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from modulm.errors import EngineError
-from modulm.wire import frames
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.tls import Connection, TlsContexts, TlsSession, tls_contexts
+from modulm_wire import frames
 
 SECRET = b"a secret of two machines"
 

@@ -20,10 +20,10 @@ import pytest
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, EngineDead, EngineError
 from modulm.plugins.manager import PluginManager
-from modulm.wire import frames
 from modulm_distributed.tls import TlsSession, tls_contexts
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess, connect
+from modulm_wire import frames
 
 SECRET = "a secret of two machines"
 

@@ -15,8 +15,8 @@ from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead, RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 _TOKENIZERS: dict[str, Tokenizer] = {}
 

@@ -28,9 +28,8 @@ LAYERS = (
     ("contracts",),
     ("plugins",),
     ("config",),
-    ("wire",),
     ("ops", "parallel"),
-    ("nn", "text", "loading"),
+    ("nn", "loading"),
     ("engine",),
     ("cli", "parsing", "__main__"),
 )

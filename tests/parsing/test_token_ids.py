@@ -6,10 +6,10 @@ from transformers import AutoTokenizer
 
 from modulm.contracts.parser import ParseContext, ToolStart
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.detokenizer import Detokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_parsing import assemble, merge, message_parser
 from modulm_parsing.examples import TOOLS
+from modulm_tokenizers.detokenizer import Detokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<tool_call>"}}\n</tool_call>'
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"]

@@ -14,12 +14,12 @@ from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_ray_serve.affinity import Route
 from modulm_ray_serve.ingress import Front, Served
 from modulm_ray_serve.replica import Call, ModelReplica, _Answer
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 class Replica(ModelReplica):

@@ -23,10 +23,10 @@ from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_server.app import Served
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -240,7 +240,7 @@ def http(live: Live) -> Iterator[httpx.Client]:
 PROCESS = """
 import sys
 from modulm.config import EngineConfig
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_server.app import create_app
 from modulm_server.flags import ServerConfig
 from modulm_server.logs import configure_logging

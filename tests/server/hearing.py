@@ -18,10 +18,10 @@ from tests.speech.whisper import whisper_words
 from modulm.config import EngineConfig
 from modulm.contracts.media import MediaItem
 from modulm.contracts.outputs import Logprob
-from modulm.text.tokenizer import load_tokenizer
 from modulm_media import MediaPrompt
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 __all__ = ["LEVELS", "Hears", "serve_ears", "sound", "wav"]
 

@@ -15,10 +15,10 @@ from tests.media.files import image_file, shade, sound_file, tone, video_file
 from tests.server.browser import BROWSER, Browser
 
 from modulm.config import EngineConfig
-from modulm.text.tokenizer import load_tokenizer
 from modulm_media import Media, MediaFamily, MediaReader, Processed, Sound, Video
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import images
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")

@@ -33,11 +33,11 @@ from modulm.errors import (
     RequestError,
 )
 from modulm.plugins import manager
-from modulm.wire import frames
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import AdapterRegistry
 from modulm_server.engine.engine_process import _SocketServer, split
 from modulm_server.flags import ServerConfig
+from modulm_wire import frames
 
 
 def crossed(value: object) -> object:

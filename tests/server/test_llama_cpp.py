@@ -23,11 +23,11 @@ from modulm.config.sources import keywords
 from modulm.contracts.sampling import RowView, SamplingParams
 from modulm.errors import RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_logits_recent_penalties import RecentPenalties
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.scripted import ScriptedEngine
 from modulm_server.testing import Live, serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 def client_of(live: Live) -> LlamaCppClient:

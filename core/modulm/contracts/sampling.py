@@ -98,8 +98,8 @@ class SamplingParams(metaclass=_Suggests):
     `logprobs=k` asks for the k best tokens beside the chosen one, -1 for the whole vocabulary.
     `speculative`: how many tokens may be drafted in a step, False (or 0) for none, True (or None)
     for as many as pay; no answer changes.
-    Ranges that do not depend on the model are checked by `modulm.engine.sampling.validation`, which
-    names the field in a RequestError; making the value never fails on a range.
+    Front ends check ranges, with a RequestError that names the field; making the value never fails
+    on a range.
     """
 
     n: int = 1

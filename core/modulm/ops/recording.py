@@ -59,8 +59,7 @@ class FixedInputs(Generic[StepT]):
 
     def put(self, step: StepT) -> None:
         """Take the numbers of another step of the same signature."""
-        for held, given in zip(self._tensors, step.tensors(), strict=True):
-            held.copy_(given, non_blocking=True)
+        torch._foreach_copy_(self._tensors, list(step.tensors()), non_blocking=True)
         for index, (held, given) in enumerate(zip(self._tables, step.tables(), strict=True)):
             width, before = given.shape[1], self._widths[index]
             held[:, :width].copy_(given, non_blocking=True)

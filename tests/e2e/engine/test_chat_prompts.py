@@ -7,9 +7,9 @@ from pathlib import Path
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.testing.checkpoints import make_tiny
-from modulm.text.tokenizer import load_tokenizer
 from modulm_server.scripted import ScriptedEngine
 from modulm_server.testing import serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},

@@ -22,10 +22,10 @@ from transformers.utils import ModelOutput
 from websockets.sync.client import connect
 
 import modulm
-from modulm.text.tokenizer import load_tokenizer
 from modulm_media import Sound
 from modulm_speech import Transcriber, Wanted
 from modulm_speech.cutting import pieces
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import sounds
 from modulm_transcriber_whisper import WhisperTranscriber
 

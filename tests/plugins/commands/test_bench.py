@@ -24,11 +24,11 @@ from starlette.routing import Route
 
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
-from modulm.text.tokenizer import load_tokenizer
 from modulm_command_bench.command import command
 from modulm_command_bench.figures import Timed, compare, figures, parse_goodput
 from modulm_command_bench.load import Schedule, Target, arrivals, run
 from modulm_command_bench.samples import Recipe, Sample, make_samples
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

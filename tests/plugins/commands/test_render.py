@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import encode_chat
 from modulm_command_render.command import command
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hé 你!"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

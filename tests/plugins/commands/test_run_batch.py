@@ -22,11 +22,11 @@ import pytest
 
 from modulm.config import EngineConfig
 from modulm.testing.checkpoints import make_tiny, make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_command_run_batch.batch import EngineGone, Line, answer_all, read_line, read_lines
 from modulm_command_run_batch.files import Answers, check_files, open_lines_of
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.grammars import allowed, takes, wander
-from modulm.text.tokenizer import load_tokenizer
 from modulm_structured_output.compiler import GrammarCompiler
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 VOCABULARY = 520
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from modulm import LLM, EngineConfig, SamplingParams, StructuredOutputs
-from modulm.engine.sampling.validation import check
 from modulm.errors import ConfigError, RequestError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.drafters import FakeDrafter, drafting_executor, mixed
-from modulm.text.tokenizer import load_tokenizer
+from modulm_frontend.validation import check
 from modulm_logits_thinking_budget.processor import Reading, Row, ThinkingBudget
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 THINKING = "<|im_start|>assistant\n<think>\n"
 SHARED = "One two three four five six seven eight nine ten. " * 3

@@ -11,7 +11,7 @@ import torch
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 TOKENS = [5, 77, 130, 9, 301]
 CODE = """\

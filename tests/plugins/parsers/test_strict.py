@@ -14,9 +14,9 @@ from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.testing.grammars import allowed, wander
-from modulm.text.tokenizer import load_tokenizer
 from modulm_parsing import MessageParser, assemble
 from modulm_parsing.examples import TOOLS, WEATHER
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 VOCABULARY = 512
 POINT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from modulm import LLM, SamplingParams
-from modulm.engine.sampling.validation import problem
+from modulm.engine.sampling.field_rules import problem
 from modulm.errors import ConfigError
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}

@@ -12,7 +12,6 @@ from modulm.contracts.parser import ParseContext
 from modulm.errors import RequestError
 from modulm.testing import kit
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import render
 from modulm_parser_deepseek.encodings import (
     DeepseekV4Tokenizer,
@@ -20,6 +19,7 @@ from modulm_parser_deepseek.encodings import (
     DeepseekV41Tokenizer,
 )
 from modulm_parsing import parse
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LOADERS = (DeepseekV32Tokenizer, DeepseekV4Tokenizer, DeepseekV41Tokenizer)

@@ -27,14 +27,14 @@ from modulm.errors import CheckpointError, ConfigError, RequestError
 from modulm.plugins import manager
 from modulm.testing import kit
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.detokenizer import Detokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import encode_chat, render
 from modulm_parsing import parse
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import serve_in_thread
 from modulm_tokenizer_mistral import MistralTokenizerLoader, tokenizer_file
+from modulm_tokenizers.detokenizer import Detokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 CONTROL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",

@@ -16,12 +16,12 @@ from tests.plugins.models.test_audio import FAMILIES
 
 from modulm.config import EngineConfig
 from modulm.plugins import manager
-from modulm.text.tokenizer import load_tokenizer
 from modulm_media import Sound
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import Live, serve_in_thread
 from modulm_speech import Wanted
 from modulm_speech.instructed import InstructedTranscriber
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import SoundFamily, sounds, write_family
 from modulm_transcriber_instructed import Flamingo, QwenAudio, QwenOmni
 from modulm_transcriber_voxtral import VoxtralTranscriber

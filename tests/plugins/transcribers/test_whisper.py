@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.speech.whisper import whisper_words
 
-from modulm.text.tokenizer import load_tokenizer
 from modulm_media import Sound
 from modulm_speech import Segment, Wanted
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_transcriber_whisper import WhisperTranscriber
 
 SOUND = Sound(np.ones(16000, np.float32), 16000)

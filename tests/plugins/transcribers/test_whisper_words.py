@@ -11,7 +11,7 @@ from tests.speech.whisper import whisper_words
 from transformers.models.whisper import generation_whisper, tokenization_whisper
 
 from modulm.contracts.tokenizer import Tokenizer
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_transcriber_whisper.words import UNSPACED, end_frames, group_words
 from modulm_whisper.alignment_rows import median
 

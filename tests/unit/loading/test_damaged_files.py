@@ -18,9 +18,9 @@ from modulm.errors import ModulmError
 from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny, make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat.conversation import encode_chat
 from modulm_chat.templates import TemplateFailed, execute
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 VALUES = (
     None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.0, 1e-300, 1e300, float("nan"), float("inf"),

@@ -13,10 +13,10 @@ from modulm.errors import PluginConflict
 from modulm.plugins import PluginManager
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 FAMILY = """
     from fastapi import APIRouter

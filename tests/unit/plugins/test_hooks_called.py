@@ -267,10 +267,10 @@ def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
 
 def test_server(watcher: Watcher, tmp_path: Path) -> None:
     from modulm.testing.checkpoints import make_tokenizer
-    from modulm.text.tokenizer import load_tokenizer
     from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
     from modulm_server.serve import banner
     from modulm_server.testing import serve_in_thread
+    from modulm_tokenizers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(make_tokenizer(tmp_path))
     engine = ScriptedEngine(tokenizer, lambda prompt, params: Reply(), scripted_info(tokenizer))

@@ -17,7 +17,7 @@ from modulm.errors import ConfigError, PluginBroken, PluginConflict, PluginError
 from modulm.plugins import Declaration, PluginManager, hookimpl, register
 from modulm.plugins.files import load_file
 from modulm.plugins.manager import configure, current, using
-from modulm.wire import frames
+from modulm_wire import frames
 
 
 class Last(Policy):

@@ -13,7 +13,7 @@ from tokenizers import processors
 
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 WORDS = st.lists(
     st.sampled_from(["the", "capital", "of", "France", "Paris", "yes", "12"]),

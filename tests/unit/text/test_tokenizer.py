@@ -14,8 +14,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, ConfigError, PluginNotFound, RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.detokenizer import Detokenizer
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.detokenizer import Detokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 VOCAB = 512
 

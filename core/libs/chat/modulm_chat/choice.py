@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from modulm.contracts.decision import Decision
 from modulm.plugins.defaults import choose_tokenizer
-from modulm.text.tokenizer import tokenizer_settings
+from modulm_tokenizers.tokenizer import tokenizer_settings
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig

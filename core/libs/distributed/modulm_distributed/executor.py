@@ -28,12 +28,12 @@ from modulm.contracts.executor import (
 from modulm.engine.parts import open_parts
 from modulm.errors import EngineDead, EngineError, ModulmError, PluginConflict
 from modulm.plugins import manager
-from modulm.wire import frames
-from modulm.wire.packing import changed
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.ring import Ring, wait
 from modulm_distributed.rounds import Rounds
+from modulm_wire import frames
+from modulm_wire.packing import changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

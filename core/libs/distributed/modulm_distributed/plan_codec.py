@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from modulm.contracts.executor import PartReport, Plan, RowFailure, RowStart, StepResult
-from modulm.wire.packing import (
+from modulm_wire.packing import (
     decode,
     encode,
     pack_logprobs,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from modulm.errors import EngineError
-from modulm.wire import frames
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,12 +16,12 @@ from modulm.config.environ import isolated
 from modulm.engine.worker.worker import Worker
 from modulm.testing.connectors import FakeConnector
 from modulm.testing.engines import step_parts
-from modulm.wire import frames
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.mesh import RankSpec
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.worker_process import serve
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -39,13 +39,13 @@ from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import ConfigError, EngineError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
-from modulm.wire import frames
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.replica_experts import ReplicaExperts
 from modulm_distributed.ring import SPIN, Ring, wait
 from modulm_distributed.stream import FrameStream
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

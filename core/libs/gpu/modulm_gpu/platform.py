@@ -127,7 +127,7 @@ class GpuPlatform(Platform):
             yield
 
     def staging(self) -> Staging:
-        return PinnedStaging(self.runtime, self.device, self.streams.copies)
+        return PinnedStaging(self.runtime, self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         return PinnedTransfer(self.runtime, tensors, self.streams.copies)

@@ -1,8 +1,9 @@
-"""Asynchronous copies between host and device, on a separate stream."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,56 +16,74 @@ __all__ = ["PinnedStaging", "PinnedTransfer"]
 
 #: Number of alternating host buffers; a buffer is reused when its copy, this many calls ago, is
 #: done.
-_BUFFERS = 4
+_BUFFERS = 16
 _ALIGNMENT = 16
 
 
 class _Buffer:
+    """Pinned host memory and the event of the last copy from it."""
+
     def __init__(self, runtime: Runtime) -> None:
-        self.host = torch.empty(0, dtype=torch.uint8)
+        self._runtime = runtime
         self.copied: Any = runtime.module.Event()
+        self.reserve(0)
+
+    def reserve(self, size: int) -> None:
+        """Have room for `size` bytes."""
+        self.pinned = self._runtime.pinned((2 * size,), torch.uint8)
+        self.array = self.pinned.numpy()
 
 
 class PinnedStaging(Staging):
-    """Copies all arrays of a call at once from pinned memory, asynchronously.
+    """Copies all arrays of a call at once from pinned memory, in the order of the device's work.
 
-    Work launched afterwards waits for the copy on the device.
+    A step sends some kilobytes: a stream of their own would cost the host more than it saves.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device, copies: Stream) -> None:
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
         super().__init__(device)
-        self._runtime, self._copies = runtime, copies
         self._buffers = [_Buffer(runtime) for _ in range(_BUFFERS)]
         self._turn = 0
 
     def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
-        sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-        sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources]
-        starts = np.cumsum([0, *sizes]).tolist()
+        starts, size = [], 0
+        for array in arrays:
+            starts.append(size)
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % _BUFFERS
         buffer.copied.synchronize()
-        if buffer.host.numel() < starts[-1]:
-            buffer.host = self._runtime.pinned((2 * starts[-1],), torch.uint8)
-        for start, source in zip(starts, sources, strict=False):
-            _part(buffer.host, start, source).copy_(source)
-        module = self._runtime.module
-        working = module.current_stream()
-        with module.stream(self._copies):
-            whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-            whole.copy_(buffer.host[: starts[-1]], non_blocking=True)
-            buffer.copied.record()
-        # The memory belongs to the copy stream; it must not be reused before the work is done.
-        working.wait_event(buffer.copied)
-        self._runtime.used_by(whole, working)
-        return tuple(
-            _part(whole, start, source) for start, source in zip(starts, sources, strict=False)
-        )
+        if len(buffer.array) < size:
+            buffer.reserve(size)
+        for start, array in zip(starts, arrays, strict=True):
+            place = buffer.array[start : start + array.nbytes]
+            place.view(array.dtype).reshape(array.shape)[...] = array
+        whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+        whole.copy_(buffer.pinned[:size], non_blocking=True)
+        buffer.copied.record()
+        typed: dict[np.dtype[Any], torch.Tensor] = {}
+        sent = []
+        for start, array in zip(starts, arrays, strict=True):
+            base = typed.get(array.dtype)
+            if base is None:
+                base = typed[array.dtype] = whole.view(_torch_dtype(array.dtype))
+            shape = array.shape
+            strides = (1,) if len(shape) == 1 else _strides(shape)
+            sent.append(base.as_strided(shape, strides, start // array.itemsize))
+        return tuple(sent)
 
 
-def _part(whole: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of `whole` from `start` on, as a tensor like `like`."""
-    return whole[start : start + like.nbytes].view(like.dtype).view(like.shape)
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
 
 
 class PinnedTransfer(Transfer):

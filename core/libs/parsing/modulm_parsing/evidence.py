@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.loading import stored_tokenizer
-from modulm.text.tokenizer import chat_templates, tokenizer_settings
+from modulm_tokenizers.tokenizer import chat_templates, tokenizer_settings
 
 if TYPE_CHECKING:
     from modulm.contracts.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from modulm.errors import ConfigError, ModulmError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

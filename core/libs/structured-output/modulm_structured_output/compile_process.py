@@ -22,11 +22,11 @@ import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import ModulmError, RequestError
-from modulm.loading.tokenizer import open_tokenizer
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
-from modulm.wire import frames
 from modulm_structured_output.backends import as_request_error, compile_by, open_backends
+from modulm_tokenizers.tokenizer import open_tokenizer
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig

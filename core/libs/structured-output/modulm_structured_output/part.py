@@ -55,8 +55,8 @@ class StructuredOutputPart(StepPart):
         """Raises RequestError without a tokenizer, UnsupportedError without a backend."""
         from modulm.engine.sampling.defaults import end_ids
         from modulm.loading import open_checkpoint
-        from modulm.loading.tokenizer import open_tokenizer
         from modulm_structured_output.compiler import open_compiler
+        from modulm_tokenizers.tokenizer import open_tokenizer
 
         config = self._config
         checkpoint = open_checkpoint(config, self._plugins)

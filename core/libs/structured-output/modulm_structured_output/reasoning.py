@@ -9,7 +9,7 @@ import numpy as np
 
 from modulm.contracts.grammar import Grammar, Matcher
 from modulm.contracts.parser import Content, ParseContext, ReasoningParser
-from modulm.text.detokenizer import Detokenizer
+from modulm_tokenizers.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig

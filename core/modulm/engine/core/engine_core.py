@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -27,11 +26,9 @@ from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import resolve_checkpoint
-from modulm.loading.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
-    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["EngineCore", "limits_of"]
@@ -143,11 +140,6 @@ class EngineCore:
             self._notify("modulm_engine_stopping")
         self.loop.stop()
         self.executor.stop()
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; loaded when first asked for."""
-        return open_tokenizer(self.config, self.info.path)
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:

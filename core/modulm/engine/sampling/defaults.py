@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modulm.engine.sampling.validation import problem
+from modulm.engine.sampling.field_rules import problem
 from modulm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

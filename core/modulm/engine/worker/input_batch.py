@@ -120,6 +120,8 @@ class BatchBuilder:
         # Where work is queued the last tokens stay on the device, elsewhere this is a view.
         self._last = torch.full((rows,), PENDING, dtype=torch.int64, device=platform.device)
         self._last_here = None if self._queued else self._last.numpy()
+        # Rows that were kept last and, where work is queued, the same on the device.
+        self._kept: tuple[np.ndarray, torch.Tensor | None] = (np.zeros(0, np.int64), None)
         self._limit = tokens
         self._ramp = np.arange(max(tokens, rows) + 1, dtype=np.int64)
         self._tokens = np.zeros(tokens, dtype=np.int64)
@@ -190,7 +192,11 @@ class BatchBuilder:
         found, *tensors = self._staging.send((tokens, positions, query_starts, sample, *holes))
         if holes:
             at, of = tensors[3:]
-            found[at] = self._last[of].clamp(min=0)
+            last = self._last[of].clamp_(min=0)
+            if len(of) == count:
+                found = last
+            else:
+                found[at] = last
         return Batch(
             tokens=found,
             positions=tensors[0],
@@ -207,10 +213,14 @@ class BatchBuilder:
             tokens = chosen if isinstance(chosen, np.ndarray) else chosen.tokens()
             self._last_here[rows] = tokens
             return
+        before, at = self._kept
+        if at is None or not np.array_equal(rows, before):
+            at = self._staging.send((rows.astype(np.int64),))[0].clone()
+            self._kept = rows.copy(), at
         if isinstance(chosen, np.ndarray):
-            at, last = self._staging.send((rows.astype(np.int64), chosen))
+            (last,) = self._staging.send((chosen,))
         else:
-            (at,), last = self._staging.send((rows.astype(np.int64),)), chosen.device
+            last = chosen.device
         self._last[at] = last
 
     def share(self, plan: Plan, mesh: Mesh) -> None:

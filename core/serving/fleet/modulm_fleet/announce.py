@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.errors import ConfigError, EngineDead, EngineError
-from modulm.wire import frames
 from modulm_distributed.tls import tls_contexts
 from modulm_fleet.flags import FleetConfig
 from modulm_fleet.secret import keep_alive, read_secret, secret_file
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

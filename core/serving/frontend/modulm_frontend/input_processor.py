@@ -16,13 +16,6 @@ from modulm.contracts.outputs import Position, RequestOutput
 from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
-from modulm.engine.sampling.validation import (
-    bad_word_ids,
-    check,
-    check_pooling,
-    check_prompt,
-    truncated,
-)
 from modulm.errors import EngineError, RequestError
 from modulm.loading.pooling import open_pooler
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
@@ -36,6 +29,13 @@ from modulm_frontend.prompt_media import (
     pair_contents,
     placed_media,
     split_prompt,
+)
+from modulm_frontend.validation import (
+    bad_word_ids,
+    check,
+    check_pooling,
+    check_prompt,
+    truncated,
 )
 from modulm_media import Media, MediaReader
 from modulm_media.flags import MediaConfig

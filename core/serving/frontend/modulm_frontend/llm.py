@@ -44,6 +44,7 @@ from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
+from modulm_tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -87,7 +88,7 @@ class LLM:
         plugins = manager.current()
         self._core = EngineCore(config, plugins, self, "offline")
         self.info = self._core.info
-        self.tokenizer = self._core.tokenizer
+        self.tokenizer = open_tokenizer(self.info.config, self.info.path)
         processors = processor_classes(config.model.logits_processors, plugins)
         self._input_processor = InputProcessor(self.info, self.tokenizer, plugins, processors)
         listeners = plugins.gather("modulm_request_listeners", config=config)

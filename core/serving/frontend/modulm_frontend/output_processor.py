@@ -31,9 +31,9 @@ from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.errors import RequestError
-from modulm.text.detokenizer import Detokenizer
 from modulm_frontend.origin import request_origin
 from modulm_frontend.stops import StopScanner
+from modulm_tokenizers.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer

@@ -44,7 +44,7 @@ class RequestLimits:
     """Maximum counts within a request. The body's size is a flag of the server.
 
     The limits bound the work per request and are far above what clients send. For limits of
-    sampling fields see `modulm.engine.sampling.validation`.
+    sampling fields see `modulm_frontend.validation`.
     """
 
     nodes: int = 1 << 19

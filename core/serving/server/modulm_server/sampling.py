@@ -129,7 +129,7 @@ def sampling_params(
     """Build the engine's parameters. defaults: from the model's generation config.
 
     Lists, texts and what depends on the model (vocabulary, context length) are checked by
-    `modulm.engine.sampling.validation`. Raises ApiError(400) naming the field.
+    `modulm_frontend.validation`. Raises ApiError(400) naming the field.
     """
     reject_unsupported(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
     if body.prompt_logprobs is not None and body.stream:

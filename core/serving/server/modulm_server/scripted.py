@@ -20,12 +20,12 @@ from modulm.contracts.requests import Finish, PromptLike, StepStats
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.engine.sampling.logits_processors import processor_classes
-from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
 from modulm.errors import EngineDead, EngineError, NotFound, RequestError, UnsupportedError
 from modulm.plugins import manager
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_frontend.output_processor import Choice
 from modulm_frontend.prompt_embeds import check_embeds
+from modulm_frontend.validation import check, check_pooling, check_prompt, truncated
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.client import EngineClient
 from modulm_server.engine.metrics import Metrics

@@ -162,8 +162,8 @@ def throughput(
 
 def _tokenizer(config: EngineConfig) -> Any:
     from modulm.loading import open_checkpoint
-    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import current
+    from modulm_tokenizers.tokenizer import open_tokenizer
 
     path = config.model.tokenizer or str(open_checkpoint(config, current()).path)
     return open_tokenizer(config, path)

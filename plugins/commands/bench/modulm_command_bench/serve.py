@@ -171,8 +171,8 @@ def _tokenizer(settings: Settings, model: str) -> Any:
     """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
     from modulm.errors import ModulmError
     from modulm.loading import open_checkpoint
-    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import current
+    from modulm_tokenizers.tokenizer import open_tokenizer
 
     name = settings.tokenizer or settings.model or model
     config = EngineConfig.from_keywords(

@@ -94,7 +94,7 @@ def _run_files(tool: str | None, reasoning: str | None) -> None:
 def _tokenizer(folder: str | None) -> Any:
     if folder is None:
         return None
-    from modulm.text.tokenizer import load_tokenizer
+    from modulm_tokenizers.tokenizer import load_tokenizer
 
     return load_tokenizer(folder)
 

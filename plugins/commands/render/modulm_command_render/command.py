@@ -178,8 +178,8 @@ def _parsed(what: str, text: str) -> Any:
 
 def _tokenizer(draft: Draft) -> Tokenizer:
     from modulm.loading.checkpoint import open_checkpoint
-    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import manager
+    from modulm_tokenizers.tokenizer import open_tokenizer
 
     path = open_checkpoint(draft.config, manager.current()).path
     tokenizer = open_tokenizer(draft.config, str(path))
@@ -190,7 +190,7 @@ def _tokenizer(draft: Draft) -> Tokenizer:
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     """Yield the text that each token adds; empty for incomplete characters."""
-    from modulm.text.detokenizer import Detokenizer
+    from modulm_tokenizers.detokenizer import Detokenizer
 
     stream = Detokenizer(tokenizer, skip_special_tokens=False)
     for position, index in enumerate(ids, 1):

@@ -13,6 +13,7 @@ from modulm.plugins import manager
 from modulm_frontend.input_processor import InputProcessor
 from modulm_frontend.lora import OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_tokenizers.tokenizer import open_tokenizer
 from modulm_vllm.failures import as_vllm, refuse
 from modulm_vllm.params import native, native_adapter
 
@@ -96,7 +97,7 @@ class LLMEngine:
         with as_vllm():
             self._core = EngineCore(config, plugins, self, "offline")
         self.info = self._core.info
-        self._tokenizer = self._core.tokenizer
+        self._tokenizer = open_tokenizer(self.info.config, self.info.path)
         processors = processor_classes(config.model.logits_processors, plugins)
         self._inputs = InputProcessor(self.info, self._tokenizer, plugins, processors)
         listeners = plugins.gather("modulm_request_listeners", config=config)

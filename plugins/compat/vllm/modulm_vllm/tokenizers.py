@@ -6,7 +6,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 __all__ = ["AnyTokenizer", "get_tokenizer", "that_can_be_awaited"]
 

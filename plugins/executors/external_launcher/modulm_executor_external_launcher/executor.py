@@ -24,14 +24,14 @@ from modulm.errors import ConfigError, EngineDead, EngineError, ModulmError
 from modulm.parallel import Mesh
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
-from modulm.wire import frames
-from modulm.wire.packing import encode
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_executor_external_launcher.launched import Launched
+from modulm_wire import frames
+from modulm_wire.packing import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -65,9 +65,9 @@ class Rank:
 
 def _connect(address: str, secret: bytes, rank: int) -> FrameStream:
     """A connection to the executor, which learns that this is `rank`. Raises OSError."""
-    from modulm.wire import frames
     from modulm_distributed.stream import FrameStream
     from modulm_distributed.tls import TlsSession, tls_contexts
+    from modulm_wire import frames
 
     if address.startswith("/"):
         peer = socket.socket(socket.AF_UNIX)

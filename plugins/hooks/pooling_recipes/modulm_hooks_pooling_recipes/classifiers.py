@@ -14,9 +14,9 @@ from attrs import field, frozen
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading import stored_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_hooks_pooling_recipes.files import read_object
 from modulm_hooks_pooling_recipes.sentence import SentenceModule
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.checkpoint import Checkpoint

@@ -14,6 +14,9 @@ from modulm.plugins.options import structure
 
 __all__ = ["DummyConfig", "DummyLoader"]
 
+#: Numbers of the pool: a prime, so that no two rows of a matrix are the same.
+_POOL = 4_194_301
+
 
 @frozen
 class DummyConfig:
@@ -24,7 +27,11 @@ class DummyConfig:
 
 
 class DummyLoader(WeightLoader):
-    """Generates each weight that the model declares. Reads only config.json and the tokenizer."""
+    """Generates each weight that the model declares. Reads only config.json and the tokenizer.
+
+    A matrix repeats the numbers of one pool from a place of its own: drawing billions would take
+    minutes.
+    """
 
     name = "dummy"
     api = 1
@@ -48,12 +55,29 @@ class DummyLoader(WeightLoader):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(self.config.seed)
+        pool = torch.empty(_POOL).normal_(0.0, self.config.std, generator=generator)
+        pools = {torch.float32: pool}
         for name, wanted in self._wanted.items():
-            yield name, self._invent(wanted, generator)
+            yield name, self._invent(wanted, generator, pools)
 
-    def _invent(self, wanted: StoredTensor, generator: torch.Generator) -> torch.Tensor:
+    def _invent(
+        self,
+        wanted: StoredTensor,
+        generator: torch.Generator,
+        pools: dict[torch.dtype, torch.Tensor],
+    ) -> torch.Tensor:
         tensor = torch.empty(wanted.shape, dtype=getattr(torch, wanted.dtype))
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return tensor.zero_()
-        centre = 1.0 if tensor.dim() < 2 else 0.0
-        return tensor.normal_(centre, self.config.std, generator=generator)
+        if tensor.dim() < 2:
+            return tensor.normal_(1.0, self.config.std, generator=generator)
+        pool = pools.get(tensor.dtype)
+        if pool is None:
+            pool = pools[tensor.dtype] = pools[torch.float32].to(tensor.dtype)
+        start = int(torch.randint(len(pool), (), generator=generator))
+        flat, at = tensor.view(-1), 0
+        while at < len(flat):
+            part = pool[start : start + len(flat) - at]
+            flat[at : at + len(part)] = part
+            start, at = 0, at + len(part)
+        return tensor

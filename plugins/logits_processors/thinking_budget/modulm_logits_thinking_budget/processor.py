@@ -16,14 +16,14 @@ from attrs import define, field
 
 from modulm.contracts.parser import ParseContext, ReasoningParser
 from modulm.contracts.sampling import LogitsProcessor, RowView, SamplingParams
-from modulm.engine.sampling.validation import check_ids
+from modulm.engine.sampling.field_rules import check_ids
 from modulm.errors import ConfigError, RequestError
 from modulm.loading import open_checkpoint
-from modulm.loading.tokenizer import open_tokenizer
 from modulm.plugins import manager
-from modulm.text.detokenizer import Detokenizer
 from modulm_logits_thinking_budget.flags import ReasoningConfig
 from modulm_parsing import MessageParser, Thoughts, message_parser
+from modulm_tokenizers.detokenizer import Detokenizer
+from modulm_tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     import torch

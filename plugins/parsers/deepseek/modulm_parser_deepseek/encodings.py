@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from modulm.contracts.tokenizer_loader import TokenizerLoader
-from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import ChatTemplate
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

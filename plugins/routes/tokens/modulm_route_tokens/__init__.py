@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
-from modulm.text.detokenizer import piece_bytes
 from modulm_server.constraints import check_tools
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, request_docs
@@ -18,6 +17,7 @@ from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
+from modulm_tokenizers.detokenizer import piece_bytes
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer

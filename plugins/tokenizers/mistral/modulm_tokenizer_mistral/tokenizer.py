@@ -12,8 +12,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from modulm.contracts.tokenizer import Codec, Tokenizer
 from modulm.errors import CheckpointError
-from modulm.text.tokenizer import stop_ids
 from modulm_tokenizer_mistral.messages import MistralChatEncoder
+from modulm_tokenizers.tokenizer import stop_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

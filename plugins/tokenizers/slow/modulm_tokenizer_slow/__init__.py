@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.tokenizer import Codec
 from modulm.contracts.tokenizer_loader import TokenizerLoader
-from modulm.text.tokenizer import (
+from modulm_tokenizers.tokenizer import (
     build_tokenizer,
     open_transformers,
     refuse_code,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from modulm.engine.sampling.validation import (
+from modulm.errors import ContextLengthExceeded, RequestError
+from modulm.testing.checkpoints import make_tiny
+from modulm_frontend.validation import (
     bad_word_ids,
     check,
     check_pooling,
     check_prompt,
     truncated,
 )
-from modulm.errors import ContextLengthExceeded, RequestError
-from modulm.testing.checkpoints import make_tiny
-from modulm.text.tokenizer import load_tokenizer
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 V, CONTEXT = 500, 256
 

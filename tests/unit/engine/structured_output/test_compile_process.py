@@ -17,8 +17,8 @@ from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import load_tokenizer
 from modulm_structured_output.compiler import ConstraintCompiler, open_compiler
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 #: A backend that does what the expression says; "pid" tells which process compiles.
 BACKEND = """

@@ -16,9 +16,9 @@ from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import QueueFull, RequestError, UnsupportedError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
-from modulm.text.tokenizer import load_tokenizer
 from modulm_structured_output.compiler import GrammarCompiler, open_compiler
 from modulm_structured_output.reasoning import AfterReasoning, breaks_of, openers_of
+from modulm_tokenizers.tokenizer import load_tokenizer
 
 V = 64
 

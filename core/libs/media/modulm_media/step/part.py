@@ -39,12 +39,12 @@ class MediaPart(StepPart):
         return EncodePlan(tuple(map(tuple, items)), rows, tuple(drop))
 
     def pack_row(self, value: MediaRow) -> Any:
-        from modulm.wire.packing import pack_media
+        from modulm_wire.packing import pack_media
 
         return [pack_media(value.items), value.positions, value.offset]
 
     def unpack_row(self, packed: Any) -> MediaRow:
-        from modulm.wire.packing import unpack_media
+        from modulm_wire.packing import unpack_media
 
         items, positions, offset = packed
         return MediaRow(unpack_media(items), positions, offset)

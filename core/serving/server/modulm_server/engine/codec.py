@@ -13,14 +13,14 @@ import attrs
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.pooling import TextRules
 from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
-from modulm.wire.frames import (
+from modulm_wire.frames import (
     pack_config,
     pack_error,
     unpack_config,
     unpack_description,
     unpack_error,
 )
-from modulm.wire.packing import (
+from modulm_wire.packing import (
     pack_logprobs,
     pack_media,
     pack_params,

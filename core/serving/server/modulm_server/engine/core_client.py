@@ -20,11 +20,11 @@ from attrs import frozen
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError
-from modulm.loading.tokenizer import open_tokenizer
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
+from modulm_tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -237,9 +237,6 @@ class ThreadCoreClient(EngineCoreClient):
 
     def stop_profile(self) -> Future[None]:
         return self.core.loop.call(self._profile.stop)
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self.core.tokenizer
 
     def trouble(self) -> str | None:
         return self._watch.look()

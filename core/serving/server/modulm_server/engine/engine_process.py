@@ -32,13 +32,13 @@ from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
-from modulm.wire import frames
 from modulm_distributed.tls import TlsContexts, tls_contexts
 from modulm_fleet.secret import read_secret
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
+from modulm_wire import frames
 
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore

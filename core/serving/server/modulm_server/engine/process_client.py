@@ -27,12 +27,12 @@ import attrs
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError
-from modulm.wire import frames
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient
 from modulm_server.engine.spawn import EngineProcess, connect
 from modulm_server.flags import ServerConfig
+from modulm_wire import frames
 
 __all__ = ["ProcessCoreClient"]
 

@@ -90,7 +90,7 @@ class EngineProcess:
 
     def start(self, config: EngineConfig, plugins: PluginManager) -> None:
         """Tell the process what to run, and with which plugins."""
-        from modulm.wire import frames
+        from modulm_wire import frames
 
         packed = frames.pack_plugins(plugins.snapshot())
         try:

@@ -20,7 +20,7 @@ from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.manager import PluginSet
 from modulm.plugins.selection import Selection
-from modulm.wire.packing import decode, encode
+from modulm_wire.packing import decode, encode
 
 __all__ = [
     "LIMIT",

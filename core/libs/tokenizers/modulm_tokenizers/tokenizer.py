@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     import tokenizers
 
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.loader import TokenizerFiles
 
 __all__ = [
-    "Tokenizer", "build_tokenizer", "chat_templates", "load_tokenizer", "open_transformers",
-    "refuse_code", "stop_ids", "token_shares", "tokenizer_settings",
+    "Tokenizer", "build_tokenizer", "chat_templates", "load_tokenizer", "open_tokenizer",
+    "open_transformers", "refuse_code", "stop_ids", "token_shares", "tokenizer_settings",
 ]  # fmt: skip
 
 #: Tokenizer classes that add nothing to tokenizer.json.
@@ -119,6 +120,26 @@ def token_shares(lengths: Sequence[int], room: int) -> list[int]:
     short = min(*lengths, room // 2)
     first = short if lengths[0] <= lengths[1] else room - short
     return [first, room - first]
+
+
+def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
+    """Open the tokenizer of a configured engine, without torch, which front ends may lack.
+
+    path: of the checkpoint, unless `--tokenizer` names another. None with --skip-tokenizer-init.
+    Raises as `load_tokenizer` does.
+    """
+    from modulm.loading.checkpoint import stored_tokenizer
+
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer or path,
+        model.tokenizer_mode,
+        model.tokenizer_revision if model.tokenizer else None,
+        model.trust_remote_code,
+        None if model.tokenizer else stored_tokenizer(config, Path(path)),
+    )
 
 
 def load_tokenizer(

@@ -1,1 +1,0 @@
-"""Text processing: tokenizer, detokenizer, stop strings."""
