@@ -18,6 +18,7 @@ ModulmError
     ├── RowError              one row of a step failed; the others are unhurt
     ├── ReplicaDied           the one of several engines that ran a request is gone
     ├── EngineStalled         the engine does not answer; it may come back
+    ├── EngineTimeout         a call into workers took longer than its timeout
     └── EngineDead            the engine cannot go on
 
 A message says what is wrong, names the field or file, and says what to do.
@@ -31,6 +32,7 @@ __all__ = [
     "EngineDead",
     "EngineError",
     "EngineStalled",
+    "EngineTimeout",
     "ModulmError",
     "NotFound",
     "PluginBroken",
@@ -134,6 +136,10 @@ class ReplicaDied(EngineError):
 
 class EngineStalled(EngineError):
     """The engine has not shown for a while that it works; calls raise this until it does."""
+
+
+class EngineTimeout(EngineError, TimeoutError):
+    """A call into workers took longer than its timeout; it goes on there."""
 
 
 class EngineDead(EngineError):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -25,21 +24,10 @@ from modulm.testing.checkpoints import make_tiny
 CANARIES = Path(__file__).parent
 
 
-def install(canary: str, site: Path) -> None:
-    """Metadata of a canary's distribution, as an installer makes it of pyproject.toml."""
-    project = tomllib.loads((CANARIES / canary / "pyproject.toml").read_text())["project"]
-    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    (info / "METADATA").write_text(head)
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginManager]:
+def plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[[str, Path], None]
+) -> Iterator[PluginManager]:
     """The process's plugins with both canaries among them."""
     for canary in ("model", "hooks"):
         install(canary, tmp_path)

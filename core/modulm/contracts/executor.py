@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -16,11 +16,12 @@ from attrs import field, frozen
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.decision import Decision
+    from modulm.contracts.model import Model
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
     from modulm.errors import EngineDead
 
@@ -37,6 +38,7 @@ __all__ = [
     "RowLogprobs",
     "RowStart",
     "StepResult",
+    "WorkerHandle",
 ]
 
 API = 3
@@ -223,6 +225,16 @@ class ModelDescription:
     media_family: str = ""
 
 
+class WorkerHandle(Protocol):
+    """The worker as worker functions see it. rank: of `config.parallel.ranks`; model: its part."""
+
+    config: EngineConfig
+    rank: int
+
+    @property
+    def model(self) -> Model: ...
+
+
 class Executor(ABC):
     """Carries plans to a worker, or to several, and their results back.
 
@@ -303,11 +315,25 @@ class Executor(ABC):
         """
         raise self._lacks("remove adapters")
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Run a worker function (group `modulm.worker_functions`) in each worker, between steps,
-        and return the answers by rank. Arguments and answers are plain values.
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a function in each worker, after the steps that were submitted, and return the
+        answers by rank.
 
-        Raises EngineError that names the rank where one of them raises.
+        function: the name of a worker function (group `modulm.worker_functions`), of a method that
+        `--worker-cls` adds to the worker, "module:name", or a function itself, which other
+        processes import by its name. Functions take a `WorkerHandle` first. Between processes
+        arguments and answers are plain values: numbers, strings, bytes, lists, dicts, numpy arrays.
+
+        timeout: seconds to wait for workers that are other processes. What was called goes on
+        afterwards, and later steps wait for it. Raises EngineTimeout; EngineError that names the
+        rank on which it raised; NotFound for an unknown name; RequestError for arguments that
+        cannot be sent.
         """
         raise self._lacks("calls into workers")
 

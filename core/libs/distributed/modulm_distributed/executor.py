@@ -9,12 +9,13 @@ import threading
 import time
 from abc import abstractmethod
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
+from attrs import define, field
 
 from modulm.contracts.executor import (
     Capacity,
@@ -26,17 +27,18 @@ from modulm.contracts.executor import (
     StepResult,
 )
 from modulm.engine.parts import open_parts
-from modulm.errors import EngineDead, EngineError, ModulmError, PluginConflict
+from modulm.errors import EngineDead, EngineError, EngineTimeout, ModulmError, PluginConflict
 from modulm.plugins import manager
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.ring import Ring, wait
 from modulm_distributed.rounds import Rounds
+from modulm_distributed.worker_calls import function_name, pack_call
 from modulm_wire import frames
 from modulm_wire.packing import changed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.config import EngineConfig
@@ -88,6 +90,18 @@ class _Step(Future[StepResult]):
         return super().exception(timeout)
 
 
+@define(eq=False)
+class _Call:
+    """A call that has not been answered by all ranks. missing: those that have not answered;
+    values: the answers by rank; named: errors name the rank that they are of.
+    """
+
+    missing: set[int]
+    named: bool = False
+    values: dict[int, Any] = field(factory=dict)
+    answer: Future[Any] = field(factory=Future)
+
+
 class WorkersExecutor(Executor):
     """Sends every plan to all ranks and receives results from the output rank.
 
@@ -101,7 +115,7 @@ class WorkersExecutor(Executor):
         #: Running steps: start (monotonic seconds) and future; and the failures reported so far.
         self._steps: dict[int, tuple[float, Future[StepResult]]] = {}
         self._failed: dict[int, tuple[float, dict[int, ModulmError]]] = {}
-        self._calls: dict[int, tuple[Future[Any], set[int]]] = {}
+        self._calls: dict[int, _Call] = {}
         self._numbers = count()
         self._lock = threading.Lock()
         self._dead: EngineDead | None = None
@@ -372,15 +386,18 @@ class WorkersExecutor(Executor):
             self._die(EngineDead(failures))
 
     def _handle_answer(self, rank: int, number: int, value: Any, error: list[Any] | None) -> None:
-        answer, missing = self._calls[number]
-        missing.discard(rank)
+        call = self._calls[number]
+        call.missing.discard(rank)
+        call.values[rank] = value
         failed = frames.unpack_error(error)
-        if failed is not None and not answer.done():
-            answer.set_exception(failed)
-        if not missing:
+        if failed is not None and not call.answer.done():
+            if call.named and isinstance(failed, EngineError):
+                failed = type(failed)(f"{self.at(rank)}: {failed}")
+            call.answer.set_exception(failed)
+        if not call.missing:
             del self._calls[number]
-            if not answer.done():
-                answer.set_result(value)
+            if not call.answer.done():
+                call.answer.set_result([call.values[rank] for rank in sorted(call.values)])
 
     def _die(self, error: EngineDead) -> None:
         """Kill the processes and fail all steps and calls."""
@@ -389,7 +406,7 @@ class WorkersExecutor(Executor):
                 return
             self._dead = error
             steps = [future for _, future in self._steps.values()]
-            waiting = [*steps, *(answer for answer, _ in self._calls.values())]
+            waiting = [*steps, *(call.answer for call in self._calls.values())]
             self._steps.clear()
             self._calls.clear()
         log.error("%s", error)
@@ -433,37 +450,52 @@ class WorkersExecutor(Executor):
     def remove_adapter(self, name: str) -> None:
         self._ask("call", "remove_adapter", name).result()
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
-        answers = [
-            self._ask("call", "call", name, *arguments, ranks=(rank,))
-            for rank in range(len(self._streams))
-        ]
-        values = []
-        for rank, answer in enumerate(answers):
-            try:
-                values.append(answer.result(self._seconds))
-            except EngineDead:
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        name = function_name(function)
+        with self._lock:
+            steps = [future for _, future in self._steps.values()]
+        for step in steps:  # their time does not include the call's
+            step.exception()
+        number, call = next(self._numbers), _Call(set(range(len(self._streams))), named=True)
+        data = pack_call("function", number, name, args, kwargs)
+        with nullcontext() if self._rounds is None else self._rounds.order:
+            self._send_call(number, call, data)
+            if self._rings is not None:
+                self._rings[0].write(b"", lambda: self._dead is None)
+        try:
+            return list(call.answer.result(timeout))
+        except TimeoutError as error:
+            if call.answer.done():
                 raise
-            except ModulmError as error:
-                raise EngineError(f"{self.at(rank)}: {name}: {error}") from error
-        return values
+            ranks = ", ".join(map(self.at, sorted(call.missing)))
+            message = f"{name}: no answer from {ranks} within {timeout:g} s"
+            raise EngineTimeout(message) from error
 
     def _ask(self, kind: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Future[Any]:
         """Call a function on some ranks, or all; done when each has answered."""
         targets = range(len(self._streams)) if ranks is None else ranks
-        number, answer = next(self._numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()
+        number, call = next(self._numbers), _Call(set(targets))
+        what, rest = (kind, arguments) if kind == "prepare" else ("call", arguments)
+        self._send_call(number, call, frames.pack(what, number, *rest))
+        return call.answer
+
+    def _send_call(self, number: int, call: _Call, data: bytes) -> None:
+        """Send a call to the ranks that it is for."""
+        call.answer.set_running_or_notify_cancel()
         with self._lock:
             if self._dead is not None:
-                answer.set_exception(self._dead)
-                return answer
-            self._calls[number] = answer, set(targets)
-        what, rest = (kind, arguments) if kind == "prepare" else ("call", arguments)
-        data = frames.pack(what, number, *rest)
-        for rank in targets:
+                call.answer.set_exception(self._dead)
+                return
+            self._calls[number] = call
+        for rank in sorted(call.missing):
             with suppress(OSError):  # the reading thread sees that it is gone
                 self._streams[rank].send(data)
-        return answer
 
     def stop(self) -> None:
         self._stopping = True

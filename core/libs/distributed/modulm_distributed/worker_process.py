@@ -9,10 +9,11 @@ executor                              worker
          <--reports (of step parts)--         of the other ranks, if there are any
          <--failed (step, error)--            of any rank
          --call (number, name, arguments)-->
+         --function (number, name, arguments)-->  of a package; to every rank, in order with plans
          <--answer (number, value, error)--
 
-On one machine plans and results go through shared memory (`Ring`); those too long for it go
-over the stream, and an empty frame in the ring says when it is a plan's turn.
+On one machine plans and results go through shared memory (`Ring`); those too long for it, and
+calls of functions, go over the stream, and an empty frame in the ring says when it is their turn.
 
 The worker ends when its connection does, so it never outlives its executor.
 """
@@ -45,6 +46,7 @@ from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.replica_experts import ReplicaExperts
 from modulm_distributed.ring import SPIN, Ring, wait
 from modulm_distributed.stream import FrameStream
+from modulm_distributed.worker_calls import pack_answer
 from modulm_wire import frames
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ __all__ = ["main", "serve"]
 
 log = logging.getLogger("modulm.worker")
 
+#: Frames whose turn an empty frame in the ring tells.
+_ORDERED = ("run", "function")
 #: Seconds between two checks whether the parent process lives.
 _LOOK = 1.0
 
@@ -68,7 +72,7 @@ class _Plans:
 
     def __init__(self, stream: FrameStream, ring: Ring | None, rank: int) -> None:
         self._stream, self._ring, self._rank = stream, ring, rank
-        self._long: deque[list[Any]] = deque()
+        self._ordered: deque[list[Any]] = deque()
         self._poll = select.poll()
         self._poll.register(stream.fileno(), select.POLLIN)
         if ring is not None:
@@ -79,25 +83,33 @@ class _Plans:
         stream, ring = self._stream, self._ring
         while True:
             while (frame := stream.waiting()) is not None:
-                if ring is not None and frame[0] == "run":
-                    self._long.append(frame)
+                if ring is not None and frame[0] in _ORDERED:
+                    self._ordered.append(frame)
                 else:
                     yield frame
             ready = [number for number, _ in wait(self._poll, SPIN)]
             if ring is not None and ring.bell(self._rank) in ready:
                 for data in ring.frames(self._rank):
-                    yield ["run", data] if len(data) else self._long_plan()
+                    if len(data):
+                        yield ["run", data]
+                    else:
+                        yield from self._next_ordered()
             elif not stream.read():
                 return
 
-    def _long_plan(self) -> list[Any]:
-        """The next plan of the stream; frames before it need no order with plans."""
-        while not self._long:
+    def _next_ordered(self) -> Iterator[list[Any]]:
+        """The next frame of the stream that is in order with plans, after those without order that
+        come before it.
+        """
+        while not self._ordered:
             frame = self._stream.receive()
             if frame is None:
                 raise EngineError("the executor has gone")
-            self._long.append(frame)
-        return self._long.popleft()
+            if frame[0] in _ORDERED:
+                self._ordered.append(frame)
+            else:
+                yield frame
+        yield self._ordered.popleft()
 
 
 class _WorkerServer:
@@ -118,7 +130,7 @@ class _WorkerServer:
             "add_adapter": lambda name, path: worker.add_adapter(name, Path(path)),
             "prepare_adapter": worker.prepare_adapter,
             "remove_adapter": worker.remove_adapter,
-            "call": worker.call,
+            "function": worker.call,
         }
 
     def frame(self, kind: str, *arguments: Any) -> None:
@@ -127,6 +139,9 @@ class _WorkerServer:
             self._run(*arguments)
         elif kind == "prepare":
             self._prepare(*arguments)
+        elif kind == "function":
+            number, *call = arguments
+            self._call(number, kind, *call)
         else:
             self._call(*arguments)
 
@@ -172,7 +187,7 @@ class _WorkerServer:
         self._answer(number, None, ready.exception())
 
     def _answer(self, number: int, value: Any, error: BaseException | None) -> None:
-        self._send("answer", number, value, frames.pack_error(error))
+        self._stream.send(pack_answer(number, value, error))
 
     def _send(self, *frame: Any) -> None:
         self._stream.send(frames.pack(*frame))

@@ -6,7 +6,9 @@ Executors carry plans to a worker and results back, from wherever the engine run
 from __future__ import annotations
 
 import gc
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.binding import binding_of, share_of
@@ -15,6 +17,7 @@ from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.contracts.step_part import BuiltModel
 from modulm.engine.parts import open_parts, open_runners
 from modulm.engine.sampling.logits_processors import class_at
+from modulm.engine.worker.functions import find_function
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
@@ -22,12 +25,13 @@ from modulm.parallel import Mesh
 from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Capacity, Plan
+    from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.contracts.step_part import StepPart
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Worker", "worker_class"]
+
+log = logging.getLogger("modulm.worker")
 
 
 def worker_class(config: EngineConfig) -> type[Worker]:
@@ -63,7 +69,7 @@ class Worker:
         open_mesh: Callable[[Platform], Mesh] | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.rank = config, rank
         self._plugins = plugins
         self.parts = open_parts(config, plugins) if parts is None else tuple(parts)
         self._platform, self._chosen = choose_platform(config, plugins)
@@ -87,6 +93,13 @@ class Worker:
         if self._runner is None:
             raise EngineError("the worker sleeps, or has been closed")
         return self._runner
+
+    @property
+    def model(self) -> Model:
+        """This rank's part of the model. Raises EngineError while its weights are released."""
+        if self._loaded is None:
+            raise EngineError("the worker has released its weights")
+        return self._loaded.model
 
     @property
     def capacity(self) -> Capacity:
@@ -180,9 +193,22 @@ class Worker:
         """See `Executor.remove_adapter`."""
         self._bank.remove(name)
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Run a worker function (group `modulm.worker_functions`) with this worker."""
-        return self._plugins.load("worker_functions", name)(self, *arguments)
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function with this worker, after the steps that were submitted; see
+        `Executor.call`. Raises EngineError if it raises.
+        """
+        run = partial(find_function(function, self, Worker, self._plugins), *args, **kwargs or {})
+        try:
+            return run() if self._thread is None else self._thread.submit(run).result()
+        except Exception as error:
+            log.exception("a call into the worker of rank %d failed", self.rank)
+            name = getattr(function, "__qualname__", function)
+            raise EngineError(f"{name} raised {type(error).__name__}: {error}") from error
 
     @property
     def _bank(self) -> AdapterBank:

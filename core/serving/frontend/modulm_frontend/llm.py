@@ -44,6 +44,7 @@ from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
+from modulm_frontend.worker_calls import check_call
 from modulm_tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -360,6 +361,28 @@ class LLM:
     def _profile(self) -> StepProfile:
         return StepProfile(self._core)
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function in every worker, and return the answers by rank.
+
+        method: the name of a worker function (entry-point group `modulm.worker_functions`), of a
+        method that `worker_cls` adds to the worker, or a function that takes the worker first;
+        workers in other processes import it by its name. Between processes arguments and answers
+        are plain values: numbers, strings, bytes, lists, dicts and numpy arrays. timeout: seconds
+        to wait for workers in other processes.
+
+        Raises NotFound for an unknown name, EngineError that names the rank on which the function
+        raised, and EngineTimeout. The model runs on in each case.
+        """
+        self._check_open()
+        check_call(method, timeout)
+        return self._core.executor.call(method, args, kwargs, timeout)
+
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache."""
         self._core.reset_prefix_cache()
@@ -394,6 +417,11 @@ class LLM:
 
     # Internals.
 
+    def _check_open(self) -> None:
+        if not self._open_now:
+            raise EngineDead("this LLM was shut down: create a new one")
+        self._core.loop.check()
+
     def _pool(
         self,
         jobs: Sequence[PoolingJob],
@@ -415,8 +443,7 @@ class LLM:
         self, pending: Sequence[PendingRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[Any]:
         """Run requests until all are finished. Grammars compile before the first step."""
-        if not self._open_now:
-            raise EngineDead("this LLM was shut down: create a new one")
+        self._check_open()
         self._done.clear()
         bar = _bar(use_tqdm, len(pending))
         try:

@@ -6,9 +6,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.errors import EngineError, ModulmError
+from modulm.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.config import EngineConfig
@@ -73,13 +74,18 @@ class UniExecutor(Executor):
     def remove_adapter(self, name: str) -> None:
         self._worker.remove_adapter(name)
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        worker = self._worker
         try:
-            return [self._worker.call(name, *arguments)]
-        except ModulmError:
-            raise
-        except Exception as error:
-            raise EngineError(f"rank 0: {name} raised {type(error).__name__}: {error}") from error
+            return [worker.call(function, args, kwargs)]
+        except EngineError as error:
+            raise EngineError(f"worker 0: {error}") from error
 
     def stop(self) -> None:
         if self._loaded is not None:

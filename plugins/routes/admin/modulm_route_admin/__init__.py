@@ -1,15 +1,19 @@
-"""Development routes: prefix cache, sleep mode and profiles."""
+"""Development routes: prefix cache, sleep mode, calls into workers and profiles."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import msgspec
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
+from modulm.errors import EngineDead, EngineError, EngineStalled, EngineTimeout
 from modulm_frontend.flags import ProfilerConfig
+from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import json_response
+from modulm_server.json_body import json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -28,9 +32,26 @@ class Sleeping(TypedDict):
     is_sleeping: bool
 
 
+class Results(TypedDict):
+    """The answers by rank: objects, arrays and nulls as they are, other values as text."""
+
+    results: list[Any]
+
+
+class Call(msgspec.Struct):
+    """A call into workers. method: a registered worker function, or a method of --worker-cls;
+    timeout: in seconds.
+    """
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
 class Admin(RouteFamily):
-    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`. With it
-    or with --profiler-config: `/start_profile`, `/stop_profile`.
+    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`,
+    `/collective_rpc`. With it or with --profiler-config: `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
@@ -62,6 +83,13 @@ class Admin(RouteFamily):
         )
         router.add_api_route(
             "/is_sleeping", self.is_sleeping, methods=["GET"], responses=response_docs(Sleeping)
+        )
+        router.add_api_route(
+            "/collective_rpc",
+            self.collective_rpc,
+            methods=["POST"],
+            responses=response_docs(Results),
+            openapi_extra=request_docs(Call),
         )
         for path, silent in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
             router.add_api_route(path, silent, methods=["POST"], response_class=Response)
@@ -96,3 +124,24 @@ class Admin(RouteFamily):
         """Whether the engine sleeps."""
         answer: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
         return json_response(answer)
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Call a function in every worker."""
+        call = await read(request, Call)
+        try:
+            results = await self.context.engine.collective_rpc(
+                call.method, call.timeout, call.args, call.kwargs
+            )
+        except (EngineDead, EngineStalled):
+            raise
+        except EngineTimeout as error:
+            raise ApiError(504, str(error), code="timeout") from error
+        except EngineError as error:
+            raise ApiError(500, str(error), code="engine_error") from error
+        answer: Results = {"results": [_as_json(result) for result in results]}
+        return Response(msgspec.json.encode(answer, enc_hook=str), media_type="application/json")
+
+
+def _as_json(result: Any) -> Any:
+    """As vLLM's route answers: what is no object, array or null becomes a text."""
+    return result if result is None or isinstance(result, dict | list) else str(result)

@@ -25,6 +25,7 @@ from modulm.errors import (
     EngineDead,
     EngineError,
     EngineStalled,
+    EngineTimeout,
     QueueFull,
     ReplicaDied,
     RequestError,
@@ -37,12 +38,14 @@ from modulm_frontend.input_processor import (
     PendingRequest,
 )
 from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_frontend.worker_calls import check_call
 from modulm_server.engine.client import EngineClient, ReplicaHealth
 from modulm_server.engine.core_client import (
     EngineCoreClient,
     ReplicaEvents,
     ReplicaLost,
     ThreadCoreClient,
+    WorkerCall,
 )
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.engine.watchdog import Watchdog
@@ -310,6 +313,23 @@ class AsyncLLM(EngineClient):
 
     async def stop_profile(self) -> None:
         await asyncio.wrap_future(self._core.stop_profile())
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        await self.check_health()
+        check_call(method, timeout)
+        answers = self._core.call_workers(WorkerCall(method, args, kwargs or {}, timeout))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answers), timeout)
+        except EngineTimeout:
+            raise
+        except TimeoutError as error:
+            raise EngineTimeout(f"{method}: no answer within {timeout:g} s") from error
 
     def report_by(self, report: Callable[[], str]) -> None:
         self._core.report = report

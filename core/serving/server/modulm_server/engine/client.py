@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -177,6 +177,27 @@ class EngineClient(ABC):
     async def stop_profile(self) -> None:
         """Write what was recorded. Raises RequestError if nothing is."""
         raise UnsupportedError("this engine takes no profiles")
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function in every worker between two steps, and return the answers by rank, those
+        of one replica after those of another.
+
+        method: the name of a worker function (entry-point group `modulm.worker_functions`), of a
+        method that `worker_cls` adds to the worker, or a function that takes the worker first. A
+        function is imported by its name in other processes, if this process has started them.
+        Between processes arguments and answers are plain values: numbers, strings, bytes, lists,
+        dicts and numpy arrays. timeout: seconds to wait.
+
+        Raises NotFound for an unknown name, EngineError that names the rank on which the function
+        raised, and EngineTimeout. Requests run on in each case.
+        """
+        raise UnsupportedError("this engine has no workers to call")
 
     @abstractmethod
     def report_by(self, report: Callable[[], str]) -> None:

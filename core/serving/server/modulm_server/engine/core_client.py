@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient"]
+__all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient", "WorkerCall"]
 
 #: Seconds between two checks whether the thread has ended.
 _GRACE = 0.5
@@ -53,6 +53,16 @@ class ReplicaLost:
     replica: int
     sequences: tuple[str, ...]
     error: EngineError
+
+
+@frozen
+class WorkerCall:
+    """A call into workers; see `Executor.call`."""
+
+    function: str | Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    timeout: float | None = None
 
 
 class EngineCoreClient(ABC):
@@ -129,6 +139,10 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def stop_profile(self) -> Future[None]:
         """See `StepProfile.stop`; between two steps."""
+
+    @abstractmethod
+    def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
+        """See `Executor.call`; between two steps. Raises RequestError if it cannot be sent."""
 
     def reports(self) -> Future[list[str]]:
         """The reports of the engine's other front ends, gone ones included."""
@@ -237,6 +251,12 @@ class ThreadCoreClient(EngineCoreClient):
 
     def stop_profile(self) -> Future[None]:
         return self.core.loop.call(self._profile.stop)
+
+    def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
+        execute = self.core.executor.call
+        return self.core.loop.call(
+            partial(execute, call.function, call.args, call.kwargs, call.timeout)
+        )
 
     def trouble(self) -> str | None:
         return self._watch.look()

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from modulm.errors import EngineDead
+from modulm.errors import EngineDead, EngineError
 
-__all__ = ["call_all", "then", "without_result"]
+__all__ = ["call_all", "of_replica", "then", "without_result"]
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -82,6 +82,24 @@ def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
 
     answers.add_done_callback(done)
     return joined
+
+
+def of_replica(rank: int, answer: Future[T]) -> Future[T]:
+    """The same future, whose errors of workers name the replica."""
+    named = Future[T]()
+    named.set_running_or_notify_cancel()
+
+    def done(answer: Future[T]) -> None:
+        error = answer.exception()
+        if error is None:
+            named.set_result(answer.result())
+        elif isinstance(error, EngineError) and not isinstance(error, EngineDead):
+            named.set_exception(type(error)(f"replica {rank}: {error}"))
+        else:
+            named.set_exception(error)
+
+    answer.add_done_callback(done)
+    return named
 
 
 def without_result(answers: Future[list[Any]]) -> Future[None]:

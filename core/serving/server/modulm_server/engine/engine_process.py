@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.requests import Finish, StepEvents
-from modulm.errors import EngineDead, EngineError, ModulmError
+from modulm.errors import EngineDead, EngineError, ModulmError, UnsupportedError
 from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
 from modulm_distributed.tls import TlsContexts, tls_contexts
+from modulm_distributed.worker_calls import pack_answer
 from modulm_fleet.secret import read_secret
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
@@ -324,7 +325,7 @@ class _SocketServer:
         def answered(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error else future.result()
-            self._later(peer.send, frames.pack("answer", number, value, frames.pack_error(error)))
+            self._later(peer.send, pack_answer(number, value, error))
 
         operations: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -333,8 +334,11 @@ class _SocketServer:
             "is_sleeping": core.is_sleeping,
             "start_profile": lambda: self._profiled(core).start(),
             "stop_profile": lambda: self._profiled(core).stop(),
+            "call_workers": core.executor.call,
         }
         try:
+            if kind == "call_workers" and ":" in arguments[0] and peer is not self._owner:
+                raise UnsupportedError("only the process that started the engine may import")
             if kind == "load_adapter":
                 future: Future[Any] = self.adapters.load(Adapter(*arguments[0]), arguments[1])
             elif kind == "unload_adapter":

@@ -26,10 +26,11 @@ from typing import Any
 import attrs
 
 from modulm.contracts.requests import Request, StepEvents
-from modulm.errors import EngineDead, EngineError
+from modulm.errors import EngineDead, EngineError, UnsupportedError
+from modulm_distributed.worker_calls import function_name, pack_call
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter
-from modulm_server.engine.core_client import EngineCoreClient
+from modulm_server.engine.core_client import EngineCoreClient, WorkerCall
 from modulm_server.engine.spawn import EngineProcess, connect
 from modulm_server.flags import ServerConfig
 from modulm_wire import frames
@@ -123,6 +124,23 @@ class ProcessCoreClient(EngineCoreClient):
     def stop_profile(self) -> Future[None]:
         return self._call("stop_profile")
 
+    def check_call(self, call: WorkerCall) -> None:
+        """Raise UnsupportedError for a function, if another process has started the engine."""
+        if self._owned is None and not isinstance(call.function, str):
+            raise UnsupportedError(
+                "only the process that started the engine can call a function of its own: register "
+                "it in the entry-point group modulm.worker_functions and pass its name"
+            )
+
+    def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
+        self.check_call(call)
+        name = function_name(call.function)
+        return self._ask(
+            lambda number: pack_call(
+                "call_workers", number, name, call.args, call.kwargs, call.timeout
+            )
+        )
+
     def reports(self) -> Future[list[str]]:
         return self._call("gather")
 
@@ -161,10 +179,15 @@ class ProcessCoreClient(EngineCoreClient):
 
     def _call(self, operation: str, *arguments: Any) -> Future[Any]:
         """Call an operation; its answer carries the number of the call."""
+        return self._ask(lambda number: frames.pack(operation, number, *arguments))
+
+    def _ask(self, pack: Callable[[int], bytes]) -> Future[Any]:
+        """Send a frame, packed with its number, that is answered."""
         number, answer = next(self._numbers), Future[Any]()
         answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
+        data = pack(number)
         self._calls[number] = answer
-        self._send(frames.pack(operation, number, *arguments))
+        self._send(data)
         if self._death is not None:  # a connection to another machine takes what nobody reads
             self.give_up(self._death)
         return answer

@@ -5,16 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import define, field, frozen
 
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, EngineStalled
+from modulm_fleet.router import Router
 from modulm_server.engine.client import ReplicaHealth
+from modulm_server.engine.core_client import WorkerCall
+from modulm_server.engine.engine_calls import call_all, of_replica, then
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
+from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -23,7 +29,16 @@ if TYPE_CHECKING:
     from modulm_fleet.placement import Placement
     from modulm_server.engine.adapters import Adapter
 
-__all__ = ["Address", "Replica", "check_alike", "listening", "replica_config", "start_again"]
+__all__ = [
+    "Address",
+    "Replica",
+    "call_workers",
+    "check_alike",
+    "listening",
+    "make_router",
+    "replica_config",
+    "start_again",
+]
 
 #: Fields of `EngineInfo` that all replicas must share.
 _ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks")
@@ -78,6 +93,35 @@ def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig
     """The configuration of one of the `count` replicas of this machine."""
     parts = {"data_parallel_rank_local": index, "data_parallel_size_local": count}
     return config.with_parts(parts)
+
+
+def make_router(info: EngineInfo, replicas: int) -> Router:
+    """The router of so many replicas."""
+    cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
+    caches_prefixes = cache.enable_prefix_caching is not False
+    return Router(
+        replicas, cache.block_size or 16,
+        info.cache_tokens if caches_prefixes else 0,
+        cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
+    )  # fmt: skip
+
+
+def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[Any]]:
+    """Call the workers of all replicas: their answers, those of the first replica first.
+
+    Raises EngineStalled if a replica does not take calls now, and what a client raises.
+    """
+    clients: list[tuple[int, ProcessCoreClient]] = []
+    for replica in replicas:
+        if not replica.up or replica.client is None:
+            health = replica.health
+            raise EngineStalled(f"replica {health.rank} is {health.status}; calls go to all")
+        replica.client.check_call(call)
+        clients.append((replica.address.rank, replica.client))
+    answers = call_all(clients, lambda one: of_replica(one[0], one[1].call_workers(call)))
+    if answers is None:
+        raise EngineStalled("no replica takes requests")
+    return then(answers, lambda each: list(chain.from_iterable(each)))
 
 
 def listening(placed: Placement, host: str) -> list[socket.socket]:

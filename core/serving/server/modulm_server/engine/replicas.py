@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError, EngineStalled
@@ -25,23 +25,29 @@ from modulm_fleet.announce import Announcements
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
 from modulm_server.engine.client import ReplicaHealth
-from modulm_server.engine.core_client import EngineCoreClient, ReplicaEvents, ReplicaLost
+from modulm_server.engine.core_client import (
+    EngineCoreClient,
+    ReplicaEvents,
+    ReplicaLost,
+    WorkerCall,
+)
 from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.replica_processes import (
     Address,
     Replica,
+    call_workers,
     check_alike,
+    make_router,
     replica_config,
     start_again,
 )
 from modulm_server.engine.shared_experts import SharedExperts, reach_all
 from modulm_server.engine.spawn import EngineProcess
-from modulm_server.flags import ServerConfig, WatchdogConfig
+from modulm_server.flags import WatchdogConfig
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
-    from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.adapters import Adapter
 
@@ -197,15 +203,6 @@ class ReplicaSet(EngineCoreClient):
         self.address = json.dumps(addresses)
         self._watcher.start()
 
-    def _make_router(self, info: EngineInfo) -> Router:
-        cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
-        caches_prefixes = cache.enable_prefix_caching is not False
-        return Router(
-            len(self._replicas), cache.block_size or 16,
-            info.cache_tokens if caches_prefixes else 0,
-            cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
-        )  # fmt: skip
-
     @property
     def router(self) -> Router:
         """The router. Raises EngineDead before a replica has started."""
@@ -259,7 +256,7 @@ class ReplicaSet(EngineCoreClient):
             if self._router is None:
                 self.info = client.info
                 self._shared = client.info.config.parallel.shared_experts
-                self._router = self._make_router(client.info)
+                self._router = make_router(client.info, len(self._replicas))
             replica.client, replica.ended, replica.reason = client, ended, None
             replica.starting, replica.stalled, replica.mute = False, None, False
             replica.since, replica.due, replica.failed = time.monotonic(), None, 0
@@ -466,7 +463,7 @@ class ReplicaSet(EngineCoreClient):
         up = any(replica.up for replica in self._replicas)
         return None if up else EngineStalled(f"no replica takes requests ({reasons})")
 
-    def index(self, sequences: Sequence[str]) -> int:
+    def replica_index(self, sequences: Sequence[str]) -> int:
         with self._lock:
             return next((i for i in map(self.router.replica, sequences) if i is not None), 0)
 
@@ -551,6 +548,9 @@ class ReplicaSet(EngineCoreClient):
 
     def stop_profile(self) -> Future[None]:
         return without_result(self._all(lambda client: client.stop_profile()))
+
+    def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
+        return call_workers(self._replicas, call)
 
     def reports(self) -> Future[list[str]]:
         for _, client in self._available():  # each knows all front ends

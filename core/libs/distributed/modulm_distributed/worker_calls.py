@@ -1,0 +1,74 @@
+"""Calls into workers (`Executor.call`) as frames between processes."""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from modulm.errors import EngineError, RequestError
+from modulm_wire import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["function_name", "pack_answer", "pack_call"]
+
+
+def function_name(function: str | Callable[..., Any]) -> str:
+    """What another process finds a function by: "module:name" for a function itself.
+
+    Raises RequestError for one that cannot be imported, such as a lambda.
+    """
+    if isinstance(function, str):
+        return function
+    module, name = (getattr(function, key, "") for key in ("__module__", "__qualname__"))
+    if module in sys.modules and module != "__main__":
+        try:
+            if attrgetter(name)(sys.modules[module]) is function:
+                return f"{module}:{name}"
+        except AttributeError:
+            pass
+    raise RequestError(
+        f"{function!r} cannot be sent to another process: functions are imported there by their "
+        "names. Define it at the top of a module that workers can import, or register it in the "
+        "entry-point group modulm.worker_functions and pass its name",
+        "method",
+    )
+
+
+def pack_call(
+    kind: str,
+    number: int,
+    function: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *more: Any,
+) -> bytes:
+    """A frame with a call. Raises RequestError for arguments that cannot be sent."""
+    try:
+        data = frames.pack(kind, number, function, list(args), dict(kwargs or {}), *more)
+    except Exception as error:
+        raise RequestError(
+            f"{function}: the arguments cannot be sent: {error}. {_PLAIN}", "args"
+        ) from error
+    if len(data) > frames.LIMIT:
+        raise RequestError(f"{function}: the arguments have more than {frames.LIMIT} bytes", "args")
+    return data
+
+
+def pack_answer(number: int, value: Any, error: BaseException | None) -> bytes:
+    """The frame with an answer, or with an error if the answer cannot be sent."""
+    problem = ""
+    try:
+        data = frames.pack("answer", number, value, frames.pack_error(error))
+        if len(data) <= frames.LIMIT:
+            return data
+        problem = f"it has more than {frames.LIMIT} bytes"
+    except Exception as failed:
+        problem = str(failed)
+    refused = EngineError(f"the answer cannot be sent: {problem}. {_PLAIN}")
+    return frames.pack("answer", number, None, frames.pack_error(refused))
+
+
+_PLAIN = "Use numbers, strings, bytes, lists, dicts and numpy arrays"
