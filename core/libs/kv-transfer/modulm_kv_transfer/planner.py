@@ -7,6 +7,7 @@ as they are until it has ended on all ranks, whatever becomes of the row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, W
 from modulm.errors import ConfigError
 
 __all__ = ["TransferPlanner"]
+
+log = logging.getLogger("modulm.engine")
 
 #: The null block: what a table has where a row holds none.
 _NULL = 0
@@ -40,7 +43,7 @@ class _Outcome:
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
-        self.worked = True
+        self.faults: list[str] = []
 
 
 class TransferPlanner(PartPlanner):
@@ -164,9 +167,9 @@ class TransferPlanner(PartPlanner):
     def receive(self, plan: Plan, report: PartReport) -> None:
         result: TransferResult = report.value
         for identity in result.done:
-            self._note(identity, report.rank, worked=True)
-        for identity, _ in result.failed:
-            self._note(identity, report.rank, worked=False)
+            self._note(identity, report.rank)
+        for identity, reason in result.failed:
+            self._note(identity, report.rank, f"rank {report.rank}: {reason}")
 
     def fail(self, plan: Plan) -> None:
         """What the step was to begin has failed."""
@@ -175,15 +178,31 @@ class TransferPlanner(PartPlanner):
             for transfer in (*started.loads, *started.saves):
                 self._end(transfer.id, worked=False)
 
-    def _note(self, identity: int, rank: int, *, worked: bool) -> None:
-        """A rank has ended its part of a transfer."""
+    def _note(self, identity: int, rank: int, fault: str | None = None) -> None:
+        """A rank has ended its part of a transfer. fault: why it failed, if it did."""
         if identity not in self._loads and identity not in self._saves:
             return
         outcome = self._outcomes.setdefault(identity, _Outcome())
         outcome.ranks.add(rank)
-        outcome.worked &= worked
-        if len(outcome.ranks) == self._ranks:
-            self._end(identity, worked=outcome.worked)
+        if fault is not None:
+            outcome.faults.append(fault)
+        if len(outcome.ranks) < self._ranks:
+            return
+        if outcome.faults:
+            self._warn(identity, "; ".join(outcome.faults))
+        self._end(identity, worked=not outcome.faults)
+
+    def _warn(self, identity: int, faults: str) -> None:
+        if (load := self._loads.get(identity)) is not None:
+            log.warning(
+                "request %s: %d blocks could not be loaded and are computed (%s)",
+                load.transfer.request, len(load.transfer.names), faults,
+            )  # fmt: skip
+        elif (save := self._saves.get(identity)) is not None:
+            log.warning(
+                "request %s: %d blocks could not be saved (%s)",
+                save.request, len(save.names), faults,
+            )  # fmt: skip
 
     def _end(self, identity: int, *, worked: bool) -> None:
         self._outcomes.pop(identity, None)

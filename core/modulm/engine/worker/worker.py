@@ -9,6 +9,7 @@ import gc
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.binding import binding_of, share_of
@@ -17,9 +18,8 @@ from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.contracts.step_part import BuiltModel
 from modulm.engine.parts import open_parts, open_runners
 from modulm.engine.sampling.logits_processors import class_at
-from modulm.engine.worker.functions import find_function
 from modulm.engine.worker.model_runner import ModelRunner
-from modulm.errors import EngineError, UnsupportedError
+from modulm.errors import EngineError, NotFound, PluginNotFound, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
 from modulm.parallel import Mesh
 from modulm.plugins.index import to_install
@@ -202,13 +202,33 @@ class Worker:
         """Call a function with this worker, after the steps that were submitted; see
         `Executor.call`. Raises EngineError if it raises.
         """
-        run = partial(find_function(function, self, Worker, self._plugins), *args, **kwargs or {})
+        run = partial(self._find_function(function), *args, **kwargs or {})
         try:
             return run() if self._thread is None else self._thread.submit(run).result()
         except Exception as error:
             log.exception("a call into the worker of rank %d failed", self.rank)
             name = getattr(function, "__qualname__", function)
             raise EngineError(f"{name} raised {type(error).__name__}: {error}") from error
+
+    def _find_function(self, function: str | Callable[..., Any]) -> Callable[..., Any]:
+        """What a call names, bound to this worker. Methods are those that a `--worker-cls` adds:
+        the others are the engine's own.
+        """
+        if not isinstance(function, str):
+            return partial(function, self)
+        if ":" in function:
+            try:
+                return partial(resolve_name(function), self)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise RequestError(f"{function} cannot be imported: {error}", "method") from error
+        if not function.startswith("_") and not hasattr(Worker, function):
+            method: Callable[..., Any] | None = getattr(self, function, None)
+            if callable(method):
+                return method
+        try:
+            return partial(self._plugins.load("worker_functions", function), self)
+        except PluginNotFound as error:
+            raise NotFound(f"{error}; the worker has no such method either", "method") from error
 
     @property
     def _bank(self) -> AdapterBank:
