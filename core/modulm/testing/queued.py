@@ -28,6 +28,7 @@ __all__ = [
     "listed",
     "nonsense",
     "on_meta",
+    "output_shapes",
     "really",
     "written",
 ]
@@ -119,9 +120,8 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._filled_later(func, args, kwargs)
 
     def _filled_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        meta_kwargs = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
         try:
-            shapes = func(*on_meta(args), **on_meta(meta_kwargs))
+            shapes = output_shapes(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise HostRead(f"{func}: its output shape depends on values: {error}"[:300]) from error
         outputs = tree_map_only(torch.Tensor, nonsense, shapes)
@@ -133,6 +133,27 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._queue.put(fill)
         return outputs
+
+
+_shapes: dict[Any, Any] = {}
+
+
+def output_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operation's outputs as tensors on the meta device, computed once per shapes."""
+    key = (func, _signature(args), _signature(tuple(sorted(kwargs.items()))))
+    if key not in _shapes:
+        device = {"device": "meta"} if kwargs.get("device") is not None else {}
+        _shapes[key] = func(*on_meta(args), **on_meta({**kwargs, **device}))
+    return _shapes[key]
+
+
+def _signature(value: Any) -> Any:
+    """Return what decides the shapes of an operation's outputs, as a hashable value."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_signature, value))
+    return type(value), value
 
 
 def holds_tensor(value: Any) -> bool:

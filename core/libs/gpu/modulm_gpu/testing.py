@@ -39,7 +39,7 @@ from modulm.testing.queued import (
     holds_tensor,
     listed,
     nonsense,
-    on_meta,
+    output_shapes,
     really,
     written,
 )
@@ -105,9 +105,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.is_mutable:
             self.steps.append(lambda: _done(func, references))
             return written(schema, args, kwargs)
-        placed = {**kwargs, "device": "meta"} if inputs and kwargs.get("device") else kwargs
         try:
-            shapes = func(*on_meta(args), **on_meta(placed)) if inputs else func(*args, **kwargs)
+            shapes = output_shapes(func, args, kwargs) if inputs else func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise HostRead(f"{func}: the output depends on values: {error}"[:300]) from error
         outputs = tree_map_only(Tensor, nonsense, shapes)
