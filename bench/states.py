@@ -14,7 +14,7 @@ import torch
 
 import modulm_kernels_cpu
 from modulm.contracts.model import StatePlan
-from modulm.ops import recurrence
+from modulm_layers import recurrence
 
 PROMPT = 1024
 ROWS = 16

@@ -14,18 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = 10_000
+#: Lines of `core/modulm`, without `testing/`; 10,000 is the aim.
+CORE = 12_500
 FILE = 500
 FUNCTION = 80
 MODEL = 300
 
 #: "path" or "path:function" -> lines, each with a reason.
-ALLOWED: dict[str, int] = {
-    # contracts and workers for drafts, media, adapters, transfers and stages; 190 flags;
-    # encoder-decoder caches, ranks that share experts and sequences
-    # every call into a plugin is watched and its answer checked (ADR 0048)
-    "core": 14_400,
-}
+ALLOWED: dict[str, int] = {}
 
 _LAYOUT = {
     tokenize.COMMENT,
@@ -92,7 +88,7 @@ def over_budget() -> Iterator[str]:
             if size > allowed:
                 yield f"{name}:{first}: {function} has {size} lines, {allowed} allowed"
     allowed = ALLOWED.get("core", CORE)
-    print(f"core: {core} lines, {allowed} allowed, {CORE} meant")
+    print(f"core: {core} lines, {allowed} allowed")
     if core > allowed:
         yield f"core: {core} lines, {allowed} allowed"
 

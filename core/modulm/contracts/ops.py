@@ -1,8 +1,9 @@
 """The table of ops that layers, quantization methods and attention backends call.
 
 `modulm.ops` binds each op once, when a model is built: to the kernel provider that has it
-(`contracts.kernels`) or to its twin in plain torch. The twins in `modulm.ops` specify what an op
-computes, with shapes and rounding.
+(`contracts.kernels`) or to its twin in plain torch. The twins specify what an op computes, with
+shapes and rounding; those of features are in their libraries (group `modulm.ops`: the op's name and
+its twin).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 class Ops(Protocol):
     """Ops by attribute: `ops.rms_norm(x, weight, eps)` runs the callable that was bound at start.
 
-    The ops that are declared here have a twin and are always bound. Kernel providers may have more:
-    `find` returns such an op, or None. `providers` names who computes each op ("torch" for a twin),
-    `refusals` says why a better provider did not get one.
+    The ops that are declared here have a twin. `modulm.ops` has those up to `top_logprobs`, which
+    are always bound; modulm-layers and modulm-adapters have the others. Kernel providers may have
+    more: `find` returns such an op, or None. `providers` names who computes each op ("torch" for a
+    twin), `refusals` says why a better provider did not get one.
     """
 
     providers: Mapping[str, str]

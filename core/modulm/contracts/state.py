@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["API", "StatePlan", "StateSpec"]
+__all__ = ["API", "SEGMENT", "StatePlan", "StateSpec"]
 
 API = 1
+
+#: Tokens that are computed together. States of prefixes are only kept at multiples of it.
+SEGMENT = 64
 
 
 @frozen

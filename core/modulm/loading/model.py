@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from modulm.config.resolve import DTYPE_ALIASES
 from modulm.contracts.model import CacheKind
+from modulm.contracts.state import SEGMENT
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices, Methods
@@ -24,7 +25,6 @@ from modulm.loading.weights import (
 )
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
-from modulm.ops.chunked_scan import SEGMENT
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from modulm.ops import lora, recurrence, sampling_twins, twins
+from modulm.errors import PluginError
+from modulm.ops import sampling_twins, twins
+from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Forward, KernelProvider, Op, Ops
 
 __all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
+
+log = logging.getLogger("modulm")
 
 #: Ops that hand each other values in a format of their provider's own.
 BUNDLES = (("linear", "pack_linear", "unpack_linear"), ("fused_experts", "pack_experts"))
@@ -66,10 +71,16 @@ class OpTable:
 
 
 def twin_ops() -> Mapping[str, Op]:
-    """Every op by name, as its plain-torch twin."""
-    modules = (twins, sampling_twins, recurrence)
-    found = {name: getattr(module, name) for module in modules for name in module.__all__}
-    return {**found, "add_lora": lora.add_lora}
+    """Every op by name, as its plain-torch twin: the core's, and those of group `modulm.ops`."""
+    modules = (twins, sampling_twins)
+    own = {name: getattr(module, name) for module in modules for name in module.__all__}
+    plugins, brought = manager.current(), {}
+    for name in sorted({declared.name for declared in plugins.names("ops")} - own.keys()):
+        try:
+            brought[name] = plugins.load("ops", name)
+        except PluginError as error:
+            log.warning("%s", error)
+    return {**own, **brought}
 
 
 def bind(

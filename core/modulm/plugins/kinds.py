@@ -94,6 +94,7 @@ _KINDS = (
     _core("tool_parsers", "tool parser", "parser", "parser:ToolParser", "parsers"),
     _core("reasoning_parsers", "reasoning parser", "parser", "parser:ReasoningParser", "parsers"),
     _core("kernels", "kernel provider", "kernels", "kernels:KernelProvider"),
+    _core("ops", "op", "op"),
     _core("adapters", "adapter bank", "adapter", "adapter:AdapterBank", part="adapters"),
     _core("loaders", "weight loader", "loader", "loader:WeightLoader"),
     _core("tokenizers", "tokenizer", "tokenizer", "tokenizer_loader:TokenizerLoader"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modulm.ops.lora import LoraTable, SlotGroups
+from modulm_adapters.lora_ops import LoraTable, SlotGroups
 from modulm_kernels_cpu.check import CODES, contiguous, dense_rows, dtype_code, need
 from modulm_kernels_cpu.library import Library
 

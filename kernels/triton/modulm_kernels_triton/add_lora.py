@@ -14,7 +14,7 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from modulm.ops.lora import LoraTable, SlotGroups
+from modulm_adapters.lora_ops import LoraTable, SlotGroups
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.weights import need
 

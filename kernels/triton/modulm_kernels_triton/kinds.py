@@ -14,7 +14,7 @@ import torch
 
 import modulm_kernels_triton
 from modulm.contracts.model import StatePlan
-from modulm.ops.lora import LoraPiece, LoraTable, SlotGroups
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups
 from modulm_kernels_triton.by_expert import sort_by_expert
 from modulm_kernels_triton.device import fp8_products
 

@@ -1,4 +1,4 @@
-"""Segments of a step's rows for recurrent layers, as in `modulm.ops.chunked_scan`."""
+"""Segments of a step's rows for recurrent layers, as in `modulm_layers.chunked_scan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from modulm.contracts.model import StatePlan
-from modulm.ops.chunked_scan import SEGMENT
+from modulm.contracts.state import SEGMENT
 
 __all__ = ["SEGMENT", "Segments", "dense", "fresh", "segments", "sources"]
 

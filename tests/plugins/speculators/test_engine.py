@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from modulm import LLM, SamplingParams
-from modulm.engine.sampling.field_rules import problem
 from modulm.errors import ConfigError
+from modulm_frontend.validation import problem
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

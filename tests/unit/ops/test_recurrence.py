@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.model import StatePlan
-from modulm.ops.chunked_scan import SEGMENT
-from modulm.ops.recurrence import delta_rule, selective_scan
+from modulm.contracts.state import SEGMENT
+from modulm_layers.recurrence import delta_rule, selective_scan
 
 # A head's state takes whole registers, as those of models do: where it does not, torch's products
 # round by where in memory a row lies (a SIZE of 5 shows it).

@@ -12,7 +12,7 @@ from torch.nn import Module
 from modulm.contracts.model import StateSpec
 from modulm.contracts.quantization import Shard
 from modulm.errors import UnsupportedError
-from modulm.ops.chunked_scan import chunked_scan
+from modulm_layers.chunked_scan import chunked_scan
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan

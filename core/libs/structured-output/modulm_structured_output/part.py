@@ -53,7 +53,7 @@ class StructuredOutputPart(StepPart):
 
     def _open_compiler(self) -> ConstraintCompiler:
         """Raises RequestError without a tokenizer, UnsupportedError without a backend."""
-        from modulm.engine.sampling.defaults import end_ids
+        from modulm.engine.sampling.end_ids import end_ids
         from modulm.loading import open_checkpoint
         from modulm_structured_output.compiler import open_compiler
         from modulm_tokenizers.tokenizer import open_tokenizer

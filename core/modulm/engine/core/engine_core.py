@@ -7,7 +7,7 @@ event loop, or in a process of its own. Front ends exchange requests and events 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -20,7 +20,7 @@ from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Request
 from modulm.engine.core.loop import EngineLoop, Listener
 from modulm.engine.parts import open_parts
-from modulm.engine.sampling.defaults import end_ids, sampling_defaults
+from modulm.engine.sampling.end_ids import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["EngineCore", "limits_of"]
+__all__ = ["Defaults", "EngineCore", "limits_of"]
 
 log = logging.getLogger("modulm.engine")
+
+#: A configuration and generation_config.json -> sampling parameters of requests that name none.
+Defaults = Callable[["EngineConfig", Mapping[str, Any]], Mapping[str, Any]]
 
 
 def limits_of(config: EngineConfig, use: Use) -> Limits:
@@ -62,7 +65,10 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
 
 
 class EngineCore:
-    """An engine that is ready to run: its scheduler, executor, loop and description."""
+    """An engine that is ready to run: its scheduler, executor, loop and description.
+
+    defaults: makes `EngineInfo.defaults`; without it there are none. Raises what it raises.
+    """
 
     def __init__(
         self,
@@ -70,11 +76,13 @@ class EngineCore:
         plugins: PluginManager,
         listener: Listener,
         use: Use = "offline",
+        defaults: Defaults | None = None,
     ) -> None:
         plugins.load_hooks()
         opened = resolve_checkpoint(config, plugins, use)
         checkpoint, resolved = opened.checkpoint, opened.resolved
         self.config = resolved.config
+        sampling = {} if defaults is None else defaults(self.config, checkpoint.generation_config)
         plugins.config_final(self.config)
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
@@ -92,7 +100,7 @@ class EngineCore:
         self.loop = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
         info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
-        self.info = evolve(info, texts=opened.recipe.texts)
+        self.info = evolve(info, texts=opened.recipe.texts, defaults=sampling)
         self._asleep = False
         self._notify = plugins.notify
         for note in notes:
@@ -192,7 +200,6 @@ def _info(
         hidden=description.width or int(checkpoint.config.get("hidden_size", 0)),
         dtype=description.dtype or config.model.dtype,
         eos=end_ids(config, checkpoint.generation_config, checkpoint.config),
-        defaults=sampling_defaults(config, checkpoint.generation_config),
         tasks=description.tasks,
         notes=notes,
         description=description,

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from modulm.contracts.executor import Capacity, GroupCapacity
+from modulm.contracts.state import SEGMENT
 from modulm.engine.kv_cache.block_pool import NULL, BlockPool
 from modulm.engine.kv_cache.prefix_index import PrefixIndex
 from modulm.errors import EngineError, RequestError
-from modulm.ops.chunked_scan import SEGMENT
 
 __all__ = ["BlockTables", "Hit", "KVCacheManager"]
 

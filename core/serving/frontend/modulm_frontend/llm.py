@@ -35,6 +35,7 @@ from modulm.errors import (
 from modulm.plugins import manager
 from modulm.plugins.moved import public_name
 from modulm_frontend.beam_search import BeamSearchParams
+from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.input_processor import (
     BeamSearchRequest,
     InputProcessor,
@@ -87,7 +88,7 @@ class LLM:
                 "LLM runs one replica: create an LLM for each, or use `modulm serve`",
             )
         plugins = manager.current()
-        self._core = EngineCore(config, plugins, self, "offline")
+        self._core = EngineCore(config, plugins, self, "offline", sampling_defaults)
         self.info = self._core.info
         self.tokenizer = open_tokenizer(self.info.config, self.info.path)
         processors = processor_classes(config.model.logits_processors, plugins)

@@ -1,29 +1,25 @@
-"""Checks of what a request asks for, at the edge, against the engine's real numbers."""
+"""Checks of what a request asks for, at the edge, against the engine's real numbers.
+
+Token ids are checked against the width of the logits, not the length of the tokenizer: an id that
+the tokenizer knows and the model does not have would otherwise end the step.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, fields_dict
 
 from modulm.contracts.sampling import (
     LogitsProcessor,
+    OutputKind,
     PoolingParams,
     SamplingParams,
     StructuredOutputs,
-)
-from modulm.engine.sampling.field_rules import (
-    FIELD_RULES,
-    Rule,
-    check_ids,
-    integer_problem,
-    is_integer,
-    problem,
-    token_id,
 )
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm.plugins.index import to_install
@@ -32,14 +28,28 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.tokenizer import Tokenizer
 
-__all__ = ["bad_word_ids", "check", "check_pooling", "check_prompt", "truncated"]
+__all__ = [
+    "bad_word_ids",
+    "check",
+    "check_ids",
+    "check_pooling",
+    "check_prompt",
+    "problem",
+    "truncated",
+]
 
 #: Limits on lists and texts, so that no request costs more to check than to run.
 MAX_CHOICES = 16_384
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 4_096
+MAX_IDS = 1_024
+MAX_BAD_WORDS = 256
+MAX_BAD_LENGTH = 512
 MAX_CONSTRAINT = 1 << 18
 MAX_ALTERNATIVES = 10_000
 
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_Rule = Callable[[Any], str | None]
 
 
 def check(
@@ -61,7 +71,7 @@ def check(
     configuration is `config`. Raises RequestError that names the field;
     ContextLengthExceeded where the prompt leaves no room.
     """
-    for name in FIELD_RULES:
+    for name in _FIELDS:
         words = problem(name, getattr(params, name))
         if words is not None:
             raise RequestError(f"{name} {words}", name)
@@ -72,7 +82,7 @@ def check(
         check_ids(name, getattr(params, name) or (), vocabulary)
     bias = params.logit_bias
     if bias:
-        bias = {token_id(key): float(value) for key, value in bias.items()}
+        bias = {_id(key): float(value) for key, value in bias.items()}
         check_ids("logit_bias", bias, vocabulary)
     if params.structured_outputs is not None:
         _check_constraint(params.structured_outputs)
@@ -90,6 +100,11 @@ def check(
     )
 
 
+def problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value of one field, whatever the model and the other fields."""
+    return _FIELDS[name](value)
+
+
 def check_prompt(
     ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int, room: int = 1
 ) -> None:
@@ -103,7 +118,7 @@ def check_prompt(
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         wrong = ids[(ids < 0) | (ids >= vocabulary)][:1].tolist()
     else:
-        wrong = [i for i in ids if not is_integer(i) or not 0 <= i < vocabulary][:1]
+        wrong = [i for i in ids if not _is_int(i) or not 0 <= i < vocabulary][:1]
     if wrong:
         raise RequestError(
             f"prompt holds token id {wrong[0]!r:.40}, which is out of vocabulary: the model has "
@@ -146,7 +161,7 @@ def check_pooling(
             "task",
         )
     if params.dimensions is not None:
-        words = integer_problem(params.dimensions, 1, hidden)
+        words = _integer(params.dimensions, 1, hidden)
         if words:
             raise RequestError(f"dimensions {words}", "dimensions")
         if offered and params.dimensions not in (*offered, hidden):
@@ -174,6 +189,17 @@ def bad_word_ids(
     return tuple(found)
 
 
+def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
+    """Raise RequestError unless all are token ids of the model."""
+    for token in ids:
+        if not _is_int(token) or not 0 <= token < vocabulary:
+            raise RequestError(
+                f"{name} holds {token!r:.40}, which is not a token id of the model "
+                f"(0 to {vocabulary - 1})",
+                name,
+            )
+
+
 def _check_limits(
     params: SamplingParams, max_model_len: int, max_temperature: float, max_n: int
 ) -> None:
@@ -198,7 +224,7 @@ def _check_limits(
 
 
 def _check_truncation(limit: Any, max_model_len: int) -> None:
-    if limit is not None and limit != -1 and integer_problem(limit, 1, max_model_len):
+    if limit is not None and limit != -1 and _integer(limit, 1, max_model_len):
         raise RequestError(
             f"truncate_prompt_tokens must be -1 or an integer from 1 to {max_model_len}",
             "truncate_prompt_tokens",
@@ -260,7 +286,7 @@ def _check_constraint(constraint: Any) -> None:
         raise RequestError(f"{name}.whitespace_pattern must be a string", name)
 
 
-def _constraint_rule(key: str) -> Rule:
+def _constraint_rule(key: str) -> _Rule:
     return {"json": _schema, "choice": _choice, "json_object": _true}.get(key, _source)
 
 
@@ -301,3 +327,130 @@ def _choice(value: Any) -> str | None:
         if sum(map(len, value)) > MAX_CONSTRAINT
         else None
     )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _integer(value: Any, least: float, most: float = math.inf) -> str | None:
+    if _is_int(value) and least <= value <= most:
+        return None
+    if most == math.inf:
+        return f"must be an integer of at least {least}"
+    return f"must be an integer from {least} to {most}"
+
+
+def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> _Rule:
+    return lambda value: None if optional and value is None else _integer(value, least, most)
+
+
+def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> _Rule:
+    """A finite number in [low, high], or in (low, high]."""
+    start = f"above {low:g}" if open_low else f"of at least {low:g}"
+    words = f"must be a number {start}" + ("" if high == math.inf else f" and at most {high:g}")
+
+    def rule(value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            return words
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            return words
+        return None
+
+    return rule
+
+
+def _boolean(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _texts(count: int, length: int) -> _Rule:
+    def rule(value: Any) -> str | None:
+        if len(value) > count:
+            return f"must have at most {count} entries"
+        if not all(isinstance(text, str) and text for text in value):
+            return "must hold strings that are not empty"
+        if any(len(text) > length for text in value):
+            return f"must hold strings of at most {length} characters"
+        return None
+
+    return rule
+
+
+def _bias(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return "must be an object: token id -> number from -100 to 100"
+    if len(value) > MAX_IDS:
+        return f"must have at most {MAX_IDS} entries"
+    number = _number(-100, 100)
+    for key, bias in value.items():
+        if _id(key) is None:
+            return f"holds the key {key!r:.40}, which is not a token id"
+        words = number(bias)
+        if words is not None:
+            return f"of token {key} {words}"
+    return None
+
+
+def _id(key: Any) -> Any:
+    """A token id given as an integer or, as in JSON, in decimal digits; None if it is neither."""
+    if isinstance(key, str):
+        return int(key) if key.isascii() and key.isdigit() and len(key) < 20 else None
+    return key if _is_int(key) else None
+
+
+def _some_ids(value: Any) -> str | None:
+    return None if value is None or len(value) else "must name at least one token"
+
+
+def _few_ids(value: Any) -> str | None:
+    return None if len(value) <= MAX_IDS else f"must have at most {MAX_IDS} entries"
+
+
+def _kind(value: Any) -> str | None:
+    return None if isinstance(value, OutputKind) else "must be an OutputKind"
+
+
+def _table(value: Any) -> str | None:
+    return None if value is None or isinstance(value, Mapping) else "must be an object"
+
+
+#: Field -> what is wrong with a value of it, None if nothing is; what depends on the model or on
+#: other fields follows in `check`.
+_FIELDS: dict[str, _Rule] = {
+    "n": _whole(1),
+    "best_of": _whole(1, optional=True),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0, 100, open_low=True),
+    "temperature": _number(0),
+    "top_p": _number(0, 1, open_low=True),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "seed": _whole(-(2**63), 2**63 - 1, optional=True),
+    "stop": _texts(MAX_STOPS, MAX_STOP_LENGTH),
+    "stop_token_ids": _few_ids,
+    "ignore_eos": _boolean,
+    "max_tokens": _whole(1, optional=True),
+    "min_tokens": _whole(0),
+    "logprobs": _whole(-1, optional=True),
+    "prompt_logprobs": _whole(-1, optional=True),
+    "detokenize": _boolean,
+    "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "truncate_prompt_tokens": lambda value: None,
+    "output_kind": _kind,
+    "logit_bias": _bias,
+    "allowed_token_ids": _some_ids,
+    "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_LENGTH),
+    "structured_outputs": lambda value: None,
+    "speculative": _whole(0, optional=True),
+    "thinking_token_budget": _whole(-1, optional=True),
+    "extra_args": _table,
+}
+
+if missing := set(fields_dict(SamplingParams)) - set(_FIELDS):
+    raise TypeError(f"sampling fields without a check: {sorted(missing)}")

@@ -18,11 +18,11 @@ from torch import Tensor
 from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
 from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError, EngineError
-from modulm.ops.lora import LoraTable
 from modulm_adapter_lora.files import read_adapter, stamp_of
 from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
 from modulm_adapter_lora.options import LoraOptions
 from modulm_adapter_lora.prepared import Prepared, Preparer
+from modulm_adapters.lora_ops import LoraTable
 
 if TYPE_CHECKING:
     from modulm.contracts.adapter import Naming

@@ -14,8 +14,8 @@ from torch import Tensor
 from modulm.contracts.adapter import AdaptedLayer
 from modulm.errors import EngineError
 from modulm.ops import twins
-from modulm.ops.lora import LoraPiece, LoraTable, SlotGroups
 from modulm_adapter_lora.prepared import LayerChange
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Ops

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError
-from modulm.ops.lora import LoraPiece
 from modulm_adapter_lora.files import AdapterFiles, Change
 from modulm_adapter_lora.places import Place, Places, layout_of, rows_of
+from modulm_adapters.lora_ops import LoraPiece
 
 if TYPE_CHECKING:
     from modulm.contracts.adapter import Naming

@@ -10,6 +10,7 @@ from attrs import frozen
 from modulm.engine.core.engine_core import EngineCore
 from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.plugins import manager
+from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.input_processor import InputProcessor
 from modulm_frontend.lora import OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
@@ -95,7 +96,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         plugins = manager.current()
         with as_vllm():
-            self._core = EngineCore(config, plugins, self, "offline")
+            self._core = EngineCore(config, plugins, self, "offline", sampling_defaults)
         self.info = self._core.info
         self._tokenizer = open_tokenizer(self.info.config, self.info.path)
         processors = processor_classes(config.model.logits_processors, plugins)

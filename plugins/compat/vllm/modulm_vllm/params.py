@@ -15,8 +15,8 @@ from attrs import define, field
 
 from modulm.contracts import sampling as native_types
 from modulm.contracts.sampling import OutputKind
-from modulm.engine.sampling.field_rules import problem
 from modulm_frontend import beam_search, lora
+from modulm_frontend.validation import problem
 from modulm_vllm.failures import as_vllm
 
 __all__ = [

@@ -16,7 +16,6 @@ from attrs import define, field
 
 from modulm.contracts.parser import ParseContext, ReasoningParser
 from modulm.contracts.sampling import LogitsProcessor, RowView, SamplingParams
-from modulm.engine.sampling.field_rules import check_ids
 from modulm.errors import ConfigError, RequestError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
@@ -137,7 +136,13 @@ class Reading:
         known = self._endings.get(text)
         if known is None:
             ids = self.tokenizer.encode(self.end_text or text, add_special_tokens=False)
-            check_ids(_FIELD, ids, self.vocabulary)
+            wrong = [token for token in ids if token >= self.vocabulary][:1]
+            if wrong:
+                raise RequestError(
+                    f"{_FIELD} holds {wrong[0]}, which is not a token id of the model "
+                    f"(0 to {self.vocabulary - 1})",
+                    _FIELD,
+                )
             known = self._endings[text] = tuple(ids)
         return known
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import modulm_kernels_cpu
-from modulm.ops.lora import LoraPiece, LoraTable, SlotGroups, add_lora
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups, add_lora
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 PARTS = (40, 7, 100)

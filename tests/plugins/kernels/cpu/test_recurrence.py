@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.model import StatePlan
-from modulm.ops import recurrence, twins
+from modulm.ops import twins
+from modulm_layers import recurrence
 
 kernels = pytest.importorskip(
     "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from modulm.ops.lora import LoraPiece, LoraTable, SlotGroups, add_lora
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups, add_lora
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3}
 PARTS = (40, 7, 100)

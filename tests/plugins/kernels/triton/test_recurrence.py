@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modulm.contracts.model import StatePlan
-from modulm.ops import recurrence
 from modulm_kernels_triton.device import interpreting
+from modulm_layers import recurrence
 
 SLOTS = 9
 

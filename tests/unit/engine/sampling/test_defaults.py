@@ -5,8 +5,9 @@ import json
 import pytest
 
 from modulm.config import EngineConfig
-from modulm.engine.sampling.defaults import end_ids, sampling_defaults
+from modulm.engine.sampling.end_ids import end_ids
 from modulm.errors import CheckpointError, ConfigError
+from modulm_frontend.defaults import sampling_defaults
 
 FILE = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 99, "do_sample": True,
         "transformers_version": "5", "eos_token_id": [1, 2]}  # fmt: skip

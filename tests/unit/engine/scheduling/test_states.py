@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from modulm.contracts.executor import Capacity, GroupCapacity, StepResult
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.state import SEGMENT
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
-from modulm.ops.chunked_scan import SEGMENT
 from modulm.testing.engines import ByArrival
 
 STATES = ("state", SEGMENT, None, 33)

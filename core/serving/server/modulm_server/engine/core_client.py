@@ -20,6 +20,7 @@ from attrs import frozen
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError
+from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.client import ReplicaHealth
@@ -204,7 +205,7 @@ class ThreadCoreClient(EngineCoreClient):
         from modulm.engine.core.engine_core import EngineCore
 
         try:
-            core = EngineCore(config, plugins, self, "server")
+            core = EngineCore(config, plugins, self, "server", sampling_defaults)
         except BaseException as error:
             ready.set_exception(error)
             return

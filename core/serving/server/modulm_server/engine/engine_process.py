@@ -35,6 +35,7 @@ from modulm.plugins.manager import PluginManager
 from modulm_distributed.tls import TlsContexts, tls_contexts
 from modulm_distributed.worker_calls import pack_answer
 from modulm_fleet.secret import read_secret
+from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
@@ -489,7 +490,7 @@ def _run(server: _SocketServer) -> int:
         with manager.using(PluginManager.replay(frames.unpack_plugins(plugins))) as here:
             config = frames.unpack_config(flags)
             faulthandler.register(signal.SIGUSR1, stacks_file(config), all_threads=True)
-            core = EngineCore(config, here, server, "server")
+            core = EngineCore(config, here, server, "server", sampling_defaults)
             server.ready(core)
             core.loop.run()
             core.stop()

@@ -16,13 +16,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from modulm.contracts.state import SEGMENT
+
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan
 
-__all__ = ["SEGMENT", "ScanStep", "chunked_scan", "initial_states"]
-
-#: Tokens that are computed together. States of prefixes are only kept at multiples of it.
-SEGMENT = 64
+__all__ = ["ScanStep", "chunked_scan", "initial_states"]
 
 #: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
 ScanStep = Callable[[Tensor, Tensor], Tensor]

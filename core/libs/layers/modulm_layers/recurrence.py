@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from modulm.ops.chunked_scan import ScanStep, chunked_scan, initial_states
+from modulm_layers.chunked_scan import ScanStep, chunked_scan, initial_states
 
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modulm.engine.sampling.field_rules import problem
 from modulm.errors import CheckpointError, ConfigError
+from modulm_frontend.validation import problem
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
 
-__all__ = ["end_ids", "sampling_defaults"]
+__all__ = ["sampling_defaults"]
 
 #: Name in generation_config.json -> field of SamplingParams.
 _FIELDS = {
@@ -54,18 +54,6 @@ def sampling_defaults(config: EngineConfig, generation_config: Mapping[str, Any]
                 "--override-generation-config or leave the file out with --generation-config vllm"
             )
     return found | _overrides(config.model.override_generation_config)
-
-
-def end_ids(
-    config: EngineConfig, generation_config: Mapping[str, Any], model_config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """End-of-sequence ids: the override's, else of generation_config.json, else of config.json."""
-    tables = (config.model.override_generation_config, generation_config, model_config)
-    found = next((table[_ENDS] for table in tables if table.get(_ENDS) is not None), ())
-    ids = tuple(found) if isinstance(found, list | tuple) else (found,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError("override_generation_config", f"eos_token_id must be ids, not {found!r}")
-    return ids
 
 
 def _overrides(table: Mapping[str, Any]) -> dict[str, Any]:
