@@ -35,6 +35,7 @@ FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "num_gpu_blocks_override": 32,
     "use_tqdm_on_load": False,
+    "worker_cls": "modulm_distributed.testing:MarkedWorker",
 }
 PROMPT = {"prompt_token_ids": [5, 9, 40, 7]}
 ENVIRONMENT = {
@@ -65,13 +66,16 @@ DRIVER = """
         (answer,) = llm.generate([prompt], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
+    def call():
+        return llm.collective_rpc("label", args=["!"])
+
     def end():
         llm.shutdown()
         return "ended"
 
     for line in sys.stdin:
         try:
-            said = {"start": start, "ask": ask, "end": end}[line.strip()]()
+            said = {"start": start, "ask": ask, "call": call, "end": end}[line.strip()]()
         except ModulmError as error:
             said = str(error)
         print("SAID " + json.dumps(said), flush=True)
@@ -241,6 +245,7 @@ def test_two_machines(
     node = start()
     assert driver.do("start") == "started"
     assert driver.do("ask") == expected
+    assert driver.do("call") == ["rank 0!", "rank 1!"]
     (rank,) = node.ranks()
     os.kill(rank, signal.SIGKILL)
     driver.do("ask")  # the first to ask may be told as one whose step failed

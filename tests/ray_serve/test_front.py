@@ -27,11 +27,12 @@ class Replica(ModelReplica):
     so many messages are."""
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        config = EngineConfig().with_(model="x", served_model_name=(name,))
+        config = EngineConfig().with_(model="x", served_model_name=(name,), server_dev_mode=True)
         info = scripted_info(tokenizer, models=(name,), config=config)
         self._engine: Any = ScriptedEngine(
             tokenizer, lambda prompt, params: Reply(f"I am {name}."), info
         )
+        self._engine.functions["name"] = lambda: [name]
         self._served = create_app(self._engine, config)
         self.dies: list[int] = []
         self.asked: list[tuple[Call, Route | None, str]] = []
@@ -55,6 +56,17 @@ class Handle:
 
     def remote(self, *arguments: Any) -> Any:
         return Streamed(self, *arguments) if arguments else self.replica.health()
+
+    def broadcast(self, method: str, call: Call) -> Broadcast:
+        return Broadcast([getattr(self.replica, method)(call) for _ in range(2)])
+
+
+class Broadcast:
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    async def results_async(self) -> list[Any]:
+        return [await call for call in self.calls]
 
 
 class Streamed:
@@ -183,6 +195,14 @@ def test_health_is_of_all_models(client: httpx.Client, replicas: list[Replica]) 
     replicas[1]._engine.die()
     assert client.get("/health").status_code == 503
     assert client.get("/version").json()["version"]
+
+
+def test_all_replicas_are_called(client: httpx.Client) -> None:
+    body = {"model": "bob", "method": "name"}
+    assert client.post("/collective_rpc", json=body).json() == {"results": [["bob"], ["bob"]]}
+    answer = client.post("/collective_rpc", json=body | {"method": "nothing"})
+    assert answer.status_code == 404
+    assert "no worker function 'nothing'" in answer.json()["error"]["message"]
 
 
 def test_what_has_sent_nothing_begins_again(client: httpx.Client, replicas: list[Replica]) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 import modulm
-from modulm.errors import QueueFull
+from modulm.errors import EngineError, EngineTimeout, QueueFull
 from modulm.plugins import PluginManager, manager
 from modulm.plugins.declaration import Declaration
 from modulm_chat.templates import TemplateFailed
@@ -311,6 +312,38 @@ def test_the_documentation_shows_every_body(http: httpx.Client) -> None:
     assert chat["required"] == ["messages"]
     assert "$ref" not in str(chat)
     assert http.get("/docs").status_code == 200
+
+
+def test_calls_into_workers(make_server: ServerMaker) -> None:
+    """In development only, and by name."""
+
+    def fail(timeout: bool = False) -> None:
+        raise EngineTimeout("worker 0 is slow") if timeout else EngineError("worker 1: it failed")
+
+    live = make_server(server_dev_mode=True)
+    live.engine.functions = {
+        "sum": lambda *numbers, scale=1: sum(numbers) * scale,
+        "shape": lambda: {"shape": np.ones((2, 3)).shape, "dtype": np.dtype("int8")},
+        "fail": fail,
+    }
+    with live.client() as http:
+
+        def call(method: Any, **fields: Any) -> httpx.Response:
+            return http.post("/collective_rpc", json={"method": method, **fields})
+
+        assert call("sum", args=[1, 2], kwargs={"scale": 2}).json() == {"results": ["6"]}
+        assert call("shape").json() == {"results": [{"shape": [2, 3], "dtype": "int8"}]}
+        for answer, status, member, value in (
+            (call("fail"), 500, "message", "worker 1: it failed"),
+            (call("fail", args=[True]), 504, "code", "timeout"),
+            (call("nothing"), 404, "param", "method"),
+            (call(3), 400, "param", "method"),
+            (call("sum", timeout="soon"), 400, "param", "timeout"),
+        ):
+            assert answer.status_code == status
+            assert error_of(answer)[member] == value
+    with make_server().client() as http:
+        assert http.post("/collective_rpc", json={"method": "sum"}).status_code == 404
 
 
 def test_metrics_name_the_packages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

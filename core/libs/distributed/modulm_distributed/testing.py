@@ -54,6 +54,10 @@ class MarkedWorker(Worker):
         super().__init__(*arguments, **more)
         self.description = attrs.evolve(self.description, device="marked")
 
+    def label(self, suffix: str) -> str:
+        """The rank's name; for calls into workers."""
+        return f"rank {self.rank}{suffix}"
+
 
 class RankPool:
     """Processes that are ranks of several models in turn, because processes start slowly."""

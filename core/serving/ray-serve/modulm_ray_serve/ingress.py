@@ -117,6 +117,9 @@ class Front:
         if path in _FORWARDED and scope["method"] == "POST":
             await self._forward_request(path, scope, receive, send)
             return
+        if path == "/collective_rpc" and scope["method"] == "POST":
+            await (await self._call_workers(path, scope, receive))(scope, receive, send)
+            return
         if scope["method"] not in ("GET", "HEAD"):
             raise ApiError(404, f"{scope['method']} {path} is not served behind Ray Serve")
         if path in ("/health", "/ping", "/ready"):
@@ -139,14 +142,7 @@ class Front:
         stateful = next((name for name in _STATEFUL_FIELDS if members.get(name)), None)
         if stateful is not None and path.startswith("/v1/responses"):
             raise bad_field(stateful, f"{stateful}: responses are not kept behind Ray Serve")
-        name = members.get("model")
-        index = self._by_name.get(name) if isinstance(name, str) else None
-        if index is None:
-            if isinstance(name, str) and name:
-                raise model_error(name)
-            if len(self._models) > 1 and members:
-                raise bad_field("model", f"model: one of {', '.join(sorted(self._by_name))}")
-            index = 0
+        name, index = self._model_index(members)
         served, handle = self._models[index]
         adapter = name if name in served.adapters else None
         tenant = dict(scope["headers"]).get(b"authorization", b"") if served.apart else b""
@@ -166,6 +162,18 @@ class Front:
                 await task
             sent_by.finish()
 
+    def _model_index(self, members: Mapping[str, Any]) -> tuple[Any, int]:
+        """The name of the model that a body asks for, and its index. Raises ApiError."""
+        name = members.get("model")
+        index = self._by_name.get(name) if isinstance(name, str) else None
+        if index is None:
+            if isinstance(name, str) and name:
+                raise model_error(name)
+            if len(self._models) > 1 and members:
+                raise bad_field("model", f"model: one of {', '.join(sorted(self._by_name))}")
+            index = 0
+        return name, index
+
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()
         while True:
@@ -177,6 +185,20 @@ class Front:
                 raise ApiError(413, f"the body has more than {self._limit} bytes")
             if not message.get("more_body"):
                 return bytes(body)
+
+    async def _call_workers(self, path: str, scope: Scope, receive: Receive) -> Any:
+        """The answers of the workers of all replicas of a model, those of one replica together."""
+        body = await self._body(receive)
+        _, index = self._model_index(await _fields(scope, body))
+        handle = self._plain[index]
+        if not hasattr(handle, "broadcast"):
+            raise ApiError(501, "this version of Ray Serve cannot call all replicas of a model")
+        calls = handle.broadcast("answer", _call(scope, path, body))
+        answers = [(status, msgspec.json.decode(data)) for status, data in await _results(calls)]
+        for status, answer in answers:
+            if status != 200:
+                return json_response(answer, status)
+        return json_response({"results": [each for _, a in answers for each in a["results"]]})
 
     # Requests to all models.
 
@@ -256,6 +278,14 @@ async def _collect(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
             status = message.get("status", status)
             body += message.get("body", b"")
     return status, body
+
+
+async def _results(calls: Any) -> list[tuple[int, bytes]]:
+    """The answers to a broadcast."""
+    results: list[tuple[int, bytes]] = await calls.results_async()
+    if not results:
+        raise ReplicaDied("the model has no replica that runs")
+    return results
 
 
 async def _state(handle: DeploymentHandle) -> str:

@@ -144,6 +144,15 @@ class ModelReplica:
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
+    async def answer(self, call: Call) -> tuple[int, bytes]:
+        """(status, body) of the application's answer; for calls to all replicas."""
+        status, body = 500, b""
+        async for messages in self.ask(call, None):
+            for message in messages:
+                status = message.get("status", status)
+                body += message.get("body", b"")
+        return status, body
+
     async def _answer(self, scope: Scope, answer: _Answer) -> None:
         adapter = serve.get_multiplexed_model_id()
         try:

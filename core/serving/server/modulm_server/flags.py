@@ -137,7 +137,7 @@ class ServerConfig(FlagGroup):
         0, "Idle time after which a stream sends a comment; 0: never.", unit="s", least=0
     )
     server_dev_mode: bool = flag(
-        False, "Serve development routes: /reset_prefix_cache, /sleep, /start_profile ..."
+        False, "Serve development routes: /reset_prefix_cache, /sleep, /collective_rpc ..."
     )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     enable_log_outputs: bool = flag(False, "Log outputs.")

@@ -78,7 +78,7 @@ class ScriptedEngine(EngineClient):
 
     seen: (prompt, params) of every accepted request; salts: its cache salt; used: its adapter.
     aborted: requests whose reader disconnected. bad: adapter paths that fail to load, with the
-    reason.
+    reason. functions: what calls into its one worker run, by name.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class ScriptedEngine(EngineClient):
         self._adapters: dict[str, Adapter] = {}
         self.bad: dict[str, str] = {}
         self.used: list[str | None] = []
+        self.functions: dict[str, Callable[..., Any]] = {}
 
     def die(self) -> None:
         """Kill the engine: every running request fails."""
@@ -168,6 +169,18 @@ class ScriptedEngine(EngineClient):
 
     async def wake_up(self) -> None:
         raise UnsupportedError("a scripted engine cannot sleep")
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        function = self.functions.get(str(method))
+        if function is None:
+            raise NotFound(f"there is no worker function {method!r}", "method")
+        return [function(*args, **kwargs or {})]
 
     @property
     def active(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -213,6 +213,17 @@ class AsyncLLMEngine:
         """Allocate all memory again."""
         refuse(tags=tags)
         await self._engine.wake_up()
+
+    async def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function in every worker; answers by rank."""
+        with as_vllm():
+            return await self._engine.collective_rpc(method, timeout, args, kwargs)
 
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""

@@ -202,6 +202,11 @@ class LLM(frontend.LLM):
         with as_vllm():
             super().sleep(level)
 
+    def collective_rpc(self, *arguments: Any, **more: Any) -> list[Any]:
+        """Call a function in every worker; answers by rank."""
+        with as_vllm():
+            return super().collective_rpc(*arguments, **more)
+
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again, all of it."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
@@ -214,10 +219,8 @@ class LLM(frontend.LLM):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-_ONE_PROCESS = "the model runs in this process, without workers that could be called"
 _ABSENT = {
-    "apply_model": _ONE_PROCESS,
-    "collective_rpc": _ONE_PROCESS,
+    "apply_model": "collective_rpc calls a function with each worker, whose `model` it can use",
     "preprocess_chat": "modulm_chat.encode_chat gives a conversation's token ids",
     "set_tokenizer": "LLM(tokenizer=...) says which one is used",
 }
