@@ -302,6 +302,12 @@ def test_statistics(demo) -> None:
     assert waited.count == waited.buckets["+Inf"] >= 3
 
 
+def test_calls_into_workers(demo) -> None:
+    assert demo.collective_rpc(lambda worker, by: worker.rank + by, args=(2,)) == [2]
+    with pytest.raises(ValueError, match="nothing"):
+        demo.collective_rpc("nothing")
+
+
 def test_adapters(llama: Path) -> None:
     """The example of multi-LoRA inference."""
     from vllm import LLM, SamplingParams
