@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import NOTHING, fields, frozen
 
 from modulm.contracts.recording import Recordable
+from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +48,9 @@ class AttentionSpec:
 
     Fields with a default are features, see `features`. `sinks`, `alibi`, `biases` and `scales`
     announce tensors of AttentionInputs, and so does `selection`: queries see only chosen runs of
-    that many tokens of their row (sparse attention). `spans` announces `StepLayout.spans`. With
-    `cross` the keys are those of the row's encoder, `StepLayout.encoder_lens` of them and at most
-    `cross`, and queries see all.
+    that many tokens of their row (sparse attention). `spans` and `masks` announce those of
+    StepLayout. With `cross` the keys are those of the row's encoder, `StepLayout.encoder_lens` of
+    them and at most `cross`, and queries see all.
 
     A layer with `picks` does not attend: it keeps one key per token and no value, and finds for
     each query the `picks` tokens whose sum over heads of `AttentionInputs.head_weights` times
@@ -80,6 +81,7 @@ class AttentionSpec:
     picks: int = 0
     biases: bool = False
     partial: bool = False
+    masks: bool = False
 
     @property
     def features(self) -> frozenset[str]:
@@ -111,6 +113,10 @@ class StepLayout:
 
     spans: [n, 3] int32 of (row's place in the step, first position, end): tokens of the row that
     see one another in both directions (an image in a prompt); a step never holds part of one.
+    masks: row's place in the step -> [queries, queries] bool, for rows whose tokens of this step do
+    not see all tokens before them and none after (a tree of drafts, a block that is revised): which
+    of the step's tokens of the row (columns) each of them sees. Each sees itself, and all that was
+    cached before the step.
     encoder_lens: [rows] int32, tokens of each row's encoder, for layers of cross attention: then
     block_tables are those of the encoder's tokens, and slots has one entry for each key that the
     step brings, which may be none.
@@ -128,6 +134,7 @@ class StepLayout:
     spans: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
     seen: np.ndarray | None = None
+    masks: Mapping[int, np.ndarray] | None = None
 
 
 class AttentionPlan(Recordable):
@@ -276,3 +283,10 @@ class AttentionBackend(ABC):
     def copy_blocks(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks inside a layer's cache; source, target: [n] int64 block ids."""
         cache[target] = cache[source]
+
+    def copy_slots(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy single tokens inside a layer's cache; source, target: [n] int64, slots as in
+        `StepLayout.slots`. All are read before any is written. Backends that support `masks` have
+        it; others raise UnsupportedError.
+        """
+        raise UnsupportedError(f"attention backend {self.name} does not copy single tokens")

@@ -361,6 +361,14 @@ class BatchFactory(Protocol):
         whose logits are wanted.
         """
 
+    def copy_tokens(
+        self, plan: Plan, places: np.ndarray, sources: np.ndarray, targets: np.ndarray
+    ) -> None:
+        """Copy what the caches hold of tokens to other positions of their rows. places: [n] int64,
+        rows by their place in the plan; sources, targets: [n] int64, positions. All are read before
+        any is written. Raises UnsupportedError for caches that cannot do this.
+        """
+
 
 @frozen(eq=False, kw_only=True)
 class BuiltModel:
@@ -524,12 +532,14 @@ class StepPart(ABC):
     """Makes both halves, each where it lives, and packs what they tell each other.
 
     all_ranks: whether the reports of all ranks reach the planner, or those of the rank that gives
-    results alone.
+    results alone. masks: whether its runner sets `StepLayout.masks`: the model's layers are built
+    with attention backends that support them.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     all_ranks: ClassVar[bool] = False
+    masks: bool = False
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:

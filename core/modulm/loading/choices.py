@@ -295,6 +295,6 @@ def _describe(spec: AttentionSpec) -> str:
     parts += [f"window {spec.window}"] if spec.window else []
     parts += [f"softcap {spec.softcap:g}"] if spec.softcap else []
     parts += [f"latent {spec.latent}"] if spec.latent else []
-    parts += [name for name in ("sinks", "alibi", "biases") if getattr(spec, name)]
+    parts += [name for name in ("sinks", "alibi", "biases", "masks") if getattr(spec, name)]
     parts += [] if spec.causal else ["both directions"]
     return ", ".join(parts)

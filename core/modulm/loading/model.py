@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from modulm.config.resolve import DTYPE_ALIASES
 from modulm.contracts.model import CacheKind
@@ -89,13 +89,17 @@ def load_model(
     platform: Platform,
     plugins: PluginManager,
     mesh: Mesh | None = None,
+    *,
+    masks: bool = False,
 ) -> Loaded:
     """Build the checkpoint's model on `platform` and load this rank's weights.
+
+    masks: whether steps may have `StepLayout.masks`.
 
     Raises CheckpointError before any weight is read if files, names or shapes do not fit, and
     UnsupportedError or PluginError if a required driver is missing.
     """
-    built = build_model(config, checkpoint, platform, plugins, mesh)
+    built = build_model(config, checkpoint, platform, plugins, mesh, masks=masks)
     plugins.hook.modulm_model_built(model=built.model, config=config)
     filled = built.model.load(checkpoint.path)
     plan = None if filled else plan_checkpoint(built, checkpoint)
@@ -138,10 +142,16 @@ def load_model(
 
 
 def explain_model(
-    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    platform: Platform,
+    plugins: PluginManager,
+    *,
+    masks: bool = False,
 ) -> tuple[Decision, ...]:
     """Return what `load_model` would choose, and why; reads no weights and allocates no memory."""
-    return tuple(build_model(config, checkpoint, platform, plugins).choices.decisions)
+    built = build_model(config, checkpoint, platform, plugins, masks=masks)
+    return tuple(built.choices.decisions)
 
 
 @frozen(eq=False)
@@ -164,8 +174,10 @@ def build_model(
     platform: Platform,
     plugins: PluginManager,
     mesh: Mesh | None = None,
+    *,
+    masks: bool = False,
 ) -> _Built:
-    """Build the model without weights or memory, choosing its drivers."""
+    """Build the model without weights or memory, choosing its drivers; masks: see `load_model`."""
     choices = Choices(config, checkpoint, platform, plugins)
     driver: Any = choices.model()
     settings = read_config(checkpoint.config, driver.config_type, str(checkpoint.config_file))
@@ -174,7 +186,7 @@ def build_model(
     ops = choices.ops(dtype)
     methods = choices.method(ops)
     shared = _shared(config, choices, methods, ops, dtype, length, mesh or Mesh())
-    model = driver(settings, Builder(shared)).eval()
+    model = driver(settings, Builder(evolve(shared, masks=masks))).eval()
     choices.decisions.extend(methods.decisions())
     return _Built(model, settings, dtype, ops, shared, choices, methods.main, choices.loader())
 

@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import Module
 
+from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.model import CacheSpec
 from modulm.contracts.quantization import OUTPUTS, LinearKind, LinearSpec, ParamSpec, Shard
 from modulm.errors import CheckpointError, UnsupportedError
@@ -24,7 +25,7 @@ from modulm.parallel import ProcessGroup
 
 if TYPE_CHECKING:
     from modulm.contracts.adapter import AdapterBank
-    from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.attention import AttentionBackend
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import Ops
     from modulm.contracts.model import StateSpec
@@ -49,7 +50,8 @@ class Shared:
     `choose_method` gives the quantization method of a layer, `choose_backend` the attention
     backend of a spec; both remember why. `max_length` is the longest sequence admitted. Without
     `windows` every layer sees all of it. With `spans` layers take `StepLayout.spans`; "windows":
-    those that have one. `config`: the engine's, for flags of a model's package.
+    those that have one. With `masks` layers take `StepLayout.masks`. `config`: the engine's, for
+    flags of a model's package.
     """
 
     dtype: torch.dtype
@@ -64,6 +66,7 @@ class Shared:
     calculate_kv_scales: bool = False
     windows: bool = True
     spans: bool | Literal["windows"] = False
+    masks: bool = False
     adapters: AdapterBank | None = None
     #: The same, told only of layers that another stage has.
     told: AdapterBank | None = None
@@ -351,6 +354,8 @@ class Builder:
             spec = evolve(spec, window=None)
         if self.shared.spans and (spec.window or self.shared.spans != "windows"):
             spec = evolve(spec, spans=True)
+        if self.shared.masks and not spec.cross:
+            spec = evolve(spec, masks=True)
         number = next((part for part in self.prefix.split(".") if part.isdigit()), "")
         skipped = {number, "sliding_window" if spec.window else number}
         if skipped & set(self.shared.kv_skipped):
@@ -359,7 +364,12 @@ class Builder:
         return self.cache(spec, follows=follows), self.shared.choose_backend(spec)
 
     def cache(self, spec: AttentionSpec | StateSpec, *, follows: str | None = None) -> int:
-        """Register the layer at this prefix as one that keeps something; its cache's index."""
+        """Register the layer at this prefix as one that keeps something; its cache's index.
+
+        Raises UnsupportedError for a state where tokens of a step are masked from one another.
+        """
+        if self.shared.masks and not isinstance(spec, AttentionSpec):
+            raise UnsupportedError(f"{self.prefix}: a recurrent state sees all tokens in order")
         self.shared.caches.append(CacheSpec(self.prefix, spec, follows=follows))
         return len(self.shared.caches) - 1
 

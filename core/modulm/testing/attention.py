@@ -70,6 +70,10 @@ SPECS: Mapping[str, AttentionSpec] = {
     "spans and window": evolve(_BASE, spans=True, window=9),
     "cross": evolve(_BASE, cross=64),
     "picks": evolve(_BASE, kv_heads=1, picks=12),
+    "masks": evolve(_BASE, masks=True),
+    "masks, softcap": evolve(_BASE, masks=True, softcap=2.0),
+    "masks, sinks": evolve(_BASE, masks=True, sinks=True),
+    "masks over latents": evolve(_BASE, kv_heads=1, head_dim=96, latent=64, masks=True),
     "parts": evolve(_BASE, partial=True),
     "parts, softcap": evolve(_BASE, partial=True, softcap=2.0),
     "parts of latents": evolve(_BASE, kv_heads=1, head_dim=96, latent=64, partial=True),
@@ -95,7 +99,9 @@ _LENGTH = 128
 _NOTHING = -1e4
 
 #: Features of layers that never use `forward_qkv`.
-_UNFUSED = {"latent", "value_dim", "scales", "selection", "spans", "cross", "picks", "partial"}
+_UNFUSED = {
+    "latent", "value_dim", "scales", "selection", "spans", "cross", "picks", "partial", "masks",
+}  # fmt: skip
 
 
 def check_attention(
@@ -271,6 +277,8 @@ def _check_spec(case: _Case) -> None:
         _compare_step(case, backend, (cache, mirror), step, number, f"step {number}")
     if not spec.cross:
         _check_copy(case, backend, cache, mirror)
+    if spec.masks:
+        _check_copy_slots(case, backend, cache, mirror)
     if spec.dtype == spec.kv_dtype == case.platform.dtypes[0]:
         _check_recorded(case)
     if not spec.features & _UNFUSED:
@@ -373,6 +381,8 @@ def _layouts(
         )
         if spec.spans:
             step = evolve(step, spans=_spans(done[rows], ends))
+        if spec.masks:
+            step = evolve(step, masks=_masks(row_counts))
         if spec.partial:
             step = _halved(step, positions)
         yield _crossed(step, tables[rows], rows, done[rows] == 0) if spec.cross else step
@@ -398,6 +408,22 @@ def _halved(step: StepLayout, positions: Sequence[np.ndarray]) -> StepLayout:
         slots=np.concatenate(slots),
         seen=((np.concatenate(positions) + 1) // 2).astype(np.int32),
     )
+
+
+def _masks(counts: np.ndarray) -> Mapping[int, np.ndarray]:
+    """Return the mask of a tree in every second row, and of a block that attends both ways in the
+    others; the longest row keeps its order.
+    """
+    masks = {}
+    for row, count in enumerate(counts.tolist()):
+        mask = np.ones((count, count), dtype=bool)
+        if row % 2:
+            mask = np.eye(count, dtype=bool)
+            for node in range(1, count):
+                mask[node] |= mask[(node - 1) // 2]
+        if 1 < count < counts.max():
+            masks[row] = mask
+    return masks
 
 
 def _spans(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -435,19 +461,37 @@ def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: T
     moves = [torch.from_numpy(ids).to(device) for ids in (source, target)]
     backend.copy_blocks(cache, *moves)
     mirror[moves[1]] = mirror[moves[0]]
-    end = 2 * size
-    step = StepLayout(
-        size,
-        target[None].astype(np.int32),
-        np.array([0, 1], dtype=np.int32),
-        np.array([end], dtype=np.int32),
-        np.array([target[(end - 1) // size] * size + (end - 1) % size], dtype=np.int64),
-    )
+    step = _last_query(target, size)
     if case.spec.spans:
         step = evolve(step, spans=np.zeros((0, 3), dtype=np.int32))
     if case.spec.partial:
         step = evolve(step, seen=step.context_lens)
     _compare_step(case, backend, (cache, mirror), step, 30, "after copy_blocks")
+
+
+def _last_query(blocks: np.ndarray, size: int) -> StepLayout:
+    """Return the step of one token, the last in its row's two blocks of `size` tokens."""
+    end = 2 * size
+    return StepLayout(
+        size,
+        blocks[None].astype(np.int32),
+        np.array([0, 1], dtype=np.int32),
+        np.array([end], dtype=np.int32),
+        np.array([blocks[(end - 1) // size] * size + (end - 1) % size], dtype=np.int64),
+    )
+
+
+def _check_copy_slots(
+    case: _Case, backend: AttentionBackend, cache: Tensor, mirror: Tensor
+) -> None:
+    """Check that tokens which move up are all read before any is written."""
+    size, flat = backend.block_size, mirror.view(-1, *mirror.shape[2:])
+    slots = size + np.array([[2, 3, size + 1], [1, 2, 3]])
+    source, target = torch.from_numpy(slots).to(cache.device)
+    backend.copy_slots(cache, source, target)
+    flat[target] = flat[source]
+    step = _last_query(np.array([1, 2]), size)
+    _compare_step(case, backend, (cache, mirror), step, 31, "after copy_slots")
 
 
 def _check_recorded(case: _Case) -> None:

@@ -7,12 +7,12 @@ entries of its keys; the cache of a layer that picks tokens has no values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import cast
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from modulm.contracts.attention import (
@@ -42,7 +42,9 @@ __all__ = [
 
 @frozen(eq=False)
 class ReferencePlan(AttentionPlan):
-    """A StepLayout as tensors; `spans` [n, 3], `encoder_lens` [rows], `seen` [tokens] or None."""
+    """A StepLayout as tensors; `spans` [n, 3], `encoder_lens` [rows], `seen` [tokens] or None;
+    `masks` as there.
+    """
 
     block_tables: Tensor
     query_starts: Tensor
@@ -51,6 +53,7 @@ class ReferencePlan(AttentionPlan):
     spans: Tensor | None = None
     encoder_lens: Tensor | None = None
     seen: Tensor | None = None
+    masks: Mapping[int, Tensor] = field(factory=dict, kw_only=True)
 
     @classmethod
     def of(cls, step: StepLayout, device: torch.device) -> ReferencePlan:
@@ -60,9 +63,14 @@ class ReferencePlan(AttentionPlan):
         return cls(
             *(torch.from_numpy(array).to(device) for array in arrays),
             *(None if array is None else torch.from_numpy(array).to(device) for array in more),
+            masks={
+                row: torch.from_numpy(mask).to(device) for row, mask in (step.masks or {}).items()
+            },
         )
 
     def key(self) -> Hashable:
+        if self.masks:
+            return None
         return tuple(tensor is None for tensor in self._more)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -104,6 +112,7 @@ class ReferenceAttention(AttentionBackend):
             "picks",
             "biases",
             "partial",
+            "masks",
         ]
     )
 
@@ -143,6 +152,10 @@ class ReferenceAttention(AttentionBackend):
             pick(self.spec, q, cache, step, out, inputs)
         else:
             attend(self.spec, q, cache, step, out, inputs)
+
+    def copy_slots(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        slots = cache.view(-1, *cache.shape[2:])
+        slots[target] = slots[source]
 
 
 def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -291,6 +304,10 @@ def _visible(spec: AttentionSpec, plan: ReferencePlan, row: int, distance: Tenso
         first, end = plan.query_starts[row : row + 2].tolist()
         keys = torch.arange(distance.shape[1], device=distance.device)
         return keys < plan.seen[first:end, None]
+    if row in plan.masks:
+        mask = plan.masks[row]
+        visible[:, -len(mask) :] = mask
+        return visible
     if spec.causal:
         visible &= distance >= 0
     if spec.window is not None:

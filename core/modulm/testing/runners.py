@@ -28,7 +28,9 @@ def open_runner(
     """The runner of a checkpoint, with the installed step parts and those of the connector."""
     name = config.device.device
     platform = plugins.load("platforms", "cpu" if name == "auto" else name)()
-    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
+    parts = step_parts(connector)
+    masks = any(part.masks for part in parts)
+    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins, masks=masks)
     built = BuiltModel(
         config=config, loaded=loaded, platform=platform, plugins=plugins, mesh=Mesh()
     )
@@ -37,5 +39,5 @@ def open_runner(
         loaded,
         platform,
         plugins,
-        parts=open_runners(step_parts(connector), built),
+        parts=open_runners(parts, built),
     )

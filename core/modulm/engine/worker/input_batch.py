@@ -17,7 +17,7 @@ from modulm.contracts.attention import (
 )
 from modulm.contracts.executor import PENDING, Plan
 from modulm.contracts.model import Batch, StatePlan
-from modulm.errors import EngineError
+from modulm.errors import EngineError, UnsupportedError
 
 if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
@@ -206,6 +206,24 @@ class BatchBuilder:
             groups=self.owners,
             sample=tensors[2],
         )
+
+    def copy_tokens(
+        self, plan: Plan, places: np.ndarray, sources: np.ndarray, targets: np.ndarray
+    ) -> None:
+        """See `BatchFactory.copy_tokens`. A cache that layers share is copied once."""
+        caches = {
+            id(cache): (cache, owner) for cache, owner in zip(self.caches, self.owners, strict=True)
+        }
+        for cache, owner in caches.values():
+            group = self.groups[owner]
+            if group.backend is None:
+                raise UnsupportedError("a recurrent state holds no single tokens")
+            table, size = plan.tables[group.table], group.block_size
+            slots = (
+                table[places, at // size].astype(np.int64) * size + at % size
+                for at in (sources, targets)
+            )
+            group.backend.copy_slots(cache, *self._staging.send(tuple(slots)))
 
     def keep(self, rows: np.ndarray, chosen: Chosen | np.ndarray) -> None:
         """The rows' last tokens: [rows], as they were chosen, -1 where none could be."""

@@ -556,7 +556,7 @@ def _forward_only(group: CacheGroup | None) -> bool:
     if group is None:
         return False
     spec = group.spec
-    return not isinstance(spec, AttentionSpec) or (spec.causal and not spec.spans)
+    return not isinstance(spec, AttentionSpec) or (spec.causal and not (spec.spans or spec.masks))
 
 
 def build_processors(

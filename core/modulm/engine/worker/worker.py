@@ -112,7 +112,8 @@ class Worker:
         if loaded is None:
             checkpoint = open_checkpoint(self.config, self._plugins)
             platform, plugins = self._platform, self._plugins
-            loaded = load_model(self.config, checkpoint, platform, plugins, self._mesh)
+            masks = any(part.masks for part in self.parts)
+            loaded = load_model(self.config, checkpoint, platform, plugins, self._mesh, masks=masks)
         built = BuiltModel(
             config=self.config,
             loaded=loaded,

@@ -45,6 +45,8 @@ _QUERIES = 256
 _GATHERED = 65536
 #: Features that are supported when partial results are merged.
 _MERGED = {"partial", "value_dim", "softcap", "latent", "scales"}
+#: Features that are supported with masks: those that do not look at how far apart tokens are.
+_MASKED = {"masks", "value_dim", "softcap", "sinks", "latent", "scales", "spans"}
 
 
 @frozen(eq=False)
@@ -98,6 +100,7 @@ class SdpaAttention(AttentionBackend):
             "spans",
             "cross",
             "partial",
+            "masks",
         ]
     )
 
@@ -121,6 +124,8 @@ class SdpaAttention(AttentionBackend):
             return f"supports KV caches in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
         if spec.partial and (unsupported := spec.features - _MERGED):
             return f"cannot merge partial results with {', '.join(sorted(unsupported))}"
+        if spec.masks and (unsupported := spec.features - _MASKED):
+            return f"cannot mask tokens of a step with {', '.join(sorted(unsupported))}"
         if spec.kv_dtype in INTEGERS and (spec.latent or spec.picks):
             return f"does not support a latent (MLA) cache or indexer keys in {spec.kv_dtype}"
         if spec.kv_dtype == "int4" and (spec.head_dim % 2 or (spec.value_dim or 0) % 2):
@@ -180,6 +185,10 @@ class SdpaAttention(AttentionBackend):
                 continue
             result = self._attend(queries, keys, values, piece, inputs)
             out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:])
+
+    def copy_slots(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        slots = cache.view(-1, *cache.shape[2:])
+        slots[target] = slots[source]
 
     def _keys_and_values(
         self, entries: Tensor, dtype: torch.dtype, inputs: AttentionInputs
@@ -350,8 +359,11 @@ class SdpaAttention(AttentionBackend):
         if step.seen is not None:
             ends = np.maximum(step.seen[tokens[:, -1]].astype(np.int64), 1)
         length = int(self._reach(ends, queries).max())
-        spans = _spans_in(step, rows, before, queries) if queries > 1 else ()
-        if spans:
+        mask = _mask_in(step, rows, first, queries)
+        spans = _spans_in(step, rows, before, queries) if queries > 1 and mask is None else ()
+        if mask is not None:
+            ends, length = step.context_lens[rows], int(step.context_lens[rows[0]])
+        elif spans:
             far = max(int(ends[0]), *(end for _, end in spans))
             ends, length = np.array([far]), length + far - int(ends[0])
         keys = ends[:, None] - length + np.arange(length)
@@ -362,6 +374,9 @@ class SdpaAttention(AttentionBackend):
         visible = np.broadcast_to(keys[:, None, :] >= 0, distance.shape)
         if step.seen is not None:
             visible = visible & (keys[:, None, :] < step.seen[tokens][:, :, None])
+        elif mask is not None:
+            visible = np.ones((1, queries, length), dtype=bool)
+            visible[..., length - mask.shape[1] :] = mask
         elif self.causal:
             allowed = distance >= 0
             for begin, end in spans:
@@ -374,6 +389,16 @@ class SdpaAttention(AttentionBackend):
         indices = tokens.ravel().astype(np.int64)
         seen = visible.copy()
         return len(rows), indices, keys[:, 0].copy(), slots, distance.astype(np.int32), seen
+
+
+def _mask_in(
+    step: StepLayout, rows: np.ndarray, first: np.ndarray, queries: int
+) -> np.ndarray | None:
+    """Return which of their row's tokens of the step the queries of a piece see, [queries, tokens]
+    bool; None without a mask. Only pieces with one row have one.
+    """
+    mask = step.masks.get(int(rows[0])) if step.masks and len(rows) == 1 else None
+    return None if mask is None else mask[first[0] : first[0] + queries]
 
 
 def _spans_in(

@@ -39,6 +39,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
 
     Raises what serving would raise before it reads weights.
     """
+    from modulm.engine.parts import open_parts
     from modulm.loading import explain_model, resolve_checkpoint
     from modulm.plugins import manager
     from modulm_chat.choice import chat_decisions
@@ -48,7 +49,8 @@ def decisions_for(draft: Draft) -> list[Decision]:
     plugins = manager.current()
     opened = resolve_checkpoint(draft.config, plugins, "server", draft.explicit)
     config, device = opened.resolved.config, opened.device
-    model = explain_model(config, opened.checkpoint, opened.platform, plugins)
+    masks = any(part.masks for part in open_parts(config, plugins))
+    model = explain_model(config, opened.checkpoint, opened.platform, plugins, masks=masks)
     chat_template = draft.config.group(ServerConfig).chat_template
     chat = chat_decisions(draft.config, opened.checkpoint.path, plugins, chat_template)
     flags = [
