@@ -468,7 +468,7 @@ class BudgetScheduler(Scheduler):
             stopped, ended = stopped[left], ended[left]
         table.tokens[runs.owners, runs.places] = runs.tokens
         if self._one_by_one:
-            self._settle(runs, result.unfinished)
+            self._settle(plan, runs, result.unfinished)
         self.prefix_reuse.advance(runs.rows, runs.ends)
         for settle in self._hooks.settle:
             settle(runs.rows, runs.ends, runs.owners)
@@ -497,7 +497,7 @@ class BudgetScheduler(Scheduler):
             **extras,
         )
 
-    def _settle(self, runs: TokenRuns, unfinished: Sequence[int]) -> None:
+    def _settle(self, plan: Plan, runs: TokenRuns, unfinished: Sequence[int]) -> None:
         """Rows stand where their runs end, unfinished ones where they stood before the step, and
         may be planned again.
         """
@@ -506,9 +506,10 @@ class BudgetScheduler(Scheduler):
         table.computed[runs.owners] = runs.places
         self.cache.settle(runs.rows, runs.ends)
         table.waiting[runs.sampled] = False
-        for row in set(unfinished).intersection(runs.sampled.tolist()):
-            table.known[row] -= 1
-            table.computed[row] = table.known[row] - 1
+        rows, starts = runs.unfinished(plan, unfinished)
+        table.known[rows] -= 1
+        table.computed[rows] = starts
+        self._prefilling.update(rows[table.known[rows] - starts > 1].tolist())
 
     def _end_silent(self, runs: TokenRuns, unfinished: Sequence[int]) -> list[Finish]:
         """End the rows that gave no token, unless they go on without one."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import define
 
-from modulm.contracts.executor import StepResult
+from modulm.contracts.executor import Plan, StepResult
 from modulm.engine.scheduling.step import StepInFlight
 from modulm.errors import EngineError
 
@@ -73,6 +73,11 @@ class TokenRuns:
         """Rows that were to give a token and gave none."""
         rows: list[int] = np.setdiff1d(self.sampled, self.owners).tolist()
         return rows
+
+    def unfinished(self, plan: Plan, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Those of `rows` that are still there, and their `Plan.starts`."""
+        again = np.isin(plan.rows, rows) & np.isin(plan.rows, self.sampled)
+        return plan.rows[again], plan.starts[again]
 
     def _take(self, kept: np.ndarray) -> None:
         self.owners, self.tokens = self.owners[kept], self.tokens[kept]
