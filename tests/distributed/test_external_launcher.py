@@ -64,6 +64,16 @@ SCRIPT = """
     llm = LLM(folder, tensor_parallel_size=2, distributed_executor_backend="external_launcher",
               async_scheduling=True, **flags)
     found["layers"] = ask(llm, *params())
+    def answer(worker, failing):
+        if worker.rank == failing:
+            raise ValueError("on purpose")
+        return [worker.rank] * 2000  # more than the first broadcast has room for
+
+    found["called"] = [values[0] for values in llm.collective_rpc(answer, args=[None])]
+    try:
+        llm.collective_rpc(answer, args=[1])
+    except ModulmError as error:
+        found["failed"] = str(error)
     found["by chance"] = ask(llm, SamplingParams(temperature=1.0, max_tokens=9))
     found["bytes"] = llm.info.description.weight_bytes
     try:
@@ -132,6 +142,12 @@ def test_each_rank_has_the_answers_of_one_process(folder, launched):
         assert found["stages"] == found["layers"] == expected
         assert found["bytes"] >= weight_bytes
         assert "regex" in found["refused"]
+
+
+def test_calls_are_answered_by_all_ranks(launched):
+    for found in launched[1]:
+        assert found["called"] == [0, 1]
+        assert found["failed"] == "worker 1: answer raised ValueError: on purpose"
 
 
 def test_what_is_drawn_is_the_same_on_each_rank(launched):

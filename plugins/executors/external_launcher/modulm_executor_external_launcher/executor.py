@@ -29,12 +29,13 @@ from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
+from modulm_distributed.worker_calls import pack_answer
 from modulm_executor_external_launcher.launched import Launched
 from modulm_wire import frames
 from modulm_wire.packing import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.config import EngineConfig
@@ -200,24 +201,27 @@ class LaunchedExecutor(Executor):
         if self._mesh.world.size == 1:
             return local
         data = frames.pack(*local) if self._mesh.gives else b""
+        return self._share_frame(data, self._output_rank)
+
+    def _share_frame(self, data: bytes, source: int) -> list[Any]:
+        """Broadcast a frame from one rank; returns its content."""
+        self._check_alive()
         try:
             size = len(data).to_bytes(8, "big")
-            heard = self._broadcast((size + data)[:_ROOM], _ROOM)
+            heard = self._broadcast((size + data)[:_ROOM], _ROOM, source)
             length = int.from_bytes(heard[:8], "big")
             rest = max(0, length - (_ROOM - 8))
             if rest:
-                heard += self._broadcast(data[_ROOM - 8 :], rest)
+                heard += self._broadcast(data[_ROOM - 8 :], rest, source)
         except RuntimeError as error:
             raise self._disconnected(error) from error
         return frames.unpack(heard[12 : 8 + length])
 
-    def _broadcast(self, data: bytes, size: int) -> bytes:
-        """Broadcast `size` bytes from the output rank."""
+    def _broadcast(self, data: bytes, size: int, source: int) -> bytes:
+        """Broadcast `size` bytes from a rank."""
         room = np.zeros(size, np.uint8)
         room[: len(data)] = np.frombuffer(data, np.uint8)
-        heard = self._mesh.world.broadcast(
-            torch.from_numpy(room).to(self._device), self._output_rank
-        )
+        heard = self._mesh.world.broadcast(torch.from_numpy(room).to(self._device), source)
         return heard.cpu().numpy().tobytes()
 
     def _check_alive(self) -> None:
@@ -278,6 +282,34 @@ class LaunchedExecutor(Executor):
 
     def remove_adapter(self, name: str) -> None:
         self._worker.remove_adapter(name)
+
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See `Executor.call`; each rank's script calls the same, and gets all answers."""
+        world, value = self._mesh.world, None
+        error: EngineError | None = None
+        try:
+            value = self._worker.call(function, args, kwargs)
+        except EngineError as failed:
+            error = EngineError(f"worker {world.rank}: {failed}")
+        if world.size == 1:
+            if error is not None:
+                raise error
+            return [value]
+        data = pack_answer(0, value, error)
+        answers = [
+            self._share_frame(data if rank == world.rank else b"", rank)
+            for rank in range(world.size)
+        ]
+        for *_, packed in answers:
+            if (refused := frames.unpack_error(packed)) is not None:
+                raise refused
+        return [answer for _, _, answer, _ in answers]
 
     def stop(self) -> None:
         if self._loaded is not None:
