@@ -64,11 +64,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 SPLIT = frozenset(
     {
         "tests/distributed/test_plan_codec.py",
+        "tests/e2e/server/test_faults.py",
         "tests/plugins/models/test_contract.py",
         "tests/plugins/models/test_keys.py",
         "tests/plugins/models/test_settings.py",
         "tests/plugins/models/test_transformers.py",
         "tests/plugins/models/test_variants.py",
+        "tests/unit/docs/test_guides.py",
+        "tests/unit/docs/test_plugin_pages.py",
     }
 )
 

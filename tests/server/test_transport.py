@@ -93,7 +93,7 @@ def test_f43_more_clients_than_files(
     end = time.monotonic() + 300
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=30).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=300).status_code == 200:
                 break
         except httpx.TransportError:
             time.sleep(0.05)

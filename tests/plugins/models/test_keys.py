@@ -303,12 +303,12 @@ def values(case: SimpleNamespace, key: str) -> list[Any]:
 BARE = ("ForSequenceClassification", "ForTokenClassification")
 #: Models around others read those tables as transformers does (test_images.py).
 AROUND = {declared.name for declared in manager.current().names("media_families")}
+#: Asked by name: `hasattr` would import each model's module in every process that collects tests.
+PUBLIC = frozenset(dir(transformers))
 ARCHITECTURES = [
     declared.name
     for declared in manager.current().names("models")
-    if hasattr(transformers, declared.name)
-    and not declared.name.endswith(BARE)
-    and declared.name not in AROUND
+    if declared.name in PUBLIC and not declared.name.endswith(BARE) and declared.name not in AROUND
 ]
 #: Where modulm gives other numbers, or refuses in other words, and why that is right.
 RIGHT = {
