@@ -100,7 +100,7 @@ def test_the_server_has_its_route(plugins: PluginManager, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("kind", "name", "now"),
     [
-        ("models", "WalkingCanaryForCausalLM", "modulm.ops.walk is now modulm.ops.chunked_scan"),
+        ("models", "WalkingCanaryForCausalLM", "modulm.ops.walk is now modulm_layers.chunked_scan"),
         ("speculators", "canary", "modulm.contracts.speculator is now modulm.contracts.drafter"),
     ],
 )
