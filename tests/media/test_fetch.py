@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import ipaddress
 import os
 import shutil
 import socket
@@ -339,3 +340,30 @@ def test_public_addresses():
         "fe80::1%eth0",
     ):
         assert not hosts.allowed(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "64:ff9b:1::",
+        "64:ff9b:1::808:808",
+        "::8.8.8.8",
+        "::127.0.0.1",
+        "3fff::1",
+        "3fff:fff::1",
+        "5f00::1",
+        "fec0::1",
+        "2001::1",
+        "2001:db8::1",
+        "192.88.99.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+    ],
+)
+def test_odd_addresses_are_refused_by_a_list_of_our_own(address, monkeypatch):
+    """Pythons differ in what they call global."""
+    for kind in (ipaddress.IPv4Address, ipaddress.IPv6Address):
+        monkeypatch.setattr(kind, "is_global", property(lambda self: True))
+    hosts = Hosts(MediaConfig())
+    assert not hosts.allowed(address)
+    assert hosts.allowed("64:ff9b::808:808")

@@ -94,7 +94,8 @@ def test_a_batch_goes_on_where_the_last_server_stopped(
     first, second, *_ = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(first + second[:20])
     path = tmp_path / "batches" / f"{batch['id']}.json"
-    table = {**json.loads(path.read_bytes()), "status": "in_progress", "counts": {"total": 5}}
+    counts = {"total": 5, "completed": 0, "failed": 0}
+    table = {**json.loads(path.read_bytes()), "status": "in_progress", "counts": counts}
     path.write_text(json.dumps(table))
     with make_server(**flags).client() as http:
         finished = ended(http, batch["id"])

@@ -17,6 +17,40 @@ __all__ = ["Hosts"]
 
 _NAT64 = ip_network("64:ff9b::/96")
 _6TO4 = ip_network("2002::/16")
+_COMPATIBLE = ip_network("::/96")
+#: Networks that are not public, whatever this Python's own list says: IPv4 in IPv6, local NAT64,
+#: discard, Teredo, benchmarks, ORCHID, documentation, segment routing, private, link and site.
+_REFUSED = tuple(
+    ip_network(one)
+    for one in (
+        "64:ff9b:1::/48",
+        "100::/64",
+        "2001::/32",
+        "2001:2::/48",
+        "2001:10::/28",
+        "2001:db8::/32",
+        "3fff::/20",
+        "5f00::/16",
+        "fc00::/7",
+        "fe80::/10",
+        "fec0::/10",
+        "::/16",
+        "0.0.0.0/8",
+        "10.0.0.0/8",
+        "100.64.0.0/10",
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "172.16.0.0/12",
+        "192.0.0.0/24",
+        "192.0.2.0/24",
+        "192.88.99.0/24",
+        "192.168.0.0/16",
+        "198.18.0.0/15",
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "224.0.0.0/3",
+    )
+)
 #: Characters that are rejected in URLs, because programs disagree about their meaning.
 _STRANGE = re.compile(r"[\x00-\x20\x7f\\]")
 
@@ -78,7 +112,14 @@ class Hosts:
         inner = _inner(outer)
         if any(one in network for network in self._networks for one in (outer, inner)):
             return True
-        return all(one.is_global and not one.is_multicast for one in (outer, inner))
+        return not _is_refused(outer) and not _is_refused(inner)
+
+
+def _is_refused(address: IPv4Address | IPv6Address) -> bool:
+    """Whether an address is none of the public internet."""
+    if address.is_multicast or not address.is_global:
+        return True
+    return any(address in network for network in _REFUSED)
 
 
 def _inner(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
@@ -87,7 +128,7 @@ def _inner(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
         return address
     if address.ipv4_mapped is not None:
         return address.ipv4_mapped
-    if address in _NAT64:
+    if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
         return IPv4Address(int(address) & 0xFFFFFFFF)
     if address in _6TO4 and address.sixtofour is not None:
         return address.sixtofour

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-__all__ = ["bad_field", "decode", "json_response", "read", "request_docs", "to_struct"]
+__all__ = [
+    "bad_field",
+    "check_counts",
+    "decode",
+    "json_response",
+    "read",
+    "request_docs",
+    "to_struct",
+]
 
 log = logging.getLogger("modulm_server")
 
@@ -72,7 +80,7 @@ def _thread() -> ThreadPoolExecutor:
 
 def decode(body: bytes, schema: type[_Body]) -> _Body:
     """Decode a body into a schema. Raises ApiError(400)."""
-    _check_count(body)
+    check_counts(body)
     value = _parse(body)
     if _has_long_number(body):
         _check_integers(value)
@@ -112,8 +120,8 @@ def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
     return {key: _resolved(item, definitions) for key, item in value.items() if key != "$defs"}
 
 
-def _check_count(body: bytes) -> None:
-    """Reject a body that would become too many Python objects, before it is decoded.
+def check_counts(body: bytes) -> None:
+    """Raise ApiError(413) for a body that would become too many objects, before it is decoded.
 
     Counts punctuation anywhere, even inside strings, so the limits are far above what strings of
     a reasonable length contain.

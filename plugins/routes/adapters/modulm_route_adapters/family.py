@@ -199,4 +199,6 @@ def _check_name(name: Any) -> str:
     """Validate an adapter name. Raises ApiError(400)."""
     if not isinstance(name, str) or not 0 < len(name) <= _NAME or not name.isprintable():
         raise bad_field("lora_name", f"lora_name must be a name of at most {_NAME} characters")
+    if name != name.strip() or ".." in name.replace("\\", "/").split("/"):
+        raise bad_field("lora_name", "lora_name must have no spaces at its ends and no part '..'")
     return name

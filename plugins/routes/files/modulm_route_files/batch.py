@@ -15,15 +15,18 @@ from uuid import uuid4
 import msgspec
 from attrs import asdict, define, field, fields, filters
 
+from modulm_route_files.lines import LinesError, count_lines, read_lines
 from modulm_route_files.objects import Counts
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from io import RawIOBase
     from pathlib import Path
 
+    from modulm_route_files.lines import Line
     from modulm_route_files.objects import BatchCard, BatchError
+    from modulm_route_files.slots import Slots
     from modulm_route_files.store import FileStore, StoredFile
     from modulm_server.loopback import LoopbackClient
 
@@ -33,9 +36,8 @@ log = logging.getLogger("modulm_server")
 
 #: The endpoints that a batch may use.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-#: Lines of one batch that run concurrently.
-_WIDTH = 32
-_LINES = 50_000
+#: Error codes of a 503 after which a line is tried again.
+_TRANSIENT = (b'"engine_stalled"', b'"replica_died"', b'"overloaded"')
 #: Seconds between attempts while the server is full.
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 
@@ -49,7 +51,8 @@ class Batch:
     """A batch and its progress.
 
     input, output, errors: ids of files. lasts: seconds that its output files are kept. made: time
-    of creation in nanoseconds of Unix time. cancelled: its cancellation was requested.
+    of creation in nanoseconds of Unix time. tries: starts since its last record or orderly stop.
+    line_limit: longest line in bytes. cancelled: its cancellation was requested.
     """
 
     owner: str
@@ -66,7 +69,10 @@ class Batch:
     output: str | None = None
     errors: str | None = None
     trouble: list[BatchError] = field(factory=list)
+    tries: int = 0
+    line_limit: int = 64 << 20
     cancelled: bool = False
+    _writing: asyncio.Lock = field(factory=asyncio.Lock, init=False, repr=False)
 
     @property
     def is_over(self) -> bool:
@@ -75,7 +81,7 @@ class Batch:
 
     def table(self) -> dict[str, Any]:
         """The state to save for another server."""
-        return asdict(self, filter=filters.exclude(fields(Batch).cancelled))
+        return asdict(self, filter=filters.exclude(*_unsaved()))
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Batch:
@@ -113,18 +119,25 @@ class Batch:
         self.status = status
         self.times[status] = int(time.time())
 
-    async def run(self, files: FileStore, loopback: LoopbackClient) -> None:
+    async def run(self, files: FileStore, loopback: LoopbackClient, slots: Slots) -> None:
         """Run all lines that have no record yet."""
         try:
-            await self._run(files, loopback)
+            await self._run(files, loopback, slots)
         except asyncio.CancelledError:
             if self.cancelled:
                 self.enter("cancelled")
             raise
         except _Stopping:
-            return
+            self.tries = 0
+        except LinesError as error:
+            self.give_up("lines", str(error))
         except Exception as error:
             self._fail(error)
+
+    def give_up(self, code: str, message: str) -> None:
+        """End the batch with an error."""
+        self.trouble.append(_error(code, message))
+        self.enter("failed")
 
     def _fail(self, error: Exception) -> None:
         """End the batch with an error, which may come from one of its lines."""
@@ -140,26 +153,22 @@ class Batch:
         self.trouble.append(trouble)
         self.enter("failed")
 
-    async def _run(self, files: FileStore, loopback: LoopbackClient) -> None:
-        source = files.find(self.input)
+    async def _run(self, files: FileStore, loopback: LoopbackClient, slots: Slots) -> None:
+        source = await asyncio.to_thread(files.find, self.input)
         if source is None:
             self.trouble.append(_error("input_file", "the input file does not exist"))
             self.enter("failed")
             return
-        lines = list(self._lines(source.path))
-        if not lines or len(lines) > _LINES:
-            self.trouble.append(_error("lines", f"a batch must have 1 to {_LINES} lines"))
-            self.enter("failed")
-            return
+        total = await asyncio.to_thread(count_lines, source.path, self.line_limit)
         if self.status == "validating":
-            self.counts["total"] = len(lines)
+            self.counts["total"] = total
             self.enter("in_progress")
         good, bad = self._file(files, "output"), self._file(files, "error")
         self.output, self.errors = good.id, bad.id
-        done = _done(good.path), _done(bad.path)
+        done = await asyncio.to_thread(lambda: (_done(good.path), _done(bad.path)))
         self.counts.update({"completed": len(done[0]), "failed": len(done[1])})
-        left = [(n, line) for n, line in enumerate(lines) if n not in done[0] and n not in done[1]]
-        await self._run_lines(left, loopback, good.path, bad.path)
+        lines = read_lines(source.path, self.line_limit, self.endpoint, done[0] | done[1])
+        await self._run_lines(lines, loopback, slots, good.path, bad.path)
         self.enter("finalizing")
         if not bad.size:
             files.remove(bad)
@@ -178,96 +187,75 @@ class Batch:
 
     async def _run_lines(
         self,
-        lines: Sequence[tuple[int, tuple[Any, str | None]]],
+        lines: Iterator[Line],
         loopback: LoopbackClient,
+        slots: Slots,
         good: Path,
         bad: Path,
     ) -> None:
-        slots = asyncio.Semaphore(_WIDTH)
         stopping = False
 
-        async def one(number: int, line: tuple[Any, str | None]) -> None:
+        async def one(line: Line) -> None:
             nonlocal stopping
             try:
-                await self._line(number, line, loopback, answers, refusals)
+                await self._line(line, loopback, answers, refusals)
             except _Stopping:
                 stopping = True
             finally:
-                slots.release()
+                slots.release(len(line.body))
 
         with good.open("ab", buffering=0) as answers, bad.open("ab", buffering=0) as refusals:
             async with asyncio.TaskGroup() as group:
-                for number, line in lines:
-                    await slots.acquire()
+                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                    await slots.acquire(len(line.body))
                     if stopping:
+                        slots.release(len(line.body))
                         break
-                    group.create_task(one(number, line))
+                    group.create_task(one(line))
         if stopping:
             raise _Stopping
 
-    def _lines(self, path: Path) -> Iterator[tuple[Any, str | None]]:
-        """Yield (JSON, error or None) for each line that is not blank."""
-        seen: set[str] = set()
-        with path.open("rb") as source:
-            for raw in source:
-                text = raw.removeprefix(b"\xef\xbb\xbf").strip()
-                if text:
-                    yield self._checked(text, seen)
-
-    def _checked(self, text: bytes, seen: set[str]) -> tuple[Any, str | None]:
-        try:
-            line = msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return {}, "the line is not valid JSON"
-        if not isinstance(line, dict):
-            return {}, "the line is not an object"
-        name = line.get("custom_id")
-        if not isinstance(name, str) or not 0 < len(name) <= 512:
-            return {}, "custom_id must be a string of 1 to 512 characters"
-        if name in seen:
-            return line, f"custom_id: {name[:64]!r} occurs twice"
-        seen.add(name)
-        if line.get("method", "POST") != "POST":
-            return line, "method must be POST"
-        if line.get("url") != self.endpoint:
-            return line, f"url must be the batch's endpoint, {self.endpoint}"
-        if not isinstance(line.get("body"), dict):
-            return line, "body must be an object"
-        if line["body"].get("stream"):
-            return line, "body.stream is not supported in a batch"
-        return line, None
-
     async def _line(
-        self,
-        number: int,
-        line: tuple[Any, str | None],
-        loopback: LoopbackClient,
-        good: RawIOBase,
-        bad: RawIOBase,
+        self, line: Line, loopback: LoopbackClient, good: RawIOBase, bad: RawIOBase
     ) -> None:
         """Run a line and write its record. Raises _Stopping if the server shuts down."""
-        request, wrong = line
         record: dict[str, Any] = {
-            "id": f"batch_req_{self.id.removeprefix('batch_')}_{number}",
-            "custom_id": request.get("custom_id"),
+            "id": f"batch_req_{self.id.removeprefix('batch_')}_{line.number}",
+            "custom_id": line.custom_id,
             "response": None,
             "error": None,
         }
-        if wrong is not None:
-            record["error"] = {"code": "invalid_request", "message": wrong}
+        if line.error is not None:
+            record["error"] = {"code": "invalid_request", "message": line.error}
             fine = False
         else:
-            status, answer = await self._post(loopback, msgspec.json.encode(request["body"]))
+            status, answer = await self._post(loopback, line.body)
             if status == 503:
                 raise _Stopping
             fine = status == 200
             record["response"] = {
                 "status_code": status,
                 "request_id": record["id"],
-                "body": msgspec.json.decode(answer),
+                # JSON contains line breaks only between its tokens.
+                "body": msgspec.Raw(answer.replace(b"\n", b" ")),
             }
-        _append(good if fine else bad, msgspec.json.encode(record) + b"\n")
-        self.counts["completed" if fine else "failed"] += 1
+        await self._write(good if fine else bad, record)
+
+    async def _write(self, target: RawIOBase, record: Mapping[str, Any]) -> None:
+        """Append and count a record; a cancelled caller waits for it too. Raises OSError."""
+        async with self._writing:
+            append = asyncio.to_thread(lambda: _append(target, msgspec.json.encode(record) + b"\n"))
+            writing = asyncio.ensure_future(append)
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait({writing})
+                raise
+            finally:
+                if writing.done() and writing.exception() is None:
+                    fine = record["response"] and record["response"]["status_code"] == 200
+                    self.counts["completed" if fine else "failed"] += 1
+                    self.tries = 0
 
     async def _post(self, loopback: LoopbackClient, body: bytes) -> tuple[int, bytes]:
         """POST a request, retrying while the server is full or the engine may recover."""
@@ -280,8 +268,8 @@ class Batch:
 
 
 def _is_transient(answer: bytes) -> bool:
-    """Whether a 503 is temporary: the engine is stalled, or one replica died."""
-    return b'"engine_stalled"' in answer or b'"replica_died"' in answer
+    """Whether a 503 is temporary: a stalled engine, a dead replica, too many bytes in progress."""
+    return any(code in answer for code in _TRANSIENT)
 
 
 def _append(target: RawIOBase, record: bytes) -> None:
@@ -311,6 +299,11 @@ def _done(path: Path) -> set[int]:
             whole += len(record)
         records.truncate(whole)
     return numbers
+
+
+def _unsaved() -> tuple[Any, Any]:
+    """The fields that only the running process knows."""
+    return fields(Batch).cancelled, fields(Batch)._writing
 
 
 def _error(code: str, message: str) -> BatchError:

@@ -31,6 +31,8 @@ log = logging.getLogger("modulm_server")
 _CHECK_INTERVAL = 1.0
 #: Maximum number of finished batches to keep.
 _MAX_BATCHES = 1_000
+#: Starts of a batch without a further record after which it is not started again.
+_MAX_TRIES = 3
 
 
 class BatchStore:
@@ -46,16 +48,30 @@ class BatchStore:
         """The number of batches that run in this process."""
         return len(self._running)
 
+    def count_running(self, owner: str) -> int:
+        """The number of an owner's batches that run in this process."""
+        return sum(batch.owner == owner for batch, _, _ in self._running.values())
+
     def start(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
-        """Save a batch and run it in this process. Raises OSError if it cannot be saved."""
+        """Save a batch and run it in this process. Raises OSError if it cannot be saved.
+
+        A batch whose last servers died without a record of it has failed.
+        """
         lock = self._lock(batch.id)
         if lock is None:
             return
+        if batch.tries >= _MAX_TRIES:
+            batch.give_up("server_died", f"the server died {batch.tries} times at this batch")
+        batch.tries += 1
         try:
+            # Before the first line is read, which may be what ends the server.
             self._save(batch)
         except BaseException:
             self._unlock(batch.id, lock)
             raise
+        if batch.is_over:
+            self._unlock(batch.id, lock)
+            return
         task = asyncio.get_running_loop().create_task(self._run(batch, work))
         # Not in the task itself, which may be cancelled before it starts.
         task.add_done_callback(lambda _: self._finish(batch, lock))
@@ -99,9 +115,11 @@ class BatchStore:
 
     async def stop(self) -> None:
         """Stop running batches, to be resumed later."""
-        tasks = [task for _, task, _ in self._running.values()]
-        for task in tasks:
+        running = list(self._running.values())
+        for batch, task, _ in running:
+            batch.tries = 0
             task.cancel()
+        tasks = [task for _, task, _ in running]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:

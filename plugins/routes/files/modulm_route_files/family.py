@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +17,13 @@ from starlette.responses import FileResponse, Response
 from modulm_route_files.batch import ENDPOINTS, Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.flags import FilesConfig
+from modulm_route_files.lines import LinesError, check_lines
 from modulm_route_files.objects import BatchCard, Deleted, FileCard
+from modulm_route_files.slots import Slots
 from modulm_route_files.store import FileStore, expires_after, storage_error
-from modulm_server.auth import owner_of
+from modulm_server.auth import owner_of, read_keys
 from modulm_server.errors import ApiError
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
@@ -50,6 +54,7 @@ _UPLOAD = {
         },
     }
 }
+#: Maximum batches that run in this process, an equal share of them for each key.
 _BATCHES = 1_000
 
 
@@ -77,13 +82,18 @@ class Files(RouteFamily):
 
     def router(self) -> APIRouter:
         flags = self.context.config.group(FilesConfig)
+        owners = len(read_keys(self.context.config.group(ServerConfig))) or 1
         self._files = FileStore(
             _folder(flags, self.context.engine.address),
             flags.max_stored_files,
             flags.max_stored_bytes,
             lasting=flags.file_storage_path is not None,
+            owners=owners,
         )
         self._batches = BatchStore(self._files)
+        self._max_batches = max(1, _BATCHES // owners)
+        self._slots: defaultdict[str, Slots] = defaultdict(Slots)
+        self._line_limit = self.context.config.group(ServerConfig).max_request_bytes
         router = APIRouter(prefix="/v1", tags=["Files and batches"])
         file, batch = "/files/{file_id}", "/batches/{batch_id}"
         for method, path, endpoint, answer, extra in (
@@ -124,7 +134,7 @@ class Files(RouteFamily):
         self._files.close()
 
     async def _work(self, batch: Batch) -> None:
-        await batch.run(self._files, self.context.loopback)
+        await batch.run(self._files, self.context.loopback, self._slots[batch.owner])
 
     # Files.
 
@@ -149,7 +159,14 @@ class Files(RouteFamily):
         if purpose not in _PURPOSES:
             raise bad_field("purpose", f"purpose must be one of {', '.join(_PURPOSES)}")
         lasts = expires_after(_expiry(form), "expires_after")
-        file = self._files.make(owner_of(request), upload.filename or "file", purpose, lasts)
+        name = upload.filename or "file"
+        file = await asyncio.to_thread(self._files.make, owner_of(request), name, purpose, lasts)
+        if purpose == "batch":
+            try:
+                await asyncio.to_thread(check_lines, upload.file, self._line_limit)
+            except LinesError as error:
+                raise bad_field("file", f"file: {error}") from error
+            await upload.seek(0)
         await asyncio.to_thread(self._files.write, file, upload.file)
         return json_response(file.card())
 
@@ -170,7 +187,7 @@ class Files(RouteFamily):
     async def delete(self, request: Request, file_id: str) -> Response:
         """Delete a file."""
         file = self._files.get(file_id, owner_of(request))
-        self._files.remove(file)
+        await asyncio.to_thread(self._files.remove, file)
         deleted: Deleted = {"id": file.id, "object": "file", "deleted": True}
         return json_response(deleted)
 
@@ -198,9 +215,17 @@ class Files(RouteFamily):
         if source.purpose != "batch":
             raise bad_field("input_file_id", "input_file_id must be a file of purpose batch")
         lasts = expires_after(body.output_expires_after, "output_expires_after")
-        if self._batches.running >= _BATCHES:
-            raise ApiError(429, "too many batches are running", code="overloaded")
-        batch = Batch(owner, body.endpoint, body.completion_window, source.id, body.metadata, lasts)
+        if self._batches.count_running(owner) >= self._max_batches:
+            raise ApiError(429, "too many batches of this key are running", code="overloaded")
+        batch = Batch(
+            owner,
+            body.endpoint,
+            body.completion_window,
+            source.id,
+            body.metadata,
+            lasts,
+            line_limit=self._line_limit,
+        )
         card = batch.card()
         try:
             self._batches.start(batch, self._work)

@@ -125,17 +125,24 @@ def _flush(target: IO[bytes], lasting: bool) -> None:
 class FileStore:
     """Files in a folder, by default a temporary one.
 
-    max_files, max_bytes: limits of stored files. lasting: the files are kept after the server ends.
+    max_files, max_bytes: limits of stored files, shared equally by the owners. lasting: the files
+    are kept after the server ends. owners: number of owners.
     """
 
     def __init__(
-        self, folder: Path | None, max_files: int, max_bytes: int, *, lasting: bool
+        self,
+        folder: Path | None,
+        max_files: int,
+        max_bytes: int,
+        *,
+        lasting: bool,
+        owners: int = 1,
     ) -> None:
         self.lasting = lasting
         self._temporary = folder is None
         self._folder = folder
-        self._max_files = max_files
-        self._max_bytes = max_bytes
+        self._max_files = max(1, max_files // owners)
+        self._max_bytes = max(1, max_bytes // owners)
         self._files: dict[str, StoredFile] = {}
         # Uploads are written in threads.
         self._lock = threading.RLock()
@@ -152,10 +159,10 @@ class FileStore:
     def make(self, owner: str, name: str, purpose: str, lasts: int | None = None) -> StoredFile:
         """Create a file entry, to be written to its path and then published with `keep`.
 
-        lasts: lifetime in seconds; the default depends on the purpose. Raises ApiError(429) if too
-        many files are stored, OSError.
+        lasts: lifetime in seconds; the default depends on the purpose. Raises ApiError(429) if the
+        owner stores too many files, OSError.
         """
-        stored = self._refresh()
+        stored = self.list_owned(owner)
         used = sum(file.size for file in stored)
         if len(stored) >= self._max_files or used >= self._max_bytes:
             raise ApiError(429, "too many files are stored: delete some", code="overloaded")
