@@ -7,6 +7,7 @@ specifications: the libraries that write AWQ and GPTQ need a GPU's compiler to i
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from functools import cache
@@ -977,16 +978,34 @@ NAMES = {
 }  # fmt: skip
 
 
+#: Bits of the mantissa of those that round a plain checkpoint; the others round experts only.
+MANTISSA = {
+    "mxfp4": 1, "gpt_oss_mxfp4": 1, "nvfp4_per_token": 1, "fp8_per_tensor": 3, "fp8_per_block": 3,
+    "fp8_per_channel": 3,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_vllm(published, name):
-    """As without the name where the checkpoint says it; else near the plain one's numbers."""
+    """As without the name where the checkpoint says it, or where there are no experts to round;
+    else as far from the plain one's numbers as the format rounds.
+
+    A mantissa of m bits has steps of 2^-m of the power of two below, so rounding errs by
+    2^-m / sqrt(12) of that power (rms). Mantissas x in [1, 2) are distributed as 1 / x, and the
+    mean of 1 / x^2 is 3 / (8 ln 2): a value errs by r = 2^-m * sqrt(3 / (8 ln 2) / 12) of itself.
+    A product of rounded weights with rounded activations has two such errors. Four products follow
+    one another in each of two layers (value, output, up, down), and their errors are independent:
+    r * sqrt(2 * 4 * 2) of the logits' spread, as a mean of absolute values times sqrt(2 / pi).
+    """
     case = NAMES[name]
     folder = published("awq")[1] if case == "plain" else published(case)[0]
     flags = {"device": "cpu", "dtype": "float32"}
     logprobs = Session(folder, **flags, quantization=name).step({0: TOKENS})[0]
     wanted = Session(folder, **flags).step({0: TOKENS})[0]
-    if case == "plain":
-        assert (logprobs - wanted).abs().mean() < 3
+    if name in MANTISSA:
+        rounding = 2.0 ** -MANTISSA[name] * math.sqrt(3 / (8 * math.log(2)) / 12)
+        expected = rounding * math.sqrt(2 * 4 * 2) * math.sqrt(2 / math.pi) * wanted.std()
+        assert expected / 4 < (logprobs - wanted).abs().mean() < expected
     else:
         assert torch.equal(logprobs, wanted)
 
