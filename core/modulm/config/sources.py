@@ -7,7 +7,6 @@ Groups of flags are loaded when a configuration is built, not before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -25,8 +24,6 @@ __all__ = [
     "draft",
     "environment",
     "keywords",
-    "read_yaml",
-    "yaml_file",
 ]
 
 _PREFIX = "MODULM_"
@@ -136,41 +133,3 @@ def _from_text(name: str, text: str) -> Any:
     if spec is None or not spec.is_list or text.lstrip().startswith("["):
         return text
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def yaml_file(path: str | Path) -> Source:
-    """Read flags from a YAML file: one key per flag, with dashes or underscores, `no-` before
-    switches.
-
-    Raises ConfigError if the file cannot be read or is not a table, and for unknown keys.
-    """
-    table = read_yaml(path)
-    return Source(f"file {path}", dict(table))
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the file's keys with underscores; keys with `no-` become False switches."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("config", f"{path} is not valid YAML: {reason}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError("config", f"{path} is not a table of flags")
-    return dict(_unnegated(str(key).replace("-", "_"), value) for key, value in content.items())
-
-
-def _unnegated(name: str, value: Any) -> tuple[str, Any]:
-    from modulm.config.schema.catalog import catalog
-
-    positive = name.removeprefix("no_")
-    if positive == name or not isinstance(value, bool):
-        return name, value
-    spec = catalog().spec(positive)
-    return (positive, not value) if spec is not None and spec.is_switch else (name, value)

@@ -12,9 +12,9 @@ from modulm.config.sources import (
     draft,
     environment,
     keywords,
-    yaml_file,
 )
 from modulm.errors import ConfigError
+from modulm_cli.yaml_file import yaml_file
 from modulm_server.flags import ServerConfig
 
 

@@ -17,8 +17,8 @@ from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.ops import bind
 from modulm.plugins import Choice, PluginManager, defaults, hookimpl
-from modulm.plugins.explain import as_data, render
 from modulm.plugins.selection import Selection
+from modulm_command_explain.text import as_data, render
 
 SPEC = AttentionSpec(4, 2, 16, 0.25, "float32", "float32")
 

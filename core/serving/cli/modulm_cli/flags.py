@@ -9,11 +9,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from modulm.config.schema.catalog import Group, catalog
-from modulm.config.sources import Draft, Source, draft, environment, read_yaml
+from modulm.config.sources import Draft, Source, draft, environment
 from modulm.contracts.flags import Flag
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, TakesFlags, normalize
 from modulm_cli.flag_help import print_help
+from modulm_cli.yaml_file import read_yaml
 
 __all__ = ["FlagOption", "Names", "groups_of", "make_options", "option_of", "parse_flags"]
 

@@ -11,7 +11,8 @@ from attrs import frozen
 from modulm.config.resolve import Use
 from modulm.config.schema.catalog import catalog
 from modulm.config.schema.engine import EngineConfig
-from modulm.config.sources import Draft, draft, yaml_file
+from modulm.config.sources import Draft, draft
+from modulm_cli.yaml_file import yaml_file
 
 __all__ = ["differences", "explained", "written"]
 

@@ -26,7 +26,7 @@ def command(draft: Draft, model_tag: str | None, as_json: bool) -> None:
 
     Takes the flags of `modulm serve`. Reads the checkpoint's description, not its weights.
     """
-    from modulm.plugins.explain import as_data, render
+    from modulm_command_explain.text import as_data, render
 
     print_notices(draft.notices)
     with redirect_stdout(sys.stderr):  # what plugins print when they are asked

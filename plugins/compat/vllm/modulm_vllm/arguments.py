@@ -12,10 +12,11 @@ from typing import Any, Self
 from attrs import evolve
 
 from modulm.config.schema.catalog import catalog
-from modulm.config.sources import keywords, read_yaml
+from modulm.config.sources import keywords
 from modulm.contracts.flags import Flag, suggest
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, normalize
+from modulm_cli.yaml_file import read_yaml
 from modulm_vllm.environment import from_environment
 from modulm_vllm.failures import as_vllm
 

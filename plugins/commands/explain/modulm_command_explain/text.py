@@ -7,9 +7,9 @@ from typing import Any
 
 from attrs import asdict
 
-from modulm.contracts.decision import Decision, Verdict
+from modulm.contracts.decision import Decision
 
-__all__ = ["Decision", "Verdict", "as_data", "render"]
+__all__ = ["as_data", "render"]
 
 
 def as_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
