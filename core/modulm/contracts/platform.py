@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from attrs import frozen
 
-from modulm.errors import UnsupportedError
+from modulm.errors import EngineError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from modulm.contracts.flags import FlagGroup
 
-__all__ = ["API", "Binding", "Flags", "Memory", "Platform", "Probe", "Staging", "Transfer"]
+__all__ = [
+    "API", "Binding", "Flags", "Memory", "Platform", "Probe", "Staging", "StepSizes", "Transfer",
+]  # fmt: skip
 
 API = 1
 
@@ -49,6 +51,37 @@ class Memory:
 
     total: int
     free: int
+
+
+@frozen(kw_only=True)
+class StepSizes:
+    """Sizes that all steps are padded to, each ascending, for devices that run few shapes.
+
+    rows, tokens: of the forward pass. samples: tokens that logits are computed for, and that the
+    sampler chooses. Block tables are as wide as the longest sequence needs.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    def padding(self, rows: int, tokens: int) -> list[int]:
+        """The tokens of each row of padding behind a step's own. Raises EngineError if none fits:
+        each row of padding has a token at least, and all tokens of padding belong to one.
+        """
+        for most in self.rows:
+            for size in self.tokens:
+                more, left = most - rows, size - tokens
+                if more == left == 0 or 0 < more <= left:
+                    return [1] * (more - 1) + [left - more + 1] * bool(more)
+        raise EngineError(f"a step of {rows} rows and {tokens} tokens fits none of {self}")
+
+    def sampled(self, count: int) -> int:
+        """How many samples a step has that wants `count`. Raises EngineError."""
+        for size in self.samples:
+            if size >= count:
+                return size
+        raise EngineError(f"a step that samples {count} tokens fits none of {self}")
 
 
 @frozen
@@ -197,6 +230,14 @@ class Platform(ABC):
     def peak_memory(self) -> int:
         """Bytes that tensors took at most since `reset_peak_memory`."""
         raise UnsupportedError(f"platform {self.name} does not count memory")
+
+    def step_sizes(self, rows: int, tokens: int) -> StepSizes | None:
+        """Sizes to pad steps to, of at most `rows` rows and `tokens` tokens; None: none is padded.
+
+        What rows ask for beside a token (logprobs, penalties, grammars, logits processors), and
+        what step parts are given, is not padded.
+        """
+        return None
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work that was queued."""

@@ -115,6 +115,7 @@ class BatchBuilder:
         self.owners = tuple(owners)
         self._rows, self._platform = rows, platform
         self._amend = tuple(amend)
+        self._fixed = platform.step_sizes(rows, tokens) is not None
         self._queued = platform.queued
         self._staging = platform.staging()
         # Where work is queued the last tokens stay on the device, elsewhere this is a view.
@@ -145,15 +146,20 @@ class BatchBuilder:
             amend=self._amend if amended else (),
         )
 
-    def padded(self, plan: Plan, sample: np.ndarray, counts: np.ndarray) -> tuple[Plan, np.ndarray]:
+    def padded(
+        self, plan: Plan, sample: np.ndarray, counts: np.ndarray, samples: int = 0, reach: int = 0
+    ) -> tuple[Plan, np.ndarray]:
         """The plan with rows of padding in the null blocks behind its own, and `sample` with an
-        entry for each row. counts: [rows] int32 of all.
+        entry for each row. counts: [rows] int32 of all; samples: entries of `sample` instead;
+        reach: tokens that block tables have columns for.
         """
         more = len(counts) - len(plan.counts)
-        if not more:
+        if not (more or samples):
             return plan, sample
-        rows, tokens = (0, more), (0, int(counts[-more:].sum()))
-        least = -(-int(counts[-more:].max()) // min((g.block_size for g in self.groups), default=1))
+        padding = counts[len(plan.counts) :]
+        rows, tokens = (0, more), (0, int(padding.sum()))
+        longest = max(int(padding.max(initial=0)), reach)
+        least = -(-longest // min((g.block_size for g in self.groups), default=1))
         wider = evolve(
             plan,
             rows=np.pad(plan.rows, rows, constant_values=-1),
@@ -169,7 +175,7 @@ class BatchBuilder:
                 for slots in plan.state_slots
             ),
         )
-        return wider, np.pad(sample, (0, max(len(counts) - len(sample), 0)))
+        return wider, np.pad(sample, (0, max((samples or len(counts)) - len(sample), 0)))
 
     def build(self, plan: Plan, sample: np.ndarray) -> Batch:
         """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted.
@@ -260,6 +266,9 @@ class BatchBuilder:
             return tokens, ()
         rows = plan.rows[owners[holes]]
         if self._last_here is None:
+            if self._fixed:
+                more = (0, len(plan.rows) - len(holes))
+                holes, rows = np.pad(holes, more, "edge"), np.pad(rows, more, "edge")
             return tokens, (holes, rows.astype(np.int64))
         tokens[holes] = np.maximum(self._last_here[rows], 0)
         return tokens, ()

@@ -40,7 +40,7 @@ from modulm.engine.worker.profiling import null_plan, record, step_memory
 from modulm.engine.worker.prompt_scorer import PromptScorer
 from modulm.engine.worker.runner_hooks import RunnerHooks
 from modulm.engine.worker.running_step import RunningStep
-from modulm.engine.worker.verified import last_of, verified_of
+from modulm.engine.worker.verified import first_of, last_of, verified_of
 from modulm.errors import (
     ConfigError,
     EngineError,
@@ -84,6 +84,10 @@ class ModelRunner:
         mesh: Mesh | None = None,
     ) -> None:
         rows, tokens = _check(config, loaded.model)
+        #: To pad all steps to, and the row that stands for padding where tokens are chosen.
+        self._sizes, self._spare = platform.step_sizes(rows, tokens), rows
+        if self._sizes is not None and config.model.batch_invariant:
+            raise ConfigError("batch_invariant", f"{platform.name} pads steps to few sizes")
         self.model = loaded.model
         self.parts = dict(parts or {})
         self.hooks = RunnerHooks(self.parts)
@@ -126,13 +130,14 @@ class ModelRunner:
             ranks=mesh.world.size,
         )
         self._block_sizes = [group.block_size for group in self.capacity.groups]
-        # A recorded step may be filled up with rows of padding.
+        # A step may be filled up with rows of padding.
+        most = tokens if self._sizes is None else max(tokens, self._sizes.tokens[-1])
         self.builder = BatchBuilder(
             GroupPlanner.all(groups, sizing.places),
             caches,
             owners,
-            rows=rows + tokens,
-            tokens=tokens,
+            rows=rows + most,
+            tokens=most,
             platform=platform,
             amend=self.hooks.amend_layout,
         )
@@ -140,7 +145,7 @@ class ModelRunner:
             loaded.ops,
             platform,
             vocabulary=loaded.vocabulary,
-            rows=rows,
+            rows=rows + 1,
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device, plugins),
         )
@@ -219,19 +224,23 @@ class ModelRunner:
         hidden, batch = self._hidden(plan, places)
         if not self._mesh.pipeline.last:
             return
+        states = hidden
+        if self._sizes is not None:
+            hidden = hidden[: len(plan.tokens)]
         step.scores = self._scorer.scores(plan, hidden)
         step.report(self.hooks.collect, plan, hidden)
         if len(rows):
-            states = hidden
-            if len(places) != len(hidden):
-                states = hidden[self._tensor(places) if batch is None else batch.sample]
-            logits = self._logits(states, *self._focus_of(plan, places))
+            if len(places) != len(states) or self._sizes is not None:
+                states = states[self._tensor(places) if batch is None else batch.sample]
+            wanted = _longer(places, (0, len(states) - len(places)))
+            logits = self._logits(states, *self._focus_of(plan, wanted))
             if not self._mesh.gives:
                 return
             self._choose(step, rows, ends, drafts, logits)
         step.gives = True
         if self.hooks.after and (len(rows) or self.hooks.every):
-            make = partial(self.builder.build, plan, places) if batch is None else lambda: batch
+            ran = batch if self._sizes is None else None
+            make = partial(self.builder.build, plan, places) if ran is None else lambda: ran
             step.report(self.hooks.after, self._ran(step, ends, make, hidden))
 
     def _sampling(self, plan: Plan) -> np.ndarray:
@@ -252,20 +261,26 @@ class ModelRunner:
         logits: torch.Tensor,
     ) -> None:
         """Choose the tokens of the sampling rows; drafts: [rows], how many each had."""
-        plan, sampling = step.plan, step.sampling
+        plan, sampling, count = step.plan, step.sampling, len(rows)
         positions = (plan.starts + plan.counts)[sampling]
+        own = count if drafts is None else count + int(drafts.sum())
+        more = (0, len(logits) - own)
+        whole = np.pad(rows, more, constant_values=self._spare) if more[1] else rows
         if drafts is None:
-            chosen = self.sampler.sample(rows, positions, logits)
-            self.builder.keep(rows, chosen)
-            step.verified = partial(verified_of, chosen)
+            chosen = self.sampler.sample(whole, _longer(positions, more), logits)
+            self.builder.keep(whole, chosen)
+            step.verified = partial(verified_of, chosen, count)
             return
         runs = _ranges(ends[sampling] - drafts, drafts)
         tokens = np.split(plan.tokens[runs], drafts.cumsum()[:-1])
         first = positions - drafts
         verified = None
         for verify in self.hooks.verify:
-            verified = verified or verify(plan, rows, first, logits, tokens)
-        verified = verified or self.sampler.verify(rows, first, logits, tokens)
+            verified = verified or verify(plan, rows, first, logits[:own], tokens)
+        if verified is None:
+            tokens += [tokens[0][:0]] * more[1]
+            verified = self.sampler.verify(whole, _longer(first, more), logits, tokens)
+            verified = first_of(verified, count)
         self.builder.keep(rows, last_of(verified))
         step.verified = lambda: verified
 
@@ -319,9 +334,7 @@ class ModelRunner:
         forward = self._forward_of(plan)
         for watch in self.hooks.watch:
             forward = watch(forward, plan)
-        whole, places = plan, sample
-        if isinstance(forward, RecordedForward):
-            whole, places = self.builder.padded(plan, sample, forward.padded(plan.counts))
+        whole, places = self._padded(plan, sample, forward)
         self._focus(*self._focus_of(whole))
         batch = self.builder.build(whole, places)
         for amend in self.hooks.amend_batch:
@@ -329,10 +342,23 @@ class ModelRunner:
         output = self._in_stages(forward, batch)
         hidden, *layers = (output,) if isinstance(output, torch.Tensor) else output
         if whole is not plan:
-            hidden, *layers = (states[: len(plan.tokens)] for states in (hidden, *layers))
-            batch = evolve(batch, sample=batch.sample[: len(sample)])
+            layers = [states[: len(plan.tokens)] for states in layers]
         self._layers = tuple(layers)
-        return hidden, None if whole is not plan and self.hooks.after else batch
+        if whole is plan or self._sizes is not None:
+            return hidden, batch
+        batch = evolve(batch, sample=batch.sample[: len(sample)])
+        return hidden[: len(plan.tokens)], None if self.hooks.after else batch
+
+    def _padded(self, plan: Plan, sample: np.ndarray, forward: Forward) -> tuple[Plan, np.ndarray]:
+        """Plan and sample in a size that the device wants, or that `forward` has recorded."""
+        if self._sizes is not None:
+            padding = self._sizes.padding(len(plan.rows), len(plan.tokens))
+            counts = np.concatenate([plan.counts, np.array(padding, dtype=np.int32)])
+            samples, reach = self._sizes.sampled(len(sample)), self.capacity.max_model_len
+            return self.builder.padded(plan, sample, counts, samples=samples, reach=reach)
+        if isinstance(forward, RecordedForward):
+            return self.builder.padded(plan, sample, forward.padded(plan.counts))
+        return plan, sample
 
     def _forward_of(self, plan: Plan) -> Forward:
         """What runs the plan: steps that parts want recorded apart are, so that what bars them
@@ -426,13 +452,15 @@ class ModelRunner:
         """
         self._focus(None, None)
         plan = null_plan(np.ones(1, dtype=np.int32), self._block_sizes)
+        plan, sample = self._padded(plan, np.zeros(1, dtype=np.int64), self._direct)
         with self.platform.queue():
-            batch = self.builder.build(plan, np.zeros(1, dtype=np.int64))
+            batch = self.builder.build(plan, sample)
             output = self._in_stages(self._direct, batch)
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             if not self._mesh.pipeline.last:
                 return hidden.shape[-1]
-            finite = self.platform.fetch((self.model.logits(hidden).isfinite().any(),))
+            logits = self.model.logits(hidden[batch.sample])
+            finite = self.platform.fetch((logits.isfinite().any(),))
             widths = (width(hidden) for width in self.hooks.width)
             width: int = next((w for w in widths if w is not None), hidden.shape[-1])
         if not finite.wait()[0]:
@@ -506,6 +534,11 @@ def _check(config: EngineConfig, model: Model) -> tuple[int, int]:
         who = type(model).__name__
         raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
     return rows, tokens
+
+
+def _longer(array: np.ndarray, more: tuple[int, int]) -> np.ndarray:
+    """The array with zeros behind it."""
+    return np.pad(array, more) if more[1] else array
 
 
 def _direct(model: Model, layers: tuple[int, ...]) -> Forward:

@@ -7,11 +7,11 @@ import numpy as np
 from modulm.contracts.step_part import Verified
 from modulm.engine.sampling.sampler import Chosen
 
-__all__ = ["last_of", "verified_of"]
+__all__ = ["first_of", "last_of", "verified_of"]
 
 
-def verified_of(chosen: Chosen | None) -> Verified:
-    """What was chosen, as runs of one token."""
+def verified_of(chosen: Chosen | None, rows: int | None = None) -> Verified:
+    """What was chosen, as runs of one token; rows: how many, if others are padding."""
     if chosen is None:
         return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
     sampled = chosen.result()
@@ -20,7 +20,18 @@ def verified_of(chosen: Chosen | None) -> Verified:
         accepted[tokens < 0] = 0
         tokens = tokens[tokens >= 0]
     logprobs = {place: (entry,) for place, entry in sampled.logprobs.items()}
-    return Verified(tokens, accepted, logprobs, sampled.errors)
+    verified = Verified(tokens, accepted, logprobs, sampled.errors)
+    return verified if rows is None else first_of(verified, rows)
+
+
+def first_of(verified: Verified, rows: int) -> Verified:
+    """What the first rows gave, without padding."""
+    if rows == len(verified.accepted):
+        return verified
+    accepted = verified.accepted[:rows]
+    tokens = verified.tokens[: int(accepted.sum())]
+    errors = {place: error for place, error in verified.errors.items() if place < rows}
+    return Verified(tokens, accepted, verified.logprobs, errors)
 
 
 def last_of(verified: Verified) -> np.ndarray:
