@@ -59,15 +59,22 @@ class TransferPlan:
 class TransferResult:
     """Transfers that ended on a rank since its last result: by id, those that worked, and those
     that did not, with a sentence. What a load should have filled that failed on any rank is
-    computed instead.
+    computed instead. removed: names of blocks that this rank stores no longer.
     """
 
     done: tuple[int, ...] = ()
     failed: tuple[tuple[int, str], ...] = ()
+    removed: tuple[bytes, ...] = ()
 
 
 class KVIndex(ABC):
-    """The scheduler's half. Called on the engine's thread: answers at once, never blocks."""
+    """The scheduler's half. Called on the engine's thread: answers at once, never blocks.
+
+    durable: blocks outlive the engine. Requests with an adapter, which is known by a name that may
+    mean other weights later, are left out.
+    """
+
+    durable: ClassVar[bool] = False
 
     @abstractmethod
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:
@@ -78,6 +85,9 @@ class KVIndex(ABC):
 
     def store(self, names: Sequence[bytes]) -> None:
         """A save has worked on all ranks: these blocks are stored."""
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        """A rank stores these blocks no longer."""
 
     def blocks_to_save(self, request: str, names: Sequence[bytes]) -> int:
         """How many of a row's full blocks, from the first one, should be saved. Default: all."""
@@ -106,6 +116,9 @@ class KVMover(ABC):
     def ended(self) -> TransferResult:
         """Transfers that ended since the last call."""
 
+    def wait(self, seconds: float) -> None:
+        """No row runs: return once a transfer has ended, or after that long at the latest."""
+
     def close(self) -> None:
         """Nothing follows; transfers under way may be dropped."""
 
@@ -123,6 +136,11 @@ class KVConnector(ABC):
 
     def __init__(self, config: object) -> None:
         self.config = config
+
+    def bind(self, model: str, ranks: int) -> None:
+        """Called once, first. model: a digest of the model and of all that its keys and values
+        depend on besides tokens, equal in all processes and after a restart; ranks: that share it.
+        """
 
     @abstractmethod
     def index(self) -> KVIndex:

@@ -103,7 +103,7 @@ _KINDS = (
     _core("poolers", "pooler", "pooler", "pooler:Pooler"),
     _core("grammars", "grammar backend", "grammar", "grammar:GrammarBackend"),
     _core("speculators", "speculator", "speculator", "drafter:Drafter", part="drafts"),
-    _core("kv_connectors", "KV connector", "connector", "connector:KVConnector", part="transfers"),
+    _core("kv_connectors", "KV connector", "kv", "connector:KVConnector", part="transfers"),
     _core("step_parts", "step part", "part", "step_part:StepPart"),
     _core("worker_functions", "worker function", "function"),
     _core("logits_processors", "logits processor", "logits", "sampling:LogitsProcessor"),

@@ -8,6 +8,8 @@ import attrs
 
 from modulm.contracts.connector import BlockTransfer, KVConnector, TransferPlan, TransferResult
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
+from modulm_kv_transfer.choice import connector_tables
+from modulm_kv_transfer.identity import model_digest
 
 if TYPE_CHECKING:
     from modulm_kv_transfer.planner import TransferPlanner
@@ -17,7 +19,7 @@ __all__ = ["TransfersPart"]
 
 
 class TransfersPart(StepPart):
-    """In use where the configuration has a table for a KV connector."""
+    """In use where flags or the configuration's tables name a KV connector."""
 
     name = "transfers"
     api = 1
@@ -28,11 +30,13 @@ class TransfersPart(StepPart):
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:
-        configured = plugins.configured("kv_connectors", config.device.plugin_config)
+        configured = plugins.configured("kv_connectors", connector_tables(config))
         if configured is None:
             return None
-        connector, options = configured
-        return cls(connector(options))
+        driver, options = configured
+        connector = driver(options)
+        connector.bind(model_digest(config, plugins), config.parallel.ranks)
+        return cls(connector)
 
     def planner(self, context: PlannerContext) -> TransferPlanner:
         from modulm_kv_transfer.planner import TransferPlanner
@@ -52,11 +56,11 @@ class TransfersPart(StepPart):
         return TransferPlan(loads, saves)
 
     def pack_report(self, value: TransferResult) -> list[Any]:
-        return [value.done, value.failed]
+        return [value.done, value.failed, value.removed]
 
     def unpack_report(self, packed: list[Any]) -> TransferResult:
-        done, failed = packed
-        return TransferResult(tuple(done), tuple(map(tuple, failed)))
+        done, failed, removed = packed
+        return TransferResult(tuple(done), tuple(map(tuple, failed)), tuple(removed))
 
 
 def _transfer(packed: list[Any]) -> BlockTransfer:

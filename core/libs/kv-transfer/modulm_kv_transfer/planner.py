@@ -25,6 +25,8 @@ log = logging.getLogger("modulm.engine")
 
 #: The null block: what a table has where a row holds none.
 _NULL = 0
+#: More full blocks than a row has.
+_NEVER = 1 << 60
 
 
 @frozen(eq=False)
@@ -85,7 +87,7 @@ class TransferPlanner(PartPlanner):
 
     def external(self, waiting: WaitingRequest, cached: int) -> int | None:
         request = waiting.request
-        if not request.reads_prefix:
+        if not request.reads_prefix or self._left_out(request):
             return cached
         size = self._cache.sizes[0]
         names = waiting.chains[0].names[: (waiting.tokens - 1) // size]
@@ -98,7 +100,12 @@ class TransferPlanner(PartPlanner):
 
     def admit(self, waiting: WaitingRequest, row: int) -> None:
         # What is stored elsewhere is not saved again.
-        self._saved[row] = self._stored.get(waiting.request.id, 0)
+        stored = self._stored.get(waiting.request.id, 0)
+        self._saved[row] = _NEVER if self._left_out(waiting.request) else stored
+
+    def _left_out(self, request: Request) -> bool:
+        """Whether the request's blocks are neither loaded nor saved: see `KVIndex.durable`."""
+        return self.index.durable and request.adapter is not None
 
     def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
         size = self._cache.sizes[0]
@@ -170,6 +177,8 @@ class TransferPlanner(PartPlanner):
             self._note(identity, report.rank)
         for identity, reason in result.failed:
             self._note(identity, report.rank, f"rank {report.rank}: {reason}")
+        if result.removed:
+            self.index.remove(result.removed)
 
     def fail(self, plan: Plan) -> None:
         """What the step was to begin has failed."""

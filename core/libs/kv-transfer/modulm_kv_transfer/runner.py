@@ -8,6 +8,9 @@ from modulm.contracts.step_part import PartRunner, RunnerContext
 
 __all__ = ["TransferRunner"]
 
+#: Longest wait of a step without rows, in seconds: new requests come in between steps.
+_PAUSE = 0.002
+
 
 class TransferRunner(PartRunner):
     """Carries transfers to a mover, and what it reports back."""
@@ -24,7 +27,9 @@ class TransferRunner(PartRunner):
     def begin(self, plan: Plan, value: TransferPlan | None) -> None:
         if value is not None:
             self._mover.begin(value)
+            if not len(plan.rows):
+                self._mover.wait(_PAUSE)
 
     def report(self) -> TransferResult | None:
         result = self._mover.ended()
-        return result if result.done or result.failed else None
+        return result if result.done or result.failed or result.removed else None

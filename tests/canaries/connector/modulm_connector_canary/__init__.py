@@ -61,6 +61,9 @@ class MemoryMover(KVMover):
                 self._store[key] = block.clone()
             self._done.append(save.id)
         for load in plan.loads:
+            if any(key not in self._store for key, _ in self._blocks(load)):
+                self._failed.append((load.id, "not stored here"))
+                continue
             fails, self._to_fail = self._to_fail > 0, self._to_fail - 1
             for key, block in self._blocks(load):
                 block.copy_(torch.full_like(block, -7) if fails else self._store[key])

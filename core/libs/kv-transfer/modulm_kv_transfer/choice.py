@@ -1,0 +1,51 @@
+"""Which connector flags and tables name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modulm.errors import ConfigError
+from modulm_kv_transfer.flags import KVTransferConfig
+
+__all__ = ["CONNECTORS", "connector_tables"]
+
+#: vLLM's names of connectors, and the drivers that do the same.
+CONNECTORS: Mapping[str, str] = {
+    "OffloadingConnector": "host",
+    "ExampleConnector": "disk",
+    "SharedStorageConnector": "disk",
+}
+
+
+def connector_tables(config: Any) -> Mapping[str, Any]:
+    """The tables of drivers as in `--plugin-config`, with the connector that the flags name.
+
+    Raises ConfigError where two flags name one, or the name is not known.
+    """
+    tables: Mapping[str, Any] = config.device.plugin_config
+    flags = config.group(KVTransferConfig)
+    named: dict[str, Mapping[str, Any]] = dict(tables.get("kv_connectors") or {})
+    given = ["plugin_config"] if named else []
+    if flags.kv_offloading_size:
+        given.append("kv_offloading_size")
+        driver = {"native": "host"}[flags.kv_offloading_backend]
+        named[driver] = {"cpu_bytes_to_use": int(flags.kv_offloading_size * (1 << 30))}
+    if flags.kv_transfer_config:
+        given.append("kv_transfer_config")
+        name = _driver(flags.kv_transfer_config["kv_connector"])
+        named[name] = flags.kv_transfer_config.get("kv_connector_extra_config", {})
+    if len(given) > 1:
+        raise ConfigError(given[-1], f"{given[0]} names a KV connector as well: give one of both")
+    return {**tables, "kv_connectors": named} if named else tables
+
+
+def _driver(name: str) -> str:
+    """The driver of that name. Raises ConfigError with the names that are known."""
+    from modulm.plugins import manager
+
+    installed = {declared.name for declared in manager.current().names("kv_connectors")}
+    if name in CONNECTORS or name in installed:
+        return CONNECTORS.get(name, name)
+    known = ", ".join(sorted({*CONNECTORS, *installed}))
+    raise ConfigError("kv_transfer_config", f"kv_connector: {name!r} is none of {known}")

@@ -1,0 +1,219 @@
+"""What connectors that keep copies of blocks are written with: the copies, and a thread for them.
+
+A block is stored as one run of bytes: what each layer's tensors hold for it, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from modulm.contracts.connector import BlockTransfer, KVMover, TransferPlan, TransferResult
+from modulm.errors import UnsupportedError
+
+__all__ = ["BlockCopier", "CopyingMover", "TransferFailed"]
+
+#: Blocks that pass through the device's memory at a time.
+_STAGED = 32
+
+
+class TransferFailed(Exception):
+    """A transfer did not work; the text says why, without a full stop."""
+
+
+class BlockCopier:
+    """Copies blocks between caches and bytes in host memory.
+
+    width: bytes of a block over all tensors. layout: a digest of their shapes and dtypes: bytes
+    fit into caches of the same layout. Raises UnsupportedError for a tensor whose blocks are not
+    contiguous.
+    """
+
+    def __init__(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self._views: list[tuple[int, int, torch.Tensor]] = []
+        self.width = 0
+        seen: set[int] = set()
+        described = []
+        for group, tensors in sorted(caches.items()):
+            for tensor in tensors:
+                if tensor.data_ptr() in seen:
+                    continue  # a layer that shares an earlier one's cache
+                seen.add(tensor.data_ptr())
+                try:
+                    view = tensor.view(tensor.shape[0], -1).view(torch.uint8)
+                except RuntimeError as error:
+                    raise UnsupportedError(
+                        f"cache blocks of strides {tensor.stride()} cannot be copied whole"
+                    ) from error
+                self._views.append((group, self.width, view))
+                self.width += view.shape[1]
+                described.append(f"{group} {tuple(tensor.shape[1:])} {tensor.dtype}")
+        self.layout = hashlib.blake2b("\n".join(described).encode(), digest_size=16).hexdigest()
+        self.device = self._views[0][2].device if self._views else torch.device("cpu")
+        self.staged = self.device != torch.empty(0, device="cpu").device
+
+    def save(self, blocks: Sequence[Sequence[int]], into: Sequence[torch.Tensor]) -> None:
+        """Read blocks into `into`: a uint8 tensor [width] for each. blocks: ids per group."""
+        if not self.staged:
+            for group, start, view in self._views:
+                for block, out in zip(blocks[group], into, strict=True):
+                    out[start : start + view.shape[1]].copy_(view[block])
+            return
+        for part in _parts(len(into)):
+            stage = torch.empty(
+                (len(into[part]), self.width), dtype=torch.uint8, device=self.device
+            )
+            for group, start, view in self._views:
+                ids = torch.tensor(blocks[group][part], device=self.device)
+                stage[:, start : start + view.shape[1]] = view.index_select(0, ids)
+            for out, row in zip(into[part], stage, strict=True):
+                out.copy_(row, non_blocking=True)
+
+    def load(self, blocks: Sequence[Sequence[int]], stored: Sequence[torch.Tensor]) -> None:
+        """Fill blocks from what `save` read."""
+        if not self.staged:
+            for group, start, view in self._views:
+                for block, row in zip(blocks[group], stored, strict=True):
+                    view[block].copy_(row[start : start + view.shape[1]])
+            return
+        for part in _parts(len(stored)):
+            stage = torch.empty(
+                (len(stored[part]), self.width), dtype=torch.uint8, device=self.device
+            )
+            for row, source in zip(stage, stored[part], strict=True):
+                row.copy_(source, non_blocking=True)
+            for group, start, view in self._views:
+                ids = torch.tensor(blocks[group][part], device=self.device)
+                view.index_copy_(0, ids, stage[:, start : start + view.shape[1]])
+
+    def buffer(self, blocks: int) -> torch.Tensor:
+        """Host memory for that many blocks: [blocks, width] uint8, pinned where it is copied to
+        and from a device.
+        """
+        return torch.empty((blocks, self.width), dtype=torch.uint8, pin_memory=self.staged)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    return (slice(start, start + _STAGED) for start in range(0, count, _STAGED))
+
+
+class CopyingMover(KVMover):
+    """Does transfers one after the other in a thread, on devices in a stream of its own.
+
+    `save` and `load` run in the thread; both raise TransferFailed (OSError and MemoryError count
+    as well), and say with `forget` which blocks are stored no longer.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[bool, BlockTransfer, Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Condition()
+        self._done: list[int] = []
+        self._failed: list[tuple[int, str]] = []
+        self._removed: list[bytes] = []
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+        self._closed = False
+
+    def open(
+        self, caches: Mapping[int, Sequence[torch.Tensor]], *, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.copier = BlockCopier(caches)
+        self.prepare()
+        if self.copier.staged:
+            self._stream = torch.get_device_module(self.copier.device).Stream()
+        self._thread = threading.Thread(target=self._work, name="kv-transfers", daemon=True)
+        self._thread.start()
+
+    def prepare(self) -> None:
+        """Called by `open`, once `copier`, `rank` and `ranks` are there."""
+
+    @abstractmethod
+    def save(self, transfer: BlockTransfer) -> None:
+        """Store the transfer's blocks."""
+
+    @abstractmethod
+    def load(self, transfer: BlockTransfer) -> None:
+        """Fill the transfer's blocks."""
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """These blocks are stored no longer."""
+        with self._lock:
+            self._removed += names
+
+    def begin(self, plan: TransferPlan) -> None:
+        ready = None
+        if self._stream is not None and (plan.loads or plan.saves):
+            ready = torch.get_device_module(self.copier.device).current_stream().record_event()
+        for transfer in plan.saves:
+            self._waiting.put((False, transfer, ready))
+        for transfer in plan.loads:
+            self._waiting.put((True, transfer, ready))
+
+    def ended(self) -> TransferResult:
+        with self._lock:
+            result = TransferResult(tuple(self._done), tuple(self._failed), tuple(self._removed))
+            self._done, self._failed, self._removed = [], [], []
+        return result
+
+    def wait(self, seconds: float) -> None:
+        with self._lock:
+            if not (self._done or self._failed):
+                self._lock.wait(seconds)
+
+    def close(self) -> None:
+        """Drop what waits; return when the transfer under way has ended."""
+        self._closed = True
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if self._closed:
+                continue
+            loads, transfer, ready = item
+            fault = self._move(loads, transfer, ready)
+            with self._lock:
+                if fault is None:
+                    self._done.append(transfer.id)
+                else:
+                    self._failed.append((transfer.id, fault))
+                self._lock.notify_all()
+
+    def _move(self, loads: bool, transfer: BlockTransfer, ready: Any) -> str | None:
+        """Do a transfer. Why it failed, if it did."""
+        try:
+            with self._streamed(ready):
+                (self.load if loads else self.save)(transfer)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return None
+
+    @contextlib.contextmanager
+    def _streamed(self, ready: Any) -> Iterator[None]:
+        """Work of the mover's stream, behind `ready`; it has ended at the end."""
+        if self._stream is None:
+            yield
+            return
+        module = torch.get_device_module(self.copier.device)
+        with module.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+            self._stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until copies from the device are in host memory."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,51 @@
+"""The flags of KV connectors, by vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modulm.contracts.flags import FlagGroup, flag, flag_group, read_mapping, suggest
+from modulm.errors import ConfigError
+
+__all__ = ["KVTransferConfig"]
+
+_KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config")
+
+
+def _transfer(value: Any) -> Mapping[str, Any]:
+    """A table as vLLM's KVTransferConfig. Raises ConfigError for an unknown key or role."""
+    table = read_mapping("kv_transfer_config", value)
+    for key in table:
+        if key not in _KEYS:
+            known = ", ".join(_KEYS)
+            message = f"{key} is none of {known}{suggest(key, _KEYS)}"
+            raise ConfigError("kv_transfer_config", message)
+    if table and not isinstance(table.get("kv_connector"), str):
+        raise ConfigError("kv_transfer_config", "kv_connector: the name of a connector is needed")
+    if table.get("kv_role", "kv_both") != "kv_both":
+        raise ConfigError("kv_transfer_config", "kv_role: only kv_both is supported")
+    if not isinstance(table.get("kv_connector_extra_config", {}), Mapping):
+        message = "kv_connector_extra_config: a table of options is needed"
+        raise ConfigError("kv_transfer_config", message)
+    return table
+
+
+@flag_group
+class KVTransferConfig(FlagGroup):
+    """Where blocks of the KV cache are kept besides the device."""
+
+    title = "KVTransferConfig"
+
+    kv_offloading_size: float | None = flag(
+        None, "Host memory for blocks of the KV cache, of all ranks together.", unit="GiB", least=0
+    )
+    kv_offloading_backend: str = flag(
+        "native", "What keeps blocks in host memory; native: modulm-kv-host.", choices=("native",)
+    )
+    kv_transfer_config: Mapping[str, Any] = flag(
+        {},
+        "A KV connector as in vLLM: kv_connector (a name of vLLM's or of an installed driver) and "
+        "kv_connector_extra_config (its options).",
+        parse=_transfer,
+    )

@@ -1,0 +1,22 @@
+"""The hook that checks the flags of KV connectors before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modulm.errors import ConfigError
+from modulm.plugins import hookimpl, manager
+from modulm_kv_transfer.choice import connector_tables
+
+__all__ = ["modulm_config_final"]
+
+
+@hookimpl
+def modulm_config_final(config: Any) -> None:
+    """Refuse a connector that is not installed or that does not know its options."""
+    found = manager.current().configured("kv_connectors", connector_tables(config))
+    if found is not None and config.cache.prefix_caching_hash_algo == "builtin":
+        raise ConfigError(
+            "prefix_caching_hash_algo", "builtin names blocks differently in each process; a KV "
+            "connector needs sha256 or xxhash"
+        )  # fmt: skip

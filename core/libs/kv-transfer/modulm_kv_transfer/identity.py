@@ -1,0 +1,49 @@
+"""What keys and values depend on besides tokens, as a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["model_digest"]
+
+#: Flags that change keys and values, or how a cache is laid out.
+_FLAGS = (
+    "attention_backend", "block_size", "code_revision", "decode_context_parallel_size", "device",
+    "dtype", "hf_overrides", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "load_format",
+    "max_model_len", "pipeline_parallel_size", "prefix_caching_hash_algo", "quantization",
+    "revision", "seed", "tensor_parallel_size",
+)  # fmt: skip
+#: Bytes that are read at the beginning, in the middle and at the end of a file.
+_PIECE = 1 << 16
+
+
+def model_digest(config: Any, plugins: Any) -> str:
+    """A digest of the checkpoint and of the flags that its caches depend on: 32 hex digits.
+
+    Of a file's content three pieces count, and its size and time. Raises CheckpointError.
+    """
+    from modulm.loading import open_checkpoint
+
+    checkpoint = open_checkpoint(config, plugins)
+    flags = {name: str(config.value(name)) for name in _FLAGS}
+    described = {"config": checkpoint.config, "flags": flags, "modulm": version("modulm")}
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
+    path = Path(checkpoint.path)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file() and file.suffix not in (".md", ".txt", ".jinja"):
+            digest.update(_sample(file))
+    return digest.hexdigest()[:32]
+
+
+def _sample(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        pieces = [f"{file.name} {size} {file.stat().st_mtime_ns}".encode()]
+        for place in (0, size // 2, max(0, size - _PIECE)):
+            opened.seek(place)
+            pieces.append(opened.read(_PIECE))
+    return b"".join(pieces)

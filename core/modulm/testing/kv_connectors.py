@@ -1,0 +1,240 @@
+"""Contract kit of KV connectors: both halves of a connector, without an engine.
+
+from modulm.testing.kv_connectors import check_connector
+
+def test_contract(tmp_path):
+    check_connector(lambda: MyConnector(MyOptions(path=str(tmp_path))), durable=True)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from attrs import frozen
+
+from modulm.contracts.connector import (
+    BlockTransfer,
+    KVConnector,
+    KVIndex,
+    KVMover,
+    TransferPlan,
+    TransferResult,
+)
+
+__all__ = ["Tier", "block_names", "check_bounded", "check_connector", "open_tier"]
+
+#: Blocks of each group, the null block with them.
+_BLOCKS = 24
+#: Seconds after which a transfer hangs.
+_PATIENCE = 60.0
+_MODEL, _OTHER = "0" * 32, "f" * 32
+
+
+def block_names(count: int, chain: int = 0) -> tuple[bytes, ...]:
+    """Names of `count` blocks of one prompt; other chains are other prompts."""
+    return tuple(bytes([chain, place]) * 16 for place in range(count))
+
+
+def _caches(seed: int) -> dict[int, list[torch.Tensor]]:
+    """Two groups: layers of several dtypes and shapes, and one whose blocks are not adjacent."""
+    torch.manual_seed(seed)
+    both = torch.randn(_BLOCKS, 2, 4, 3)
+    return {
+        0: [torch.randn(_BLOCKS, 4, 8).to(torch.bfloat16), both[:, 0], both[:, 1]],
+        1: [
+            torch.randint(0, 255, (_BLOCKS, 4, 5)).to(torch.uint8),
+            torch.randn(_BLOCKS, 7).to(torch.float8_e4m3fn),
+        ],
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@frozen(eq=False)
+class Tier:
+    """An index, and the movers and caches of all ranks, which do what an engine would."""
+
+    index: KVIndex
+    movers: Sequence[KVMover]
+    caches: Sequence[dict[int, list[torch.Tensor]]]
+
+    def save(self, number: int, names: Sequence[bytes], first: int = 1) -> bool:
+        """Save blocks `first`, first + 1, ... of each group. Whether it worked on all ranks."""
+        worked = self.move(TransferPlan(saves=(_transfer(number, names, first),)))
+        if worked:
+            self.index.store(names)
+        return worked
+
+    def load(self, number: int, names: Sequence[bytes], first: int) -> bool:
+        """Fill blocks `first`, first + 1, ... of each group. Whether it worked on all ranks."""
+        return self.move(TransferPlan(loads=(_transfer(number, names, first),)))
+
+    def move(self, plan: TransferPlan) -> bool:
+        """Begin a plan of one transfer on all ranks, and wait until it has ended on all."""
+        (transfer,) = (*plan.loads, *plan.saves)
+        for mover in self.movers:
+            mover.begin(plan)
+        results = [_await(mover, transfer.id) for mover in self.movers]
+        for result in results:
+            if result.removed:
+                self.index.remove(result.removed)
+        return not any(result.failed for result in results)
+
+    def content(self, rank: int, first: int, count: int) -> list[torch.Tensor]:
+        """The bytes of a rank's blocks `first`, first + 1, ..., tensor by tensor."""
+        tensors = (tensor for group in self.caches[rank].values() for tensor in group)
+        return [_bytes(tensor[first : first + count]).clone() for tensor in tensors]
+
+    def match(self, names: Sequence[bytes]) -> int:
+        """How many leading blocks the index knows, asked until it answers."""
+        until = time.monotonic() + _PATIENCE
+        while (found := self.index.match("request", names, 0)) is None:
+            assert time.monotonic() < until, "match answers None for ever"
+        return found
+
+
+def _transfer(number: int, names: Sequence[bytes], first: int) -> BlockTransfer:
+    # Groups have blocks of their own: the second's are in another order.
+    ids = tuple(range(first, first + len(names)))
+    return BlockTransfer(number, "request", tuple(names), (ids, ids))
+
+
+def _await(mover: KVMover, identity: int) -> TransferResult:
+    """All that the mover says until the transfer has ended."""
+    done: list[int] = []
+    failed: list[tuple[int, str]] = []
+    removed: list[bytes] = []
+    until = time.monotonic() + _PATIENCE
+    while identity not in (*done, *(number for number, _ in failed)):
+        assert time.monotonic() < until, f"transfer {identity} has not ended in {_PATIENCE} s"
+        mover.wait(0.01)
+        result = mover.ended()
+        done += result.done
+        failed += result.failed
+        removed += result.removed
+    assert (done + [number for number, _ in failed]).count(identity) == 1, "a transfer ended twice"
+    assert all(reason for _, reason in failed), "a transfer failed without a reason"
+    return TransferResult(tuple(done), tuple(failed), tuple(removed))
+
+
+@contextmanager
+def open_tier(connector: KVConnector, ranks: int = 1, model: str = _MODEL) -> Iterator[Tier]:
+    """Both halves, opened as an engine opens them and closed at the end."""
+    connector.bind(model, ranks)
+    movers = [connector.mover() for _ in range(ranks)]
+    caches = [_caches(rank) for rank in range(ranks)]
+    for rank, mover in enumerate(movers):
+        mover.open(caches[rank], rank=rank, ranks=ranks)
+    try:
+        yield Tier(connector.index(), movers, caches)
+    finally:
+        for mover in movers:
+            mover.close()
+
+
+def check_connector(make: Callable[[], KVConnector], *, durable: bool = False) -> None:
+    """Check that a connector brings back what it saved, and nothing else.
+
+    make: a connector with an empty store, or with that of the connectors before it if it is
+    `durable`. Its store must have room for 8 blocks of 600 bytes on each of two ranks. Raises
+    AssertionError.
+    """
+    for ranks in (1, 2):
+        _check_round_trip(make, ranks)
+    _check_foreign(make, durable)
+    _check_dropped(make)
+
+
+def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
+    names = block_names(4, chain=ranks)
+    with open_tier(make(), ranks) as tier:
+        assert tier.match(names) == 0, "the index knows blocks that nobody has saved"
+        expected = [tier.content(rank, 1, 4) for rank in range(ranks)]
+        rest = [tier.content(rank, 5, _BLOCKS - 5) for rank in range(ranks)]
+        assert tier.save(1, names), "a save has failed"
+        assert tier.match(names) == 4, "the index does not know what was saved"
+        assert tier.match((*names[:2], b"x" * 32, names[3])) == 2, "a hit reaches over a gap"
+        assert tier.match((b"x" * 32, *names)) == 0, "a hit does not begin with the first block"
+        for rank in range(ranks):
+            for group in tier.caches[rank].values():
+                for tensor in group:
+                    tensor[1:5] = 0
+        assert tier.load(2, names, 9), "a load has failed"
+        for rank in range(ranks):
+            found = tier.content(rank, 9, 4)
+            assert _same(found, expected[rank]), f"rank {rank}: a block came back with other bytes"
+            untouched = [
+                tier.content(rank, start, stop - start) for start, stop in ((5, 9), (13, _BLOCKS))
+            ]
+            before = [[part[:4] for part in rest[rank]], [part[8:] for part in rest[rank]]]
+            assert all(map(_same, untouched, before)), (
+                f"rank {rank}: a load wrote into other blocks"
+            )
+        assert tier.load(3, names[1:3], 15), "a load of some of the saved blocks has failed"
+        found = tier.content(0, 15, 2)
+        assert _same(found, [part[1:3] for part in expected[0]]), (
+            "blocks came back in another order"
+        )
+        assert tier.save(4, names), "saving what is stored already has failed"
+
+
+def _check_foreign(make: Callable[[], KVConnector], durable: bool) -> None:
+    names = block_names(3, chain=3)
+    with open_tier(make()) as tier:
+        assert tier.save(1, names), "a save has failed"
+        expected = tier.content(0, 1, 3)
+        assert not tier.load(2, block_names(2, chain=9), 9), "a load of unknown blocks has worked"
+    with open_tier(make(), model=_OTHER) as tier:
+        assert tier.match(names) == 0, "blocks of another model are found"
+        assert not tier.load(1, names, 9), "blocks of another model are loaded"
+    with open_tier(make()) as tier:
+        found = tier.match(names)
+        if durable:
+            assert found == 3, "a restart finds nothing again"
+            assert tier.load(1, names, 9)
+            assert _same(tier.content(0, 9, 3), expected), "other bytes after a restart"
+        else:
+            assert not found, "the index knows blocks of a connector before it"
+
+
+def _check_dropped(make: Callable[[], KVConnector]) -> None:
+    """Closed with transfers under way: nothing hangs, and what is found later is whole."""
+    names = block_names(4, chain=4)
+    with open_tier(make()) as tier:
+        expected = tier.content(0, 1, 4)
+        assert tier.save(1, names), "a save has failed"
+        tier.movers[0].begin(TransferPlan(loads=(_transfer(2, names, 9),)))
+        tier.movers[0].begin(TransferPlan(saves=(_transfer(3, block_names(4, chain=5), 5),)))
+    with open_tier(make()) as tier:
+        for chain, saved in ((4, expected), (5, None)):
+            count = tier.match(block_names(4, chain))
+            if count and saved is not None:
+                assert tier.load(chain, block_names(4, chain)[:count], 15)
+                assert _same(tier.content(0, 15, count), [part[:count] for part in saved])
+
+
+def check_bounded(make: Callable[[], KVConnector], used: Callable[[], int], most: int) -> None:
+    """Check that a store of `most` bytes, of which `used` tells what it takes, stays within them:
+    the blocks that were used the longest ago go, and the index knows. It has to hold at least 4
+    and less than 30 blocks of the kit.
+    """
+    with open_tier(make()) as tier:
+        kept = block_names(1, chain=200)
+        assert tier.save(1, kept)
+        expected = tier.content(0, 1, 1)
+        for chain in range(30):
+            assert tier.save(10 + chain, block_names(1, chain=chain), 2), "a full store is an error"
+            assert used() <= most, f"{used()} bytes of at most {most}"
+            assert tier.load(100 + chain, kept, 9), "what was just used has gone"
+            assert _same(tier.content(0, 9, 1), expected), "a block came back with other bytes"
+        assert tier.match(block_names(1, chain=0)) == 0, "the index knows what has gone"
+        assert tier.match(block_names(1, chain=29)) == 1, "the newest has gone"

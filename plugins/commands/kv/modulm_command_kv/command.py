@@ -1,0 +1,56 @@
+"""`modulm kv`: the files of the KV cache."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import click
+
+from modulm_kv_transfer import block_files as files
+
+__all__ = ["command"]
+
+_folder = click.option(
+    "--path", "folder", type=click.Path(path_type=Path), default=files.FOLDER, show_default=True,
+    help="The folder (shared_storage_path).",
+)  # fmt: skip
+
+
+@click.group("kv")
+def command() -> None:
+    """List and remove the files of the KV cache that modulm-kv-disk keeps."""
+
+
+@command.command("list")
+@_folder
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_files(folder: Path, as_json: bool) -> None:
+    """List the models of which there are files: blocks and bytes, of all ranks."""
+    folder = folder.expanduser()
+    found: dict[str, list[int]] = defaultdict(list)
+    for file in files.scan(folder):
+        found[file.model].append(file.size)
+    rows = [
+        {"model": model, "files": len(sizes), "bytes": sum(sizes)}
+        for model, sizes in sorted(found.items())
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['model']}  {row['files']} files  {row['bytes']} bytes")
+    if not rows:
+        click.echo(f"No files in {folder}.", err=True)
+
+
+@command.command()
+@click.argument("model", required=False)
+@_folder
+def clear(folder: Path, model: str | None) -> None:
+    """Remove the files of MODEL, a digest as `list` shows it, or of all models."""
+    folder = folder.expanduser()
+    if model is not None and model not in files.models(folder):
+        raise click.BadParameter(f"{folder} has no files of it", param_hint="MODEL")
+    click.echo(f"{files.clear(folder, model)} bytes removed")

@@ -1,0 +1,145 @@
+"""A KV connector that keeps blocks in files of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from modulm.contracts.connector import BlockTransfer, KVConnector, KVIndex, KVMover
+from modulm_kv_transfer import block_files as files
+from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+
+__all__ = ["DiskConnector", "DiskOptions"]
+
+#: Blocks that are in host memory at a time on their way to or from files.
+_PART = 16
+
+
+@frozen
+class DiskOptions:
+    """shared_storage_path: the folder; max_bytes: of all files in it, of all engines."""
+
+    shared_storage_path: str = files.FOLDER
+    max_bytes: int = field(default=16 << 30, validator=ge(1))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.shared_storage_path).expanduser()
+
+
+class _Index(KVIndex):
+    """Looks for files: other engines write and remove them, too."""
+
+    durable = True
+
+    def __init__(self, folder: Path, model: str, ranks: int) -> None:
+        self._folder, self._model, self._ranks = folder, model, ranks
+
+    def match(self, request: str, names: Sequence[bytes], cached: int) -> int:
+        missing = (place for place, name in enumerate(names) if not self._has(name))
+        return next(missing, len(names))
+
+    def _has(self, name: bytes) -> bool:
+        paths = (
+            files.block_path(self._folder, self._model, rank, self._ranks, name)
+            for rank in range(self._ranks)
+        )
+        return all(os.path.exists(path) for path in paths)
+
+
+class _Mover(CopyingMover):
+    """Writes and reads this rank's files."""
+
+    def __init__(self, options: DiskOptions, model: str) -> None:
+        super().__init__()
+        self._folder, self._most, self._model = options.folder, options.max_bytes, model
+        self._total = self._written = 0
+
+    def prepare(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._total = files.evict(self._folder, self._most)
+        self._buffer = self.copier.buffer(_PART)
+        self._bytes = [memoryview(row.numpy()) for row in self._buffer]
+
+    def _path(self, name: bytes) -> Path:
+        return files.block_path(self._folder, self._model, self.rank, self.ranks, name)
+
+    def _described(self, name: bytes) -> dict[str, object]:
+        return {
+            "model": self._model, "layout": self.copier.layout, "rank": self.rank,
+            "ranks": self.ranks, "name": name.hex(),
+        }  # fmt: skip
+
+    def save(self, transfer: BlockTransfer) -> None:
+        new = []
+        for place, name in enumerate(transfer.names):
+            try:
+                os.utime(self._path(name))
+            except FileNotFoundError:
+                new.append(place)
+        for start in range(0, len(new), _PART):
+            part = new[start : start + _PART]
+            blocks = [[ids[place] for place in part] for ids in transfer.blocks]
+            self.copier.save(blocks, list(self._buffer[: len(part)]))
+            self.synchronize()
+            for row, place in enumerate(part):
+                self._write(transfer.names[place], self._bytes[row])
+
+    def _write(self, name: bytes, payload: memoryview) -> None:
+        """Write a file, after room was made for it."""
+        if self._total + len(payload) > self._most or self._written > self._most // 16:
+            self._total = files.evict(self._folder, self._most * 7 // 8 - len(payload))
+            self._written = 0
+        if self._total + len(payload) > self._most:
+            raise TransferFailed(f"{self._most} bytes of files are no room for a block")
+        size = files.write(self._path(name), self._described(name), payload)
+        self._total += size
+        self._written += size
+
+    def load(self, transfer: BlockTransfer) -> None:
+        for start in range(0, len(transfer.names), _PART):
+            names = transfer.names[start : start + _PART]
+            for row, name in enumerate(names):
+                self._read(name, self._bytes[row])
+            blocks = [ids[start : start + _PART] for ids in transfer.blocks]
+            self.copier.load(blocks, list(self._buffer[: len(names)]))
+            self.synchronize()
+
+    def _read(self, name: bytes, into: memoryview) -> None:
+        """Fill `into`. A file that is no good is removed: it is said once, and written anew."""
+        path = self._path(name)
+        try:
+            files.read(path, self._described(name), into)
+            os.utime(path)
+        except FileNotFoundError as error:
+            raise TransferFailed(f"{path.name} was removed") from error
+        except files.BadFile as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise TransferFailed(str(error)) from error
+
+
+class DiskConnector(KVConnector):
+    """Keeps blocks in files, which other engines of the host and later ones find."""
+
+    name: ClassVar[str] = "disk"
+    api: ClassVar[int | tuple[int, int]] = 3
+    Config: ClassVar[type] = DiskOptions
+
+    config: DiskOptions
+    _model, _ranks = "", 1
+
+    def bind(self, model: str, ranks: int) -> None:
+        self._model, self._ranks = model, ranks
+
+    def index(self) -> KVIndex:
+        return _Index(self.config.folder, self._model, self._ranks)
+
+    def mover(self) -> KVMover:
+        return _Mover(self.config, self._model)

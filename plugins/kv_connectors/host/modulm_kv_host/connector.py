@@ -1,0 +1,143 @@
+"""A KV connector that keeps blocks in host memory: a fixed number of slots, least recent out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from attrs import field, frozen
+from attrs.validators import ge
+
+from modulm.contracts.connector import BlockTransfer, KVConnector, KVIndex, KVMover
+from modulm.errors import ConfigError
+from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+
+__all__ = ["HostConnector", "HostOptions"]
+
+
+@frozen
+class HostOptions:
+    """cpu_bytes_to_use: memory of all ranks together. store_threshold: a block is saved once that
+    many requests have begun with it; 0: every full block is.
+    """
+
+    cpu_bytes_to_use: int = field(default=4 << 30, validator=ge(1))
+    store_threshold: int = field(default=0, validator=ge(0))
+
+
+class _Index(KVIndex):
+    """The names that all ranks have stored."""
+
+    #: Names that are counted at most, for `store_threshold`.
+    counted = 1 << 20
+
+    def __init__(self, threshold: int) -> None:
+        self._stored: set[bytes] = set()
+        self._threshold = threshold
+        self._asked: OrderedDict[bytes, int] = OrderedDict()
+        #: Requests that were counted: the scheduler may ask several times.
+        self._seen: set[str] = set()
+
+    def match(self, request: str, names: Sequence[bytes], cached: int) -> int:
+        if self._threshold and request not in self._seen:
+            self._seen.add(request)
+            for name in names:
+                self._asked[name] = self._asked.pop(name, 0) + 1
+            while len(self._asked) > self.counted:
+                self._asked.popitem(last=False)
+        missing = (place for place, name in enumerate(names) if name not in self._stored)
+        return next(missing, len(names))
+
+    def blocks_to_save(self, request: str, names: Sequence[bytes]) -> int:
+        if not self._threshold:
+            return len(names)
+        rare = (
+            place for place, name in enumerate(names) if self._asked.get(name, 0) < self._threshold
+        )
+        return next(rare, len(names))
+
+    def store(self, names: Sequence[bytes]) -> None:
+        self._stored.update(names)
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        self._stored.difference_update(names)
+
+    def finish(self, request: str) -> None:
+        self._seen.discard(request)
+
+
+class _Mover(CopyingMover):
+    """A slot of `memory` [slots, width] uint8 for each block that is stored on this rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+
+    def prepare(self) -> None:
+        slots = self._size // self.ranks // self.copier.width if self.copier.width else 0
+        if slots < 1:
+            needed = self.copier.width * self.ranks
+            raise ConfigError(
+                "kv_offloading_size", f"{self._size} bytes hold no block of {needed} bytes"
+            )
+        self.memory = self.copier.buffer(slots)
+        self._free = list(range(slots))
+
+    def save(self, transfer: BlockTransfer) -> None:
+        room = len(self.memory)
+        self.forget(transfer.names[room:])
+        new = [place for place, name in enumerate(transfer.names[:room]) if name not in self._slots]
+        self._touch(transfer.names[:room])
+        slots = [self._slot() for _ in new]
+        blocks = [[ids[place] for place in new] for ids in transfer.blocks]
+        try:
+            self.copier.save(blocks, [self.memory[slot] for slot in slots])
+            self.synchronize()
+        except BaseException:
+            self._free += slots
+            raise
+        names = (transfer.names[place] for place in new)
+        self._slots.update(zip(names, slots, strict=True))
+        self._touch(transfer.names[:room])
+
+    def _slot(self) -> int:
+        """A slot to fill: a free one, or that of the block that was used the longest ago."""
+        if self._free:
+            return self._free.pop()
+        name, slot = self._slots.popitem(last=False)
+        self.forget([name])
+        return slot
+
+    def _touch(self, names: Sequence[bytes]) -> None:
+        """These were used now; of a prefix the end goes first."""
+        for name in reversed(names):
+            if name in self._slots:
+                self._slots.move_to_end(name)
+
+    def load(self, transfer: BlockTransfer) -> None:
+        missing = [name for name in transfer.names if name not in self._slots]
+        if missing:
+            self.forget(missing)
+            raise TransferFailed(f"{len(missing)} blocks are in host memory no longer")
+        self._touch(transfer.names)
+        stored: list[torch.Tensor] = [self.memory[self._slots[name]] for name in transfer.names]
+        self.copier.load(transfer.blocks, stored)
+
+
+class HostConnector(KVConnector):
+    """Keeps blocks in host memory, pinned where the device is another one."""
+
+    name: ClassVar[str] = "host"
+    api: ClassVar[int | tuple[int, int]] = 3
+    Config: ClassVar[type] = HostOptions
+
+    config: HostOptions
+
+    def index(self) -> KVIndex:
+        return _Index(self.config.store_threshold)
+
+    def mover(self) -> KVMover:
+        return _Mover(self.config.cpu_bytes_to_use)

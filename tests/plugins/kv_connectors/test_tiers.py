@@ -1,0 +1,183 @@
+"""Blocks that come back from host memory and files: tokens and log probabilities are the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.errors import ConfigError
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.engines import check_empty
+
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 16,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 64,
+    "cpu_threads": 1,
+}
+PROMPTS = [{"prompt_token_ids": [5 + i, 9, 40, 7] * 12} for i in range(4)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+#: Tokens of a prompt's full blocks but the last token's.
+STORED = 32
+
+FAMILIES = {
+    "dense": ("Qwen3ForCausalLM", {}),
+    "sliding": ("MistralForCausalLM", {"sliding_window": 24}),
+    "mixed": ("Gemma3ForCausalLM", {}),
+    "latent": ("DeepseekV3ForCausalLM", {}),
+}
+
+
+def host(_: Path) -> dict[str, Any]:
+    return {"kv_offloading_size": 0.01}
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    options = {"shared_storage_path": str(folder)}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "ExampleConnector", "kv_connector_extra_config": options,
+        },
+    }  # fmt: skip
+
+
+TIERS = {"host": host, "disk": disk}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def model(family: str) -> str:
+        if family not in made:
+            architecture, config = FAMILIES[family]
+            made[family] = str(make_tiny(tmp_path_factory.mktemp(family), architecture, **config))
+        return made[family]
+
+    return model
+
+
+def drain(llm: LLM) -> None:
+    """Go on until everything beside the outputs has ended too."""
+    while llm._core.loop.tick():
+        pass
+    check_empty(llm._core.loop)
+
+
+def generate(llm: LLM) -> tuple[list[Any], list[int | None]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    drain(llm)
+    answers = [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+    return answers, [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_the_same(
+    family: str, tier: str, model: Callable[[str], str], tmp_path: Path
+) -> None:
+    with LLM(model(family), **FLAGS) as llm:
+        expected, _ = generate(llm)
+    with LLM(model(family), **FLAGS, **TIERS[tier](tmp_path)) as llm:
+        assert generate(llm) == (expected, [0] * 4)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_with_preemption(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
+    with LLM(model("dense"), **FLAGS) as llm:
+        expected, _ = generate(llm)
+    few = FLAGS | {"num_gpu_blocks_override": 10}
+    with LLM(model("dense"), **few, **TIERS[tier](tmp_path)) as llm:
+        for _ in range(2):
+            assert generate(llm)[0] == expected
+            llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_with_two_ranks(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
+    flags = FLAGS | {"tensor_parallel_size": 2}
+    with LLM(model("dense"), **flags, **TIERS[tier](tmp_path)) as llm:
+        expected, _ = generate(llm)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+
+
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_caches_of_one_byte(cache: str, model: Callable[[str], str], tmp_path: Path) -> None:
+    flags = FLAGS | {"kv_cache_dtype": cache}
+    with LLM(model("dense"), **flags, **disk(tmp_path)) as llm:
+        expected, _ = generate(llm)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+
+
+def test_files_outlive_the_engine(model: Callable[[str], str], tmp_path: Path) -> None:
+    flags = FLAGS | disk(tmp_path)
+    with LLM(model("dense"), **flags) as llm:
+        expected, _ = generate(llm)
+    with LLM(model("dense"), **flags) as llm:
+        assert generate(llm) == (expected, [STORED] * 4)
+    with LLM(model("dense"), **flags | {"seed": 7}) as llm:
+        assert generate(llm)[1] == [0] * 4
+
+
+@pytest.mark.parametrize("damage", ["torn", "changed", "empty", "version"])
+def test_bad_files_are_computed_and_said_once(
+    damage: str, model: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = FLAGS | disk(tmp_path)
+    with LLM(model("dense"), **flags) as llm:
+        expected, _ = generate(llm)
+    for file in tmp_path.rglob("*.kv"):
+        content = file.read_bytes()
+        changed = {
+            "torn": content[:-100],
+            "changed": content[:-1] + bytes([content[-1] ^ 1]),
+            "empty": b"",
+            "version": content.replace(b'"version": 1', b'"version": 9', 1),
+        }
+        file.write_bytes(changed[damage])
+    with LLM(model("dense"), **flags) as llm:
+        assert generate(llm) == (expected, [0] * 4)
+        told = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(told) == 4
+        assert all("could not be loaded and are computed" in message for message in told)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+        assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 4
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "none of .*disk, host"),
+        ({"kv_transfer_config": {"kv_role": "kv_both"}}, "kv_connector"),
+        ({"kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_producer"}}, "kv_both"),
+        ({"kv_transfer_config": {"kv_connector": "host", "port": 1}}, "port is none of"),
+        ({"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector": "disk"}}, "one of both"),
+        ({"kv_offloading_size": 1, "prefix_caching_hash_algo": "builtin"}, "sha256"),
+        ({"kv_offloading_size": 1e-9}, "hold no block"),
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "prefix caching"),
+    ],
+)
+def test_bad_configuration_is_refused(
+    flags: dict[str, Any], words: str, model: Callable[[str], str]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(model("dense"), **FLAGS, **flags)
+
+
+def test_models_with_states_are_refused(tmp_path: Path) -> None:
+    folder = str(make_tiny(tmp_path, "MambaForCausalLM"))
+    with pytest.raises(ConfigError, match="states"):
+        LLM(folder, **FLAGS, kv_offloading_size=0.01)
