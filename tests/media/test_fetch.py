@@ -18,10 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from modulm.errors import QueueFull
 from modulm_media.addresses import Hosts
 from modulm_media.fetch import Budget, Fetcher
 from modulm_media.flags import MediaConfig
 from modulm_media.limits import Undecodable
+from modulm_media.memory import MediaMemory
 
 #: Where files may come from; what listens at TRAP must never be asked.
 HOME, TRAP = "127.0.0.2", "127.0.0.1"
@@ -258,6 +260,17 @@ def test_files_of_one_request_have_a_bound_together(port):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_bytes_are_reserved_while_they_stream(port):
+    """Before the file is there: two files that come at once share what one request may hold."""
+    config = MediaConfig(allowed_media_networks=(f"{HOME}/32",))
+    memory = MediaMemory(len(FILE) // 2)
+    with memory.reserve() as held, pytest.raises(QueueFull):
+        asyncio.run(
+            Fetcher(config).get(f"http://ok.test:{port}/file", "image", Budget(config, held))
+        )
+    assert memory.held == 0
+
+
 def test_certificates_are_of_the_name_not_of_the_address(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",

@@ -140,7 +140,10 @@ def check(host_header: str, **flags: Any) -> int:
 
 def test_who_is_checked_is_who_has_no_other_protection(tmp_path: Any) -> None:
     assert check("evil.test", api_key=("k",)) == 200
-    assert check("evil.test", host="0.0.0.0", allow_unauthenticated=True) == 200
+    open_to_all = {"host": "0.0.0.0", "allow_unauthenticated": True}
+    assert check("evil.test", **open_to_all) == 403
+    assert check("192.0.2.7:8000", **open_to_all) == 200
+    assert check("lan.test", **open_to_all, allowed_hosts=("lan.test",)) == 200
     assert check("evil.test", uds=str(tmp_path / "socket")) == 200
     assert check("evil.test", host="::1") == 403
     assert check("evil.test") == 403

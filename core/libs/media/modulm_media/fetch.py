@@ -21,6 +21,7 @@ import httpx
 from modulm_media.addresses import Hosts
 from modulm_media.flags import MediaConfig, MediaKind
 from modulm_media.limits import Undecodable
+from modulm_media.memory import Reservation
 
 __all__ = ["Budget", "Fetcher", "from_base64"]
 
@@ -34,7 +35,8 @@ _ACCEPT = {"image": "image/*,*/*;q=0.5", "audio": "audio/*,*/*;q=0.5", "video": 
 class Budget:
     """Bytes that one request's files may still use. each: limit per file in bytes."""
 
-    def __init__(self, flags: MediaConfig) -> None:
+    def __init__(self, flags: MediaConfig, reservation: Reservation | None = None) -> None:
+        self._reservation = reservation
         self.each = flags.max_media_download_size_mb * _MB
         self._left = self._all = flags.max_media_request_download_size_mb * _MB
 
@@ -49,8 +51,10 @@ class Budget:
             )
 
     def take(self, size: int) -> None:
-        """Count downloaded bytes. Raises Undecodable."""
+        """Count bytes before they are kept. Raises Undecodable, or QueueFull."""
         self.check(size)
+        if self._reservation is not None:
+            self._reservation.take(size)
         self._left -= size
 
 
@@ -143,9 +147,10 @@ class Fetcher:
             pieces, size = [], 0
             async for piece in answer.aiter_raw():
                 size += len(piece)
-                budget.check(size)
+                if size > budget.each:
+                    budget.check(size)
+                budget.take(len(piece))
                 pieces.append(piece)
-            budget.take(size)
             return b"".join(pieces)
 
     @cached_property
@@ -192,7 +197,7 @@ def _data_of(url: str) -> str:
 
 async def from_base64(data: str, budget: Budget) -> bytes:
     """Decode base64. Raises Undecodable."""
-    budget.check(len(data) * 3 // 4)
+    budget.take(len(data) * 3 // 4 - data[-2:].count("="))
     try:
         if len(data) <= _INLINE:
             data_bytes = base64.b64decode(data, validate=True)
@@ -202,5 +207,4 @@ async def from_base64(data: str, budget: Budget) -> bytes:
         raise Undecodable("it is not base64") from error
     if not data_bytes:
         raise Undecodable("it is empty")
-    budget.take(len(data_bytes))
     return data_bytes

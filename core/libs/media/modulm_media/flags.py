@@ -77,6 +77,13 @@ class MediaConfig(FlagGroup):
     max_media_request_download_size_mb: int = flag(
         256, "Maximum total size of a request's media files.", unit="MB", least=1
     )
+    max_inflight_media_bytes: int | None = flag(
+        None,
+        "Maximum bytes of the media of all requests in progress, encoded and decoded; None: a "
+        "quarter of the available memory.",
+        unit="bytes",
+        least=1,
+    )
     max_image_pixels: int = flag(64 << 20, "Maximum pixels of an image or a frame.", least=1)
     max_audio_decode_duration_s: float = flag(
         600.0, "Maximum length of audio in a prompt.", unit="s", least=0.1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modulm_media.fetch import Budget, Fetcher, from_base64
 from modulm_media.flags import MediaConfig, MediaKind
 from modulm_media.limits import Limits, Undecodable
+from modulm_media.memory import MediaMemory, Reservation, default_limit
 from modulm_media.messages import MediaSource
 from modulm_media.offline import OWN, as_media
 from modulm_media.values import Media, Sound, Video, fingerprint
@@ -47,6 +48,7 @@ class MediaOpener:
         self.workers = DecodeWorkers(count, flags.media_decode_timeout)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="modulm-media-decode")
         self._limits = limits_of(flags, trusted)
+        self.memory = MediaMemory(flags.max_inflight_media_bytes or default_limit())
         self._names: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
 
     async def open(
@@ -55,18 +57,21 @@ class MediaOpener:
         io: Mapping[str, Mapping[str, Any]],
         cached: CacheLookup = lambda name: None,
         owner: str = "",
+        reservation: Reservation | None = None,
     ) -> tuple[Media, ...]:
         """Open all sources, in order. Cached media are not decoded again.
 
         io: decoding options by kind. cached: looks up processor outputs. owner: namespace of the
-        uuids. Raises RequestError that names the first invalid field.
+        uuids. reservation: holds the bytes of all media. Raises RequestError that names the first
+        invalid field, or QueueFull.
         """
-        budget, slots = Budget(self._flags), asyncio.Semaphore(_AT_ONCE)
+        reserve = None if reservation is None else reservation.take
+        budget, slots = Budget(self._flags, reservation), asyncio.Semaphore(_AT_ONCE)
         room_left = [_TOGETHER]
 
         async def one(source: MediaSource) -> Media:
             async with slots:
-                media = await self._one(source, io, cached, owner, budget)
+                media = await self._one(source, io, cached, owner, budget, reserve)
             room_left[0] -= _size(media.value)
             if room_left[0] < 0:
                 raise source.wrong("the request's media are too large together")
@@ -100,6 +105,7 @@ class MediaOpener:
         cached: CacheLookup,
         owner: str,
         budget: Budget,
+        reserve: Callable[[int], None] | None,
     ) -> Media:
         if source.value is not None:
             if not self._trusted:
@@ -113,7 +119,9 @@ class MediaOpener:
             data = await self._data(source, budget)
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads,
-                partial(self._decoded, source, data, io.get(source.kind, {}), cached, owner),
+                partial(
+                    self._decoded, source, data, io.get(source.kind, {}), cached, owner, reserve
+                ),
             )
         except Undecodable as error:
             raise source.wrong(str(error)) from error
@@ -133,6 +141,7 @@ class MediaOpener:
         io: Mapping[str, Any],
         cached: CacheLookup,
         owner: str,
+        reserve: Callable[[int], None] | None = None,
     ) -> Media:
         """Decode a file, unless its content is cached; the content hash is its name."""
         name = fingerprint(source.kind, "file", dict(io), data)
@@ -141,7 +150,7 @@ class MediaOpener:
         processed = cached(name)
         if processed is not None:
             return Media(source.kind, None, hash=name, processed=processed)
-        value = self.workers.decode(source.kind, data, io, self._limits)
+        value = self.workers.decode(source.kind, data, io, self._limits, reserve)
         return Media(source.kind, value, hash=name)
 
     def _remembered(self, source: MediaSource, cached: CacheLookup, owner: str) -> Media:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from queue import LifoQueue
 from typing import Any
@@ -55,16 +55,24 @@ class DecodeWorkers:
         finalize(self, _end_all, self._all)
 
     def decode(
-        self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits = LIMITS
+        self,
+        kind: MediaKind,
+        data: bytes,
+        io: Mapping[str, Any],
+        limits: Limits = LIMITS,
+        reserve: Callable[[int], None] | None = None,
     ) -> Image.Image | Sound | Video:
-        """Like `modulm_media.decode.decode`. Raises Undecodable."""
+        """Like `modulm_media.decode.decode`. Raises Undecodable.
+
+        reserve: called with the decoded size in bytes before it is allocated; may raise.
+        """
         worker = self._idle.get()
         try:
             if worker is None or not worker.usable:
                 self._forget(worker)
                 worker = _Worker(self._memory)
                 self._all.add(worker)
-            value = worker.ask(kind, data, io, limits, self._seconds)
+            value = worker.ask(kind, data, io, limits, self._seconds, reserve)
         finally:
             if worker is not None and not worker.usable:
                 self._forget(worker)
@@ -106,7 +114,13 @@ class _Worker:
         return self._files_sent < _FILES and self._process.poll() is None
 
     def ask(
-        self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits, seconds: float
+        self,
+        kind: MediaKind,
+        data: bytes,
+        io: Mapping[str, Any],
+        limits: Limits,
+        seconds: float,
+        reserve: Callable[[int], None] | None,
     ) -> Image.Image | Sound | Video:
         """Decode a file. Raises Undecodable, also if the process had to be ended."""
         late = threading.Event()
@@ -116,12 +130,15 @@ class _Worker:
         timer.start()
         self._files_sent += 1
         try:
-            head, numbers = self._exchange(kind, data, io, limits, seconds)
+            head, numbers = self._exchange(kind, data, io, limits, seconds, reserve)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.end()
             if late.is_set():
                 raise Undecodable(f"decoding takes more than {seconds:g} s") from error
             raise Undecodable("it cannot be decoded: the decoder crashes") from error
+        except BaseException:  # the worker still writes what nobody reads
+            self.end()
+            raise
         finally:
             timer.cancel()
         if "error" in head:
@@ -129,7 +146,13 @@ class _Worker:
         return _value(kind, head, numbers)
 
     def _exchange(
-        self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits, seconds: float
+        self,
+        kind: MediaKind,
+        data: bytes,
+        io: Mapping[str, Any],
+        limits: Limits,
+        seconds: float,
+        reserve: Callable[[int], None] | None,
     ) -> tuple[dict[str, Any], np.ndarray]:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
@@ -146,6 +169,8 @@ class _Worker:
         shape, dtype = [int(side) for side in head["shape"]], str(head["dtype"])
         if dtype not in _DTYPES or prod(shape) > 8 * limits.room or min(shape, default=0) < 1:
             raise ValueError("unexpected shape or dtype in the response")
+        if reserve is not None:
+            reserve(prod(shape) * np.dtype(dtype).itemsize)
         numbers = np.empty(shape, dtype)
         room, at = numbers.reshape(-1).view(np.uint8).data, 0
         while at < len(room):

@@ -99,6 +99,7 @@ class LLMFlags(TypedDict, total=False):
     max_loras: int
     max_media_download_size_mb: int
     max_media_request_download_size_mb: int
+    max_inflight_media_bytes: int | None
     max_model_len: int | str | None
     max_num_batched_tokens: int | None
     max_num_partial_prefills: int

@@ -49,7 +49,7 @@ class ServerConfig(FlagGroup):
     allowed_hosts: tuple[str, ...] | None = flag(
         None,
         "Allowed Host headers, '*.name' for subdomains, '*' for any. None: any, but only localhost "
-        "and IP addresses on a loopback address without a key.",
+        "and IP addresses without a key.",
     )
     ssl_keyfile: str | None = flag(None, "TLS key.", unit="path")
     ssl_certfile: str | None = flag(None, "TLS certificate.", unit="path")

@@ -1,9 +1,9 @@
 """Checks the Host and Origin headers of requests.
 
-A server without API keys on the loopback interface trusts the user of the machine. A web page that
-the user opens can reach it too: under a name that now resolves to 127.0.0.1 (DNS rebinding), or by
-a cross-site request that browsers send without a preflight. Both are visible in headers that pages
-cannot set.
+A server without API keys trusts whoever reaches it: the user of the machine, or of its network. A
+web page that such a user opens can reach it too: under a name that now resolves to its address (DNS
+rebinding), or by a cross-site request that browsers send without a preflight. Both are visible in
+headers that pages cannot set.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class HostCheck:
 
     @classmethod
     def of(cls, server: ServerConfig, keys: bool) -> Self:
-        """Create the check of a configuration. The default protects local servers without keys."""
+        """Create the check of a configuration. The default protects servers without keys."""
         configured = server.allowed_hosts
-        exposed = keys or server.uds is not None or not is_loopback(server.host or "127.0.0.1")
+        exposed = keys or server.uds is not None
         origins = None if exposed or "*" in server.allowed_origins else server.allowed_origins
         hosts = (*configured,) if configured is not None else ()
         return cls(

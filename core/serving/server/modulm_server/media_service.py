@@ -125,7 +125,8 @@ class MediaService:
     ) -> list[MediaPrompt]:
         """Fetch the media of several prompts and put them into their token ids.
 
-        Opens all media first, each once and within the limits of one request. Raises RequestError.
+        Opens all media first, each once and within the limits of one request. Raises RequestError,
+        or QueueFull where all requests hold too many bytes.
         """
         reader = self.reader
         if reader is None:
@@ -135,23 +136,24 @@ class MediaService:
             io["audio"] = {"rate": reader.family.rate, **io["audio"]}
         cached = partial(reader.cached, options=request_media.processor)
         files = [source for source in request_media.sources if source.embeds is None]
-        opened = iter(await self._opener.open(files, io, cached, owner))
-        media: dict[int, Media] = {}
-        for source in request_media.sources:
-            if source.embeds is None:
-                media[id(source)] = next(opened)
-            else:
-                media[id(source)] = await self._read(self._embeds, source, reader)
-        filled: list[MediaPrompt] = []
-        for ids, sources in prompts:
-            prompt_media = [media[id(source)] for source in sources]
-            try:
-                filled.append(
-                    await self._read(reader.read, ids, prompt_media, request_media.processor)
-                )
-            except RequestError as error:
-                raise _request_error(sources, error) from error
-        return filled
+        with self._opener.memory.reserve(owner) as held:
+            opened = iter(await self._opener.open(files, io, cached, owner, held))
+            media: dict[int, Media] = {}
+            for source in request_media.sources:
+                if source.embeds is None:
+                    media[id(source)] = next(opened)
+                else:
+                    media[id(source)] = await self._read(self._embeds, source, reader)
+            filled: list[MediaPrompt] = []
+            for ids, sources in prompts:
+                prompt_media = [media[id(source)] for source in sources]
+                try:
+                    filled.append(
+                        await self._read(reader.read, ids, prompt_media, request_media.processor)
+                    )
+                except RequestError as error:
+                    raise _request_error(sources, error) from error
+            return filled
 
     def _embeds(self, source: MediaSource, reader: MediaReader) -> Media:
         """Read an image that a client sent as embeddings."""
