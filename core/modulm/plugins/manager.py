@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -81,6 +82,8 @@ class PluginManager:
         #: Hook plugins that could not be registered: name -> the error.
         self.problems: dict[str, PluginError] = {}
         self._installed: tuple[Declaration, ...] | None = None
+        #: Of what is installed, what the selection permits: many are asked for at each start.
+        self._installed_by_kind: defaultdict[str, list[Declaration]] = defaultdict(list)
         self._added: dict[tuple[str, str, str], Declaration] = {}
         self._drivers: dict[Declaration, Any] = {}
         self._hook_modules: dict[str, str | None] = {}
@@ -98,6 +101,8 @@ class PluginManager:
             declarations = tuple(installed())
             check_terms(self.selection.allow, declarations)
             self._installed = declarations
+            for declaration in filter(self._permits, declarations):
+                self._installed_by_kind[declaration.kind].append(declaration)
         return (*self._installed, *self._added.values())
 
     def check_selection(self) -> None:
@@ -112,7 +117,9 @@ class PluginManager:
         return self._allowed(find_kind(kind).name)
 
     def _allowed(self, kind: str) -> tuple[Declaration, ...]:
-        permitted = (d for d in self.everything() if d.kind == kind and self._permits(d))
+        self.everything()
+        added = (d for d in self._added.values() if d.kind == kind and self._permits(d))
+        permitted = (*self._installed_by_kind.get(kind, ()), *added)
         return tuple(sorted(permitted, key=lambda d: (d.name, d.distribution)))
 
     def _permits(self, declaration: Declaration) -> bool:

@@ -41,7 +41,8 @@ COVERED = {"grouped heads", "a scale of its own", "sinks", "spans"} if len(DTYPE
 KINDS = [
     kind
     for kind, spec in SPECS.items()
-    if not spec.features & {"selection", "picks", "biases", "partial"} and kind not in COVERED
+    if not spec.features & {"selection", "picks", "biases", "partial", "masks"}
+    and kind not in COVERED
 ]
 #: What is tried in each format of the cache.
 FORMATS = ("heads of 80", "scales", "latent")
