@@ -174,10 +174,10 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     assert set(known_flags()) == {*brought, *(spec.name for spec in KNOWN)}
 
 
-def test_without_the_package_a_flag_names_it() -> None:
-    manager = PluginManager()
-    manager._installed = tuple(d for d in manager.everything() if d.kind != "flags")
-    with using(manager):
+def test_without_the_package_a_flag_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = tuple(d for d in PluginManager().everything() if d.kind != "flags")
+    monkeypatch.setattr("modulm.plugins.manager.installed", lambda: others)
+    with using(PluginManager()):
         assert EngineConfig.from_keywords(port=8000) == EngineConfig()
         with pytest.raises(ConfigError, match="pip install modulm-server") as caught:
             EngineConfig.from_keywords(port=9)
