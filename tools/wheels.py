@@ -1,4 +1,11 @@
-"""Build a wheel of every distribution into a folder: wheels.py [FOLDER] [--kernels all|built|none].
+"""Build a wheel of every distribution into a folder:
+
+    wheels.py [FOLDER] [--kernels all|built|none] [--extras cpu,ray-serve]
+
+Beside the wheels: `modulm.txt`, this project's wheels that the extras need, each by its hash;
+`third-party.txt` and `constraints.txt`, what those need from others and the versions that were
+tested; and `sbom.cdx.json`, all of them as a CycloneDX document.
+Installed in two steps (`commands`), nobody else's package can take the name of one of these.
 
 Pure packages take a few hundredths of a second each, several in parallel. The wheel of the kernels
 holds the libraries of all levels and takes minutes to build; `built` packs those that setup has
@@ -8,6 +15,9 @@ compiled for this machine instead, and `none` leaves that package out.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +25,19 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from email.parser import HeaderParser
 from pathlib import Path
+from zipfile import ZipFile
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = str(Path(sys.executable).with_name("uv"))
 COMPILED = ROOT / "kernels/cpu"
+#: The part of a marker that names an extra; build backends write it last.
+_EXTRA = r"(?: and )?extra == ['\"]([^'\"]+)['\"]"
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
@@ -74,18 +92,95 @@ def build_all(out: Path, kernels: str) -> list[Path]:
     return sorted(out.glob("modulm*.whl"))
 
 
+def commands(folder: Path) -> tuple[str, str]:
+    """How the wheels of a folder are installed: others' packages, then these and only these."""
+    own = f"--no-index --no-deps --require-hashes --find-links {folder}"
+    return (
+        f"pip install --constraint {folder}/constraints.txt -r {folder}/third-party.txt",
+        f"pip install {own} -r {folder}/modulm.txt",
+    )
+
+
+def requirements(wheel: Path) -> list[Requirement]:
+    """What a wheel requires, by its metadata."""
+    with ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = HeaderParser().parsestr(archive.read(name).decode())
+    return [Requirement(line) for line in headers.get_all("Requires-Dist", ())]
+
+
+def needed(wheels: list[Path], extras: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the wheels that `modulm` with these extras needs, and others' requirements.
+
+    Raises SystemExit if an own distribution is missing, or for an unknown extra.
+    """
+    own = {canonicalize_name(wheel.name.split("-")[0]): wheel for wheel in wheels}
+    todo = [Requirement(f"modulm[{','.join(extras)}]")]
+    done: set[tuple[str, str]] = set()
+    others: set[str] = set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in own:
+            if re.match(r"modulm\b", name):
+                raise SystemExit(f"wheels: there is no wheel of {name}")
+            marker = re.sub(_EXTRA, "", str(requirement.marker or ""))
+            requirement.marker = Marker(marker) if marker else None
+            others.add(str(requirement))
+            continue
+        found = requirements(own[name])
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in done:
+                done.add((name, extra))
+                todo += [one for one in found if _applies(one, extra)]
+    return sorted(own[name] for name in {name for name, _ in done}), sorted(others)
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement belongs to an extra ("": to none), wherever it is installed."""
+    asked = re.search(_EXTRA, str(requirement.marker or ""))
+    return (asked.group(1) if asked else "") == extra
+
+
+def write_requirements(folder: Path, wheels: list[Path], extras: list[str]) -> None:
+    """Write `modulm.txt`, `third-party.txt` and `sbom.cdx.json`."""
+    own, others = needed(wheels, extras)
+    parts = []
+    lines = []
+    for wheel in own:
+        name, version = canonicalize_name(wheel.name.split("-")[0]), wheel.name.split("-")[1]
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lines.append(f"{name}=={version} --hash=sha256:{digest}")
+        hashes = [{"alg": "SHA-256", "content": digest}]
+        parts.append({"type": "library", "name": name, "version": version,
+                      "purl": f"pkg:pypi/{name}@{version}", "hashes": hashes})  # fmt: skip
+    (folder / "modulm.txt").write_text("\n".join(lines) + "\n")
+    shutil.copy(ROOT / "constraints.txt", folder)
+    (folder / "third-party.txt").write_text("\n".join(others) + "\n")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in sorted({canonicalize_name(Requirement(line).name) for line in others}):
+        version = {"version": pins[name]} if name in pins else {}
+        purl = f"pkg:pypi/{name}" + (f"@{pins[name]}" if name in pins else "")
+        parts.append({"type": "library", "name": name, **version, "purl": purl})
+    document = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": parts}
+    (folder / "sbom.cdx.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main(arguments: list[str]) -> int:
     """Build the wheels and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
     parser.add_argument("--kernels", choices=("all", "built", "none"), default="all")
+    parser.add_argument("--extras", default="cpu", help="of the requirement files, with commas")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     wheels = build_all(options.folder.resolve(), options.kernels)
+    write_requirements(options.folder.resolve(), wheels, options.extras.split(","))
     size = sum(path.stat().st_size for path in wheels) / 1e6
     seconds = time.monotonic() - started
     print(f"wheels: {len(wheels)} in {options.folder}, {size:.1f} MB, {seconds:.0f} s")
-    print(f"wheels: pip install --find-links {options.folder} 'modulm[cpu]'")
+    for command in commands(options.folder):
+        print(f"wheels: {command}")
     return 0
 
 

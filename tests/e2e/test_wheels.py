@@ -5,6 +5,7 @@ suite downloads none; the kernels are those that set-up compiled. `make wheels` 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,9 +47,34 @@ def environment(
     fresh_environment: Callable[[Path, bool], Path],
 ) -> Path:
     place = fresh_environment(tmp_path_factory.mktemp("fresh"), True)
-    run(place / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-index",
-        "--find-links", wheels, "modulm[cpu]", cwd=place)  # fmt: skip
+    # A stranger's package of a name of ours and a higher version must not be taken.
+    stranger = place / "modulm_server-9.9-py3-none-any.whl"
+    with ZipFile(stranger, "w") as archive:
+        info = "modulm_server-9.9.dist-info"
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: modulm-server\nVersion: 9.9\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    run(place / "venv/bin/python", "-m", "pip", "install", "--quiet", "--find-links", place,
+        "--no-index", "--no-deps", "--require-hashes", "--find-links", wheels,
+        "-r", wheels / "modulm.txt", cwd=place)  # fmt: skip
     return place
+
+
+def test_lists_beside_the_wheels_name_everything(wheels: Path) -> None:
+    own = (wheels / "modulm.txt").read_text().splitlines()
+    assert all(
+        re.fullmatch(r"modulm[\w.-]*==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in own
+    )
+    others = (wheels / "third-party.txt").read_text()
+    assert "torch" in others
+    assert "modulm" not in others
+    document = json.loads((wheels / "sbom.cdx.json").read_text())
+    names = [part["name"] for part in document["components"]]
+    assert len(names) == len(set(names)) > len(own)
 
 
 def test_a_wheel_of_each_distribution(wheels: Path) -> None:

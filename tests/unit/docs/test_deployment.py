@@ -117,7 +117,10 @@ def test_an_image_runs_serve_as_nobody_special(name: str, keys: Path) -> None:
 def test_an_image_is_made_of_what_is_there(name: str) -> None:
     text = (DEPLOY / name).read_text()
     extras = run(sys.executable, "-c", _EXTRAS)
-    assert '"modulm[${EXTRAS}]"' in text
+    assert '--extras "${EXTRAS}"' in text
+    # Own packages come from their wheels alone, by hash; others' lists name none of them.
+    assert "--no-index --no-deps --require-hashes" in text
+    assert text.count("--find-links") == 1
     (default,) = re.findall(r"^ARG EXTRAS=([\w-]+)$", text, re.M)
     assert default in extras.split()
     (options,) = re.findall(r"tools/wheels\.py /wheels(.*)\\$", text, re.M)
