@@ -76,6 +76,7 @@ BAD_IN_BOTH: dict[str, list[Any]] = {
     "length_penalty": [2.0, "x"],
     "early_stopping": [True, "always"],
     "logprob_token_ids": [list(range(129)), [-1]],
+    "logits_processors": [["os.system"], "os.system"],
     "response_format": [
         "json", {"type": "sound"}, {}, {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {}}, {"type": "json_object", "schema": 123},

@@ -108,6 +108,7 @@ class SamplingFields(Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     repetition_detection: dict[str, Any] | None = None
+    logits_processors: list[Any] | None = None
     thinking_token_budget: Budget | None = None
 
 
@@ -132,6 +133,12 @@ def sampling_params(
     `modulm_frontend.validation`. Raises ApiError(400) naming the field.
     """
     reject_unsupported(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
+    if body.logits_processors:
+        raise bad_field(
+            "logits_processors",
+            "a request cannot name code: install logits processors as plugins, and set their fields "
+            "in vllm_xargs",
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise bad_field("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
     if body.stream_options is not None and not body.stream:
