@@ -119,7 +119,7 @@ def test_a_driver_that_does_not_tell_what_is_free() -> None:
     assert platform.memory().free == 60 << 30
 
 
-def test_copies_go_beside_the_work_and_the_work_waits_for_them() -> None:
+def test_what_is_sent_goes_in_order_and_what_is_fetched_beside_the_work() -> None:
     platform = fake("H200")()
     calls = platform.runtime.module.calls
     staging = platform.staging()
@@ -127,10 +127,7 @@ def test_copies_go_beside_the_work_and_the_work_waits_for_them() -> None:
         calls.clear()
         arrays = (np.arange(3, dtype=np.int64), np.ones((2, 2), np.int32), np.array([True, False]))
         sent = staging.send(arrays)
-        assert calls == [
-            "host waits", "stream 2 records", "stream 1 waits for an event of stream 2",
-            "used by stream 1",
-        ]  # fmt: skip
+        assert calls == ["host waits", "stream 1 records"]
         assert all((one.numpy() == other).all() for one, other in zip(sent, arrays, strict=True))
         assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1
         calls.clear()
