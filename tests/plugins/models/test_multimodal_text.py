@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from modulm.errors import UnsupportedError
-from modulm.plugins import explain, manager
+from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.plugins.selection import Selection
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
+from modulm_command_explain import text as explain
 from modulm_towers import TextConfig, text_architecture
 
 TEXT = {

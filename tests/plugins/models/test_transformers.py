@@ -13,10 +13,11 @@ import torch
 
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, UnsupportedError
-from modulm.plugins import explain, manager
+from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.models import check_equals_transformers
 from modulm.testing.session import Session
+from modulm_command_explain import text as explain
 from modulm_transformers.bridge import _attend
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/transformers.md"
