@@ -136,8 +136,8 @@ def sampling_params(
     if body.logits_processors:
         raise bad_field(
             "logits_processors",
-            "a request cannot name code: install logits processors as plugins, and set their fields "
-            "in vllm_xargs",
+            "a request cannot name code: install logits processors as plugins, and set their "
+            "fields in vllm_xargs",
         )
     if body.prompt_logprobs is not None and body.stream:
         raise bad_field("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
