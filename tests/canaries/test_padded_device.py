@@ -136,6 +136,23 @@ def test_only_declared_sizes_occur(folder, expected, patch, device) -> None:
     seen.check(device.layouts)
 
 
+def test_prompts_of_one_token_join_rows_whose_tokens_are_pending(folder, patch) -> None:
+    """As many padded rows as tokens, of which some are known to the host and some are not."""
+    prompts = [{"prompt_token_ids": [token]} for token in (5, 17, 19, 23, 4, 8, 9, 2, 30, 31, 33)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        for count in (9, 2, 3, 4, 2, 5, 3, 4, 6, 2, 3)
+    ]
+    settings = {**SETTINGS, "max_num_seqs": 6}
+
+    def generated(device: str) -> list[Any]:
+        with LLM(folder, device=device, **settings) as llm:
+            return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    current().register("platforms", PaddedQueue.name, PaddedQueue)
+    assert generated(PaddedQueue.name) == generated("cpu")
+
+
 def test_drafts_are_padded_too(folder, expected, patch) -> None:
     current().register("platforms", PaddedDevice.name, PaddedDevice)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]

@@ -199,7 +199,7 @@ class BatchBuilder:
         if holes:
             at, of = tensors[3:]
             last = self._last[of].clamp_(min=0)
-            if len(of) == count:
+            if len(of) == count and not self._fixed:
                 found = last
             else:
                 found[at] = last

@@ -22,7 +22,6 @@ from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, NotFound, PluginNotFound, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
 from modulm.parallel import Mesh
-from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -173,8 +172,7 @@ class Worker:
         ready = (part.prepare(request, constraint) for part in self.parts)
         future = next((each for each in ready if each is not None), None)
         if future is None:
-            package = "modulm-structured-output"
-            raise UnsupportedError(f"constraints on text need {package}{to_install(package)}")
+            raise UnsupportedError("no installed step part compiles constraints on text")
         return future
 
     def forget(self, request: str) -> None:
