@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -203,6 +204,59 @@ def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
     check_empty(llm._core.loop)
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+def interrupt_within(monkeypatch: pytest.MonkeyPatch, llm: LLM, step: int, times: int = 1) -> None:
+    """Send SIGINT `times` from within a step of the model, as Ctrl-C does."""
+    run, steps = llm._core.loop.scheduler.commit, []
+
+    def interrupted(*arguments: Any) -> Any:
+        steps.append(None)
+        if len(steps) == step:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return run(*arguments)
+
+    monkeypatch.setattr(llm._core.loop.scheduler, "commit", interrupted)
+
+
+def test_ctrl_c_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for step in (1, 2, 9):
+        with monkeypatch.context() as patch:
+            interrupt_within(patch, llm, step)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_empty(llm._core.loop)
+        assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_does_not_end_is_interrupted_by_the_third_ctrl_c(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(checkpoint), kv_cache_memory_bytes=1 << 22, cpu_threads=1) as llm:
+        interrupt_within(monkeypatch, llm, 2, times=3)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        with pytest.raises(EngineDead, match="interrupted within a step: create a new one"):
+            llm.generate("a", GREEDY, use_tqdm=False)
+
+
+def test_statistics_that_raise_are_removed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def step(self, stats: object) -> None:
+            raise OSError("disk full")
+
+        def gaps(self, gaps: object) -> None:
+            """Not counted."""
+
+        finished = gaps
+
+    llm.count_by(Broken())
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+    check_empty(llm._core.loop)
+    assert caplog.text.count("failed and were removed") == 1
 
 
 def test_waiting_for_a_grammar_is_no_work(

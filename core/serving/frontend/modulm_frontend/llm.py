@@ -41,6 +41,7 @@ from modulm_frontend.input_processor import (
     InputProcessor,
     PendingRequest,
 )
+from modulm_frontend.interrupts import Interrupts
 from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
@@ -99,6 +100,8 @@ class LLM:
         self._numbers = count()
         self._done: list[RequestState] = []
         self._open_now = True
+        self._end = "shut down"
+        self._interrupts = Interrupts(self._interrupted_within_step)
 
     # Called by the engine (see `loop.Listener`).
 
@@ -420,7 +423,7 @@ class LLM:
 
     def _check_open(self) -> None:
         if not self._open_now:
-            raise EngineDead("this LLM was shut down: create a new one")
+            raise EngineDead(f"this LLM was {self._end}: create a new one")
         self._core.loop.check()
 
     def _pool(
@@ -446,7 +449,11 @@ class LLM:
         """Run requests until all are finished. Grammars compile before the first step."""
         self._check_open()
         self._done.clear()
-        bar = _bar(use_tqdm, len(pending))
+        with self._interrupts.watched():
+            self._run_steps(pending, _bar(use_tqdm, len(pending)))
+        return [_final(request.state) for request in pending]
+
+    def _run_steps(self, pending: Sequence[PendingRequest], bar: Any) -> None:
         try:
             for request in pending:
                 self._output_processor.add(request.state)
@@ -455,24 +462,30 @@ class LLM:
             self._core.loop.wait_prepared(request_ids)
             while len(self._output_processor):
                 self._core.loop.check()
-                if not self._core.loop.tick() and len(self._output_processor):
+                with self._interrupts.delayed():
+                    stepped = self._core.loop.tick()
+                if not stepped and len(self._output_processor):
                     self._core.loop.wait()  # for constraints that are being compiled
                 bar.update(len(self._done))
                 self._done.clear()
         except BaseException:
-            self._withdraw(pending)
+            with self._interrupts.delayed():
+                self._withdraw(pending)
             raise
         finally:
             bar.close()
-        return [_final(request.state) for request in pending]
 
     def _withdraw(self, pending: Sequence[PendingRequest]) -> None:
         """Abort what is left of the requests, because the caller stopped waiting."""
         for request in pending:
             for identity in self._output_processor.abort(request.state):
                 self._core.loop.abort(identity)
-        if self._core.loop.dead is None:
-            self._core.loop.tick()
+        while self._open_now and self._core.loop.dead is None and self._core.loop.tick():
+            pass  # steps that were submitted already
+
+    def _interrupted_within_step(self) -> None:
+        """The step under way is lost, and with it the state of the engine."""
+        self._open_now, self._end = False, "interrupted within a step"
 
 
 def _listed(prompts: Any) -> list[Any]:

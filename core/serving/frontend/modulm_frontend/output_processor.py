@@ -440,7 +440,7 @@ class OutputProcessor:
             if state.finished:
                 self._finish(state)
         if self.statistics is not None and events.stats is not None:
-            self.statistics.step(events.stats)
+            self._count(self.statistics, "step", events.stats)
         return list(news.values()), stopped
 
     def _tokens(
@@ -470,7 +470,7 @@ class OutputProcessor:
                 gaps.append(gap)
             news[state.id] = state
         if self.statistics is not None:
-            self.statistics.gaps(gaps)
+            self._count(self.statistics, "gaps", gaps)
         return stopped
 
     def count(self, state: RequestState) -> None:
@@ -481,9 +481,17 @@ class OutputProcessor:
         if state.metrics.finished_time is None:
             state.metrics.finished_time = time.monotonic()
             if self.statistics is not None and state.parent is None:
-                self.statistics.finished(state.summary())
+                self._count(self.statistics, "finished", state.summary())
             if self._listeners and state.parent is None:
                 self._tell(state.summary())
+
+    def _count(self, statistics: Statistics, method: str, value: object) -> None:
+        """Call the statistics, which are removed if they raise."""
+        try:
+            getattr(statistics, method)(value)
+        except Exception:
+            self.statistics = None
+            log.exception("Statistics %r failed and were removed", statistics)
 
     def _tell(self, finished: Finished) -> None:
         """Notify the listeners. A listener that raises is removed."""

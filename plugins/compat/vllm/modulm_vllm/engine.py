@@ -12,6 +12,7 @@ from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.plugins import manager
 from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.input_processor import InputProcessor
+from modulm_frontend.interrupts import Interrupts
 from modulm_frontend.lora import OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_tokenizers.tokenizer import open_tokenizer
@@ -106,6 +107,7 @@ class LLMEngine:
         self._adapters = OfflineAdapters(self._core)
         self._requests: dict[str, RequestState] = {}
         self._news: list[RequestState] = []
+        self._interrupts = Interrupts(self._interrupted_within_step)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> LLMEngine:
@@ -124,6 +126,9 @@ class LLMEngine:
     def died(self, error: EngineDead) -> None:
         """Fail all requests, since the engine has stopped."""
         self._news += self._outputs.fail_all(error)
+
+    def _interrupted_within_step(self) -> None:
+        self._core.loop.fail(EngineDead("interrupted within a step: create a new engine"))
 
     # The public interface.
 
@@ -156,14 +161,15 @@ class LLMEngine:
 
     def step(self) -> list[Any]:
         """One step of the model; the outputs of requests that have something new."""
-        self._news.clear()
         with as_vllm():
             self._core.loop.check()
-            if not self._core.loop.tick() and not self._news and self._requests:
+            with self._interrupts.watched(), self._interrupts.delayed():
+                stepped = self._core.loop.tick()
+            if not stepped and not self._news and self._requests:
                 self._core.loop.wait()  # for constraints that are being compiled
         outputs = []
-        for state in dict.fromkeys(map(id, self._news)):
-            current = next(news for news in self._news if id(news) == state)
+        several, self._news = self._news, []
+        for current in {id(news): news for news in several}.values():
             if current.finished:
                 self._requests.pop(current.id, None)
             with as_vllm():
