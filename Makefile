@@ -52,6 +52,8 @@ wheels: setup
 	@$(BIN)/python tools/wheels.py $(ARGS)
 
 site: setup
+	@test -x $(BIN)/mkdocs || $(BIN)/uv pip install --quiet --python $(BIN)/python \
+		--constraints constraints.txt --group docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:

@@ -64,6 +64,7 @@ def started(folder: Path, *options: str) -> Iterator[Process]:
             stdout=sink,
             stderr=sink,
             env=environment,
+            start_new_session=True,
         )  # fmt: skip
     process = Process(popen, f"http://127.0.0.1:{port}", log)
     try:
@@ -255,7 +256,10 @@ def test_f41_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     opened(uds=str(path)).close()
 
 
-def test_f13_sigterm_lets_running_requests_finish(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_f13_sigterm_and_sighup_let_running_requests_finish(
+    tiny_folder: Path, number: signal.Signals
+) -> None:
     with started(tiny_folder, "--shutdown-timeout", "30") as server:
         url = server.url + CHAT
         messages = [{"role": "user", "content": "hi"}]
@@ -263,7 +267,9 @@ def test_f13_sigterm_lets_running_requests_finish(tiny_folder: Path) -> None:
         with httpx.stream("POST", url, json={**body, "max_tokens": 60}, timeout=300) as answer:
             lines = answer.iter_lines()
             next(lines)
-            server.popen.send_signal(signal.SIGTERM)
+            # A terminal sends SIGHUP to all its processes.
+            send = os.killpg if number is signal.SIGHUP else os.kill
+            send(server.popen.pid, number)
             rest = list(lines)
         assert rest[-2] == "data: [DONE]" or rest[-1] == "data: [DONE]"
         assert not any('"error"' in line for line in rest)

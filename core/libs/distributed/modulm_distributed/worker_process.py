@@ -269,7 +269,8 @@ def main(descriptor: str, folder: str | None = None) -> None:
     """descriptor: of the inherited socket to the executor. folder: of files that the ranks of this
     machine share, to be removed if the executor was killed.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     peer = socket.socket(fileno=int(descriptor))
     if folder is not None:

@@ -25,7 +25,8 @@ log = logging.getLogger("modulm_server")
 
 def main(descriptor: int, address: str) -> int:
     """Serve requests from the socket until stopped or the engine ends; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     bound_arenas(variables())
     unblock()
     engine = AsyncLLM.connect(address)

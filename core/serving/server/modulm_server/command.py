@@ -23,6 +23,8 @@ __all__ = ["command"]
 
 #: Seconds until a lost signal is sent again.
 _AGAIN = 0.1
+#: Signals that end the server after a drain.
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command("serve", cls=FlagCommand, server=True)
@@ -40,7 +42,8 @@ def command(draft: Draft, model_tag: str | None) -> None:
     try:
         code = _serve(draft, process, termination)
     except _Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already shutting down
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)  # already shutting down
         code = 128 + signal.SIGTERM
     finally:
         if process is not None:
@@ -49,11 +52,11 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. Not a SystemExit, which guards around plugins attribute to the plugin."""
+    """SIGTERM or SIGHUP arrived. Not a SystemExit: guards would attribute that to a plugin."""
 
 
 class _Termination:
-    """Handles SIGTERM until the server is ready and installs its own handler.
+    """Handles SIGTERM and SIGHUP until the server is ready and installs its own handler.
 
     Exceptions of a handler are lost in destructors and weak reference callbacks, which every import
     has; the signal is then sent again. If code that catches all exceptions swallowed it, the
@@ -64,7 +67,9 @@ class _Termination:
         self._came = False
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._resend_lost_signal
-        signal.signal(signal.SIGTERM, self._terminated)
+        for number in _ENDINGS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, self._terminated)
 
     def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
         self._came = True

@@ -95,7 +95,7 @@ class ServerConfig(FlagGroup):
         least=1,
     )
     shutdown_timeout: float = flag(
-        30.0, "Time for running requests to finish after SIGTERM.", unit="s", least=0
+        30.0, "Time for running requests to finish after SIGTERM or SIGHUP.", unit="s", least=0
     )
     engine_heartbeat_timeout: float = flag(
         10.0,

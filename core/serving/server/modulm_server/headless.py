@@ -32,7 +32,7 @@ _LOOK = 0.25
 
 
 def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManager) -> int:
-    """Announce and run the replicas until SIGTERM or Ctrl-C; returns the exit code.
+    """Announce and run the replicas until SIGTERM, SIGHUP or Ctrl-C; returns the exit code.
 
     If the front end ends, the replicas keep running and are announced to the next one.
     """
@@ -49,8 +49,9 @@ def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManag
         listeners=listeners,
         secret_file=secret_file(placed.address[0], file),
     )  # fmt: skip
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: ending.set())
     log.warning(
         "Replicas %d to %d serve the front end at %s:%d",
         placed.here.start,

@@ -12,8 +12,9 @@ import socket
 import ssl
 import stat
 import sys
+import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from modulm_server.protocol import affordable, protocol
 from modulm_server.stats_log import StatsLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from modulm.contracts.config import EngineConfig
@@ -88,7 +89,7 @@ def serve(
     make_engine: Callable[[EngineConfig], EngineClient],
     announce: Callable[[str], None],
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code of the process.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C; returns the exit code of the process.
 
     Binds the address and finds the checkpoint before starting the engine, so that a used port or
     a wrong model name fails at once. Connections are refused until the model is ready. announce:
@@ -335,6 +336,22 @@ class Server(uvicorn.Server):
         if self.started:
             await self._served.start()
             self.announce()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain on SIGHUP too, which a terminal sends when it closes. nohup has it ignored."""
+        previous = signal.getsignal(signal.SIGHUP)
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if previous is signal.SIG_IGN or not on_main_thread:
+            with super().capture_signals():
+                yield
+            return
+        signal.signal(signal.SIGHUP, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(signal.SIGHUP, previous)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal starts the shutdown; a second Ctrl-C forces it."""

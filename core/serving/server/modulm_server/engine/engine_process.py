@@ -463,7 +463,8 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     owner, listener: descriptors of the two sockets. secret_file: with what front ends have to know,
     where the listener is one of TCP.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     listening = socket.socket(fileno=listener)
     tls = None
