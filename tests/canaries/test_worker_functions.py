@@ -15,7 +15,14 @@ from attrs import frozen
 
 from modulm import LLM, AsyncLLM, SamplingParams
 from modulm.contracts.sampling import OutputKind
-from modulm.errors import EngineError, EngineTimeout, NotFound, RequestError, UnsupportedError
+from modulm.errors import (
+    ConfigError,
+    EngineError,
+    EngineTimeout,
+    NotFound,
+    RequestError,
+    UnsupportedError,
+)
 from modulm.testing.checkpoints import make_tiny
 
 FLAGS: dict[str, Any] = {
@@ -24,6 +31,7 @@ FLAGS: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "cpu_threads": 1,
     "worker_cls": "modulm_workers_canary:LabelledWorker",
+    "worker_extension_cls": "modulm_workers_canary:Doubling",
 }
 #: Flags of the front end and the ranks that its calls reach.
 FRONT_ENDS: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -96,6 +104,23 @@ def test_methods_of_the_worker(engine: Engine) -> None:
             engine.call(name)
 
 
+def test_methods_of_an_extension(engine: Engine, folder: str) -> None:
+    assert engine.call("double_rank", plus=1) == [2 * rank + 1 for rank in engine.ranks]
+    flags = {**FLAGS, "worker_extension_cls": "modulm_workers_canary:Closing"}
+    with pytest.raises(ConfigError, match="worker_extension_cls.*workers have close already"):
+        LLM(folder, **flags)
+
+
+def test_functions_of_the_model(engine: Engine) -> None:
+    count_weights = import_module("modulm_workers_canary").count_weights
+    counts = engine.runner.run(engine.llm.apply_model(count_weights))
+    assert len(counts) == len(engine.ranks)
+    assert min(counts) > 0
+    if not engine.inside:
+        with pytest.raises(RequestError, match="cannot be sent to another process"):
+            engine.runner.run(engine.llm.apply_model(lambda model: 1))
+
+
 def test_functions_themselves(engine: Engine) -> None:
     checksum = import_module("modulm_workers_canary").checksum
     assert [answer["rank"] for answer in engine.call(checksum)] == engine.ranks
@@ -164,11 +189,14 @@ def test_llm(folder: str, ranks: int, tmp_path: Path) -> None:
         assert [answer["rank"] for answer in answers] == list(range(ranks))
         with pytest.raises(EngineError, match=f"worker {ranks - 1}: fail_on raised"):
             llm.collective_rpc("fail_on", args=[ranks - 1])
-        if ranks > 1:
-            path = tmp_path / "lock"
-            with path.open("w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                with pytest.raises(EngineTimeout, match="worker 0, worker 1 within"):
-                    llm.collective_rpc("wait_for_lock", 0.01, [str(path)])
+        path, late = (
+            tmp_path / "lock",
+            "worker 0, worker 1 within" if ranks > 1 else "within 0.01 s",
+        )
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(EngineTimeout, match=late):
+                llm.collective_rpc("wait_for_lock", 0.01, [str(path)])
+        assert llm.apply_model(import_module("modulm_workers_canary").count_weights)[0] > 0
         (after,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
         assert after.outputs[0].token_ids == before.outputs[0].token_ids

@@ -326,14 +326,14 @@ class Executor(ABC):
         answers by rank.
 
         function: the name of a worker function (group `modulm.worker_functions`), of a method that
-        `--worker-cls` adds to the worker, "module:name", or a function itself, which other
-        processes import by its name. Functions take a `WorkerHandle` first. Between processes
-        arguments and answers are plain values: numbers, strings, bytes, lists, dicts, numpy arrays.
+        `--worker-cls` or `--worker-extension-cls` adds to the worker, "module:name", or a function
+        itself, which other processes import by its name. Functions take a `WorkerHandle` first.
+        Between processes arguments and answers are plain values: numbers, strings, bytes, lists,
+        dicts, numpy arrays.
 
-        timeout: seconds to wait for workers that are other processes. What was called goes on
-        afterwards, and later steps wait for it. Raises EngineTimeout; EngineError that names the
-        rank on which it raised; NotFound for an unknown name; RequestError for arguments that
-        cannot be sent.
+        timeout: seconds to wait. What was called goes on afterwards, and later steps wait for it.
+        Raises EngineTimeout; EngineError that names the rank on which it raised; NotFound for an
+        unknown name; RequestError for arguments that cannot be sent.
         """
         raise self._lacks("calls into workers")
 

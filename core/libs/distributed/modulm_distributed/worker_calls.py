@@ -1,18 +1,63 @@
-"""Calls into workers (`Executor.call`) as frames between processes."""
+"""Calls into workers (`Executor.call`): as frames between processes, and with a time limit."""
 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import isfunction
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from modulm.errors import EngineError, RequestError
+from modulm.errors import EngineError, EngineTimeout, RequestError
 from modulm_wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["function_name", "pack_answer", "pack_call"]
+__all__ = ["TimedCalls", "function_name", "pack_answer", "pack_call"]
+
+T = TypeVar("T")
+
+
+class TimedCalls:
+    """Calls into a worker of this process. A caller may stop waiting for one; it goes on.
+
+    Whoever uses the worker next calls `wait` first.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._overdue: Future[Any] | None = None
+
+    def run(self, name: str, call: Callable[[], T], timeout: float | None) -> T:
+        """Return what `call` gives. timeout: seconds; then it runs in another thread, and
+        EngineTimeout is raised if it takes longer.
+        """
+        self.wait()
+        if timeout is None:
+            return call()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-calls")
+        future = self._overdue = self._thread.submit(call)
+        try:
+            return future.result(timeout)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise EngineTimeout(f"{name}: no answer within {timeout:g} s") from error
+
+    def wait(self) -> None:
+        """Wait until a call that took too long has ended; what it gives is lost."""
+        overdue = self._overdue
+        if overdue is not None:
+            overdue.exception()
+            self._overdue = None
+
+    def close(self) -> None:
+        """Wait for the last call."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
@@ -45,7 +90,11 @@ def pack_call(
     kwargs: Mapping[str, Any] | None,
     *more: Any,
 ) -> bytes:
-    """A frame with a call. Raises RequestError for arguments that cannot be sent."""
+    """A frame with a call; functions among the arguments are sent as their names.
+
+    Raises RequestError for arguments that cannot be sent.
+    """
+    args = [function_name(item) if isfunction(item) else item for item in args]
     try:
         data = frames.pack(kind, number, function, list(args), dict(kwargs or {}), *more)
     except Exception as error:

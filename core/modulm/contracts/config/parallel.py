@@ -51,6 +51,9 @@ class ParallelConfig(FlagGroup):
     worker_cls: str = flag(
         "auto", "A subclass of modulm.engine.worker.worker.Worker of your own: pkg.mod:Class."
     )
+    worker_extension_cls: str | None = flag(
+        None, "A class whose methods workers have too, for collective_rpc: pkg.mod:Class."
+    )
     data_parallel_size: int = flag(
         1, "Replicas of the model, each with its own cache.", least=1, aliases=("-dp",), common=True
     )

@@ -19,7 +19,14 @@ from modulm.contracts.step_part import BuiltModel
 from modulm.engine.parts import open_parts, open_runners
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.worker.model_runner import ModelRunner
-from modulm.errors import EngineError, NotFound, PluginNotFound, RequestError, UnsupportedError
+from modulm.errors import (
+    ConfigError,
+    EngineError,
+    NotFound,
+    PluginNotFound,
+    RequestError,
+    UnsupportedError,
+)
 from modulm.loading import load_model, open_checkpoint
 from modulm.parallel import Mesh
 
@@ -44,9 +51,19 @@ log = logging.getLogger("modulm.worker")
 
 
 def worker_class(config: EngineConfig) -> type[Worker]:
-    """The one that `--worker-cls` names. Raises ConfigError if there is none."""
-    path = config.parallel.worker_cls
-    return Worker if path == "auto" else class_at(path, Worker, "worker_cls")
+    """The one that `--worker-cls` names, with the methods of `--worker-extension-cls`.
+
+    Raises ConfigError if there is none, or if an extension would replace what a worker has.
+    """
+    path, extended = config.parallel.worker_cls, config.parallel.worker_extension_cls
+    worker = Worker if path == "auto" else class_at(path, Worker, "worker_cls")
+    if extended is None:
+        return worker
+    extension = class_at(extended, object, "worker_extension_cls")
+    taken = [name for name in vars(extension) if hasattr(worker, name) and name[:2] != "__"]
+    if taken:
+        raise ConfigError("worker_extension_cls", f"workers have {', '.join(taken)} already")
+    return type(worker.__name__, (worker, extension), {})
 
 
 class Worker:

@@ -93,13 +93,13 @@ class LLMFlags(TypedDict, total=False):
     max_audio_decode_duration_s: float
     max_cpu_loras: int | None
     max_image_pixels: int
+    max_inflight_media_bytes: int | None
     max_logprobs: int
     max_long_partial_prefills: int
     max_lora_rank: int
     max_loras: int
     max_media_download_size_mb: int
     max_media_request_download_size_mb: int
-    max_inflight_media_bytes: int | None
     max_model_len: int | str | None
     max_num_batched_tokens: int | None
     max_num_partial_prefills: int
@@ -158,3 +158,4 @@ class LLMFlags(TypedDict, total=False):
     video_fetch_timeout: float
     watermark: float
     worker_cls: str
+    worker_extension_cls: str | None

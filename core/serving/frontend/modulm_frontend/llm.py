@@ -46,7 +46,7 @@ from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
-from modulm_frontend.worker_calls import check_call
+from modulm_frontend.worker_calls import check_call, run_on_model
 from modulm_tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class LLM:
         method that `worker_cls` adds to the worker, or a function that takes the worker first;
         workers in other processes import it by its name. Between processes arguments and answers
         are plain values: numbers, strings, bytes, lists, dicts and numpy arrays. timeout: seconds
-        to wait for workers in other processes.
+        to wait; what was called goes on afterwards, and the next step waits for it.
 
         Raises NotFound for an unknown name, EngineError that names the rank on which the function
         raised, and EngineTimeout. The model runs on in each case.
@@ -386,6 +386,12 @@ class LLM:
         self._check_open()
         check_call(method, timeout)
         return self._core.executor.call(method, args, kwargs, timeout)
+
+    def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """Call a function with the model of every worker, its rank's part, and return the answers
+        by rank. Functions and answers are as in `collective_rpc`.
+        """
+        return self.collective_rpc(run_on_model, args=(function,))
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from modulm.errors import RequestError
 
-__all__ = ["check_call"]
+if TYPE_CHECKING:
+    from modulm.contracts.executor import WorkerHandle
+
+__all__ = ["check_call", "run_on_model"]
 
 
 def check_call(method: str | Callable[..., Any], timeout: float | None) -> None:
@@ -24,3 +28,11 @@ def check_call(method: str | Callable[..., Any], timeout: float | None) -> None:
         raise RequestError("method must be a name or a function", "method")
     if timeout is not None and timeout <= 0:
         raise RequestError("timeout must be more than 0 seconds", "timeout")
+
+
+def run_on_model(worker: WorkerHandle, function: str | Callable[..., Any]) -> Any:
+    """Call a function with the worker's model; a worker function. Between processes the function
+    is sent by its name, "module:name"; only functions themselves are called by such names.
+    """
+    called = resolve_name(function) if isinstance(function, str) else function
+    return called(worker.model)

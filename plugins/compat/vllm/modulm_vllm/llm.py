@@ -207,6 +207,11 @@ class LLM(frontend.LLM):
         with as_vllm():
             return super().collective_rpc(*arguments, **more)
 
+    def apply_model(self, func: Any) -> list[Any]:
+        """Call a function with the model of every worker; answers by rank."""
+        with as_vllm():
+            return super().apply_model(func)
+
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again, all of it."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
@@ -220,7 +225,6 @@ class LLM(frontend.LLM):
 
 
 _ABSENT = {
-    "apply_model": "collective_rpc calls a function with each worker, whose `model` it can use",
     "preprocess_chat": "modulm_chat.encode_chat gives a conversation's token ids",
     "set_tokenizer": "LLM(tokenizer=...) says which one is used",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +30,7 @@ from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
-from modulm_distributed.worker_calls import pack_answer
+from modulm_distributed.worker_calls import TimedCalls, pack_answer
 from modulm_executor_external_launcher.launched import Launched
 from modulm_wire import frames
 from modulm_wire.packing import encode
@@ -91,6 +92,7 @@ class LaunchedExecutor(Executor):
         self._device = torch.device("cpu")
         self._description = ModelDescription()
         self._output_rank = 0
+        self._timed = TimedCalls()
         #: Set when ranks diverge or one has ended.
         self._dead: EngineDead | None = None
 
@@ -239,6 +241,7 @@ class LaunchedExecutor(Executor):
     def _worker(self) -> Worker:
         if self._loaded is None:
             raise EngineError("the executor was not started, or has been stopped")
+        self._timed.wait()
         return self._loaded
 
     def check(self) -> None:
@@ -291,10 +294,21 @@ class LaunchedExecutor(Executor):
         timeout: float | None = None,
     ) -> list[Any]:
         """See `Executor.call`; each rank's script calls the same, and gets all answers."""
+        name = getattr(function, "__qualname__", str(function))
+        call = partial(self._call, self._worker, function, args, kwargs)
+        return self._timed.run(name, call, timeout)
+
+    def _call(
+        self,
+        worker: Worker,
+        function: str | Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[Any]:
         world, value = self._mesh.world, None
         error: EngineError | None = None
         try:
-            value = self._worker.call(function, args, kwargs)
+            value = worker.call(function, args, kwargs)
         except EngineError as failed:
             error = EngineError(f"worker {world.rank}: {failed}")
         if world.size == 1:
@@ -312,6 +326,7 @@ class LaunchedExecutor(Executor):
         return [answer for _, _, answer, _ in answers]
 
     def stop(self) -> None:
+        self._timed.close()
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.errors import EngineError
+from modulm.errors import EngineError, EngineTimeout
+from modulm_distributed.worker_calls import TimedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ class UniExecutor(Executor):
 
     def __init__(self) -> None:
         self._loaded: Worker | None = None
+        self._timed = TimedCalls()
 
     def start(self, config: EngineConfig) -> Capacity:
         from modulm.engine.worker.worker import worker_class
@@ -39,6 +42,7 @@ class UniExecutor(Executor):
     def _worker(self) -> Worker:
         if self._loaded is None:
             raise EngineError("the executor was not started, or has been stopped")
+        self._timed.wait()
         return self._loaded
 
     def run(self, plan: Plan) -> StepResult:
@@ -81,13 +85,17 @@ class UniExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        worker = self._worker
+        name = getattr(function, "__qualname__", str(function))
+        call = partial(self._worker.call, function, args, kwargs)
         try:
-            return [worker.call(function, args, kwargs)]
+            return [self._timed.run(name, call, timeout)]
+        except EngineTimeout:
+            raise
         except EngineError as error:
             raise EngineError(f"worker 0: {error}") from error
 
     def stop(self) -> None:
+        self._timed.close()
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None

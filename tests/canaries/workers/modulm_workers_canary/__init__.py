@@ -36,6 +36,27 @@ def make_tensor(worker: WorkerHandle) -> torch.Tensor:
     return torch.ones(2)
 
 
+def count_weights(model: torch.nn.Module) -> int:
+    """How many weights a rank's part of the model has."""
+    return sum(1 for _ in model.parameters())
+
+
+class Doubling:
+    """Methods for workers (`--worker-extension-cls`)."""
+
+    rank: int
+
+    def double_rank(self, plus: int = 0) -> int:
+        return 2 * self.rank + plus
+
+
+class Closing:
+    """An extension that would replace a method of the worker."""
+
+    def close(self) -> None:
+        raise RuntimeError("never called")
+
+
 class LabelledWorker(Worker):
     """A worker (`--worker-cls`) with a method that can be called."""
 

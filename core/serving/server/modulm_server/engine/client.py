@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.errors import EngineDead, EngineStalled, NotFound, UnsupportedError
+from modulm_frontend.worker_calls import run_on_model
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -198,6 +199,12 @@ class EngineClient(ABC):
         raised, and EngineTimeout. Requests run on in each case.
         """
         raise UnsupportedError("this engine has no workers to call")
+
+    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model of every worker, its rank's part, and return the answers
+        by rank. Functions and answers are as in `collective_rpc`.
+        """
+        return await self.collective_rpc(run_on_model, args=(function,))
 
     @abstractmethod
     def report_by(self, report: Callable[[], str]) -> None:
