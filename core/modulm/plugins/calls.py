@@ -26,7 +26,7 @@ __all__ = ["ask", "blame", "broken", "importing"]
 log = logging.getLogger("modulm.plugins")
 
 #: Seconds after which an import is reported, and after which it is given up.
-_SLOW, _GIVEN_UP = 5.0, 300.0
+_SLOW, _GIVEN_UP = 20.0, 300.0
 
 
 def broken(what: str, error: BaseException) -> PluginBroken:
@@ -60,9 +60,7 @@ def importing(declaration: Declaration) -> Iterator[None]:
     """Say which import takes long, and end one that takes minutes (in the main thread, where
     nobody else uses SIGALRM).
     """
-    text = "%s is still being imported after %g s; to leave it out: --plugins=-%s"
-    named = declaration.distribution or declaration.name
-    timer = threading.Timer(_SLOW, log.warning, (text, declaration, _SLOW, named))
+    timer = threading.Timer(_SLOW, _warn_slow, (declaration, threading.get_ident()))
     timer.daemon = True
     timer.start()
     try:
@@ -70,6 +68,18 @@ def importing(declaration: Declaration) -> Iterator[None]:
             yield
     finally:
         timer.cancel()
+
+
+def _warn_slow(declaration: Declaration, thread: int) -> None:
+    """Report an import that takes long, and whose code runs: often torch's, on a busy machine."""
+    own = declaration.target.partition(":")[0].partition(".")[0]
+    frame, package = sys._current_frames().get(thread), "sys"
+    while frame is not None and package in sys.stdlib_module_names:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back
+    named = declaration.distribution or declaration.name
+    at = f"; to leave it out: --plugins=-{named}" if package == own else f", at work in {package}"
+    log.warning("%s is still being imported after %g s%s", declaration, _SLOW, at)
 
 
 @contextmanager

@@ -330,6 +330,19 @@ def test_an_import_that_takes_long_is_named_and_ended(install, driver, monkeypat
     assert f"{message}; to leave it out: --plugins=-modulm-a" in caplog.text
 
 
+def test_an_import_that_waits_for_another_package_is_not_blamed(install, monkeypatch, caplog):
+    install("modulm-a", {"modulm.schedulers": {"slow": "mod_a:X"}}, {
+        "mod_a": "import mod_heavy",
+        "mod_heavy": "import threading\nthreading.Event().wait(60)",
+    })  # fmt: skip
+    monkeypatch.setattr(calls, "_SLOW", 0.01)
+    monkeypatch.setattr(calls, "_GIVEN_UP", 0.3)
+    with pytest.raises(PluginBroken, match="TimeoutError: took"):
+        PluginManager().load("schedulers", "slow")
+    assert "still being imported after 0.01 s, at work in mod_heavy" in caplog.text
+    assert "--plugins" not in caplog.text
+
+
 def test_what_a_plugin_prints_goes_to_standard_error(install, driver, capfd):
     source = "print('at import')\n" + "\n".join(line[4:] for line in driver.splitlines())
     install("modulm-a", {"modulm.schedulers": {"loud": "mod_a:Shortest"}}, {"mod_a": source})

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.errors import ConfigError, EngineError
+from modulm.errors import ConfigError, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm_distributed.eplb import balance_of
@@ -218,9 +219,12 @@ def serve(stream: FrameStream) -> bool:
                 served.frame(*request)
             worker.close()
     except Exception as error:
-        log.exception("the worker has failed")
-        stream.send(frames.pack("error", frames.pack_error(error)))
-        frame = stream.receive()
+        if not isinstance(error, ModulmError):  # which says all, and is the executor's to report
+            log.exception("the worker has failed")
+        frame = None
+        with suppress(OSError):  # another rank's error has ended the executor
+            stream.send(frames.pack("error", frames.pack_error(error)))
+            frame = stream.receive()
     finally:
         for ring in rings:
             ring.close()

@@ -96,7 +96,7 @@ class Attention(Module):
     ) -> None:
         super().__init__()
         group = b.shared.mesh.tensor
-        self.heads = group.part(heads, b.prefix)
+        self.heads = group.part(heads, f"attention heads of {b.prefix}")
         self.kv_heads = b.share(kv_heads, 1)
         self.group = group if norm_whole and group.size > 1 else None
         if self.group is not None and kv_heads < group.size:

@@ -50,7 +50,8 @@ class CrossAttention(Module):
         names: AttentionNames = _NAMES,
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim = b.shared.mesh.tensor.part(heads, b.prefix), head_dim
+        self.heads = b.shared.mesh.tensor.part(heads, f"attention heads of {b.prefix}")
+        self.head_dim = head_dim
         self.kv_heads = b.share(kv_heads or heads, 1)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         q_size, kv_size = heads * head_dim, (kv_heads or heads) * head_dim

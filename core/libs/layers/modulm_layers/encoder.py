@@ -93,7 +93,8 @@ class BidirectionalAttention(Module):
     ) -> None:
         super().__init__()
         group = b.shared.mesh.tensor
-        self.heads, self.size = group.part(heads, b.prefix), head_dim or hidden // heads
+        self.heads = group.part(heads, f"attention heads of {b.prefix}")
+        self.size = head_dim or hidden // heads
         self.kv_heads = b.share(kv_heads or heads, 1)
         self.ops, self.window = b.ops, window
         q_size, kv_size = heads * self.size, (kv_heads or heads) * self.size

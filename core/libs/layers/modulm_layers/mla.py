@@ -55,7 +55,7 @@ class LatentAttention(Module):
         selection: int = 0,
     ) -> None:
         super().__init__()
-        self.heads = b.shared.mesh.tensor.part(heads, b.prefix)
+        self.heads = b.shared.mesh.tensor.part(heads, f"attention heads of {b.prefix}")
         self.rank, self.nope, self.q_rank = rank, nope, q_rank
         self.ops, self.rotation, self.neox = b.ops, b.rope(rope), rope.neox
         self._make_inputs(b, hidden, rank + rope.size, heads * (nope + rope.size), bias, eps)

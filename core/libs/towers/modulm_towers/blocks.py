@@ -73,7 +73,7 @@ class VisionAttention(Module):
         super().__init__()
         names, hidden = shape.names.projections, shape.hidden
         self.head_dim = shape.head_dim or hidden // shape.heads
-        self.heads = b.shared.mesh.tensor.part(shape.heads, b.prefix)
+        self.heads = b.shared.mesh.tensor.part(shape.heads, f"attention heads of {b.prefix}")
         self.ops, self.neox, self.causal = b.ops, shape.neox, shape.causal
         whole = shape.heads * self.head_dim
         parts = {names.q: whole, names.k: whole, names.v: whole}

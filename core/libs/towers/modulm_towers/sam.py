@@ -179,7 +179,9 @@ class _Attention(Module):
         super().__init__()
         hidden = c.hidden_size
         self.head_dim = hidden // c.num_attention_heads
-        self.heads = b.shared.mesh.tensor.part(c.num_attention_heads, b.prefix)
+        self.heads = b.shared.mesh.tensor.part(
+            c.num_attention_heads, f"attention heads of {b.prefix}"
+        )
         parts = {"q": hidden, "k": hidden, "v": hidden}
         self.qkv = b.linear("qkv", hidden, parts, bias=c.qkv_bias)
         self.out = b.row_linear("proj", hidden, hidden, bias=True)

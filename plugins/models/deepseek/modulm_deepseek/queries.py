@@ -111,7 +111,7 @@ class _Attention(Module):
     def __init__(self, c: QueryConfig, b: Builder) -> None:
         super().__init__()
         group, wide = b.shared.mesh.tensor, c.head_dim
-        self.heads = group.part(c.num_attention_heads, b.prefix)
+        self.heads = group.part(c.num_attention_heads, f"attention heads of {b.prefix}")
         self.kv_heads = group.part(c.num_key_value_heads, b.prefix)
         keys, queries = c.num_key_value_heads * wide, c.num_attention_heads * wide
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}

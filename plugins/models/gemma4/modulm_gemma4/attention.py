@@ -91,7 +91,7 @@ class BorrowingAttention(Module):
     def __init__(self, c: SharingConfig, b: Builder, index: int) -> None:
         super().__init__()
         width, bias = c.heads_of(index)[1], c.attention_bias
-        self.heads = b.shared.mesh.tensor.part(c.heads, b.prefix)
+        self.heads = b.shared.mesh.tensor.part(c.heads, f"attention heads of {b.prefix}")
         self.kind, self.ops = c.layer_type(index), b.ops
         self.q = b.linear("q_proj", c.hidden_size, c.heads * width, bias=bias)
         self.q_norm = b.rms_norm("q_norm", width, c.rms_norm_eps)

@@ -101,7 +101,8 @@ class _Attention(Module):
 
     def __init__(self, c: _TowerConfig, b: Builder) -> None:
         super().__init__()
-        self.heads, width = b.shared.mesh.tensor.part(c.attention_heads, b.prefix), c.hidden_size
+        heads = f"attention heads of {b.prefix}"
+        self.heads, width = b.shared.mesh.tensor.part(c.attention_heads, heads), c.hidden_size
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), width)
         self.qkv = b.linear("qkv_proj", width, parts)
         self.out = b.row_linear("o_proj", width, width)

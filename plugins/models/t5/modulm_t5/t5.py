@@ -127,7 +127,8 @@ class _EncoderAttention(Module):
 
     def __init__(self, c: T5Config, b: Builder) -> None:
         super().__init__()
-        self.heads, whole = b.shared.mesh.tensor.part(c.num_heads, b.prefix), c.num_heads * c.d_kv
+        self.heads = b.shared.mesh.tensor.part(c.num_heads, f"attention heads of {b.prefix}")
+        whole = c.num_heads * c.d_kv
         self.qkv = b.linear("qkv", c.d_model, dict.fromkeys("qkv", whole))
         self.out = b.row_linear("o", whole, c.d_model)
 
