@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.parser import ParseContext, ToolEnd
-from modulm.errors import PluginNotFound, RequestError
+from modulm.errors import ConfigError, PluginNotFound, RequestError
+from modulm.testing.checkpoints import make_tiny
 from modulm_parsing import Cursor, merge, message_parser, parse
+from modulm_tokenizers.tokenizer import load_tokenizer, wrap_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -23,6 +25,21 @@ def test_reasoning_then_content_then_calls():
         ("f", '{"x": 1}', True)
     ] * 2
     assert len({call.id for call in message.tool_calls}) == 2
+
+
+def test_tokenizers_of_transformers_are_taken_too(tmp_path):
+    from transformers import AutoTokenizer
+
+    path = make_tiny(tmp_path / "model")
+    theirs, ours = AutoTokenizer.from_pretrained(path), load_tokenizer(path)
+    options = {"tool_parser": "hermes", "reasoning_parser": "qwen3", "tools": TOOLS}
+    text = f"<think>Hm.</think>{CALL}"
+    (call,) = parse(text, tokenizer=theirs, **options).tool_calls
+    assert [call.name] == [c.name for c in parse(text, tokenizer=ours, **options).tool_calls]
+    assert wrap_tokenizer(theirs) is wrap_tokenizer(theirs)
+    assert wrap_tokenizer(theirs).added_tokens == ours.added_tokens
+    with pytest.raises(ConfigError, match="tokenizer: must be a tokenizer of .*, not str"):
+        parse(text, tokenizer="hermes")
 
 
 def test_a_call_ends_the_reasoning():

@@ -23,6 +23,7 @@ from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm_parsing.forced import NamedCall, RequiredCalls
 from modulm_parsing.reading import MessageReader, ReasoningFormat, ToolFormat
+from modulm_tokenizers.tokenizer import wrap_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -227,6 +228,7 @@ def parse(
     ignored (`chunks` is an older name for it). `prompt` is the rendered prompt, whose end tells
     some parsers whether the template has opened the reasoning; None means unknown. An empty list of
     `tools` means that the request has none, so nothing is parsed as a call; None means unknown.
+    `tokenizer`: one of modulm (`LLM.get_tokenizer()`) or of transformers.
     Raises PluginNotFound for a parser that is not installed.
     """
     context = ParseContext(
@@ -234,7 +236,7 @@ def parse(
         tool_choice=tool_choice if tools is None or tools else "none",
         template_kwargs=dict(chat_template_kwargs or {}),
         prompt_tail=None if prompt is None else prompt[-PROMPT_TAIL:],
-        tokenizer=tokenizer,
+        tokenizer=None if tokenizer is None else wrap_tokenizer(tokenizer),
     )
     parser = message_parser(context, tool_parser, reasoning_parser)
     deltas: list[Event] = []

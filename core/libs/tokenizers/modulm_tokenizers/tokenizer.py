@@ -7,10 +7,12 @@ faster than importing transformers. Others are opened with AutoTokenizer.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from modulm.contracts.tokenizer import Codec, Tokenizer
 from modulm.errors import CheckpointError, ConfigError, RequestError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Tokenizer", "build_tokenizer", "chat_templates", "load_tokenizer", "open_tokenizer",
     "open_transformers", "refuse_code", "stop_ids", "token_shares", "tokenizer_settings",
+    "wrap_tokenizer",
 ]  # fmt: skip
 
 #: Tokenizer classes that add nothing to tokenizer.json.
@@ -38,6 +41,8 @@ _SHORT = 1_000
 #: files.
 _LARGEST = 128 << 20
 _VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json", "merges.txt")
+#: Tokenizers of transformers that were wrapped.
+_WRAPPED: WeakKeyDictionary[Any, Tokenizer] = WeakKeyDictionary()
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -187,6 +192,38 @@ def load_tokenizer(
     settings = {**settings, **backend.special_tokens_map}
     settings["chat_template"] = backend.chat_template
     return build_tokenizer(codec, settings, folder, str(path), lambda: backend)
+
+
+def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer of transformers behind this interface; one of modulm as it is.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(tokenizer, Tokenizer) or hasattr(tokenizer, "added_tokens"):
+        return cast("Tokenizer", tokenizer)
+    if not hasattr(tokenizer, "special_tokens_map") or not hasattr(tokenizer, "name_or_path"):
+        raise ConfigError(
+            "tokenizer",
+            f"must be a tokenizer of modulm or transformers, not {type(tokenizer).__name__}",
+        )
+    wrapped = _WRAPPED.get(tokenizer)
+    if wrapped is None:
+        wrapped = _WRAPPED[tokenizer] = _wrap(tokenizer)
+    return wrapped
+
+
+def _wrap(backend: Any) -> Tokenizer:
+    path = str(backend.name_or_path)
+    if not getattr(backend, "is_fast", False):
+        return load_tokenizer(path, "slow")
+    from tokenizers import Tokenizer as Core
+
+    # A copy: the codec changes truncation and padding.
+    codec = _RustCodec(Core.from_str(backend.backend_tokenizer.to_str()))
+    kept = {"chat_template": backend.chat_template}
+    kept["response_template"] = getattr(backend, "response_template", None)
+    settings = {**backend.special_tokens_map, **kept}
+    return build_tokenizer(codec, settings, Path(path), path, weakref.ref(backend))
 
 
 def _open_stored(stored: TokenizerFiles, file: Path) -> Tokenizer:
