@@ -31,6 +31,8 @@ from typing import Any
 import harness
 from harness import Client, Lost, Server, alive, command_of, form, serving
 
+from modulm_chat.sandbox import RenderLimits, checkpoint_renderer
+
 CHAT = "/v1/chat/completions"
 #: Flags of servers that do little beside.
 SMALL = ("--cpu-threads", "1", "--max-num-seqs", "8", "--num-gpu-blocks-override", "128")
@@ -108,7 +110,8 @@ def kill_one(word: str, code: int, folder: Path, env: dict[str, str]) -> str:
     """Kill a process that the service cannot do without."""
     with serving(*SMALL, "--api-server-count", "2", env=env) as server:
         pids = server.family()
-        need(len(pids) == 3, f"three processes expected, not {[command_of(p) for p in pids]}")
+        parts = [command_of(pid) for pid in pids if "sandbox_worker" not in command_of(pid)]
+        need(len(parts) == 3, f"three processes expected, not {parts}")
         answer(server)
         seen = asyncio.run(killed_in_stream(server, word))
         found = server.process.wait(60)
@@ -154,7 +157,7 @@ def kill_worker(env: dict[str, str]) -> str:
 
 
 def kill_helpers(env: dict[str, str]) -> str:
-    """Those that try grammars and render clients' templates: idle or busy, they are replaced."""
+    """Those that try grammars and render templates: idle or busy, they are replaced."""
     with serving(*SMALL, "--trust-request-chat-template", env=env) as server:
         before, numbers = answer(server), iter(range(1, 100))
 
@@ -173,7 +176,15 @@ def kill_helpers(env: dict[str, str]) -> str:
             reply = ask(server, "POST", CHAT, said(chat_template=template))
             need(reply.status == 200, f"a template: {reply.status} {reply.body[:200]!r}")
 
-        helpers = (("compile_process", compiled), ("template_sandbox", rendered))
+        def rendered_own() -> None:
+            reply = ask(server, "POST", CHAT, said())
+            need(reply.status == 200, f"the model's template: {reply.status} {reply.body[:200]!r}")
+
+        helpers = (
+            ("compile_process", compiled),
+            (f"sandbox_worker {RenderLimits().memory}", rendered),
+            (f"sandbox_worker {checkpoint_renderer().limits.memory}", rendered_own),
+        )
         for word, work in helpers:
             work()
             for pause in (None, 0.0, 0.01, 0.05):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,13 +15,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import modulm
-from modulm.errors import EngineError, EngineTimeout, QueueFull
+from modulm.errors import EngineError, EngineTimeout
 from modulm.plugins import PluginManager, manager
 from modulm.plugins.declaration import Declaration
-from modulm_chat.templates import TemplateFailed
-from modulm_server import template_sandbox
+from modulm_chat.sandbox import checkpoint_renderer
 from modulm_server.metrics import HttpMetrics, exposition
-from modulm_server.template_sandbox import SandboxedRenderer
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -203,13 +202,6 @@ def test_a096_a098_templates_that_do_harm(trusting: Live, template: str) -> None
         assert good.status_code == 200
 
 
-@pytest.fixture
-def renderer() -> Iterator[SandboxedRenderer]:
-    renderer = SandboxedRenderer()
-    yield renderer
-    renderer.close()
-
-
 def test_templates_are_not_even_read_elsewhere(
     trusting: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +211,6 @@ def test_templates_are_not_even_read_elsewhere(
         raise AssertionError("a client's template was parsed by the server itself")
 
     monkeypatch.setattr("modulm_chat.templates.parse_template", never)
-    monkeypatch.setattr("modulm_chat.conversation.parse_template", never)
     looping = "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"
     with trusting.client() as client:
         answer = client.post(CHAT, json=ask("parts", chat_template=looping))
@@ -229,56 +220,22 @@ def test_templates_are_not_even_read_elsewhere(
         assert error_of(empty)["param"] == "messages"
 
 
-def test_one_template_does_not_use_up_what_the_next_one_needs(renderer: SandboxedRenderer) -> None:
-    """A worker that is full is replaced, not an error of whoever comes next."""
-    assert renderer.render("{{ x }}", {"x": "fine"}) == "fine"
-    first = renderer._worker
-    with pytest.raises(TemplateFailed, match="too much memory"):
-        renderer.render("{{ x * 10 ** 9 }}", {"x": "y"})
-    assert first is not None
-    assert first.poll() is not None, "killed"
-    assert renderer.render("{{ x }}", {"x": ""}) == ""
-    renderer._worker.kill()  # type: ignore[union-attr]
-    renderer._worker.wait()  # type: ignore[union-attr]
-    assert renderer.render("{{ x }}", {"x": "again"}) == "again"
-    # One that can say nothing any more: this one gives back what it was asked.
-    full = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-    renderer.close()
-    renderer._worker = full
-    assert renderer.render("{{ x }}", {"x": "asked anew"}) == "asked anew"
-    assert full.poll() is not None
-
-
-def test_a_renderer_asks_fresh_workers_from_time_to_time(
-    renderer: SandboxedRenderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template_sandbox, "_QUESTIONS", 2)
-    workers = set()
-    for index in range(5):
-        assert renderer.render("{{ n }}", {"n": index}) == str(index)
-        workers.add(renderer._worker.pid)  # type: ignore[union-attr]
-    assert len(workers) == 3
-
-
-def test_f65_many_templates_wait_only_so_long(renderer: SandboxedRenderer) -> None:
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    outcomes: list[type[Exception]] = []
-
-    def one() -> None:
+def test_a_template_that_does_not_end_holds_nothing_else(live: Live) -> None:
+    """The process of checkpoints' templates stands still; whoever needs none is served."""
+    with live.client() as client, ThreadPoolExecutor(1) as pool:
+        assert client.post(CHAT, json=ask()).status_code == 200
+        worker = checkpoint_renderer()._worker
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGSTOP)
         try:
-            renderer.render(endless, {})
-        except Exception as error:
-            outcomes.append(type(error))
-
-    renderer.render("ready", {})
-    renderer.seconds = 0.1
-    threads = [threading.Thread(target=one) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(outcomes) == {TemplateFailed, QueueFull}
-    assert outcomes.count(QueueFull) >= 4
+            waiting = pool.submit(client.post, CHAT, json=ask("rendered late"))
+            body = {"model": "M", "prompt": "a b " * 1000}
+            assert client.post("/tokenize", json=body).status_code == 200
+            assert client.get("/health").status_code == 200
+            assert not waiting.done()
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        assert waiting.result().status_code == 200
 
 
 def test_requests_and_answers_are_logged_where_asked(

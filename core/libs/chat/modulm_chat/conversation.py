@@ -10,18 +10,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import nodes
-
 from modulm.errors import ConfigError, PluginNotFound, RequestError
 from modulm.plugins import manager
 from modulm_chat.media_part import MediaPart
 from modulm_chat.named_templates import named_template, template_name
+from modulm_chat.sandbox import checkpoint_renderer
 from modulm_chat.templates import (
     MAX_TEMPLATE,
+    ContentFormat,
     TemplateFailed,
     check_template,
+    content_format,
     execute,
-    parse_template,
 )
 from modulm_chat.thoughts import NAMES, place_thoughts, take_thought
 
@@ -39,8 +39,6 @@ __all__ = [
     "normalise",
     "render",
 ]
-
-ContentFormat = Literal["string", "openai"]
 
 #: Names that a request must not set: those that render sets itself, and those that transformers
 #: takes as arguments of the tokenizer.
@@ -85,16 +83,16 @@ def render(
     continue_final_message: bool = False,
     content: ContentFormat | Literal["auto"] = "auto",
     kwargs: Mapping[str, Any] | None = None,
-    run: Callable[[str, Mapping[str, Any]], str] = execute,
+    run: Callable[[str, Mapping[str, Any]], str] | None = None,
     form: Callable[[str], ContentFormat] | None = None,
 ) -> str:
     """Render `messages` into the text of a prompt.
 
     template: source to use instead of the tokenizer's own. content: the form of message contents
     that the template takes, a string or OpenAI's list of parts. kwargs: more template variables
-    (`chat_template_kwargs`). run: executes the template; form: detects the content form; for
-    templates from clients, both run in a separate process. Raises RequestError with the field
-    that is wrong.
+    (`chat_template_kwargs`). run: executes the template; form: detects the content form. The
+    defaults run the checkpoint's template in a separate process (`checkpoint_renderer`), and
+    `template` in this one. Raises RequestError with the field that is wrong.
     """
     extra = dict(kwargs or {})
     _check_options(extra, add_generation_prompt, continue_final_message)
@@ -110,7 +108,9 @@ def render(
             kwargs=extra,
         )[1]
     source = template or choose_template(tokenizer, tools)
-    content_kind = (form or content_format)(source) if content == "auto" else content
+    run = run or (execute if template else checkpoint_renderer().render)
+    form = form or (content_format if template else checkpoint_renderer().content_format)
+    content_kind = form(source) if content == "auto" else content
     conversation = normalise(messages, content_kind)
     place_thoughts(conversation, source)
     if _DEVELOPER not in source:
@@ -265,33 +265,6 @@ def _installed_template(value: str) -> str:
             f"{value!r} is neither a readable file, nor a Jinja template, nor an installed "
             f"template{suggestion} (`modulm plugins list chat_templates` lists them)",
         ) from error
-
-
-@lru_cache(maxsize=32)
-def content_format(source: str) -> ContentFormat:
-    """The form of contents that a template takes: `openai` if it loops over them, else `string`."""
-    tree = parse_template(source)
-    holders = {
-        node.target.name
-        for node in tree.find_all(nodes.Assign)
-        if isinstance(node.target, nodes.Name) and _is_content(node.node, frozenset())
-    }
-    names = frozenset(holders)
-    loops = any(_is_content(node.iter, names) for node in tree.find_all(nodes.For))
-    return "openai" if loops else "string"
-
-
-def _is_content(node: nodes.Node | None, holders: frozenset[str]) -> bool:
-    """Whether an expression is a message's content, possibly filtered."""
-    if isinstance(node, nodes.Filter | nodes.Test):
-        return _is_content(node.node, holders)
-    if isinstance(node, nodes.Name):
-        return node.name in holders
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return False
 
 
 def normalise(

@@ -10,7 +10,7 @@ import json
 import time
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 from jinja2 import nodes
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-__all__ = ["MAX_TEMPLATE", "TemplateFailed", "check_template", "execute", "parse_template"]
+__all__ = [
+    "MAX_SECONDS",
+    "MAX_TEMPLATE",
+    "ContentFormat",
+    "TemplateFailed",
+    "check_template",
+    "content_format",
+    "execute",
+    "parse_template",
+]
+
+ContentFormat = Literal["string", "openai"]
 
 #: Maximum length of a template in characters. The longest known templates have 30 thousand.
 MAX_TEMPLATE = 512 * 1024
@@ -191,3 +202,30 @@ def execute(
             "the chat template cannot render these messages", "messages"
         ) from error
     return "".join(pieces)
+
+
+@lru_cache(maxsize=32)
+def content_format(source: str) -> ContentFormat:
+    """The form of contents that a template takes: `openai` if it loops over them, else `string`."""
+    tree = parse_template(source)
+    holders = {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node, frozenset())
+    }
+    names = frozenset(holders)
+    loops = any(_is_content(node.iter, names) for node in tree.find_all(nodes.For))
+    return "openai" if loops else "string"
+
+
+def _is_content(node: nodes.Node | None, holders: frozenset[str]) -> bool:
+    """Whether an expression is a message's content, possibly filtered."""
+    if isinstance(node, nodes.Filter | nodes.Test):
+        return _is_content(node.node, holders)
+    if isinstance(node, nodes.Name):
+        return node.name in holders
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return False

@@ -21,8 +21,8 @@ import modulm
 from modulm.errors import ConfigError, ModulmError, PluginConflict
 from modulm.plugins import manager
 from modulm.plugins.index import is_first_party
-from modulm_chat.conversation import content_format, load_template
-from modulm_chat.templates import execute
+from modulm_chat.conversation import load_template
+from modulm_chat.sandbox import SandboxedRenderer
 from modulm_server.auth import check_open_paths, guard, open_paths, read_keys
 from modulm_server.errors import exception_handler, respond
 from modulm_server.flags import ServerConfig
@@ -35,7 +35,6 @@ from modulm_server.openapi import DescribedApp
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
-from modulm_server.template_sandbox import SandboxedRenderer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -161,15 +160,13 @@ def _generation(engine: EngineClient, config: EngineConfig, keys: int) -> Genera
         raise ConfigError(
             "chat_template", "this model's tokenizer encodes messages itself, without a template"
         )
-    sandbox = SandboxedRenderer() if server.trust_request_chat_template else None
     return GenerationService(
         engine=engine,
         config=config,
         models=served_names(config),
         template=template,
         request_log=RequestLog.of(config),
-        render_untrusted=execute if sandbox is None else sandbox.render,
-        format_untrusted=content_format if sandbox is None else sandbox.content_format,
+        request_renderer=SandboxedRenderer() if server.trust_request_chat_template else None,
         tenants=keys > 1 and not server.share_prefix_cache_between_keys,
     )
 

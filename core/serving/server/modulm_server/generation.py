@@ -18,7 +18,8 @@ from attrs import define, field, frozen
 
 from modulm.contracts.sampling import OutputKind
 from modulm.errors import EngineError, EngineStalled, RequestError
-from modulm_chat.conversation import ContentFormat, content_format, encode_chat
+from modulm_chat.conversation import encode_chat
+from modulm_chat.sandbox import SandboxedRenderer, checkpoint_renderer
 from modulm_chat.templates import execute
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.auth import current_owner
@@ -66,17 +67,16 @@ class GenerationService:
 
     models: the served names of the model; adapters are served under their own names.
     adapter_finders: called in order to load an unknown adapter. template: the server's chat
-    template, in place of the tokenizer's. render_untrusted, format_untrusted: render clients'
-    templates and detect their content format. tenants: API keys do not share the prefix cache.
-    closing: the server is shutting down.
+    template, in place of the tokenizer's. request_renderer: renders clients' templates; None if
+    none are accepted. tenants: API keys do not share the prefix cache. closing: the server is
+    shutting down.
     """
 
     engine: EngineClient
     config: EngineConfig
     models: tuple[str, ...]
     template: str | None = None
-    render_untrusted: Callable[[str, Mapping[str, Any]], str] = execute
-    format_untrusted: Callable[[str], ContentFormat] = content_format
+    request_renderer: SandboxedRenderer | None = None
     request_log: RequestLog = field(factory=RequestLog)
     tenants: bool = False
     closing: bool = False
@@ -88,6 +88,9 @@ class GenerationService:
         threads = self.config.group(ServerConfig).text_threads
         self.work = TextWork(self.engine.tokenizer, self.engine.info.max_model_len, threads)
         self.media = MediaService(self.engine)
+        tokenizer = self.engine.tokenizer
+        if self.template is None and tokenizer is not None and tokenizer.chat_template:
+            checkpoint_renderer().start()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -184,7 +187,7 @@ class GenerationService:
         template = options.template or self.template
         content = server.chat_template_content_format
         defaults = server.default_chat_template_kwargs or {}
-        untrusted = options.template is not None
+        renderer = self._renderer(options)
         parts = None
         messages, media = await self.media.extract(messages, options)
         if EmbedsParts.among(messages):
@@ -195,12 +198,13 @@ class GenerationService:
         self.work.check(size // 4, "messages")
 
         def run(source: str, variables: Mapping[str, Any]) -> str:
-            text = (self.render_untrusted if untrusted else execute)(source, variables)
+            text = (execute if renderer is None else renderer.render)(source, variables)
             self.work.check_fits(len(text), "messages")
             return text
 
-        ids, text = await self.work.run(
-            max(size, _SLOW) if untrusted or parts or media else size,
+        work = self.work.run if renderer is None else self.work.render
+        ids, text = await work(
+            max(size, _SLOW) if parts or media else size,
             encode_chat,
             messages if parts is None else parts.messages,
             tokenizer=self.tokenizer,
@@ -214,7 +218,7 @@ class GenerationService:
             content=content,
             kwargs={**defaults, **options.variables},
             run=run,
-            form=self.format_untrusted if untrusted else None,
+            form=None if renderer is None else renderer.content_format,
         )
         if media is not None:
             if parts is not None:
@@ -226,6 +230,21 @@ class GenerationService:
             if parts is None
             else Prompt(ids, parts.without_marks(text), parts.items())
         )
+
+    def _renderer(self, options: ChatOptions) -> SandboxedRenderer | None:
+        """The renderer of a conversation's template; None for templates that the server's flags
+        name, and for tokenizers that encode conversations themselves.
+        """
+        if options.template is not None and self.request_renderer is None:
+            raise RequestError(
+                "chat_template is not allowed in requests: start the server with "
+                "--trust-request-chat-template",
+                "chat_template",
+            )
+        if options.template is not None:
+            return self.request_renderer
+        own = self.template is None and self.tokenizer.chat is None
+        return checkpoint_renderer() if own else None
 
     async def with_media(
         self,

@@ -46,6 +46,7 @@ class TextWork:
         self._length = max_model_len
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
         self._short = ThreadPoolExecutor(threads, thread_name_prefix="modulm-text")
+        self._rendering = ThreadPoolExecutor(threads, thread_name_prefix="modulm-templates")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="modulm-long-text")
         self._long_characters = 0
 
@@ -70,8 +71,27 @@ class TextWork:
         """
         if size <= _INLINE:
             return function(*args, **keywords)
+        return await self._in_thread(self._short, size, function, args, keywords)
+
+    async def render(
+        self, size: int, function: Callable[..., Any], *args: Any, **keywords: Any
+    ) -> Any:
+        """Like `run`, for a function that waits for the process of a chat template: always in a
+        thread, and one that no other text needs.
+        """
+        return await self._in_thread(self._rendering, size, function, args, keywords)
+
+    async def _in_thread(
+        self,
+        pool: ThreadPoolExecutor,
+        size: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """Call a function in a thread of the pool, or in the one for long texts."""
         if size < _LONG:
-            return await self._in(self._short, function, args, keywords)
+            return await self._in(pool, function, args, keywords)
         if self._long_characters and self._long_characters + size > _WAITING:
             raise QueueFull("too much text is waiting to be tokenized; try again later")
         self._long_characters += size

@@ -13,6 +13,7 @@ from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.sampling import PoolingParams
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm_chat.conversation import encode_chat
+from modulm_chat.sandbox import checkpoint_renderer
 
 if TYPE_CHECKING:
     from modulm.contracts.engine_info import EngineInfo
@@ -192,10 +193,13 @@ class StandardInputs(PoolingInputs):
             {"role": role, "content": side.parts if isinstance(side, PairContent) else side}
             for role, side in sides.items()
         ]
+        renderer = checkpoint_renderer() if template == self._rules.template else None
         ids, _ = encode_chat(
             messages,
             tokenizer=self.tokenizer,
             template=template,
+            run=None if renderer is None else renderer.render,
+            form=None if renderer is None else renderer.content_format,
             add_generation_prompt=False,
             content="auto" if media else "string",
             kwargs=variables,

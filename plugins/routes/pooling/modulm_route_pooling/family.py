@@ -268,7 +268,9 @@ class Pooling(RouteFamily):
         pairs = self._texts.pairs
         amount = sum(map(size, [*left, *right]))
         generation = self.context.generation
-        job = await generation.work.run(amount, pairs, left, right, _params(body), **wanted)
+        rendered = self.context.engine.info.texts.template is not None
+        work = generation.work.render if rendered else generation.work.run
+        job = await work(amount, pairs, left, right, _params(body), **wanted)
         parts = list(job.parts)
         media_indices = [
             index for index, (part, _) in enumerate(parts) if isinstance(part, Mapping)
