@@ -10,7 +10,21 @@ from modulm.testing.models import check_model
 #: What runs a checkpoint's own code has no code to test here: test_remote_code.py brings some.
 #: Models around other models have a kit of their own: test_images.py.
 APART = {"transformers_remote", *(d.name for d in manager.current().names("media_families"))}
-ARCHITECTURES = [d.name for d in manager.current().names("models") if d.name not in APART]
+#: Llama's blocks with settings of their own: test_registry.py compares them.
+RELATIVES = {
+    "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM", "TeleChat3ForCausalLM",
+}  # fmt: skip
+
+
+def once(declared):
+    """One name of each driver: that of its class, if there are several."""
+    named = sorted(declared, key=lambda d: d.target.endswith(f":{d.name}"))
+    return sorted({d.target: d.name for d in named}.values())
+
+
+ARCHITECTURES = [
+    name for name in once(manager.current().names("models")) if name not in APART | RELATIVES
+]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -515,6 +515,7 @@ OTHERS = {
 ALIASES = {
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",
     "Qwen3OmniMoeForConditionalGeneration",

@@ -31,12 +31,17 @@ CALL_BY_CALL = {
 #: Whose attention runs on the portable backend, which plans nothing that could be recorded.
 PORTABLE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
 #: Drivers that say nothing of a tiny checkpoint of their own.
-_OTHERS = {"transformers"}
+_OTHERS = {
+    "transformers", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",
+    "TeleChat3ForCausalLM",
+}  # fmt: skip
 
 
 def decoders():
     plugins = manager.current()
-    names = [declared.name for declared in plugins.names("models")]
+    # Where a driver has several names, that of its class.
+    named = sorted(plugins.names("models"), key=lambda d: d.target.endswith(f":{d.name}"))
+    names = sorted({declared.target: declared.name for declared in named}.values())
     # Models around other models do without media what those do.
     apart = {*_OTHERS, *(declared.name for declared in plugins.names("media_families"))}
     apart.remove("Qwen3VLForConditionalGeneration")

@@ -57,10 +57,16 @@ class FalconConfig(DecoderConfig):
     num_ln_in_parallel_attn: int | None = size(None)
     alibi: bool = False
     bias: bool = False
+    model_type: str = "falcon"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether key heads come in groups; Falcon 40B's first files say so by their type."""
+        return self.new_decoder_architecture or self.model_type == "RefinedWeb"
 
     @property
     def kv_heads(self) -> int:
-        if self.multi_query and not self.new_decoder_architecture:
+        if self.multi_query and not self.grouped:
             return 1
         return self.num_kv_heads or self.num_attention_heads
 
@@ -68,7 +74,7 @@ class FalconConfig(DecoderConfig):
     def two_norms(self) -> bool:
         """Whether parallel branches have a norm each."""
         count = self.num_ln_in_parallel_attn
-        return count == 2 or (count is None and self.new_decoder_architecture)
+        return count == 2 or (count is None and self.grouped)
 
 
 def _attention(c: FalconConfig, b: Builder, index: int) -> Attention:

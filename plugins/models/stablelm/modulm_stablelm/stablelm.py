@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
@@ -33,7 +33,12 @@ __all__ = ["HeadNorms", "StableLmConfig", "StableLmForCausalLM", "stablelm_layer
 
 @frozen(kw_only=True)
 class StableLmConfig(DecoderConfig):
-    """config.json of StableLM."""
+    """config.json of StableLM; the first files (`stablelm_epoch`) call two keys otherwise."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "norm_eps": "layer_norm_eps",
+        "rope_pct": "partial_rotary_factor",
+    }
 
     layer_norm_eps: float = 1e-5
     max_position_embeddings: int = size(4096)

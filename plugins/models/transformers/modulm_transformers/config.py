@@ -11,6 +11,7 @@ from attrs import frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading.unsupported import model_kind
+from modulm_transformers.unsupported import reasons
 
 __all__ = ["RemoteConfig", "TransformersConfig"]
 
@@ -22,6 +23,7 @@ _FALLBACK_LENGTH = 2048
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 #: Suffixes of architectures that return vectors or classes.
 _GENERATING = "LMHeadModel"
+_DIFFUSION = "ForBlockDiffusion"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -46,6 +48,8 @@ class TransformersConfig:
 
         name = str(table["architectures"][0])
         model = getattr(transformers, name, None)
+        if model is None and name in reasons():
+            raise UnsupportedError(f"{name}: {reasons()[name]}")
         if model is None:
             remote_hint = (
                 "; code that comes with a checkpoint runs with --trust-remote-code, and without "
@@ -62,6 +66,10 @@ class TransformersConfig:
             text = settings.get_text_config()
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
+        if not isinstance(getattr(text, "vocab_size", None), int):
+            raise UnsupportedError(f"{name}: not a text model: {file} has no vocab_size")
+        if name.endswith(_DIFFUSION):
+            raise UnsupportedError(f"{name}: not supported yet: blocks of text by diffusion")
         generates = name.endswith(_GENERATING) or not name.endswith(_POOLING)
         if (kind := model_kind(settings.to_dict())) is not None:
             raise UnsupportedError(f"{name} is {kind}")

@@ -1,0 +1,123 @@
+"""Llama's mathematics under other names: InternLM 1 and 3, IQuest-Coder, TeleChat 3.
+
+Aquila and XVERSE need nothing of their own, so their names stand for `LlamaForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from attrs import frozen
+
+from modulm.nn import Builder
+from modulm_layers import PreNormLayer, Rope, only, parse_rope, standard_attention, standard_mlp
+from modulm_llama.llama import LlamaConfig, LlamaForCausalLM
+
+__all__ = [
+    "IQuestCoderForCausalLM",
+    "InternLM3ForCausalLM",
+    "InternLMForCausalLM",
+    "TeleChat3ForCausalLM",
+]
+
+_TELECHAT_YARN = "telechat3-yarn"
+
+
+@frozen(kw_only=True)
+class InternLMConfig(LlamaConfig):
+    """config.json of InternLM 1: `bias` is that of all projections in attention."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"bias": "attention_bias"}
+
+    attention_bias: bool = True
+
+
+class InternLMForCausalLM(LlamaForCausalLM):
+    """InternLM 1 with a language-model head."""
+
+    config_type = InternLMConfig
+
+
+@frozen(kw_only=True)
+class InternLM3Config(LlamaConfig):
+    """config.json of InternLM 3.
+
+    `qkv_bias` is that of queries, keys and values; `bias` that of all other projections.
+    transformers calls them `attention_bias` and `mlp_bias`.
+    """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+
+    rms_norm_eps: float = 1e-5
+
+
+class InternLM3Layer(PreNormLayer):
+    """The pre-norm block; the output projection of attention has the bias of the others."""
+
+    def __init__(self, c: InternLM3Config, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_attention(c, b, index, out_bias=c.mlp_bias),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_mlp(c, b),
+        )
+
+
+class InternLM3ForCausalLM(LlamaForCausalLM):
+    """InternLM 3 with a language-model head."""
+
+    config_type = InternLM3Config
+    layer = InternLM3Layer
+
+
+@frozen(kw_only=True)
+class IQuestCoderConfig(LlamaConfig):
+    """config.json of IQuest-Coder. Files name settings that no published model uses; those are
+    rejected.
+    """
+
+    rms_norm_eps: float = 1e-5
+    clip_qkv: float | None = None
+    use_sliding_window: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        only(self, clip_qkv=(None,), use_sliding_window=(False,))
+
+    def window(self, index: int) -> int | None:
+        return None
+
+
+class IQuestCoderForCausalLM(LlamaForCausalLM):
+    """IQuest-Coder with a language-model head."""
+
+    config_type = IQuestCoderConfig
+
+
+@frozen(kw_only=True)
+class TeleChat3Config(LlamaConfig):
+    """config.json of TeleChat 3, whose yarn grows cosines and sines by 0.07 ln(factor)."""
+
+    def rope(self, layer_type: str = "") -> Rope:
+        table = dict(self.rope_scaling or self.rope_parameters or {})
+        kind = table.get("rope_type", table.get("type"))
+        if kind != _TELECHAT_YARN:
+            return super().rope(layer_type)
+        factor = table.get("factor")
+        if not isinstance(factor, int | float) or factor <= 0:
+            raise ValueError(f"factor: a number above zero is needed, got {factor!r}")
+        grown = 1 + 0.07 * math.log(factor) if factor > 1 else 1.0
+        yarn = {"rope_theta": self.rope_theta, **table, "rope_type": "yarn"}
+        return parse_rope(
+            {**yarn, "attention_factor": grown * table.get("attn_factor", 1.0)},
+            head_size=self.head_size,
+            max_positions=self.max_position_embeddings,
+        )
+
+
+class TeleChat3ForCausalLM(LlamaForCausalLM):
+    """TeleChat 3 with a language-model head."""
+
+    config_type = TeleChat3Config
