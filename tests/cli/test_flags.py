@@ -193,6 +193,24 @@ def test_errors_name_the_flag(args: list[str], phrases: list[str]) -> None:
     assert all(phrase in result.output for phrase in phrases), result.output
 
 
+def test_every_wrong_flag_is_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("nope: 3\nblock-size: many\n")
+    monkeypatch.setenv("MODULM_MAX_NUM_SEQS", "x")
+    arguments = ("--config", str(file), "--dtype", "foo", "--wat", "3", "--seed", "7", "--nope2=1")
+    result, _ = run(*arguments)
+    assert result.exit_code == 2
+    for part in (
+        "No such option '--wat'", "No such option '--nope2'", "--dtype: 'foo'",
+        "--nope: is not a flag", "'many' is not a whole number (8192, 8k, 8K, 25.6k) (from file",
+        "'x' is not a whole number (8192, 8k, 8K, 25.6k) (from MODULM_MAX_NUM_SEQS)",
+    ):  # fmt: skip
+        assert part in result.output, part
+    assert "--seed" not in result.output
+
+
 @pytest.mark.parametrize(
     ("topic", "phrases", "absent"),
     [

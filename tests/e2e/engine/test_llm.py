@@ -184,6 +184,11 @@ def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
     check_empty(llm._core.loop)
 
 
+def test_embedding_with_a_model_that_generates_says_what_to_do(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r'LLM: runner="pooling"'):
+        llm.embed("hi")
+
+
 def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
     class Stop(Exception):
         """Raised by a progress bar, as Ctrl-C would be."""

@@ -107,7 +107,7 @@ def test_the_banner_says_what_was_chosen(process: Process) -> None:
 
 
 def test_explain_says_why_and_what_else_there_was(folder: Path) -> None:
-    result = CliRunner().invoke(cli, ["explain", str(folder)])
+    result = CliRunner().invoke(cli, ["explain", str(folder), "--all"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert "tool parser: minimax_m2 (the chat template writes <minimax:tool_call>)" in lines

@@ -37,12 +37,17 @@ class Server:
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.answer, methods=["POST"]),
                 Route("/v1/completions", self.answer, methods=["POST"]),
+                Route("/completions", self.other, methods=["POST"]),
             ]
         )
 
     async def models(self, request: Request) -> Response:
         self.keys.append(request.headers.get("authorization"))
         return JSONResponse({"data": [{"id": "first"}, {"id": "second"}]})
+
+    async def other(self, request: Request) -> Response:
+        """Another API, as llama.cpp has it."""
+        return Response('data: {"content": "Hello"}\n\n', media_type="text/event-stream")
 
     async def answer(self, request: Request) -> Response:
         self.options.append(await request.json())
@@ -109,6 +114,17 @@ def test_one_message(server: tuple[Server, str]) -> None:
     ]
     assert (options["temperature"], options["max_tokens"]) == (0.5, 9)
     assert "top_p" not in options
+
+
+@pytest.mark.parametrize("options", [[], ["--model-name", "first"]])
+@pytest.mark.parametrize("command", [chat, complete])
+def test_an_address_without_v1_says_what_to_type(
+    server: tuple[Server, str], command: Any, options: list[str]
+) -> None:
+    url = server[1].removesuffix("/v1")
+    result = CliRunner().invoke(command, ["--url", url, "-q", "hi", *options])
+    assert result.exit_code == 1
+    assert f"does not answer as OpenAI's API does: try --url {url}/v1" in result.output
 
 
 def test_a_conversation_keeps_its_messages(

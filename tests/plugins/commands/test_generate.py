@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
 import click
 import pytest
 
-from modulm_command_generate.command import read_jobs
+from modulm_command_generate.command import check_first, read_jobs
 
 
 def test_jobs_from_arguments_and_lines() -> None:
@@ -24,3 +25,12 @@ def test_jobs_from_arguments_and_lines() -> None:
 def test_a_wrong_job_names_its_line(line: str) -> None:
     with pytest.raises(click.UsageError, match="line 2"):
         read_jobs([], StringIO(f"fine\n{line}\n"))
+
+
+def test_a_model_where_a_prompt_belongs_says_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for prompts in (["demo", "hi there"], [str(tmp_path)], ["Qwen/Qwen3-0.6B", "hi there"]):
+        with pytest.raises(click.UsageError, match=f"generate --model {prompts[0]} ('hi|PROMPT)"):
+            check_first(prompts)
+    for prompts in (["and/or"], ["demo"], ["Say hi/bye to all", "b"]):
+        check_first(prompts)

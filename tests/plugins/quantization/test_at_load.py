@@ -88,7 +88,7 @@ def test_explain_says_what_stays_otherwise(checkpoint, capsys):
     for settings in ('{"group_size": 64}', '{"group_size": 128}'):
         flags = ["--quantization", "int4", "--quantization-config", settings]
         with pytest.raises(SystemExit):
-            main(["explain", str(checkpoint), *flags])
+            main(["explain", str(checkpoint), "--all", *flags])
     output = capsys.readouterr().out
     assert "the head keeps int8" in output
     assert "int4 at load supports linear layers and experts, not embedding" in output

@@ -236,7 +236,11 @@ def test_explain(run: Run, tmp_path: Path) -> None:
     assert all(decision["reason"] for decision in decisions.values())
     text = run("explain", str(folder), "--device", "cpu").stdout
     assert "attention" in text
-    assert "  dummy" in text
+    assert "  dummy" not in text
+    assert "candidates were rejected: --all shows them, with reasons" in text
+    everything = run("explain", str(folder), "--device", "cpu", "--all").stdout
+    assert "  dummy" in everything
+    assert "candidates were rejected" not in everything
 
 
 def test_explain_an_architecture_that_nobody_has(run: Run, tmp_path: Path) -> None:

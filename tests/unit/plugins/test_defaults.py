@@ -156,6 +156,11 @@ def test_rendering() -> None:
     ]
     assert render(decisions).splitlines() == [
         "device: chip (it is best)",
+        "kernels: a, b (order)",
+        "2 candidates were rejected: --all shows them, with reasons",
+    ]
+    assert render(decisions, everything=True).splitlines() == [
+        "device: chip (it is best)",
         "  other  not here",
         "kernels: a, b (order)",
         "  cc  no",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+from attrs import evolve
 from click.shell_completion import CompletionItem
 
 from modulm.config.schema.catalog import Group, catalog
@@ -16,7 +17,13 @@ from modulm_cli.arguments import Shapes, TakesFlags, normalize
 from modulm_cli.flag_help import print_help
 from modulm_cli.yaml_file import read_yaml
 
-__all__ = ["FlagOption", "Names", "groups_of", "make_options", "option_of", "parse_flags"]
+__all__ = [
+    "FlagOption", "Names", "WrongFlags", "draft_or_errors", "groups_of", "make_options",
+    "option_of", "parse_flags",
+]  # fmt: skip
+
+#: Errors of flags that are shown at once.
+_MOST_ERRORS = 20
 
 
 class Names(click.types.StringParamType):
@@ -102,14 +109,81 @@ def parse_flags(
 ) -> list[str]:
     """Parse with `parse`, then replace all flag values by one `draft`. Raises click.UsageError."""
     print_help(groups_of(command), ctx, args)
+    unknown: list[click.NoSuchOption] = []
     try:
         arguments, known = normalize(args, _shapes(command, ctx))
         file = _file(command, ctx, arguments)
-        rest = parse(ctx, arguments)
-        ctx.params["draft"] = _draft(command, ctx.params, known, file)
+        rest = _parse_known(parse, ctx, arguments, unknown)
+        sources = _sources(command, ctx.params, known, file)
+        ctx.params["draft"] = merged = draft_or_errors(sources)
+        if not unknown:
+            _use_plugins(merged)
+    except WrongFlags as error:
+        messages = [other.format_message() for other in unknown] + error.messages
+        raise click.UsageError("\n".join(messages), ctx) from error
     except ConfigError as error:
-        raise _usage_error(error, ctx) from error
+        raise click.UsageError(_message(error), ctx) from error
+    if unknown:
+        raise click.UsageError("\n".join(other.format_message() for other in unknown), ctx)
     return rest
+
+
+def _parse_known(
+    parse: Callable[[click.Context, list[str]], list[str]],
+    ctx: click.Context,
+    arguments: Sequence[str],
+    unknown: list[click.NoSuchOption],
+) -> list[str]:
+    """Parse without the options that do not exist, and collect their errors."""
+    left = list(arguments)
+    while True:
+        try:
+            return parse(ctx, left[:])
+        except click.NoSuchOption as error:
+            at = [i for i, a in enumerate(left) if a.partition("=")[0] == error.option_name]
+            if not at or len(unknown) == _MOST_ERRORS:
+                raise
+            unknown.append(error)
+            after = left[at[0] + 1 : at[0] + 2]
+            has_value = "=" not in left[at[0]] and after and not after[0].startswith("-")
+            del left[at[0] : at[0] + (2 if has_value else 1)]
+
+
+class WrongFlags(ConfigError):
+    """Several flags are wrong."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__(errors[0].field, errors[0].message)
+        self.messages = [_message(error) for error in errors]
+
+
+def draft_or_errors(sources: Sequence[Source]) -> Draft:
+    """Merge sources into a configuration. Raises WrongFlags, which has the errors of all flags."""
+    errors: list[ConfigError] = []
+    while True:
+        try:
+            merged = draft(*sources)
+        except ConfigError as error:
+            errors.append(error)
+            shorter = [_without(source, error.field) for source in sources]
+            if shorter == sources or len(errors) == _MOST_ERRORS:
+                raise WrongFlags(errors) from None
+            sources = shorter
+            continue
+        if errors:
+            raise WrongFlags(errors)
+        return merged
+
+
+def _without(source: Source, field: str) -> Source:
+    """The source without the flag, or without the table that the flag is in."""
+    canonical = catalog().canonical
+    top = field.partition(".")[0]
+    wrong = {field, top, canonical(field) or field, canonical(top) or top}
+    values = {
+        key: value for key, value in source.values.items() if not wrong & {key, canonical(key)}
+    }
+    return evolve(source, values=values)
 
 
 def _shapes(command: TakesFlags, ctx: click.Context) -> Shapes:
@@ -152,11 +226,11 @@ def _file(command: TakesFlags, ctx: click.Context, arguments: Sequence[str]) -> 
     )
 
 
-def _draft(
+def _sources(
     command: TakesFlags, params: dict[str, Any], known: Mapping[str, Any], file: Source | None
-) -> Draft:
-    """Take the flag values out of `params` and merge them with `known` flags of other packages,
-    the file and the environment.
+) -> list[Source]:
+    """Take the flag values out of `params`, and list them with `known` flags of other packages, the
+    file and the environment.
     """
     params.pop("config", None)
     values: dict[str, Any] = dict(known)
@@ -169,10 +243,7 @@ def _draft(
             raise ConfigError("model", "is set twice: as an argument and as an option")
         values["model"] = params["model_tag"]
     labels = {name: "--" + name.replace("_", "-") for name in values}
-    sources = [Source("command line", values, labels)]
-    merged = draft(*sources, *([file] if file else []), environment())
-    _use_plugins(merged)
-    return merged
+    return [Source("command line", values, labels), *([file] if file else []), environment()]
 
 
 def _one(value: Any) -> Any:
@@ -220,5 +291,5 @@ def _use_plugins(flags: Draft) -> None:
     check_plugin_config(config, current())
 
 
-def _usage_error(error: ConfigError, ctx: click.Context) -> click.UsageError:
-    return click.UsageError(f"--{error.field.replace('_', '-')}: {error.message}", ctx)
+def _message(error: ConfigError) -> str:
+    return f"--{error.field.replace('_', '-')}: {error.message}"

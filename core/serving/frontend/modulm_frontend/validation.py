@@ -156,10 +156,13 @@ def check_pooling(
     to, if not all.
     """
     if params.task not in (known := sorted({*tasks} - {"generate"})):
-        raise RequestError(
-            f"task {params.task!r:.40} is not one that the model has: {', '.join(known) or 'none'}",
-            "task",
-        )
+        message = f"task {params.task!r:.40} is not one that the model has: "
+        if known:
+            message += ", ".join(known)
+        else:
+            message += "it generates. To pool it, start it with --runner pooling (LLM: runner="
+            message += '"pooling")'
+        raise RequestError(message, "task")
     if params.dimensions is not None:
         words = _integer(params.dimensions, 1, hidden)
         if words:

@@ -39,9 +39,10 @@ class Client:
             answer = self._http.get(f"{self._url}/models")
         except httpx.HTTPError as error:
             raise click.ClickException(f"no answer from {self._url}: {error}") from error
-        _check(answer)
+        self._check(answer)
         models = answer.json().get("data", [])
-        if not models:
+        if not models or "id" not in models[0]:
+            self._check_url()
             raise click.ClickException(f"{self._url} serves no model")
         return str(models[0]["id"])
 
@@ -54,10 +55,35 @@ class Client:
             with self._http.stream("POST", f"{self._url}{path}", json=options) as answer:
                 if answer.is_error:
                     answer.read()
-                _check(answer)
-                yield from _chunks(answer)
+                self._check(answer)
+                yield from self._checked(_chunks(answer))
         except httpx.HTTPError as error:
             raise click.ClickException(f"lost {self._url}: {error}") from error
+
+    def _check(self, answer: httpx.Response) -> None:
+        if not answer.is_error:
+            return
+        if answer.status_code in (404, 405):
+            self._check_url()
+        try:
+            text = error_text(answer.json())
+        except ValueError:
+            text = answer.text[:200]
+        raise click.ClickException(f"{answer.status_code}: {text}")
+
+    def _checked(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The chunks, unless they are of another API, such as llama.cpp's /completions."""
+        for chunk in chunks:
+            if "choices" not in chunk:
+                self._check_url()
+            yield chunk
+
+    def _check_url(self) -> None:
+        """Raise an error that says what to do if the address lacks the path of the API."""
+        if not self._url.endswith("/v1"):
+            raise click.ClickException(
+                f"{self._url} does not answer as OpenAI's API does: try --url {self._url}/v1"
+            )
 
 
 def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -71,16 +97,6 @@ def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
         if "error" in chunk:
             raise click.ClickException(error_text(chunk))
         yield chunk
-
-
-def _check(answer: httpx.Response) -> None:
-    if not answer.is_error:
-        return
-    try:
-        text = error_text(answer.json())
-    except ValueError:
-        text = answer.text[:200]
-    raise click.ClickException(f"{answer.status_code}: {text}")
 
 
 def error_text(body: Any) -> str:

@@ -20,9 +20,10 @@ __all__ = ["command", "decisions_for"]
 
 @click.command("explain", cls=FlagCommand, server=True)
 @click.argument("model_tag", required=False, metavar="[MODEL]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(draft: Draft, model_tag: str | None, as_json: bool) -> None:
-    """Show which drivers would run MODEL on this machine, and why others were rejected.
+@click.option("--all", "everything", is_flag=True, help="Show rejected candidates, with reasons.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with rejected candidates.")
+def command(draft: Draft, model_tag: str | None, everything: bool, as_json: bool) -> None:
+    """Show which drivers would run MODEL on this machine, and why.
 
     Takes the flags of `modulm serve`. Reads the checkpoint's description, not its weights.
     """
@@ -31,7 +32,10 @@ def command(draft: Draft, model_tag: str | None, as_json: bool) -> None:
     print_notices(draft.notices)
     with redirect_stdout(sys.stderr):  # what plugins print when they are asked
         decisions = decisions_for(draft)
-    click.echo(json.dumps(as_data(decisions), indent=2) if as_json else render(decisions))
+    if as_json:
+        click.echo(json.dumps(as_data(decisions), indent=2))
+    else:
+        click.echo(render(decisions, everything))
 
 
 def decisions_for(draft: Draft) -> list[Decision]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import asdict
 
-from modulm.contracts.decision import Decision
+from modulm.contracts.decision import Decision, Verdict
 
 __all__ = ["as_data", "render"]
 
@@ -17,15 +17,31 @@ def as_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     return [asdict(decision) for decision in decisions]
 
 
-def render(decisions: Iterable[Decision]) -> str:
-    """The decisions for people: one block each, the winner first, then the others and why not."""
-    return "\n".join(_block(decision) for decision in decisions)
+def render(decisions: Sequence[Decision], everything: bool = False) -> str:
+    """The decisions for people: the winner first, then the others that would do.
+
+    everything: also those that were rejected, each with its reason.
+    """
+    lines = [_block(decision, everything) for decision in decisions]
+    hidden = [v for d in decisions for v in _others(d) if not everything and _hidden(d, v)]
+    if hidden:
+        lines.append(f"{len(hidden)} candidates were rejected: --all shows them, with reasons")
+    return "\n".join(lines)
 
 
-def _block(decision: Decision) -> str:
-    lines = [f"{decision.subject}: {decision.winner or 'nothing'} ({decision.reason})"]
+def _others(decision: Decision) -> list[Verdict]:
     won = (decision.winner or "").split(", ")
-    others = [v for v in decision.candidates if v.name not in won]
+    return [verdict for verdict in decision.candidates if verdict.name not in won]
+
+
+def _hidden(decision: Decision, verdict: Verdict) -> bool:
+    """Whether a verdict is shown by --all only. Why nothing was chosen is always shown."""
+    return verdict.reason is not None and decision.winner is not None
+
+
+def _block(decision: Decision, everything: bool) -> str:
+    lines = [f"{decision.subject}: {decision.winner or 'nothing'} ({decision.reason})"]
+    others = [v for v in _others(decision) if everything or not _hidden(decision, v)]
     width = max((len(verdict.name) for verdict in others), default=0)
     lines += [f"  {v.name:{width}}  {v.reason or 'would do too'}" for v in others]
     return "\n".join(lines)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -15,8 +18,10 @@ from modulm_cli import FlagCommand, print_notices
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
 
-__all__ = ["command", "read_jobs"]
+__all__ = ["check_first", "command", "read_jobs"]
 
+#: The embedded model, or an id of the hub.
+_HUB_ID = re.compile(r"demo|[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SAMPLING = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
 
 
@@ -75,6 +80,8 @@ def command(
     The model is --model, by default the embedded one. A JSONL line may hold `prompt` (text or
     token ids) or `messages`; its other keys are copied to the answer's line.
     """
+    if prompts and "model" not in draft.origins:
+        check_first(prompts)
     jobs = read_jobs(prompts, source)
     if not jobs:
         raise click.UsageError("no prompt: give one as an argument, with -i FILE, or on stdin")
@@ -95,6 +102,17 @@ def read_jobs(prompts: Sequence[str], source: IO[str] | None) -> list[dict[str, 
     if source is not None:
         jobs += _jobs(source)
     return jobs
+
+
+def check_first(prompts: Sequence[str]) -> None:
+    """Raise click.UsageError if the first prompt is meant to be the model."""
+    first, *others = prompts
+    is_folder = Path(first, "config.json").is_file() or first.endswith((".gguf", ".safetensors"))
+    if is_folder or (others and _HUB_ID.fullmatch(first)):
+        rest = shlex.join(others) or "PROMPT"
+        raise click.UsageError(
+            f"{first} looks like a model: modulm generate --model {shlex.quote(first)} {rest}"
+        )
 
 
 def _jobs(lines: Iterable[str]) -> list[dict[str, Any]]:
