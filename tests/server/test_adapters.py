@@ -81,12 +81,12 @@ def unload(http: httpx.Client, name: str) -> httpx.Response:
 # As models.
 
 
-def test_they_are_models_with_parent_and_root(http: httpx.Client) -> None:
+def test_they_are_models_with_parent_and_root(http: httpx.Client, folder: Path) -> None:
     cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
     assert list(cards)[:3] == ["M", "sql", "told"]
     assert (cards["M"]["parent"], cards["M"]["root"]) == (None, "M")
-    assert (cards["sql"]["parent"], cards["sql"]["root"]) == ("M", "sql")
-    assert (cards["told"]["parent"], cards["told"]["root"]) == ("Base", "sql")
+    assert (cards["sql"]["parent"], cards["sql"]["root"]) == ("M", str(folder / "sql"))
+    assert (cards["told"]["parent"], cards["told"]["root"]) == ("Base", str(folder / "sql"))
     assert http.get("/v1/models/told").json() == cards["told"]
     assert cards["sql"]["max_model_len"] == cards["M"]["max_model_len"]
 
@@ -315,7 +315,8 @@ def test_what_another_server_of_the_engine_has_loaded_is_there(
 
 @pytest.mark.parametrize(
     "entry", ["a", "=x", "a=", '{"name": "a"}', '{"name": "a", "path": 5}', "{nonsense",
-              '{"name": "a", "path": "x", "paht": "y"}', '["a"]']
+              '{"name": "a", "path": "x", "paht": "y"}', '["a"]', "../a=x", "a/../b=x", " a=x",
+              "a\0b=x", f"{'a' * 257}=x"]
 )  # fmt: skip
 def test_entries_that_name_nothing(entry: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -121,9 +121,21 @@ def test_f02_who_closes_the_sending_half_gets_the_answer(everything: Live, path:
         sock.sendall(request(path, ASKING[path]))
         sock.shutdown(socket.SHUT_WR)
         received = everything_read(sock)
-    assert received.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    assert received.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
     assert b"connection: close\r\n" in received
     assert b'"usage"' in received
+
+
+def test_f02_only_who_expects_100_continue_gets_it(live: Live) -> None:
+    asked = request(CHAT, {"messages": MESSAGES})
+    asked = asked.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n", 1)
+    with connect(live) as sock:
+        sock.sendall(asked)
+        sock.shutdown(socket.SHUT_WR)
+        received = everything_read(sock)
+    assert received.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert b"HTTP/1.1 200 OK" in received
+    assert b"102 Processing" not in received
 
 
 def test_f02_a_stream_goes_on_as_well(live: Live) -> None:
@@ -179,7 +191,7 @@ def test_http_1_0_knows_no_interim_responses(live: Live) -> None:
         sock.shutdown(socket.SHUT_WR)
         received = everything_read(sock)
     assert received.startswith(b"HTTP/1.1 200 OK")
-    assert b"100 Continue" not in received
+    assert b"HTTP/1.1 1" not in received
 
 
 def test_a_request_that_is_cut_has_no_answer(live: Live) -> None:

@@ -97,11 +97,11 @@ def unload(client: openai.OpenAI, name: str) -> httpx.Response:
     return httpx.post(f"{client.base_url}unload_lora_adapter", json=body, timeout=300)
 
 
-def test_they_are_listed_beside_the_model(client: openai.OpenAI) -> None:
+def test_they_are_listed_beside_the_model(client: openai.OpenAI, folder: Path) -> None:
     cards = {card.id: card.model_dump() for card in client.models.list()}
     assert [*cards][:4] == ["M", "sql", "poet", "critic"]
     assert cards["critic"]["parent"] == "M"
-    assert cards["sql"]["root"] == "sql"
+    assert cards["sql"]["root"] == str(folder / "sql")
 
 
 def test_eight_streams_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:

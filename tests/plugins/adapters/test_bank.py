@@ -312,6 +312,15 @@ def large_rank(path, tensors):
     (path / "adapter_config.json").write_text('{"r": 9, "lora_alpha": 1}')
 
 
+def alpha_that_is_no_number(path, tensors):
+    (path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": NaN}')
+
+
+def pattern_without_bound(path, tensors):
+    settings = '{"r": 4, "lora_alpha": 8, "alpha_pattern": {"q_proj": Infinity}}'
+    (path / "adapter_config.json").write_text(settings)
+
+
 def not_a_number(path, tensors):
     changed(path, tensors | {f"{KEY}.lora_B.weight": torch.full((64, 4), torch.nan)})
 
@@ -353,6 +362,8 @@ BAD = {
     wrong_outputs: r"safetensors: .*q_proj\.lora_B\.weight: is for \[65, 64\], .* \[64, 64\]",
     wrong_rank: r"lora_A\.weight: the rank is 5, adapter_config\.json says 4",
     large_rank: r"lora_A\.weight: the rank 9 is more than max_lora_rank 8",
+    alpha_that_is_no_number: r"adapter_config\.json: lora_alpha is not finite",
+    pattern_without_bound: r"adapter_config\.json: alpha_pattern is not finite",
     not_a_number: r"q_proj\.lora_B\.weight holds NaN",
     no_layer: r"layers\.7\.self_attn\.q_proj\.lora_A\.weight: the model has no layer",
     no_pair: r"model\.layers\.0\.self_attn\.q_proj has no lora_B",

@@ -10,8 +10,10 @@ from attrs import frozen
 
 from modulm.errors import CheckpointError, ConfigError
 
-__all__ = ["LoRAModule", "inside", "read_modules"]
+__all__ = ["LoRAModule", "inside", "name_fault", "read_modules"]
 
+#: Characters of an adapter's name.
+_LONGEST = 256
 _KEYS = {"name", "path", "base_model_name"}
 
 
@@ -29,9 +31,20 @@ def read_modules(entries: Iterable[str]) -> tuple[LoRAModule, ...]:
     modules = tuple(map(_module, entries))
     names = [module.name for module in modules]
     for name in names:
+        if (fault := name_fault(name)) is not None:
+            raise ConfigError("lora_modules", f"{name!r:.80}: the name {fault}")
         if names.count(name) > 1:
             raise ConfigError("lora_modules", f"{name!r} is there twice")
     return modules
+
+
+def name_fault(name: str) -> str | None:
+    """What is wrong with the name of an adapter, which stands in requests, logs and paths."""
+    if not 0 < len(name) <= _LONGEST or not name.isprintable():
+        return f"must be of 1 to {_LONGEST} printable characters"
+    if name != name.strip() or ".." in name.replace("\\", "/").split("/"):
+        return "must have no spaces at its ends and no part '..'"
+    return None
 
 
 def _module(entry: str) -> LoRAModule:

@@ -34,7 +34,9 @@ _FULL = (
 )
 #: Default maximum of connections, and file descriptors to leave for other uses.
 _MOST, _RESERVE = 16_384, 256
+#: Interim responses: the first for requests with `Expect: 100-continue`, the other for the rest.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 #: Seconds between two checks of a half-closed connection.
 _LOOK = 0.02
 #: Seconds between probes of it; Go's client accepts at most five interim responses.
@@ -176,7 +178,8 @@ class _Bounded(HttpToolsProtocol):
             return
         if not serving.response_started:
             if serving.scope["http_version"] == "1.1":
-                self.transport.write(_CONTINUE)
+                expects = (b"expect", b"100-continue") in serving.scope["headers"]
+                self.transport.write(_CONTINUE if expects else _PROCESSING)
         elif serving.chunked_encoding and "modulm.filler" in serving.scope:
             filler: bytes = serving.scope["modulm.filler"]  # type: ignore[typeddict-item]
             self.transport.write(b"%x\r\n%b\r\n" % (len(filler), filler))

@@ -6,6 +6,7 @@ The format is that of `PeftModel.save_pretrained` (https://github.com/huggingfac
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from math import sqrt
@@ -192,6 +193,10 @@ def read_settings(folder: Path) -> Settings:
         raise CheckpointError(
             f"{file}: r, lora_alpha or a pattern is missing or no number: {error!r}"
         ) from error
+    if not math.isfinite(found.alpha):
+        raise CheckpointError(f"{file}: lora_alpha is not finite")
+    if not all(map(math.isfinite, found.alpha_pattern.values())):
+        raise CheckpointError(f"{file}: alpha_pattern is not finite")
     if min(found.rank, *found.rank_pattern.values(), found.rank) < 1:
         raise CheckpointError(f"{file}: r must be at least 1")
     return found

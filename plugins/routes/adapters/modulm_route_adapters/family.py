@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from modulm.errors import CheckpointError, ConfigError, RequestError
 from modulm.loading.hub import download, is_hub_id
 from modulm.plugins import manager
-from modulm_adapters.places import inside, read_modules
+from modulm_adapters.places import inside, name_fault, read_modules
 from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.engine.adapters import Adapter
 from modulm_server.json_body import bad_field, read, request_docs
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from modulm_server.route import RouteContext
 
 __all__ = ["Adapters"]
-
-_NAME = 256
 
 
 class LoadRequest(Struct, kw_only=True):
@@ -197,8 +195,8 @@ class Adapters(RouteFamily):
 
 def _check_name(name: Any) -> str:
     """Validate an adapter name. Raises ApiError(400)."""
-    if not isinstance(name, str) or not 0 < len(name) <= _NAME or not name.isprintable():
-        raise bad_field("lora_name", f"lora_name must be a name of at most {_NAME} characters")
-    if name != name.strip() or ".." in name.replace("\\", "/").split("/"):
-        raise bad_field("lora_name", "lora_name must have no spaces at its ends and no part '..'")
+    if not isinstance(name, str):
+        raise bad_field("lora_name", "lora_name must be a text")
+    if (fault := name_fault(name)) is not None:
+        raise bad_field("lora_name", f"lora_name {fault}")
     return name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -69,7 +68,7 @@ class Models:
         root, parent = self._context.models[0], None
         if adapter is not None:
             parent = adapter.parent or root
-            root = adapter.root or Path(adapter.path).name
+            root = adapter.root or adapter.path
         return {
             "id": name,
             "object": "model",

@@ -46,7 +46,7 @@ class Adapter:
     """An adapter that requests may name. path: the folder of its files.
 
     Shown to clients: parent, the model it belongs to, None for the served one; root, its origin,
-    None for the folder's name.
+    None for the folder.
     """
 
     name: str
