@@ -348,21 +348,26 @@ def open_transformers(
     """
     from transformers import AutoTokenizer
 
+    folder = Path(path)
+    has_files = not folder.is_dir() or any(any(folder.glob(name)) for name in _VOCABULARIES)
+    none = CheckpointError(
+        f"{path}: no tokenizer found (tokenizer.json is missing): use --tokenizer to name "
+        "another folder, or --skip-tokenizer-init to run without one"
+    )
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(path), revision=revision, trust_remote_code=trust_remote_code, use_fast=fast
         )
+        if has_files or tokenizer.vocab_size:  # of bytes, without a file
+            return tokenizer
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise _untrusted(path) from error
-        folder = Path(path)
-        if folder.is_dir() and not any(any(folder.glob(name)) for name in _VOCABULARIES):
-            raise CheckpointError(
-                f"{path}: no tokenizer found (tokenizer.json is missing): use --tokenizer to name "
-                "another folder, or --skip-tokenizer-init to run without one"
-            ) from error
+        if not has_files:
+            raise none from error
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path}: no tokenizer could be loaded: {reason}") from error
+    raise none
 
 
 def _text(token: Any) -> str:
