@@ -126,7 +126,6 @@ def test_what_is_there(client: ollama.Client) -> None:
         ("chat", {"model": "M", "messages": asked("x"), "format": "xml"}, 400, "format"),
         ("generate", {"model": "M", "prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("generate", {"model": "M", "prompt": "x", "options": {"mirostat": 2}}, 400, "mirostat"),
-        ("generate", {"model": "M", "prompt": "x", "options": {"num_ctx": 10**9}}, 400, "num_ctx"),
         ("generate", {"model": "M", "prompt": "x", "options": {"top_p": 7}}, 400, "top_p"),
         ("embed", {"model": "M", "input": "x"}, 400, "--runner pooling"),
     ],
@@ -143,3 +142,29 @@ def test_what_is_wrong_is_said_as_its_clients_read_it(
 def test_an_error_inside_a_stream_is_its_last_line(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="failed to finish"):
         list(client.generate("M", "fail late", stream=True))
+
+
+def test_a_library_of_models_is_refused_in_ollamas_shape(client: ollama.Client) -> None:
+    for call in (
+        lambda: client.create("other", from_="M"), lambda: client.copy("M", "other"),
+        lambda: client.delete("M"), lambda: client.push("M"),
+    ):  # fmt: skip
+        with pytest.raises(ollama.ResponseError, match="serves only the model that") as caught:
+            call()
+        assert caught.value.status_code == 501
+
+
+def test_a_larger_context_is_cut_with_a_note(
+    client: ollama.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "modulm_server"):
+        answer = client.generate("M", "hello", raw=True, options={"num_ctx": 10**9})
+    assert answer.done
+    assert "options.num_ctx 1000000000 is more than --max-model-len" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["hello", "think first", "call two tools"])
+def test_no_chunk_is_empty(client: ollama.Client, text: str) -> None:
+    for part in list(client.chat("M", asked(text), tools=[TOOL], stream=True))[:-1]:
+        message = part.message
+        assert message.content or message.thinking or message.tool_calls

@@ -62,6 +62,8 @@ class Pieces:
         """Yield texts, thoughts and calls in order."""
         for event in events:
             match event:
+                case Content("") | Reasoning(""):
+                    continue
                 case Content(text):
                     yield {"content": text}
                 case Reasoning(text):

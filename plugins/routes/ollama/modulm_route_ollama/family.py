@@ -60,6 +60,11 @@ if TYPE_CHECKING:
 __all__ = ["Ollama"]
 
 _LINES = "application/x-ndjson"
+#: Routes of Ollama's library of models.
+_OF_A_LIBRARY = (
+    ("POST", "/create"), ("POST", "/copy"), ("DELETE", "/delete"), ("POST", "/push"),
+    ("HEAD", "/blobs/{digest}"), ("POST", "/blobs/{digest}"),
+)  # fmt: skip
 #: Routes that stream by default.
 _STREAMED = ("/chat", "/generate", "/pull")
 
@@ -118,6 +123,14 @@ class Ollama(RouteFamily):
             router.add_api_route(
                 path, answer_of, methods=["GET"], responses=response_docs(shape, failure=Failure)
             )
+        for method, path in _OF_A_LIBRARY:
+            router.add_api_route(
+                path,
+                self._with_errors(self.refuse),
+                methods=[method],
+                responses=response_docs(Status, failure=Failure),
+                name=f"ollama {method} {path}",
+            )
         return router
 
     def _with_errors(
@@ -166,6 +179,15 @@ class Ollama(RouteFamily):
         if body.stream:
             return Response(line(done), 200, media_type=_LINES)
         return json_response(done)
+
+    async def refuse(self, request: Request) -> Response:
+        """Refuse to change a library of models, which this server does not have."""
+        raise ApiError(
+            501,
+            f"{request.url.path}: this server serves only the model that it was started with "
+            "(modulm serve MODEL)",
+            code="not_implemented",
+        )
 
     def _model(self, name: str) -> str:
         """Check a model's name, ignoring the tag ":latest". Raises ApiError(404)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,8 @@ __all__ = [
     "variables_of",
     "with_images",
 ]
+
+log = logging.getLogger("modulm_server")
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -152,9 +155,10 @@ def params_of(
         if getattr(options, name) not in (None, *neutral):
             raise bad_field("options", f"options.{name} is not supported; leave it out")
     if (options.num_ctx or 0) > context_length:
-        raise bad_field(
-            "options",
-            f"options.num_ctx: the context has {context_length} tokens (--max-model-len)",
+        log.info(
+            "options.num_ctx %d is more than --max-model-len: the context has %d tokens",
+            options.num_ctx,
+            context_length,
         )
     values: dict[str, Any] = {
         "temperature": options.temperature,
