@@ -54,7 +54,8 @@ class AttentionSpec:
 
     A layer with `picks` does not attend: it keeps one key per token and no value, and finds for
     each query the `picks` tokens whose sum over heads of `AttentionInputs.head_weights` times
-    max(0, scale q k) is the largest (the indexer of DeepSeek Sparse Attention, 2025).
+    max(0, scale q k) is the largest, of equal sums the earlier (the indexer of DeepSeek Sparse
+    Attention, 2025).
 
     With `partial` the cache holds some of each row's tokens, `StepLayout.seen` says how many of
     them a query sees, and `AttentionInputs.lse` is filled, so that parts can be merged. It goes

@@ -321,7 +321,7 @@ def _compare_picks(
     inputs: AttentionInputs,
     where: str,
 ) -> None:
-    """Check that the picked tokens have the highest scores; ties may be broken either way."""
+    """Check that the picked tokens have the highest scores, but for rounding."""
     for row, (first, end) in enumerate(itertools.pairwise(plan.query_starts.tolist())):
         scores = pick_scores(case.spec, q, mirror, plan, row, inputs)
         for query, picked in zip(scores, out[first:end, 0].long(), strict=True):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from modulm.errors import CheckpointError
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.models import check_equals_transformers
+from modulm.testing.models import check_equals_transformers, check_steps
 from modulm.testing.session import Session
 
 FLAGS = {"attention_backend": "sdpa", "device": "cpu", "dtype": "float32"}
@@ -113,3 +113,18 @@ def _biases(folder):
 def _add(folder, tensors):
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+def _first_of_equals(scores, k, dim=-1):
+    """Like `Tensor.topk`, which promises nothing about equal values."""
+    values, indices = scores.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_of_equal_index_scores_the_earlier_tokens_count(architecture, tmp_path, monkeypatch):
+    """Two rectified heads often score zero; chunks must not change what is picked then."""
+    folder = make_tiny(tmp_path, architecture, index_n_heads=2)
+    check_steps(folder, **FLAGS)
+    monkeypatch.setattr(torch.Tensor, "topk", _first_of_equals)
+    check_equals_transformers(folder, steps=12, **FLAGS)

@@ -249,9 +249,10 @@ class SdpaAttention(AttentionBackend):
         for head in range(q.shape[1]):
             scores += (queries[:, :, head] @ keys).relu_() * weights[:, :, head]
         scores.masked_fill_(~piece.visible, -torch.inf)
-        top = scores.topk(min(self.spec.picks, scores.shape[-1]), -1)
-        positions = top.indices + piece.firsts[:, None, None]
-        positions = positions.masked_fill(top.values.isneginf(), -1).sort(-1).values
+        best = _order(scores).topk(min(self.spec.picks, scores.shape[-1]), -1).indices
+        positions = best + piece.firsts[:, None, None]
+        unseen = scores.gather(-1, best).isneginf()
+        positions = positions.masked_fill(unseen, -1).sort(-1).values
         picked = positions.new_full((*positions.shape[:2], self.spec.picks), -1)
         picked[..., self.spec.picks - positions.shape[-1] :] = positions
         out[piece.tokens] = picked.view(-1, 1, self.spec.picks).to(out.dtype)
@@ -389,6 +390,18 @@ class SdpaAttention(AttentionBackend):
         indices = tokens.ravel().astype(np.int64)
         seen = visible.copy()
         return len(rows), indices, keys[:, 0].copy(), slots, distance.astype(np.int32), seen
+
+
+def _order(scores: Tensor) -> Tensor:
+    """Return int64 keys in the order of fp32 scores; of equal scores (rectified heads often give
+    zero) the earlier token has the larger key, so that picks do not depend on chunks.
+
+    As fp64 the low 29 bits of a score are zero, which leaves room for the index of the token.
+    """
+    keys = scores.double().view(torch.int64)
+    keys = torch.where(keys < 0, keys ^ torch.iinfo(torch.int64).max, keys)
+    low = (1 << 29) - 1
+    return (keys & ~low) | (low - torch.arange(keys.shape[-1], device=keys.device))
 
 
 def _mask_in(
