@@ -1,4 +1,4 @@
-"""A checkpoint as it was read, and short names for models (group `modulm.checkpoints`)."""
+"""Checkpoints as read from disk, and short names for models (group `modulm.checkpoints`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ API = 2
 
 @frozen
 class Checkpoint:
-    """A model's files, and its JSON tables as read, `--hf-overrides` applied.
+    """A model's files and its JSON configuration, with `--hf-overrides` applied.
 
-    `path` is a folder, or a file that a loader opens; `config_file` is where `config` is from;
-    `architecture` is the first name that it gives; which driver runs it is decided when the
-    model is loaded.
+    `path` is a folder, or a file that a loader opens. `config_file` is where `config` was read
+    from. `architecture` is the first architecture that it lists; which driver runs the model is
+    decided on loading.
     """
 
     path: Path
@@ -36,15 +36,15 @@ class Checkpoint:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """All names that config.json gives, best first."""
+        """All architectures that config.json lists, best first."""
         return tuple(self.config["architectures"])
 
 
 class NamedCheckpoint(ABC):
-    """A model that is served by a short name.
+    """A model that can be served by a short name.
 
-    What its files cannot say, such as the parsers that read its output, its package answers by
-    hooks (`modulm_choose_parser`).
+    Its package provides what the files do not say, such as parsers, through hooks
+    (`modulm_choose_parser`).
     """
 
     name: ClassVar[str]
@@ -53,9 +53,9 @@ class NamedCheckpoint(ABC):
     @classmethod
     @abstractmethod
     def source(cls) -> Path | str:
-        """The folder of the checkpoint, or the hub id to download."""
+        """Return the folder of the checkpoint, or the hub id to download."""
 
     @classmethod
     def texts(cls) -> Iterable[str]:
-        """Text like what the model was made for: to calibrate and to measure with."""
+        """Return sample texts of the model's domain, for calibration and measurements."""
         return ()

@@ -1,9 +1,8 @@
-"""KV connector: moves cache blocks to and from another place (group `modulm.kv_connectors`).
+"""KV connector: moves cache blocks to and from storage (group `modulm.kv_connectors`).
 
-A connector has two halves. The index lives beside the scheduler and knows what is where; the mover
-lives in each worker and moves. They talk through plain values that ride in plans and results, so
-that the halves may be in different processes. Both work beside the steps: nothing waits for them
-but the requests that asked.
+A connector has two halves. The index, beside the scheduler, knows which blocks are stored; the
+mover, in each worker, copies them. They exchange plain values in plans and results, so they may run
+in different processes. Transfers run in the background; only the requests that need them wait.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ API = 3
 
 @frozen
 class BlockTransfer:
-    """Blocks of one request to move. `id` comes back in a result when they are there.
+    """Blocks of one request to move. The result returns `id` when the transfer has ended.
 
-    request: for messages. names: chained hashes of the blocks' tokens. blocks: for each cache
-    group, the pool's block ids, in the order of `names`.
+    request: request id, for messages. names: chained hashes of the blocks' tokens. blocks: for
+    each cache group, block ids in the order of `names`.
     """
 
     id: int
@@ -47,8 +46,9 @@ class BlockTransfer:
 
 @frozen
 class TransferPlan:
-    """What to begin in a step: loads fill blocks, saves store them. The blocks of both stay as
-    they are until the transfer has ended.
+    """Transfers to start in a step: loads fill blocks, saves store them.
+
+    The blocks are not reused until their transfer has ended.
     """
 
     loads: tuple[BlockTransfer, ...] = ()
@@ -57,9 +57,11 @@ class TransferPlan:
 
 @frozen
 class TransferResult:
-    """Transfers that ended on a rank since its last result: by id, those that worked, and those
-    that did not, with a sentence. What a load should have filled that failed on any rank is
-    computed instead. removed: names of blocks that this rank stores no longer.
+    """Transfers that ended on a rank since its last result.
+
+    done: ids of successful transfers. failed: ids of failed ones, with a message; tokens whose
+    load failed on any rank are computed instead. removed: names of blocks that this rank no longer
+    stores.
     """
 
     done: tuple[int, ...] = ()
@@ -68,44 +70,46 @@ class TransferResult:
 
 
 class KVIndex(ABC):
-    """The scheduler's half. Called on the engine's thread: answers at once, never blocks.
+    """The scheduler's half. Called on the engine's thread; must not block.
 
-    durable: blocks outlive the engine. Requests with an adapter, which is known by a name that may
-    mean other weights later, are left out.
+    durable: whether stored blocks outlive the engine. If so, requests with adapters are not
+    stored, since an adapter's name may refer to other weights later.
     """
 
     durable: ClassVar[bool] = False
 
     @abstractmethod
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:
-        """How many of the leading blocks, by name, are stored elsewhere; None: ask again later.
+        """Return how many leading blocks are stored, or None to be asked again later.
 
-        cached: leading blocks that are on the device already.
+        cached: leading blocks that are already on the device.
         """
 
     def store(self, names: Sequence[bytes]) -> None:
-        """A save has worked on all ranks: these blocks are stored."""
+        """Record blocks whose save has succeeded on all ranks."""
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """A rank stores these blocks no longer."""
+        """Remove blocks that a rank no longer stores."""
 
     def blocks_to_save(self, request: str, names: Sequence[bytes]) -> int:
-        """How many of a row's full blocks, from the first one, should be saved. Default: all."""
+        """Return how many of a row's leading full blocks to save. Default: all."""
         return len(names)
 
     def finish(self, request: str) -> None:
-        """The request has ended."""
+        """Called when the request has ended."""
 
 
 class KVMover(ABC):
-    """The worker's half. `begin` starts transfers and returns; `ended` says what has ended."""
+    """The worker's half. `begin` starts transfers and returns; `ended` returns completed ones."""
 
     @abstractmethod
     def open(
         self, caches: Mapping[int, Sequence[torch.Tensor]], *, rank: int = 0, ranks: int = 1
     ) -> None:
-        """The caches of this rank, by cache group: a tensor per layer, whose first dimension is the
-        block. rank: of `ranks` that share the model, each of which moves its own part.
+        """Receive this rank's caches.
+
+        caches: by cache group, one tensor per layer whose first dimension is the block. rank: of
+        the `ranks` that share the model; each moves its own shard.
         """
 
     @abstractmethod
@@ -114,19 +118,19 @@ class KVMover(ABC):
 
     @abstractmethod
     def ended(self) -> TransferResult:
-        """Transfers that ended since the last call."""
+        """Return the transfers that ended since the last call."""
 
     def wait(self, seconds: float) -> None:
-        """No row runs: return once a transfer has ended, or after that long at the latest."""
+        """Block until a transfer has ended, at most `seconds`. Called when no row is running."""
 
     def close(self) -> None:
-        """Nothing follows; transfers under way may be dropped."""
+        """Release resources; running transfers may be dropped."""
 
 
 class KVConnector(ABC):
-    """Makes both halves, each where it lives. `Config`: its options (attrs, frozen).
+    """Builds both halves, each in its process. `Config`: its options (attrs, frozen).
 
-    A driver is in use where the configuration has a table for it:
+    A connector is enabled by a table in the configuration:
     `--plugin-config '{"kv_connectors": {"NAME": {...}}}'`.
     """
 
@@ -138,14 +142,16 @@ class KVConnector(ABC):
         self.config = config
 
     def bind(self, model: str, ranks: int) -> None:
-        """Called once, first. model: a digest of the model and of all that its keys and values
-        depend on besides tokens, equal in all processes and after a restart; ranks: that share it.
+        """Called once, before anything else.
+
+        model: a digest of everything besides tokens that keys and values depend on; it is the same
+        in all processes and after a restart. ranks: how many ranks share the model.
         """
 
     @abstractmethod
     def index(self) -> KVIndex:
-        """The scheduler's half."""
+        """Build the scheduler's half."""
 
     @abstractmethod
     def mover(self) -> KVMover:
-        """The worker's half."""
+        """Build the worker's half."""

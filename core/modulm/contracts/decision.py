@@ -1,4 +1,4 @@
-"""Why a driver was chosen: a value kept with every choice, printed by `modulm explain`."""
+"""Why a driver was chosen, recorded with every choice and printed by `modulm explain`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ API = 1
 
 @frozen
 class Verdict:
-    """One candidate: `reason` says why it was rejected, or is None if it would have done."""
+    """One candidate. `reason`: why it was rejected, or None if it was suitable."""
 
     name: str
     reason: str | None = None
@@ -22,7 +22,7 @@ class Verdict:
 
 @frozen
 class Decision:
-    """One choice: what was chosen, among which candidates, and why the winner won."""
+    """One choice: its subject, the candidates, the winner, and the reason."""
 
     subject: str
     candidates: tuple[Verdict, ...]

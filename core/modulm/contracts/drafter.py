@@ -1,8 +1,8 @@
 """Drafter: proposes tokens that the model then verifies (group `modulm.speculators`).
 
-It runs beside the model, in the worker, after each step. What it proposes goes with the result to
-the scheduler and comes back as drafted tokens of the next plan. Verification keeps the model's
-distribution exactly, whatever is proposed.
+It runs in the worker after each step. Its drafts return to the scheduler with the step's result
+and are verified in the next step. Verification preserves the model's distribution exactly, whatever
+is proposed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ API = 1
 
 @frozen
 class Needs:
-    """What a drafter wants to see. histories: the rows' tokens. hidden: the model's hidden states
-    after its final norm; layers: those that these layers give, by index. every: also the steps in
-    which nothing can be proposed, since no row gave a token, or none may have drafts.
+    """The inputs that a drafter needs.
+
+    histories: the rows' tokens. hidden: hidden states after the model's final norm. layers:
+    indices of layers whose hidden states are needed. every: call it also for steps in which
+    nothing can be proposed, because no row got a token or none may have drafts.
     """
 
     histories: bool = True
@@ -44,10 +46,10 @@ class Needs:
 
 @frozen(eq=False)
 class Runs:
-    """Some tokens of some rows, laid end to end: what a step ran, or what a drafter's model is to.
+    """Consecutive tokens of several rows, concatenated, as run by a step or by a drafter's model.
 
-    rows: [n] int, the rows; starts: [n] int, the position of each row's first token; counts: [n]
-    int32, how many tokens it has; tokens: [sum(counts)] int64.
+    rows: [n] int. starts: [n] int, position of each row's first token. counts: [n] int32, tokens
+    per row. tokens: [sum(counts)] int64.
     """
 
     rows: np.ndarray
@@ -57,7 +59,7 @@ class Runs:
 
     @property
     def lasts(self) -> np.ndarray:
-        """[n] the place of each row's last token."""
+        """Index of each row's last token: [n]."""
         ends: np.ndarray = np.cumsum(self.counts)
         return ends - 1
 
@@ -73,21 +75,19 @@ def _no_batch(runs: Runs) -> Batch:
 class DraftStep:
     """A step that has run, as a drafter sees it.
 
-    rows: the rows to propose for, each with at least one new token. histories: per row all of its
-    tokens, int64; empty if not needed. most: per row, how many tokens may be proposed. batch: what
-    the model ran on, with the tensors of the drafter's own caches in `batch.caches` after the
-    model's, if it brings no backends for them. kept: [rows] int64, the place in the batch of each
-    row's last position that counts (what follows it was rejected). hidden: [tokens, hidden] of the
-    whole batch, or None; layers: the same of the layers asked for.
+    rows: the rows to propose for, each with at least one new token. histories: all tokens of each
+    row, int64; empty if not needed. most: maximum drafts per row. batch: the batch that the model
+    ran on; if the drafter's caches use the model's backends, their tensors follow the model's in
+    `batch.caches`. kept: [rows] int64, index in the batch of each row's last accepted position.
+    hidden: [tokens, hidden] of the whole batch, or None. layers: the same for `Needs.layers`.
 
-    For drafters with a model of their own. ran: what the step ran, of all its rows, also of those
-    that give no token yet or may have no drafts; lasts, following: [rows of ran] int64, the place
-    of the last token of each that counts, and the token that comes after it (-1: unknown). own:
-    makes a batch whose caches are the drafter's alone, in the blocks of the rows of the step,
-    valid until it makes the next; `sample` are the rows' last places, or all if no row has more
-    than the drafter's `most` and one. There are blocks for `most` tokens after those that ran.
-    tables: the block table of each of the drafter's caches, [rows of ran, blocks] int32, and
-    sizes: the tokens of a block.
+    The other fields are for drafters that run a model of their own. ran: the tokens that the step
+    ran, including rows without new tokens or drafts. lasts: [rows of ran] int64, index of each
+    row's last accepted token. following: [rows of ran] int64, the token after it (-1: unknown).
+    own: builds a batch with only the drafter's caches, valid until the next call; its `sample` is
+    each row's last index, or all indices if no row has more than `most + 1` tokens. Blocks exist
+    for `most` tokens after those that ran. tables: block table of each of the drafter's caches,
+    [rows of ran, blocks] int32. sizes: their block sizes in tokens.
     """
 
     rows: Sequence[int]
@@ -108,9 +108,9 @@ class DraftStep:
 class Drafter(ABC):
     """Proposes the next tokens of rows. `Config`: its options (attrs, frozen).
 
-    A driver is in use where the configuration has a table for it:
-    `--plugin-config '{"speculators": {"NAME": {...}}}'`. `most`: tokens that it may propose for a
-    row in a step, set when it is made; blocks and steps are sized for them.
+    A drafter is enabled by a table in the configuration:
+    `--plugin-config '{"speculators": {"NAME": {...}}}'`. `most`: maximum drafts per row and step,
+    set on construction; blocks and steps are sized for it.
     """
 
     name: ClassVar[str]
@@ -124,25 +124,27 @@ class Drafter(ABC):
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """What it keeps for the tokens of a row, in the blocks that the model's layers use too."""
+        """The drafter's own KV caches, stored in the same blocks as those of the model's layers."""
         return ()
 
     @property
     def backends(self) -> Mapping[AttentionSpec, AttentionBackend]:
-        """The attention backends of its caches, by their specs, where its layers bring their own.
+        """Attention backends of the drafter's own caches, by spec.
 
-        A cache without one has to be like those of some layer of the model, and uses its backend.
+        A cache without one must have the spec of some layer of the model, and uses its backend.
         """
         return {}
 
     @abstractmethod
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
-        """One [n] int64 array per row of the step, n from 0 to its `most`."""
+        """Return the drafts: one [n] int64 array per row of the step, 0 <= n <= its `most`."""
 
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
-        """A row starts, or starts again after it was preempted. prompt: tokens of its prompt; salt:
-        rows of different salt are told nothing of one another.
+        """Start a row, or restart it after preemption.
+
+        prompt: length of its prompt in tokens. salt: rows with different salts must not influence
+        each other.
         """
 
     def release(self, row: int) -> None:
-        """A row is gone."""
+        """Forget a row."""

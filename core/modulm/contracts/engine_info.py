@@ -1,4 +1,4 @@
-"""What a front end knows of its engine. Nothing here needs torch: a front end may have none."""
+"""What a front end knows about its engine. Needs no torch, since a front end may not have it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ API = 1
 
 @frozen(kw_only=True)
 class EngineInfo:
-    """What front ends need to know of an engine.
+    """What front ends need to know about an engine.
 
-    config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
-    the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
-    field of SamplingParams; tasks: what the model is for; notes: for people; description: the
-    executor's; texts: how they become prompts of a pooling model; cache_tokens: how many tokens'
-    keys and values fit, 0 where nothing is kept of all of a sequence; parts: what step parts say of
-    their capacity, as `Capacity.parts` has it.
+    config: resolved. models: served names. path: the checkpoint's folder. vocabulary: width of
+    the logits. eos: token ids that end a generation. defaults: the checkpoint's sampling defaults,
+    by field of SamplingParams. tasks: what requests may ask for. notes: for people. description:
+    from the executor. texts: how a pooling model's prompts are built. cache_tokens: capacity of the
+    KV cache in tokens; 0 if no layer caches whole sequences. parts: `Capacity.parts`.
     """
 
     config: EngineConfig
@@ -49,9 +48,9 @@ class EngineInfo:
     parts: Mapping[str, Mapping[str, Any]] = field(factory=dict)
 
     def limit(self, part: str, name: str) -> int:
-        """A number of a step part's capacity; 0 where the part is off."""
+        """Return a number of a step part's capacity, or 0 if the part is off."""
         return int(self.parts.get(part, {}).get(name, 0))
 
     def default_params(self) -> SamplingParams:
-        """What a caller gets who gives no parameters."""
+        """Return the sampling parameters of a request that sets none."""
         return SamplingParams(**self.defaults)

@@ -1,7 +1,7 @@
-"""Executor: where the steps run (group `modulm.executors`), and the values that cross to it.
+"""Executor: where steps run (group `modulm.executors`), and the values it exchanges.
 
-A plan holds all that a step needs, so that an executor may run it in this process, in another
-one or on another machine. Plans and results are numpy and plain values: they serialise.
+A plan contains everything that a step needs, so an executor may run it in this process, in another
+one or on another machine. Plans and results are numpy arrays and plain values; they serialize.
 """
 
 from __future__ import annotations
@@ -43,23 +43,21 @@ __all__ = [
 
 API = 3
 
-#: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
+#: Placeholder in `Plan.tokens` for the row's token of the previous step (async scheduling).
 PENDING = -1
 
 
 @frozen(eq=False)
 class RowStart:
-    """What a row brings when it first runs; the runner keeps it until release.
+    """A new row, sent with its first step. The runner keeps it until the row is released.
 
-    prompt: [tokens] int64; output: tokens that the row had produced before it was preempted.
-    seed: of the row's random stream, always set for rows that are not greedy: the front end draws
-    one where the request gives none, and gives each of n choices its own. A constraint on the text
-    (`params.structured_outputs`) is compiled by the worker (`Executor.prepare`), which makes the
-    matcher and replays `output`. stop_ids: tokens that min_tokens holds back (end of sequence
-    unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`. salt: rows
-    of different salt are told nothing of one another (`Request.salt`). text: [n] int64, the
-    prompt's tokens that are text; None if all are. parts: what the row brings to step parts, by
-    their names.
+    prompt: [tokens] int64. output: tokens generated before the row was preempted. seed: of the
+    row's random stream, always set unless it is greedy; the front end draws one per choice if the
+    request has none. `params.structured_outputs` is compiled by the worker (`Executor.prepare`),
+    which makes the matcher and replays `output`. stop_ids: tokens suppressed until min_tokens (end
+    of sequence unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`.
+    salt: rows with different salts must not influence each other (`Request.salt`). text: [n]
+    int64, the prompt's text tokens; None: all of them. parts: values for step parts, by name.
     """
 
     row: int
@@ -77,24 +75,23 @@ class RowStart:
 
 @frozen(eq=False)
 class Plan:
-    """What one engine step will run. Immutable.
+    """The immutable description of one engine step.
 
     rows: [rows] int32, stable row indices. starts: [rows] int32, tokens computed before the step.
     counts: [rows] int32, tokens to compute now. tokens: [sum(counts)] int64, with PENDING for
-    those that are not known yet. tables: per cache group [rows, blocks] int32. samples: [rows]
-    bool, the row yields a token at its last position.
-    Releases take effect before admissions, so that a plan may give a freed row to another request.
+    those not known yet. tables: per cache group [rows, blocks] int32. samples: [rows] bool, whether
+    the row samples a token at its last position. Releases take effect before admissions, so a plan
+    may give a freed row to another request.
 
-    drafted: [rows] int32, how many of a row's tokens, its last ones, were drafted and are verified
-    in this step, or None where no row has any. Such a row computes its last known token and d
-    drafts, and gives 1 to d + 1 tokens: the drafts up to the first that the model would not have
-    chosen, and the model's own choice after them. Its next step starts after what it gave; what
-    the caches hold of rejected drafts is overwritten then. state_slots: per cache group [rows,
-    most drafts] int32, the slots of a group of states where the states go that a drafted row's
-    tokens leave, one each, but for the last one's, which goes where the table says (0: none); None
-    for other groups, and () where no row has drafts. The states have the bits of single steps.
+    drafted: [rows] int32, how many of a row's last tokens are drafts to verify; None if no row has
+    any. A row with d drafts computes its last known token and the drafts, and yields 1 to d + 1
+    tokens: the drafts up to the first mismatch, plus the model's own token. Its next step starts
+    after them and overwrites the cache entries of rejected drafts. state_slots: for each group of
+    recurrent states, [rows, most drafts] int32, the slots for the states after a drafted row's
+    tokens, except the last, whose slot is in the table (0: none); None for other groups; () if no
+    row has drafts. The states are bit-identical to those of single steps.
 
-    parts: what the planners of step parts tell their runners, by the names of the parts.
+    parts: values from the planners of step parts to their runners, by part.
     """
 
     step: int
@@ -112,15 +109,13 @@ class Plan:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run. A plan without rows may have something to say to the
-        runners of step parts, or be made to hear from them.
-        """
+        """Whether there is nothing to run: no rows, and no values for step parts."""
         return not len(self.rows) and not self.parts
 
 
 @frozen(eq=False)
 class RowLogprobs:
-    """Log probabilities of one position: token ids and values, best first after the chosen one."""
+    """Log probabilities of one position: the chosen token first, then the best ones in order."""
 
     ids: np.ndarray
     values: np.ndarray
@@ -129,8 +124,9 @@ class RowLogprobs:
 
 @frozen
 class RowFailure:
-    """Why a row ended. field: the request's field to blame, "" for several together; None: it is
-    not the request's fault.
+    """Why a row failed.
+
+    field: the request's field that caused it; "" for several; None if the request is not at fault.
     """
 
     message: str
@@ -142,7 +138,7 @@ class RowFailure:
 
 @frozen(eq=False)
 class PartReport:
-    """What the runner of a step part, on one rank, tells its planner."""
+    """A value from a step part's runner on one rank to its planner."""
 
     part: str
     value: Any
@@ -151,17 +147,16 @@ class PartReport:
 
 @frozen(eq=False)
 class StepResult:
-    """What a step gave.
+    """The result of a step.
 
-    tokens: [sum(accepted)] int64, what the sampling rows gave, in the plan's order. accepted:
-    [sampling rows] int32, how many tokens each of them gave, 0 if it failed, is pooled or is
-    unfinished; None: one each. logprobs: row -> one entry for each of its tokens. prompt_logprobs:
-    row -> one entry for each of the prompt's tokens `start + 1 ... start + count` (the first token
-    has none). errors: row -> why it failed; the other rows are unhurt; a row that failed reports it
-    again in every later plan until it is released. unfinished: rows that gave no token in this
-    step and go on from where they stood before it. parts: what step parts report, of this step and
-    of all ranks. seconds: time the step took in the executor. routed: [experts] int64, how many
-    times tokens chose each expert, where that is counted.
+    tokens: [sum(accepted)] int64, new tokens of the sampling rows, in the plan's order. accepted:
+    [sampling rows] int32, number of new tokens per row, 0 if it failed, is pooled or is
+    unfinished; None: one each. logprobs: row -> one entry per new token. prompt_logprobs: row ->
+    one entry per prompt token `start + 1 ... start + count` (the first token has none). errors:
+    row -> why it failed; other rows are not affected; a failed row is reported in every result
+    until it is released. unfinished: rows that got no token and continue from their state before
+    the step. parts: reports of step parts, from all ranks. seconds: duration in the executor.
+    routed: [experts] int64, tokens routed to each expert, if that is counted.
     """
 
     step: int
@@ -178,8 +173,10 @@ class StepResult:
 
 @frozen
 class GroupCapacity:
-    """A cache group's pool: kind ("attention", "state" or "cross"), tokens per block, the window in
-    tokens (None: all), and blocks, the null block included.
+    """The block pool of a cache group.
+
+    kind: "attention", "state" or "cross". block_size: tokens. window: tokens that a query can see;
+    None: all. blocks: including the null block.
     """
 
     kind: str
@@ -190,11 +187,11 @@ class GroupCapacity:
 
 @frozen
 class Capacity:
-    """What an executor can hold once the model is loaded.
+    """Capacity of an executor once the model is loaded.
 
-    groups: one entry per cache group. vocabulary: the width of the logits, which may differ from
-    the tokenizer's length. parts: what the runners of step parts say of theirs, by name; a part
-    that is not in it has nothing to plan. ranks: how many share the model.
+    groups: one entry per cache group. vocabulary: width of the logits, which may differ from the
+    tokenizer's length. parts: `PartRunner.capacity` by part; parts without an entry have no
+    planner. ranks: how many share the model.
     """
 
     groups: tuple[GroupCapacity, ...]
@@ -207,11 +204,11 @@ class Capacity:
 
 @frozen(kw_only=True)
 class ModelDescription:
-    """What an executor says of the model that it has loaded. Plain values.
+    """Facts about a loaded model, as plain values.
 
-    tasks: what requests may ask for; width: of embeddings; pooling: how, by the names of
-    `--pooler-config`; weight_bytes: what the weights take; decisions: why it runs the way it does;
-    media_family: `Model.media_family`.
+    tasks: what requests may ask for. width: length of embeddings. pooling: its settings, by the
+    names of `--pooler-config`. weight_bytes: memory of the weights. decisions: choices of drivers
+    and their reasons. media_family: `Model.media_family`.
     """
 
     dtype: str = ""
@@ -226,7 +223,7 @@ class ModelDescription:
 
 
 class WorkerHandle(Protocol):
-    """The worker as worker functions see it. rank: of `config.parallel.ranks`; model: its part."""
+    """The worker as worker functions see it. rank: of `config.parallel.ranks`. model: its shard."""
 
     config: EngineConfig
     rank: int
@@ -236,15 +233,15 @@ class WorkerHandle(Protocol):
 
 
 class Executor(ABC):
-    """Carries plans to a worker, or to several, and their results back.
+    """Carries plans to one or more workers and returns their results.
 
-    Only `prepare`, `forget` and what is about adapters may be called while steps run, from any
-    thread. What an executor cannot do raises UnsupportedError.
+    Only `prepare`, `forget` and the adapter methods may be called while steps run, from any
+    thread. Operations that an executor lacks raise UnsupportedError.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Whether only an engine without a server can be run: others run the same beside this one.
+    #: Only for offline engines: every process runs the whole program, so there is no server.
     offline_only: ClassVar[bool] = False
 
     @abstractmethod
@@ -253,10 +250,10 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, plan: Plan) -> StepResult:
-        """Run one step. Raising means the whole step failed."""
+        """Run one step. An exception fails the whole step."""
 
     def submit(self, plan: Plan) -> Future[StepResult]:
-        """Start one step; plans are run in the order submitted. The default runs it at once."""
+        """Start one step; steps run in the order of submission. By default it runs at once."""
         future: Future[StepResult] = Future()
         try:
             future.set_result(self.run(plan))
@@ -265,54 +262,51 @@ class Executor(ABC):
         return future
 
     def watch(self, died: Callable[[EngineDead], None]) -> None:
-        """Have `died` called, on any thread, when the executor stops working, between steps too."""
+        """Register a callback for when the executor dies, also between steps; runs on any thread."""
 
     def describe(self) -> ModelDescription:
-        """The model that was loaded."""
+        """Describe the loaded model."""
         return ModelDescription()
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        """Get ready for the rows of a request whose text is constrained: compile its grammar.
+        """Compile a request's constraint in the background, before the request is scheduled.
 
-        Done before the request is scheduled, beside the steps. A constraint that is wrong, or too
-        complex, is a RequestError. Raises QueueFull when too many are being compiled.
+        The future fails with RequestError if the constraint is invalid or too complex. Raises
+        QueueFull if too many are being compiled.
         """
         raise self._lacks("structured outputs")
 
     def forget(self, request: str) -> None:
-        """A request that was prepared has ended, or will not come."""
+        """Drop a prepared request that has ended or was cancelled."""
 
     def check(self) -> None:
-        """Called after a failed step: raise if the executor does not work any more."""
+        """Raise if the executor cannot continue. Called after a failed step."""
         raise self._lacks("check")
 
     def sleep(self, level: int) -> None:
-        """Give back the caches (level 1), and the weights as well (level 2)."""
+        """Free the caches (level 1), or the caches and the weights (level 2)."""
         raise self._lacks("sleep")
 
     def wake_up(self) -> None:
-        """Have again what `sleep` gave back; the caches are empty, and as large as before."""
+        """Restore what `sleep` freed; the caches are empty and have their former size."""
         raise self._lacks("wake up")
 
     def add_adapter(self, name: str, path: Path) -> None:
-        """Read an adapter's files, for requests that name it, or again: rows that use it go on with
-        what the files now say.
+        """Read an adapter's files. Running rows of an adapter that is read again use the new ones.
 
         Raises CheckpointError naming the file and what does not fit.
         """
         raise self._lacks("add adapters")
 
     def prepare_adapter(self, name: str) -> None:
-        """See that an adapter which was added lies in host memory: the step that first uses it then
-        reads no file. Raises as `add_adapter` does, or EngineError if there is no such adapter.
+        """Load an added adapter into host memory, so that its first step reads no files.
+
+        Raises like `add_adapter`, and EngineError for an unknown adapter.
         """
         raise self._lacks("prepare adapters")
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; rows that use it finish with it.
-
-        Raises EngineError if there is none of this name.
-        """
+        """Remove an adapter; running rows finish with it. Raises EngineError if it is unknown."""
         raise self._lacks("remove adapters")
 
     def call(
@@ -322,23 +316,22 @@ class Executor(ABC):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a function in each worker, after the steps that were submitted, and return the
-        answers by rank.
+        """Call a function in each worker, after all submitted steps; return the results by rank.
 
         function: the name of a worker function (group `modulm.worker_functions`), of a method that
         `--worker-cls` or `--worker-extension-cls` adds to the worker, "module:name", or a function
-        itself, which other processes import by its name. Functions take a `WorkerHandle` first.
-        Between processes arguments and answers are plain values: numbers, strings, bytes, lists,
+        that other processes can import by name. It gets a `WorkerHandle` as its first argument.
+        Between processes, arguments and results are plain values: numbers, strings, bytes, lists,
         dicts, numpy arrays.
 
-        timeout: seconds to wait. What was called goes on afterwards, and later steps wait for it.
-        Raises EngineTimeout; EngineError that names the rank on which it raised; NotFound for an
-        unknown name; RequestError for arguments that cannot be sent.
+        timeout: seconds to wait; the call continues after that, and later steps wait for it.
+        Raises EngineTimeout; EngineError naming the rank that raised; NotFound for an unknown
+        name; RequestError for arguments that cannot be sent.
         """
         raise self._lacks("calls into workers")
 
     def profile(self, folder: str | None) -> None:
-        """Record what the steps spend their time on; write it into `folder` when told None."""
+        """Start profiling steps into `folder`; None stops and writes the trace."""
         raise self._lacks("profile")
 
     @abstractmethod

@@ -1,12 +1,12 @@
 """Step part: how a feature takes part in engine steps (group `modulm.step_parts`).
 
-A part has two halves: a planner beside the scheduler and a runner in each worker. What they tell
-each other are plain values, by the part's name: `RowStart.parts` when a row starts, `Plan.parts`
-with each step, `StepResult.parts` on the way back. The halves may be in different processes; the
-part says how its values are packed for that.
+A part has two halves: a planner beside the scheduler and a runner in each worker. They exchange
+plain values under the part's name: `RowStart.parts` when a row starts, `Plan.parts` with each
+step, `StepResult.parts` on the way back. The halves may run in different processes, so the part
+defines how its values are packed.
 
-All methods of both halves have a default that does nothing. The engine looks once, when it is
-built, which of them a half overrides, and calls only those: what is off costs nothing per step.
+All methods of both halves default to doing nothing. When the engine is built it checks which
+methods each half overrides and calls only those, so that unused methods cost nothing per step.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ T = TypeVar("T")
 class Rows(Protocol):
     """The running sequences, as arrays over stable row indices.
 
-    tokens: [rows, width] int32. computed: tokens that are computed once all planned steps have
-    run. known: tokens known or planned to be sampled. limit: known tokens at which the row ends.
-    waiting: rows that are not planned. epoch: counts a row's tenants. names: request ids.
+    tokens: [rows, width] int32. computed: number of tokens that will be computed once all planned
+    steps have run. known: number of tokens known or planned to be sampled. limit: `known` at which
+    the row ends. waiting: paused rows. epoch: how many requests have used the row. names: request
+    ids.
     """
 
     rows: int
@@ -91,28 +92,29 @@ class Rows(Protocol):
     names: np.ndarray
 
     def pause(self, row: int) -> None:
-        """Do not plan the row until it is resumed."""
+        """Leave the row out of steps until `resume`."""
 
     def resume(self, row: int) -> None:
-        """Plan the row again."""
+        """Include the row in steps again."""
 
 
 class BlockGroup(Protocol):
-    """The blocks of one cache group. tables: [rows, blocks] int32, 0 where a row holds none."""
+    """The blocks of one cache group. tables: [rows, blocks] int32, 0 for no block."""
 
     tables: np.ndarray
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks as they are, whatever becomes of the rows that hold them."""
+        """Pin blocks: they are not reused, even after their rows have been released."""
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up blocks that were held."""
+        """Unpin blocks pinned with `hold`."""
 
 
 class BlockCache(Protocol):
-    """The block pools. sizes: tokens per block, of the groups whose blocks have names; uniform:
-    whether all groups keep blocks of tokens, of one size; unit: tokens at whose multiples a
-    prompt is best cut.
+    """The block pools.
+
+    sizes: tokens per block, for the groups whose blocks have names. uniform: whether all groups
+    store tokens in blocks of one size. unit: prompts are best split at multiples of this.
     """
 
     sizes: tuple[int, ...]
@@ -121,37 +123,40 @@ class BlockCache(Protocol):
     groups: tuple[Any, ...]
 
     def grow(self, rows: np.ndarray, ends: np.ndarray) -> bool:
-        """Blocks for rows that become `ends` tokens long; False, and no change, if too few."""
+        """Allocate blocks for rows up to `ends` tokens; False, without change, if too few are free."""
 
     def reserve(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Blocks for tokens up to `ends`, as far as there are enough."""
+        """Allocate blocks for tokens up to `ends`, as many as are free."""
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """[rows] tokens that each has blocks for."""
+        """The tokens that each row has blocks for: [rows]."""
 
     def lend(
         self, rows: np.ndarray, drafted: np.ndarray, starts: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray | None, ...]]:
-        """Slots for the states that drafted tokens leave: how many drafts have one in every
-        group, and the slots as in `Plan.state_slots`.
+        """Lend slots for the recurrent states after each drafted token.
+
+        Returns how many drafts of each row got a slot in every group, and `Plan.state_slots`.
         """
 
 
 class PrefixNames(Protocol):
-    """The names of full blocks: chained hashes of all that they depend on."""
+    """Names of full blocks: chained hashes of everything that their contents depend on."""
 
     enabled: bool
 
     def names(self, row: int) -> list[bytes]:
-        """The names of a running row's full blocks, of the smallest block size."""
+        """Return the names of a running row's full blocks, for the smallest block size."""
 
     def advance(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """The rows' first `ends` tokens are computed: name the blocks that became full."""
+        """Name the blocks that are full now that the rows' first `ends` tokens are computed."""
 
 
 class StepLimits(Protocol):
-    """rows: sequences that run at once; tokens: per step; chunked: whether prompts may be split
-    over steps; long: most tokens of a chunk, 0 without such a bound.
+    """Limits of a step.
+
+    rows: sequences that run at once. tokens: token budget. chunked: whether prompts may be split
+    over steps. long: maximum tokens of a chunk; 0: no limit.
     """
 
     @property
@@ -165,8 +170,10 @@ class StepLimits(Protocol):
 
 
 class WaitingRequest(Protocol):
-    """A request before it has a row. tokens: to compute when it is admitted; overtaken: later
-    requests that were admitted before it; chains: the names of its full blocks by block size.
+    """A request before it has a row.
+
+    tokens: number of tokens to compute on admission. overtaken: later requests that were admitted
+    first. chains: names of its full blocks, by block size.
     """
 
     request: Request
@@ -178,9 +185,10 @@ class WaitingRequest(Protocol):
 
 
 class StepDraft(Protocol):
-    """The step that is being planned. number: `Plan.step`. rows, starts, counts: as in `Plan`,
-    without tokens that a part adds. A part that adds tokens sets `drafted` (and `state_slots`), and
-    `one_each` to False.
+    """The step being planned.
+
+    number: `Plan.step`. rows, starts, counts: as in `Plan`, without tokens that parts add. A part
+    that adds tokens sets `drafted` (and `state_slots`), and `one_each` to False.
     """
 
     number: int
@@ -194,7 +202,7 @@ class StepDraft(Protocol):
 
 @frozen(eq=False, kw_only=True)
 class PlannerContext:
-    """What a planner is made with. values: what the part's runners said of their capacity."""
+    """What a planner is built from. values: the result of `PartRunner.capacity`."""
 
     rows: Rows
     cache: BlockCache
@@ -205,107 +213,109 @@ class PlannerContext:
 
 
 class PartPlanner:
-    """The scheduler's half. It runs on the engine's thread and answers at once.
+    """The scheduler's half. Called on the engine's thread; must not block.
 
-    one_at_a_time: a row is not planned again before the result of its last step is in.
+    one_at_a_time: a row is not planned again before the result of its last step has arrived.
     """
 
     one_at_a_time: bool = False
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that steps have to be run for, even empty ones."""
+        """Whether steps must run, even empty ones, for work in progress."""
         return False
 
     # Requests.
 
     def check(self, request: Request) -> None:
-        """Raise RequestError, with the field, for a request that could never run."""
+        """Raise RequestError, naming the field, for a request that can never run."""
 
     def defers(self, waiting: WaitingRequest, before: Sequence[WaitingRequest]) -> bool:
-        """Whether the request has to wait for something of this part. before: requests in front of
-        it that wait in this step.
+        """Whether the request must wait for this part. before: requests deferred ahead of it in
+        this step.
         """
         return False
 
     def external(self, waiting: WaitingRequest, cached: int) -> int | None:
-        """Tokens of the request that need not be computed, the `cached` ones of the device
-        included; None: ask again later. At most one part says more than `cached`.
+        """Return how many leading tokens need not be computed, including the `cached` ones already
+        on the device. None: ask again later. At most one part returns more than `cached`.
         """
         return cached
 
     def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
-        """Fill the row's blocks up to `tokens`; the part pauses the row until `loaded` has it."""
+        """Fill the row's blocks up to `tokens`. The part pauses the row until `loaded` returns it."""
 
     def loaded(self, rows: Sequence[int]) -> Mapping[int, int]:
-        """Of these rows those whose load has ended since the last call: row -> tokens that need no
-        work. They are announced to workers with the step that runs them.
+        """Return the rows whose load has ended since the last call: row -> tokens that need not be
+        computed. Workers learn of a row with the first step that runs it.
         """
         return {}
 
     def limit(self, request: Request, start: int, count: int) -> int:
-        """How many of the tokens [start, start + count) of a joining request fit into the step."""
+        """Return how many of tokens [start, start + count) of a joining request fit the step."""
         return count
 
     def waits_in_row(self, request: Request) -> bool:
-        """Whether a joining request of which nothing fits may wait in a row of its own."""
+        """Whether a joining request may take a row although none of its tokens fit yet."""
         return False
 
     def admit(self, waiting: WaitingRequest, row: int) -> None:
-        """The request got a row."""
+        """Called when the request gets a row."""
 
     def joined(self, request: Request, row: int, start: int, count: int) -> None:
-        """The request, which was just admitted, computes these tokens in this step."""
+        """Called when the request, just admitted, computes these tokens in this step."""
 
     def row_value(self, request: Request) -> object | None:
-        """What the row brings to runners, as `RowStart.parts` has it."""
+        """Return the value for the runners' `admit`, carried in `RowStart.parts`."""
         return None
 
     def release(self, request: Request, row: int) -> None:
-        """The row is gone; the request has ended or waits again."""
+        """Called when the row is released: its request has ended or returns to the queue."""
 
     def finished(self, request: str) -> None:
-        """The request has ended."""
+        """Called when the request has ended."""
 
     # Steps.
 
     def begin(self, decoding: bool) -> None:
-        """A step is planned, or planned anew. decoding: whether rows that decode are in it."""
+        """Called when a step is planned or replanned. decoding: whether it has decode rows."""
 
     def claim(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Lower, in place, what rows want to compute, before the budget is divided."""
+        """Reduce `counts` in place before the token budget is divided."""
 
     def cut(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Lower, in place, what rows compute in this step."""
+        """Reduce `counts` in place after the token budget was divided."""
 
     def sampled(self, rows: np.ndarray) -> None:
-        """These rows have computed their prompt with this step."""
+        """Called with the rows whose prompt is complete after this step."""
 
     def plan(self, step: StepDraft, left: int) -> object | None:
-        """What workers are told with this step. left: tokens left of the budget."""
+        """Return the value for the runners, carried in `Plan.parts`. left: unused token budget."""
         return None
 
     def receive(self, plan: Plan, report: PartReport) -> None:
-        """What a rank's runner reported with the step, or since the one before."""
+        """Handle one rank's report on this step, or on what happened since the last one."""
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
-        """The step is committed. rows, ends: its rows that are still there and the tokens that are
-        computed of them; owners: whose its new tokens are.
+        """Called when the step is committed.
+
+        rows: its rows that still run. ends: their computed tokens. owners: the row of each of the
+        step's new tokens.
         """
 
     def ends(self, row: int) -> bool:
-        """Whether a row that gave no token in this step has what it asked for, and ends."""
+        """Whether a row that produced no token in this step is complete and ends."""
         return False
 
     def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
-        """Fields of `StepEvents` to fill, of the step that was committed. names: row -> request."""
+        """Return fields of `StepEvents` for the committed step. names: row -> request id."""
         return {}
 
     def fail(self, plan: Plan) -> None:
-        """The step raised: what it was to do may not have been done."""
+        """Called when the step raised; it may have run in part."""
 
     def forget(self, idle: bool) -> None:
-        """Caches are emptied; idle: no row is running."""
+        """Called when the caches are emptied. idle: no row is running."""
 
 
 # What runners work with.
@@ -313,11 +323,11 @@ class PartPlanner:
 
 @frozen(eq=False)
 class Verified:
-    """What rows gave in a step with drafted tokens.
+    """The outcome of a step with drafted tokens. Rows are given by their index in the step.
 
-    tokens: of all rows, one run after the other; accepted: [rows] int32, the lengths of the runs, 0
-    for rows that failed or go on without a token (`unfinished`, places of rows); logprobs and
-    errors: by place of the row.
+    tokens: new tokens of all rows, concatenated. accepted: [rows] int32, number of tokens per row;
+    0 for rows that failed or got no token. logprobs, errors: by row. unfinished: rows that got no
+    token and continue.
     """
 
     tokens: np.ndarray
@@ -328,7 +338,7 @@ class Verified:
 
 
 class TokenChooser(Protocol):
-    """The sampler, as parts that verify tokens use it."""
+    """The sampler, as seen by parts that verify drafted tokens."""
 
     def verify(
         self,
@@ -339,17 +349,18 @@ class TokenChooser(Protocol):
     ) -> Verified:
         """Keep drafts up to the first mismatch, plus the model's own token.
 
-        positions: [rows], of each row's first new token; drafts: [d] int64 per row; logits:
-        [sum(d + 1), vocabulary], of the row's last known token and of its drafts.
+        positions: [rows], position of each row's first new token. drafts: [d] int64 per row.
+        logits: [sum(d + 1), vocabulary], for each row's last known token and its drafts.
         """
 
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
-        """The drafts up to the first that the row's grammar does not allow now."""
+        """Return the drafts before the first one that the row's grammar forbids."""
 
 
 class BatchFactory(Protocol):
-    """Makes a step's tensors from plans. caches: of each layer; owners: the group of each cache;
-    groups: what makes the attention plans, in order.
+    """Builds a step's tensors from its plan.
+
+    caches: one per layer. owners: the cache group of each. groups: builders of attention plans.
     """
 
     caches: tuple[Any, ...]
@@ -357,23 +368,28 @@ class BatchFactory(Protocol):
     groups: tuple[Any, ...]
 
     def build(self, plan: Plan, sample: np.ndarray) -> Batch:
-        """The tensors of `plan`, valid until the next call. sample: [n] int64, the step's tokens
-        whose logits are wanted.
+        """Build the tensors of `plan`; they are valid until the next call.
+
+        sample: [n] int64, indices of the step's tokens that need logits.
         """
 
     def copy_tokens(
         self, plan: Plan, places: np.ndarray, sources: np.ndarray, targets: np.ndarray
     ) -> None:
-        """Copy what the caches hold of tokens to other positions of their rows. places: [n] int64,
-        rows by their place in the plan; sources, targets: [n] int64, positions. All are read before
-        any is written. Raises UnsupportedError for caches that cannot do this.
+        """Copy cache entries of tokens to other positions of the same row.
+
+        places: [n] int64, row indices in the plan. sources, targets: [n] int64, positions. All
+        sources are read before any target is written. Raises UnsupportedError if a cache cannot
+        copy single tokens.
         """
 
 
 @frozen(eq=False, kw_only=True)
 class BuiltModel:
-    """A model that a worker has loaded. config: resolved; loaded: the model, its ops, pooler,
-    adapters and cache groups; mesh: the ranks that share it, of which some give results.
+    """A model that a worker has loaded.
+
+    config: resolved. loaded: the model, its ops, pooler, adapters and cache groups. mesh: the
+    ranks that share the model.
     """
 
     config: Any
@@ -385,12 +401,12 @@ class BuiltModel:
 
 @frozen(eq=False, kw_only=True)
 class RunnerContext:
-    """What a runner is given once caches are there.
+    """What a runner gets once the caches are allocated.
 
-    builder: of batches with the runner's own caches alone, None if it has none; own: which of the
-    model's and parts' caches are its own. model_builder: of the model's batches. focus: see
-    `PartRunner.focus`; None is said before something runs that belongs to no row. logits: of
-    hidden states [n, hidden] that belong to rows [n]. rank, ranks: of those that share the model.
+    builder: builds batches with only the runner's own caches; None if it has none. model_builder:
+    builds the model's batches. focus: calls `PartRunner.focus` of all runners; pass None before
+    running tokens that belong to no row. logits: computes logits from hidden states [n, hidden] of
+    rows [n]. rank: of the `ranks` that share the model. caches: tensors by cache group.
     """
 
     model: Model
@@ -408,11 +424,11 @@ class RunnerContext:
 
 @frozen(eq=False, kw_only=True)
 class RanStep:
-    """A step whose tokens are known.
+    """A step after sampling.
 
-    tokens: row -> the tokens that it was just given. lasts: [rows of the plan] int64, the place of
-    the last token of each that counts. hidden: [tokens, hidden]; layers: the same of the layers
-    that runners asked for. batch: makes what the model ran on.
+    tokens: row -> its new tokens. lasts: [rows of the plan] int64, index in the batch of each
+    row's last token that is not a rejected draft. hidden: [tokens, hidden]. layers: hidden states
+    of the layers in `PartRunner.layers`. batch: returns the batch that the model ran on.
     """
 
     plan: Plan
@@ -424,14 +440,16 @@ class RanStep:
 
 
 class PartRunner:
-    """The worker's half. Of `begin`, `collect`, `after` and `report` at most one returns a value in
-    a step: it is the part's report.
+    """The worker's half.
 
-    caches, backends: what it keeps for the tokens of rows, in blocks beside those of the model's
-    layers, and the backends of those that bring their own; layers: those whose hidden states it
-    wants in `RanStep.layers`; drafts: most tokens beyond the known ones that a row computes in a
-    step; ahead: tokens beyond those of a step for which rows should have blocks; every: `after` is
-    wanted also of steps in which no row gives a token; tokenless: rows that give no tokens.
+    At most one of `begin`, `collect`, `after` and `report` returns a value per step: the part's
+    report.
+
+    caches: its own KV caches, in the same blocks as those of the model's layers. backends:
+    attention backends of those caches, unless they use a layer's. layers: indices of layers whose
+    hidden states `RanStep.layers` holds. drafts: maximum drafted tokens per row and step. ahead:
+    tokens after a step's last one that rows should have blocks for. every: call `after` also for
+    steps without new tokens. tokenless: rows that never produce tokens.
     """
 
     caches: Sequence[CacheSpec] = ()
@@ -443,67 +461,69 @@ class PartRunner:
     tokenless: Collection[int] = ()
 
     def capacity(self) -> Mapping[str, Any]:
-        """What the planner is to know, as plain values (`PlannerContext.values`)."""
+        """Return plain values for the planner (`PlannerContext.values`)."""
         return {}
 
     def open(self, context: RunnerContext) -> None:
-        """The caches are allocated; called once, before the first step."""
+        """Called once, after the caches are allocated and before the first step."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Release resources; no other call follows."""
 
     # Before the model runs.
 
     def prepare(self, plan: Plan, value: Any) -> None:
-        """Called before rows are admitted; value: what the planner said, or None."""
+        """Called before rows are admitted. value: from `PartPlanner.plan`, or None."""
 
     def admit(self, start: RowStart, value: Any) -> None:
-        """A row starts; value: of `PartPlanner.row_value`. A ModulmError ends the row alone."""
+        """Start a row. value: from `PartPlanner.row_value`. A ModulmError fails only this row."""
 
     def grammar(self, start: RowStart) -> Grammar | None:
-        """What the tokens of a row that starts are held to; None: nothing. Called after `admit`,
-        on ranks that give results. What it raises ends the row alone.
+        """The grammar that constrains a new row's tokens, or None.
+
+        Called after `admit`, on ranks that return results. An exception fails only this row.
         """
         return None
 
     def release(self, row: int) -> None:
-        """The row is gone; unknown ones are ignored."""
+        """Forget the row; unknown rows are ignored."""
 
     def begin(self, plan: Plan, value: Any) -> object | None:
-        """Called after rows were admitted, before the model runs; may report."""
+        """Called after rows were admitted, before the model runs. May return a report."""
         return None
 
     def recording(self, plan: Plan) -> str | None:
-        """Which recording of the step can be repeated: None for the plain one, a name for one of
-        its own, DIRECT if none can.
+        """Which recorded step this one may replay: None for the default, a name for a separate one,
+        DIRECT for none.
         """
         return None
 
     def watch(self, forward: Forward, plan: Plan) -> Forward:
-        """The forward pass, or one around it that sees what passes through it."""
+        """Return the forward pass, or a wrapper that observes its inputs and outputs."""
         return forward
 
     def focus(self, rows: np.ndarray | None, positions: np.ndarray | None) -> None:
-        """What runs next is computed for these tokens: [n] rows (-1 for padding) and positions.
-        Called before each pass of the model and before logits.
+        """Announce the tokens that are computed next: [n] rows (-1: padding) and their positions.
+
+        Called before each pass of the model and before logits are computed.
         """
 
     def amend_layout(self, plan: Plan, spec: AttentionSpec, layout: StepLayout) -> StepLayout:
-        """How the plan's tokens see each other in layers of `spec`."""
+        """Return the attention layout of the plan's tokens for layers of `spec`."""
         return layout
 
     def amend_batch(self, plan: Plan, batch: Batch) -> Batch:
-        """The batch with what stands in it beside tokens."""
+        """Return the batch with this part's inputs added, such as embeddings."""
         return batch
 
     # After it ran: in the last pipeline stage.
 
     def collect(self, plan: Plan, hidden: torch.Tensor) -> object | None:
-        """hidden: [tokens, hidden] of the whole step; may report."""
+        """Read the step's hidden states: [tokens, hidden]. May return a report."""
         return None
 
     def width(self, hidden: torch.Tensor) -> int | None:
-        """How wide the vectors are that requests get of these hidden states; None: no say."""
+        """Length of the vectors that requests get for these hidden states; None if not this part."""
         return None
 
     def verify(
@@ -514,26 +534,27 @@ class PartRunner:
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
     ) -> Verified | None:
-        """Decide what of a step's drafted tokens the rows keep; arguments as `TokenChooser.verify`
-        has them. None leaves it to the sampler.
+        """Verify a step's drafted tokens, or return None to leave it to the sampler.
+
+        The arguments are those of `TokenChooser.verify`.
         """
         return None
 
     def after(self, step: RanStep) -> object | None:
-        """The step's tokens are known; may report."""
+        """Called once the step's tokens are sampled. May return a report."""
         return None
 
     def report(self) -> object | None:
-        """What has happened since the last step."""
+        """Return a report on what happened since the last step, or None."""
         return None
 
 
 class StepPart(ABC):
-    """Makes both halves, each where it lives, and packs what they tell each other.
+    """Builds both halves, each in its process, and packs the values they exchange.
 
-    all_ranks: whether the reports of all ranks reach the planner, or those of the rank that gives
-    results alone. masks: whether its runner sets `StepLayout.masks`: the model's layers are built
-    with attention backends that support them.
+    all_ranks: whether reports of all ranks reach the planner, or only those of the rank that
+    returns results. masks: whether the runner sets `StepLayout.masks`, which not all attention
+    backends support.
     """
 
     name: ClassVar[str]
@@ -543,73 +564,75 @@ class StepPart(ABC):
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:
-        """The part for an engine of this configuration, or None if it is off. config: resolved;
-        plugins: the manager, to find drivers with.
+        """Return the part for this configuration, or None if the feature is off.
+
+        config: resolved. plugins: the plugin manager, to resolve drivers.
         """
         return cls()
 
     def planner(self, context: PlannerContext) -> PartPlanner | None:
-        """The scheduler's half; None where there is nothing to plan."""
+        """Build the scheduler's half, or return None if there is nothing to plan."""
         return None
 
     def runner(self, built: BuiltModel) -> PartRunner | None:
-        """The worker's half for a model that was loaded; None where there is nothing to run.
+        """Build the worker's half for a loaded model, or return None if there is nothing to run.
 
-        Called again when the worker wakes up, with the same model unless it was loaded anew.
+        Called again when the worker wakes up, with the same model unless it was reloaded.
         """
         return None
 
     def unload(self) -> None:
-        """The worker releases the model: drop what belongs to it. Runners are closed already."""
+        """Drop everything that belongs to the model. The runners have been closed."""
 
     def close(self) -> None:
-        """The worker is closed; may be called twice."""
+        """Release resources when the worker closes; may be called twice."""
 
-    # Requests that the worker is told of before they have a row, and until they have ended.
+    # Requests that the worker knows before they have a row, until they have ended.
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None] | None:
-        """Get ready for a request whose text is constrained, beside the steps (see
-        `Executor.prepare`); None: another part does. Raises QueueFull; any other trouble is the
-        future's.
+        """Compile the constraint in the background (see `Executor.prepare`).
+
+        Returns None if another part handles it. Raises QueueFull; other errors are set on the
+        future.
         """
         return None
 
     def forget(self, request: str) -> None:
-        """A request that was prepared has ended, or will not come; unknown ones are ignored."""
+        """Drop a prepared request that has ended or was cancelled; unknown ones are ignored."""
 
-    # Values as msgpack takes them; the defaults are for values that are plain already.
+    # Values are packed for msgpack; by default they are expected to be plain already.
 
     def pack_plan(self, value: Any) -> Any:
-        """A value of `Plan.parts`."""
+        """Pack a value of `Plan.parts`."""
         return value
 
     def unpack_plan(self, packed: Any) -> Any:
-        """What `pack_plan` packed."""
+        """Undo `pack_plan`."""
         return packed
 
     def pack_row(self, value: Any) -> Any:
-        """A value of `RowStart.parts`."""
+        """Pack a value of `RowStart.parts`."""
         return value
 
     def unpack_row(self, packed: Any) -> Any:
-        """What `pack_row` packed."""
+        """Undo `pack_row`."""
         return packed
 
     def pack_report(self, value: Any) -> Any:
-        """A value of `PartReport`."""
+        """Pack a value of `PartReport`."""
         return value
 
     def unpack_report(self, packed: Any) -> Any:
-        """What `pack_report` packed."""
+        """Undo `pack_report`."""
         return packed
 
 
 def overridden(halves: Sequence[T], method: str) -> tuple[Any, ...]:
-    """The bound methods of those halves that override `method` of their base."""
+    """Return the bound methods of the halves that override `method` of their base class."""
     bases = {"PartPlanner": PartPlanner, "PartRunner": PartRunner}
-    found = []
+    methods = []
     for half in halves:
         base = next(cls for cls in type(half).__mro__ if cls.__name__ in bases)
         if getattr(type(half), method) is not getattr(bases[base.__name__], method):
-            found.append(getattr(half, method))
-    return tuple(found)
+            methods.append(getattr(half, method))
+    return tuple(methods)
