@@ -54,6 +54,7 @@ REPLIES = {
     "think first": Reply("<think>\nLet me see.\n</think>\n\nIt is 4."),
     "think slowly": Reply("<think>\nOne, two, three.\n</think>\n\nIt is 4.", delay=0.08),
     "call slowly": Reply(LATE_NAME, delay=0.01),
+    "two lines": Reply("roses are red\nviolets are blue"),
     "call two": Reply(CALL % "Paris" + "\n" + CALL % "Rome"),
     "call": Reply(CALL % "Paris"),
     "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
@@ -618,6 +619,49 @@ def test_settings_are_of_their_conversation(tab: Browser, page: Live) -> None:
     tab.click("#reset")
     say(tab, "hello")
     assert page.engine.seen[-1][1].temperature != 0.25
+
+
+@needs_browser
+def test_settings_before_the_first_message_are_not_those_of_new_chats(
+    tab: Browser, page: Live
+) -> None:
+    setting(tab, "temperature", "0.25")
+    tab.reload()
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature == 0.25
+    tab.click("#fresh")
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature != 0.25
+
+
+@needs_browser
+def test_enter_sends_an_edited_question(tab: Browser, page: Live) -> None:
+    say(tab, "first words")
+    tab.click("article.user [aria-label=Edit]")
+    tab.type("article.user textarea", "other words")
+    tab.press("Enter")
+    tab.wait(f"{IDLE} && document.querySelector('.versions')?.innerText.includes('2/2')")
+    assert asked(page).count("other words") == 1
+    tab.click("article.assistant [aria-label=Edit]")
+    tab.press("Enter")
+    assert tab.count("article.assistant textarea") == 1, "an answer has lines"
+
+
+@needs_browser
+def test_lines_of_an_answer_stay_lines(tab: Browser) -> None:
+    say(tab, "two lines")
+    assert tab.text("article.assistant .markdown p").splitlines() == [
+        "roses are red",
+        "violets are blue",
+    ]
+
+
+@needs_browser
+def test_toasts_leave_the_message_free(tab: Browser) -> None:
+    tab.click("#as-default")
+    box = "getBoundingClientRect()"
+    toast = tab.run(f"document.querySelector('.toast').{box}.bottom")
+    assert toast < tab.run(f"document.querySelector('#composer').{box}.top")
 
 
 @needs_browser

@@ -7,7 +7,7 @@ const app = new App();
 
 const SHORTCUTS = [
   ["Enter", "send"], ["Shift+Enter", "new line"], ["Escape", "stop the answer, close what is open"],
-  ["↑ in an empty message", "edit the last question"], ["Ctrl+Enter", "send what was edited"],
+  ["↑ in an empty message", "edit the last question"], ["Enter when editing a question", "send it"], ["Ctrl+Enter", "save an edited answer"],
   ["Ctrl+Shift+O", "new chat"], ["Ctrl+Shift+L", "list of conversations"], ["Ctrl+Shift+,", "settings"],
   ["/", "to the message"], ["?", "this list"],
 ];

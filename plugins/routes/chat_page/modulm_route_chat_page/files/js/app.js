@@ -8,7 +8,7 @@ import { body, continuation, toolAddress } from "./request.js";
 import { Run } from "./run.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { Store, shared } from "./store.js";
+import { Store, draft, shared } from "./store.js";
 import { Talk } from "./talk.js";
 import { runTool } from "./tools.js";
 import { add, choose, newConversation, parentOf, path, remove } from "./tree.js";
@@ -60,7 +60,7 @@ export class App {
     const found = this.conversations.get(id);
     if (!found && this.current && !this.conversations.has(this.current.id) && !id) return;
     if (!found && id === this.current?.id) return;
-    const begun = shared.get("defaults", {});
+    const begun = draft.get() ?? shared.get("defaults", {});
     this.current = found ?? newConversation(begun.settings, begun.model ?? "");
     history.replaceState(null, "", found ? `#${found.id}` : location.pathname + location.search);
     this.settings.show(this.current.settings);
@@ -106,6 +106,7 @@ export class App {
     add(conversation, nodes.at(-1) ?? null, { role: "user", content: text, ...(attachments.length && { attachments }) });
     if (!this.conversations.has(conversation.id)) {
       this.conversations.set(conversation.id, conversation);
+      draft.set(null);
       history.replaceState(null, "", `#${conversation.id}`);
       this.composer.here = conversation.id;
     }
@@ -269,7 +270,7 @@ export class App {
 
   settingsChanged() {
     if (this.conversations.has(this.current.id)) this.store.soon(this.current);
-    else this.keepDefaults();
+    else draft.set({ settings: this.current.settings, model: this.current.model });
   }
 
   keepDefaults() {

@@ -17,6 +17,7 @@ const formula = ({ tex, display }) => `<span data-math="${escape(tex)}" data-dis
 
 const marked = new Marked({
   gfm: true,
+  breaks: true,
   extensions: mathExtensions(formula),
   renderer: {
     html: ({ text }) => (PLAIN_TAG.test(text.trim()) ? text : escape(text)),

@@ -136,7 +136,11 @@ export class MessageView {
       make("button", { class: "main" }, answer ? "Save" : "Send")));
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); close(); }
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+      if (event.key !== "Enter" || event.isComposing || event.shiftKey) return;
+      // A question is sent as in the message's own field; an answer has lines.
+      if (answer && !event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      form.requestSubmit();
     });
     this.editing = true;
     this.body.replaceWith(form);

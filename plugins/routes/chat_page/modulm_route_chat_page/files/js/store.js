@@ -119,3 +119,22 @@ export const shared = {
     }
   },
 };
+
+/** The settings of a conversation that has no message yet: of this tab, also after a reload. */
+export const draft = {
+  get() {
+    try {
+      return JSON.parse(sessionStorage.getItem("modulm.draft"));
+    } catch {
+      return null;
+    }
+  },
+  set(value) {
+    try {
+      if (value) sessionStorage.setItem("modulm.draft", JSON.stringify(value));
+      else sessionStorage.removeItem("modulm.draft");
+    } catch {
+      // Without storage they last as long as the page.
+    }
+  },
+};
