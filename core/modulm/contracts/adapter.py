@@ -117,6 +117,9 @@ class AdapterBank(ABC):
         its checkpoints, by which adapters name what they change.
         """
 
+    def renew(self) -> None:
+        """The model's weights have changed: prepare again what depends on them (DoRA)."""
+
     @abstractmethod
     def add(self, name: str, path: Path) -> None:
         """Read an adapter into host memory under `name`, or anew.

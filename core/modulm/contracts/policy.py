@@ -105,5 +105,8 @@ class Scheduler(ABC):
         """The numbers of this moment, with no step in them."""
 
     @abstractmethod
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache and the slots of idle adapters; running requests go on."""
+    def forget_prefixes(self, root: bytes | None = None) -> None:
+        """Empty the prefix cache and the slots of idle adapters; running requests go on.
+
+        root: names the weights that blocks depend on from now on; None: those from before.
+        """

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from modulm.contracts.pooler import Pooler
     from modulm.contracts.quantization import QuantizationMethod
     from modulm.contracts.weight_names import WeightNames
+    from modulm.nn.weight_slots import Unit
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Loaded", "build_model", "explain_model", "load_model", "plan_checkpoint"]
+__all__ = ["Loaded", "build_model", "explain_model", "load_model", "model_names", "plan_checkpoint"]
 
 #: Aliases of --kv-cache-dtype values -> torch's names.
 _KV_DTYPES = {
@@ -65,7 +66,7 @@ class Loaded:
     `vocabulary`: width of the logits. `weight_bytes`: size of the weights before repacking.
     `tasks`: tasks that requests may use. `pooler`, `pooling`: the pooler and its settings, by names
     of `--pooler-config`. `layers`: applied to a pooled vector. `adapters`: the bank around its
-    layers, if any.
+    layers, if any. `units`: the modules that hold weights, for updates.
     """
 
     model: Model
@@ -81,6 +82,7 @@ class Loaded:
     pooling: Mapping[str, Any] = field(factory=dict)
     layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     adapters: AdapterBank | None = None
+    units: Sequence[Unit] = ()
 
 
 def load_model(
@@ -138,6 +140,7 @@ def load_model(
         pooling=pooler.settings(checkpoint, built.model, settings) if pooler else {},
         layers=recipe.layers(platform.device),
         adapters=built.shared.adapters,
+        units=built.shared.units,
     )
 
 
@@ -195,12 +198,12 @@ def plan_checkpoint(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
     """Match the checkpoint's tensors to parameters. Raises CheckpointError if they do not fit."""
     shared = built.shared
     made_up = built.loader.expect(expected_tensors(shared.units))
-    names = None if made_up else partial(_names, built.model.weights(built.settings), built)
+    names = None if made_up else partial(model_names, built.model.weights(built.settings), built)
     index = built.loader.index()
     return plan_weights(shared.units, index, names, str(checkpoint.path), shared.elsewhere)
 
 
-def _names(
+def model_names(
     table: WeightNames, built: _Built, stored: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a stored tensor becomes, under the model's names and then the

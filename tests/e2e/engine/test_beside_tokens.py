@@ -99,7 +99,7 @@ def test_requests_use_their_adapters_more_than_there_are_slots(folder, tmp_path,
     plugins.register("adapters", "fake", FakeAdapters)
     tables = {"adapters": {"fake": {"slots": 2}}}
     core, seen = open_core(folder, plugins, plugin_config=tables)
-    bank = core.executor._worker._loaded.adapters
+    bank = core.executor._worker.loaded.adapters
     for seed, name in enumerate("xyz"):
         torch.manual_seed(seed)
         save_file({

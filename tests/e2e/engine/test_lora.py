@@ -126,7 +126,7 @@ def test_an_adapter_whose_files_are_gone_fails_its_rows_alone(place, llm, adapte
     executor = llm._core.executor
     write(place / "brief", 5)
     executor.add_adapter("brief", place / "brief")
-    bank = executor._worker._loaded.adapters
+    bank = executor._worker.loaded.adapters
     bank._added["brief"].held = None
     (place / "brief" / "adapter_config.json").write_text(json.dumps({"r": 4, "peft_type": "IA3"}))
     made = [llm._input_processor.process(p, PARAMS, f"x{n}") for n, p in enumerate(PROMPTS[:2])]

@@ -115,9 +115,9 @@ class EngineCore:
 
     # Between two steps: in the loop's thread, which `EngineLoop.call` sees to.
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; running requests go on."""
-        self.loop.scheduler.forget_prefixes()
+    def reset_prefix_cache(self, root: bytes | None = None) -> None:
+        """Forget cached prefixes; see `Scheduler.forget_prefixes`."""
+        self.loop.scheduler.forget_prefixes(root)
 
     def sleep(self, level: int) -> None:
         """Give back the caches (level 1), and the weights as well (level 2)."""

@@ -119,11 +119,15 @@ def block_extra(request: Request, start: int, end: int) -> bytes:
 
 
 class Chain:
-    """The names of one request's full blocks; grows with its tokens, survives preemption."""
+    """The names of one request's full blocks; grows with its tokens, survives preemption.
 
-    def __init__(self, request: Request, size: int, name: Hasher) -> None:
+    root: what the content of all blocks depends on: the weights, once they were updated.
+    """
+
+    def __init__(self, request: Request, size: int, name: Hasher, root: bytes = b"") -> None:
         self.request = request
         self.size = size
+        self.root = root
         self.names: list[bytes] = []
         self._name = name
 
@@ -139,7 +143,7 @@ class Chain:
         for at in range(0, len(data) - width + 1, width):
             start = first + at // 4
             extra = b"" if start and plain else block_extra(request, start, start + size)
-            parent = self._name(parent, data[at : at + width], extra)
+            parent = self._name(self.root + parent, data[at : at + width], extra)
             names.append(parent)
 
 

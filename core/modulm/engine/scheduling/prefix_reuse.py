@@ -29,7 +29,7 @@ class PrefixReuse:
         self.hits = 0
         self._cache = cache
         self._table = table
-        self._name = hasher(algorithm)
+        self._name, self._root = hasher(algorithm), b""
         self._named = tuple((size, np.zeros(table.rows, dtype=np.int64)) for size in cache.sizes)
         self._chains: dict[int, tuple[Chain, ...]] = {}
         self._filling: dict[bytes, int] = {}
@@ -43,9 +43,9 @@ class PrefixReuse:
         """What of the entry's tokens is cached; None: better wait, a running row computes it."""
         if not self.enabled:
             return self._cache.lookup({}, 0)
-        if not entry.chains:
-            request = entry.request
-            entry.chains = tuple(Chain(request, size, self._name) for size, _ in self._named)
+        if not entry.chains or entry.chains[0].root != self._root:
+            request, name, root = entry.request, self._name, self._root
+            entry.chains = tuple(Chain(request, size, name, root) for size, _ in self._named)
         tokens = entry.history.astype(np.int32)
         for chain in entry.chains:
             chain.extend(tokens)
@@ -111,9 +111,20 @@ class PrefixReuse:
             size, named = self._named[0]
             self._filled(row, chains[0].names[int(named[row]) // size :])
 
-    def forget(self) -> None:
-        """Empty the prefix cache."""
+    def forget(self, root: bytes | None = None) -> None:
+        """Empty the prefix cache. root: see `Chain`, for blocks that are named from now on.
+
+        Blocks that running rows still fill depend on two roots, so that nothing may find them.
+        """
         self._cache.forget()
+        if root is None:
+            return
+        self._root = root
+        self._filling.clear()
+        for row, chains in self._chains.items():
+            for chain, (size, named) in zip(chains, self._named, strict=True):
+                del chain.names[int(named[row]) // size :]
+                chain.root += root + b"+"
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens looked up and found since the last call."""

@@ -175,8 +175,8 @@ class BudgetScheduler(Scheduler):
     def gauges(self) -> StepStats:
         return StepStats(self._steps, len(self._running), len(self.queue), self.cache.usage)
 
-    def forget_prefixes(self) -> None:
-        self.prefix_reuse.forget()
+    def forget_prefixes(self, root: bytes | None = None) -> None:
+        self.prefix_reuse.forget(root)
         for forget in self._hooks.forget:
             forget(not self._running)
 

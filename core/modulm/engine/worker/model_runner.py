@@ -93,9 +93,7 @@ class ModelRunner:
         self.hooks = RunnerHooks(self.parts)
         self._direct = _direct(self.model, self.hooks.layers)
         self._record = _recorder(loaded, config)
-        self._forward = self._record(self._direct)
-        #: The recordings of steps that parts want apart, by name; None is the plain one.
-        self._recordings: dict[str | None, Forward] = {None: self._forward, DIRECT: self._direct}
+        self.forget_recordings()
         #: What parts want of single layers, of the step that ran last.
         self._layers: tuple[torch.Tensor, ...] = ()
         self.platform = platform
@@ -436,9 +434,15 @@ class ModelRunner:
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return self._staging.send((array,))[0]
 
+    def forget_recordings(self) -> None:
+        """Forget recorded steps, which use the weights where they lay; `record` may follow."""
+        self._forward = self._record(self._direct)
+        #: The recordings of steps that parts want apart, by name; None is the plain one.
+        self._recordings: dict[str | None, Forward] = {None: self._forward, DIRECT: self._direct}
+
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the steps that are recorded ahead, if any; called once, before the first step."""
+        """Record the steps that are recorded ahead, if any."""
         if isinstance(self._forward, RecordedForward):
             reach = self.capacity.max_model_len + self.hooks.ahead
             record(self._forward, self.builder, self._block_sizes, reach, self.platform)

@@ -86,18 +86,18 @@ class Worker:
         share: tuple[int, int] | None = None,
     ) -> None:
         self.config, self.rank = config, rank
-        self._plugins = plugins
+        self.plugins = plugins
         self.parts = open_parts(config, plugins) if parts is None else tuple(parts)
-        self._platform, self._chosen = choose_platform(config, plugins)
+        self.platform, self._chosen = choose_platform(config, plugins)
         slot, slots = share or share_of(config.parallel, rank)
         if slots > 1:
-            self._platform.take_share(slot, slots)
+            self.platform.take_share(slot, slots)
         binding = binding_of(config.device, slot, slots)
         if binding is not None:
-            self._platform.bind(binding)
-        self._platform.start(threads=config.device.cpu_threads)
-        self._mesh = Mesh() if open_mesh is None else open_mesh(self._platform)
-        self._loaded: Loaded | None = None
+            self.platform.bind(binding)
+        self.platform.start(threads=config.device.cpu_threads)
+        self.mesh = Mesh() if open_mesh is None else open_mesh(self.platform)
+        self.loaded: Loaded | None = None
         self._runner: ModelRunner | None = None
         self._sizing: Sizing | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -113,9 +113,9 @@ class Worker:
     @property
     def model(self) -> Model:
         """This rank's part of the model. Raises EngineError while its weights are released."""
-        if self._loaded is None:
+        if self.loaded is None:
             raise EngineError("the worker has released its weights")
-        return self._loaded.model
+        return self.loaded.model
 
     @property
     def capacity(self) -> Capacity:
@@ -124,38 +124,38 @@ class Worker:
 
     def _build(self) -> ModelDescription:
         """Load what is not loaded, and allocate caches, of the sizes they had before if any."""
-        loaded = self._loaded
+        loaded = self.loaded
         if loaded is None:
-            checkpoint = open_checkpoint(self.config, self._plugins)
-            platform, plugins = self._platform, self._plugins
+            checkpoint = open_checkpoint(self.config, self.plugins)
+            platform, plugins = self.platform, self.plugins
             masks = any(part.masks for part in self.parts)
-            loaded = load_model(self.config, checkpoint, platform, plugins, self._mesh, masks=masks)
+            loaded = load_model(self.config, checkpoint, platform, plugins, self.mesh, masks=masks)
         built = BuiltModel(
             config=self.config,
             loaded=loaded,
-            platform=self._platform,
-            plugins=self._plugins,
-            mesh=self._mesh,
+            platform=self.platform,
+            plugins=self.plugins,
+            mesh=self.mesh,
         )
         runner = ModelRunner(
             self.config,
             loaded,
-            self._platform,
-            self._plugins,
+            self.platform,
+            self.plugins,
             parts=open_runners(self.parts, built),
             sizing=self._sizing,
-            mesh=self._mesh,
+            mesh=self.mesh,
         )
         width = runner.check()
         runner.record()
-        self._loaded, self._runner, self._sizing = loaded, runner, runner.sizing
+        self.loaded, self._runner, self._sizing = loaded, runner, runner.sizing
         return ModelDescription(
             dtype=loaded.dtype,
             tasks=loaded.tasks,
             width=width,
             pooling=dict(loaded.pooling),
-            platform=self._platform.name,
-            device=self._platform.describe(),
+            platform=self.platform.name,
+            device=self.platform.describe(),
             weight_bytes=loaded.weight_bytes,
             decisions=(self._chosen, *loaded.decisions),
             media_family=loaded.model.media_family,
@@ -169,7 +169,7 @@ class Worker:
         """Begin one step. Where work is queued it is launched here and now, behind the one before;
         elsewhere a thread runs it.
         """
-        if self._platform.queued:
+        if self.platform.queued:
             try:
                 return self.runner.launch(plan)
             except Exception as error:
@@ -242,13 +242,13 @@ class Worker:
             if callable(method):
                 return method
         try:
-            return partial(self._plugins.load("worker_functions", function), self)
+            return partial(self.plugins.load("worker_functions", function), self)
         except PluginNotFound as error:
             raise NotFound(f"{error}; the worker has no such method either", "method") from error
 
     @property
     def _bank(self) -> AdapterBank:
-        bank = None if self._loaded is None else self._loaded.adapters
+        bank = None if self.loaded is None else self.loaded.adapters
         if bank is None:
             raise UnsupportedError("adapters: --plugin-config has no table for them")
         return bank
@@ -274,13 +274,13 @@ class Worker:
         self._unload()
         for part in self.parts:
             part.close()
-        if self._platform.queued:
+        if self.platform.queued:
             self._release_memory()
 
     def _release_memory(self) -> None:
         """Recordings and hooks hold each other, and caches with them, until they are collected."""
         gc.collect()
-        self._platform.empty_cache()
+        self.platform.empty_cache()
 
     def _close_runner(self) -> None:
         if self._runner is not None:
@@ -290,4 +290,4 @@ class Worker:
     def _unload(self) -> None:
         for part in self.parts:
             part.unload()
-        self._loaded = None
+        self.loaded = None

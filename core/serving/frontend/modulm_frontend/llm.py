@@ -46,8 +46,10 @@ from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
+from modulm_frontend.weight_updates import WeightUpdates
 from modulm_frontend.worker_calls import check_call, run_on_model
 from modulm_tokenizers.tokenizer import open_tokenizer
+from modulm_weight_transfer.engine import EngineWeights
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -61,7 +63,7 @@ T = TypeVar("T")
 PairSide: TypeAlias = "str | Mapping[str, Any]"
 
 
-class LLM:
+class LLM(WeightUpdates):
     """A model for offline use.
 
         with LLM(model="demo") as llm:
@@ -97,6 +99,7 @@ class LLM:
         listeners = plugins.gather("modulm_request_listeners", config=config)
         self._output_processor = OutputProcessor(listeners=listeners)
         self._adapters = OfflineAdapters(self._core)
+        self._weights = EngineWeights(self._core)
         self._numbers = count()
         self._done: list[RequestState] = []
         self._open_now = True
@@ -404,10 +407,12 @@ class LLM:
         Raises UnsupportedError without enable_sleep_mode.
         """
         self._core.sleep(level)
+        self._weights.release(level)
 
     def wake_up(self) -> None:
         """Allocate the memory again, and reload weights that were freed."""
         self._core.wake_up()
+        self._weights.reload()
 
     def shutdown(self) -> None:
         """Release the model. The LLM cannot be used afterwards; a second call does nothing."""
@@ -454,6 +459,7 @@ class LLM:
     ) -> list[Any]:
         """Run requests until all are finished. Grammars compile before the first step."""
         self._check_open()
+        self._weights.check()
         self._done.clear()
         with self._interrupts.watched():
             self._run_steps(pending, _bar(use_tqdm, len(pending)))

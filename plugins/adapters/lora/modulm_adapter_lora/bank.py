@@ -143,6 +143,13 @@ class LoraBank(AdapterBank):
             }
             self._make_room(name)
 
+    def renew(self) -> None:
+        with self._guard:
+            special = [n for n, a in self._added.items() if a.held is not None and a.held.special]
+            paths = {name: self._added[name].path for name in special}
+        for name, path in paths.items():
+            self.add(name, path)
+
     def prepare(self, name: str) -> None:
         with self._guard:
             added = self._find(name)

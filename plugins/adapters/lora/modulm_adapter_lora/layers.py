@@ -54,7 +54,7 @@ class LoraLayer(AdaptedLayer):
         self._guard = threading.Lock()
 
     def finish(self, base: Callable[..., Tensor]) -> None:
-        self.base = base
+        self.base, self._squares = base, None
 
     def bypass(self) -> None:
         self.refused = "the model takes this layer's weight apart"

@@ -157,6 +157,26 @@ def test_prefix_hits_are_counted_and_never_cover_the_last_token() -> None:
     executor.stop()
 
 
+def test_blocks_of_old_weights_are_not_found_after_an_update() -> None:
+    """Neither those of before, nor those that a running row fills after it on top of them."""
+    executor = FakeExecutor((Group(4, 64),))
+    engine, seen = make_engine(executor)
+    prompt = list(range(10, 26))
+    engine.submit(request("a", prompt, 14))
+    for _ in range(3):
+        engine.tick()
+    engine.submit(request("waiting", [*prompt[:8], 99], 1))
+    engine.scheduler.forget_prefixes(b"second")
+    engine.submit(request("b", prompt, 1))
+    finish_all(engine)
+    assert seen.cached["b"] == 8  # what the one that waited had computed by then
+    engine.submit(request("c", [*prompt, *seen.tokens["a"]], 1))
+    finish_all(engine)
+    assert seen.cached["c"] == 16
+    check_empty(engine)
+    executor.stop()
+
+
 def test_a_burst_with_one_beginning_computes_it_once() -> None:
     executor = FakeExecutor((Group(4, 64),), keep_plans=True)
     engine, seen = make_engine(executor, Limits(rows=8, tokens=128))

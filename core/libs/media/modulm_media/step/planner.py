@@ -248,6 +248,11 @@ class EncoderPlanner(PartPlanner):
     def forget(self, idle: bool) -> None:
         if idle:
             self._drop_all()
+            return
+        used = {item.hash for media in self.rows.values() for item in media} | self._begun.keys()
+        for digest in [digest for digest in self._cached if digest not in used]:
+            del self._cached[digest]
+            self._dropped.append(digest)
 
     def _drop_all(self) -> None:
         self._dropped += self._cached

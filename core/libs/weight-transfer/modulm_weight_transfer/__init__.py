@@ -1,0 +1,1 @@
+"""Updates of the weights of a running engine, for modulm."""

@@ -1,0 +1,85 @@
+"""How weights come from a trainer to the workers of an engine (group `modulm.weight_transfer`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from modulm.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from modulm.contracts.loader import StoredTensor
+
+__all__ = ["API", "TensorSource", "WeightTransferBackend", "read_tensor_info"]
+
+API = 1
+
+
+class TensorSource(Protocol):
+    """Tensors of one `update_weights`, by the checkpoint's names.
+
+    They stay as they are until `close`, unless the backend `streams`.
+    """
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        """What will be read, by name; nothing of it is read yet."""
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, in the order of the index."""
+
+    def close(self) -> None:
+        """Give back what holds the tensors."""
+
+
+class WeightTransferBackend(ABC):
+    """One per worker. All workers of an engine make the same calls with the same values.
+
+    The driver's `Config` (attrs, frozen) has what `--weight-transfer-config` gives besides
+    `backend`. Errors in what a trainer sent are RequestErrors; others are EngineErrors.
+    """
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+    Config: ClassVar[type]
+    #: Whether tensors can be read only once, as they come. Other updates are checked as a whole
+    #: before the first weight is changed.
+    streams: ClassVar[bool] = False
+
+    def __init__(self, config: Any, rank: int, ranks: int) -> None:
+        """rank: of this worker among all `ranks` of the engine and its replicas."""
+        self.config, self.rank, self.ranks = config, rank, ranks
+
+    @abstractmethod
+    def connect(self, info: Mapping[str, Any]) -> None:
+        """Meet the trainer. info: the `init_info` of `init_weight_transfer_engine`."""
+
+    @abstractmethod
+    def open(self, info: Mapping[str, Any]) -> TensorSource:
+        """The tensors of one update. info: the `update_info` of `update_weights`."""
+
+    def close(self) -> None:
+        """Disconnect from the trainer; may be called twice."""
+
+
+def read_tensor_info(info: Mapping[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Read names, dtypes and shapes as vLLM's `update_info` has them: `names`, `dtype_names` and
+    `shapes`, three lists of one length. Raises RequestError.
+    """
+    lists = [info.get(key) for key in ("names", "dtype_names", "shapes")]
+    if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
+        message = "names, dtype_names and shapes must be lists of one length"
+        raise RequestError(message, "update_info")
+    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    for name, dtype, shape in zip(*(each or () for each in lists), strict=True):
+        if not (isinstance(name, str) and isinstance(dtype, str)) or name in found:
+            raise RequestError(f"{name!r} is given twice or is no name", "update_info")
+        if not isinstance(shape, list | tuple) or not all(
+            type(size) is int and 0 <= size < 1 << 40 for size in shape
+        ):
+            raise RequestError(f"{name}: shape must be a list of sizes", "update_info")
+        found[name] = name, dtype.removeprefix("torch."), tuple(shape)
+    return list(found.values())

@@ -1,0 +1,33 @@
+"""The flag of weight updates, by vLLM's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modulm.contracts.flags import FlagGroup, flag, flag_group, read_mapping
+from modulm.errors import ConfigError
+
+__all__ = ["WeightTransferFlags"]
+
+
+def _transfer(value: Any) -> Mapping[str, Any]:
+    """A table with a backend's name. Raises ConfigError."""
+    table = read_mapping("weight_transfer_config", value)
+    if table and not isinstance(table.get("backend"), str):
+        raise ConfigError("weight_transfer_config", "backend: the name of a backend is needed")
+    return table
+
+
+@flag_group
+class WeightTransferFlags(FlagGroup):
+    """How the weights of a running engine are updated."""
+
+    title = "WeightTransferConfig"
+
+    weight_transfer_config: Mapping[str, Any] = flag(
+        {},
+        "How weights come from a trainer: backend (the name of an installed driver) and its "
+        "options.",
+        parse=_transfer,
+    )

@@ -1,0 +1,377 @@
+"""A worker's half of weight updates: what comes is checked, packed and put in place.
+
+The model is built once more without memory. Each module of that one is loaded as at the start, by
+the checkpoint's names, cut for the rank and quantized, and then refills the module that runs. Of
+the second model only the module that is being loaded has memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from attrs import evolve
+
+from modulm.contracts.loader import WeightLoader
+from modulm.contracts.quantization import LinearKind
+from modulm.errors import CheckpointError, EngineError, RequestError, UnsupportedError
+from modulm.loading import open_checkpoint
+from modulm.loading.model import build_model, model_names, plan_checkpoint
+from modulm.loading.weights import fill
+from modulm_weight_transfer.choice import chosen_backend
+from modulm_weight_transfer.refill import Baseline, modules_of, refill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+
+    from modulm.contracts.loader import StoredTensor
+    from modulm.engine.worker.worker import Worker
+    from modulm.nn.weight_slots import Unit
+    from modulm_weight_transfer.contract import TensorSource, WeightTransferBackend
+
+__all__ = ["WeightReceiver", "receiver_of"]
+
+log = logging.getLogger("modulm.weights")
+
+_RECEIVERS: WeakKeyDictionary[Worker, WeightReceiver] = WeakKeyDictionary()
+
+
+def receiver_of(worker: Worker) -> WeightReceiver:
+    """The receiver of a worker. Raises RequestError if it is not connected."""
+    found = _RECEIVERS.get(worker)
+    if found is None:
+        message = "weight transfer is not set up: call init_weight_transfer_engine first"
+        raise RequestError(message, "update_info")
+    return found
+
+
+class _Arrived(WeightLoader):
+    """The tensors of an update, as a checkpoint."""
+
+    name = "update"
+    api = 1
+
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
+        self.sources = sources
+
+    @classmethod
+    def opens(cls, path: object) -> str | None:
+        return None
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        return {name: tensor for source in self.sources for name, tensor in source.index().items()}
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for source in self.sources:
+            yield from source.read()
+
+
+class _BlankModel:
+    """The model of a worker without weights; each module that is loaded refills the one that runs.
+
+    replaced: whether something could not be refilled in place.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        if worker.loaded is None:
+            raise EngineError("the worker has released its weights: wake it up first")
+        if worker.mesh.spread is not None:
+            raise UnsupportedError("weights of experts that move between ranks: not supported yet")
+        self.checkpoint = open_checkpoint(worker.config, worker.plugins)
+        masks = any(part.masks for part in worker.parts)
+        self.built = build_model(
+            worker.config,
+            self.checkpoint,
+            worker.platform,
+            worker.plugins,
+            worker.mesh,
+            masks=masks,
+        )
+        self.worker, self.units = worker, self.built.shared.units
+        live = worker.loaded.units
+        if not live or [unit.path for unit in live] != [unit.path for unit in self.units]:
+            raise UnsupportedError("this model loads its weights itself: they cannot be updated")
+        self.replaced, self.changed = False, False
+        self._baselines: dict[int, Baseline] = {}
+        #: Units that are put in place together, by the one that the others wait for: how many, and
+        #: the modules of those that are loaded.
+        self._families: dict[int, int] = {}
+        self._loaded: dict[int, list[tuple[Module, Module, Unit]]] = {}
+        #: Which family fills a parameter.
+        self._owners: dict[tuple[int, str], int] = {}
+        self._keeps: set[tuple[int, str]] = set()
+        for unit, running in zip(self.units, live, strict=True):
+            family = id(_first(unit))
+            self._families[family] = self._families.get(family, 0) + 1
+            for slot in unit.slots:
+                self._owners[id(slot.module), slot.attribute] = family
+            for module in modules_of(unit.module, unit.finish):
+                self._baselines.setdefault(id(module), Baseline(module))
+            unit.finish = partial(self._put, unit, running, unit.finish)
+
+    def named(self, index: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """The model's name of each tensor, with its own."""
+        table = self.built.model.weights(self.built.settings)
+        names: dict[str, str] = {}
+        for stored in index.values():
+            blank = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+            try:
+                pieces = list(model_names(table, self.built, stored.name, blank))
+            except (RuntimeError, ValueError, IndexError) as error:
+                message = f"{stored.name}: impossible shape {list(stored.shape)}: {error}"
+                raise CheckpointError(message) from error
+            names |= {name: stored.name for name, _ in pieces}
+        return names
+
+    def plan(self, loader: _Arrived, wanted: Callable[[Unit, set[str]], bool] | None) -> Any:
+        """Match tensors with modules: with all, or with those that are `wanted`, of which it says
+        so by their names. Raises CheckpointError naming missing, unknown and unfitting tensors.
+        """
+        shared, units = self.built.shared, self.units
+        if wanted is not None:
+            names = set(self.named(loader.index()))
+            chosen = {id(unit) for unit in units if unit.slots and wanted(unit, names)}
+            units = [unit for unit in units if id(_first(unit)) in chosen]
+        taken = {id(unit) for unit in units}
+        rest = [unit for unit in self.units if id(unit) not in taken]
+        shared = evolve(shared, units=units, elsewhere=[*shared.elsewhere, *rest])
+        return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
+
+    def fill(self, plan: Any, loader: _Arrived) -> None:
+        """Load what is planned, module by module."""
+        self._keeps = {
+            (id(slot.module), slot.attribute)
+            for unit in plan.units
+            for slot in unit.slots
+            if slot.optional and not _given(slot.ways, plan.routes)
+        }
+        fill(plan, loader, device=self.worker.platform.device, progress=False)
+
+    def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
+        """Finish a module as loading does, and refill the one that runs once those that wait for
+        this one are finished as well.
+        """
+        sources = modules_of(unit.module, finish)
+        targets = modules_of(running.module, running.finish)
+        if finish is not None:
+            finish()
+        family = id(_first(unit))
+        loaded = self._loaded.setdefault(family, [])
+        loaded += [(*pair, running) for pair in zip(sources, targets, strict=True)]
+        self._families[family] -= 1
+        if not self._families[family]:
+            self._refill(family)
+
+    @torch.inference_mode()
+    def _refill(self, family: int) -> None:
+        """Put the modules of a family in place, and give the memory of the loaded ones back."""
+        self.changed = True
+        loaded = self._loaded.pop(family)
+        for source, target, _ in loaded:
+            baseline = self._baselines[id(source)]
+            for table, name, value in baseline.changes():
+                if self._owners.get((id(source), name), family) != family:
+                    continue
+                if (id(source), name) not in self._keeps:
+                    self.replaced |= not refill(target, table, name, value)
+                baseline.restore(table, name)
+        for running in {id(unit): unit for *_, unit in loaded}.values():
+            _renew_adapters(running)
+            self._families[family] += 1
+
+
+def _first(unit: Unit) -> Unit:
+    """The unit that it waits for, and that waits for none."""
+    while unit.waits_for is not None:
+        unit = unit.waits_for
+    return unit
+
+
+def _given(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
+    return any(all(part.name in routes for part in way) for way in ways)
+
+
+def _renew_adapters(unit: Unit) -> None:
+    """What is around a layer knows facts about its weight (DoRA)."""
+    method: Any = getattr(unit.module, "method", None)
+    if (around := getattr(method, "around", None)) is not None:
+        layer: Any = unit.module
+        table = layer.spec.kind is LinearKind.EMBEDDING
+        around.finish(partial(method.base.embed if table else method.base.apply, layer))
+
+
+class WeightReceiver:
+    """Receives the updates of one worker."""
+
+    def __init__(self, worker: Worker, backend: WeightTransferBackend) -> None:
+        self._worker, self._backend = worker, backend
+        self._sources: dict[int, TensorSource] = {}
+        self._blank: _BlankModel | None = None
+        self._partial = False
+
+    @classmethod
+    def connect(cls, worker: Worker, info: Mapping[str, Any]) -> None:
+        """Make the receiver of a worker and meet the trainer; takes the place of an earlier one."""
+        chosen = chosen_backend(worker.config)
+        if chosen is None:
+            raise UnsupportedError(
+                "this engine takes no weights: start it with --weight-transfer-config "
+                '\'{"backend": "..."}\''
+            )
+        driver, options = chosen
+        cls.disconnect(worker)
+        parallel, world = worker.config.parallel, worker.mesh.world
+        replica = parallel.data_parallel_rank_local
+        ranks = parallel.data_parallel_size * world.size
+        backend = driver(options, replica * world.size + world.rank, ranks)
+        backend.connect(info)
+        _RECEIVERS[worker] = cls(worker, backend)
+
+    @classmethod
+    def disconnect(cls, worker: Worker) -> None:
+        """Forget the receiver of a worker, if there is one."""
+        receiver = _RECEIVERS.pop(worker, None)
+        if receiver is not None:
+            receiver.cancel()
+            receiver._backend.close()
+
+    def start(self, partial_update: bool) -> None:
+        """Begin an update; what came of an unfinished one is dropped."""
+        self.cancel()
+        self._partial, self._blank = partial_update, _BlankModel(self._worker)
+
+    def cancel(self) -> None:
+        """Drop what came of an update that was not finished."""
+        for number in list(self._sources):
+            self.drop(number)
+        self._blank = None
+
+    def drop(self, number: int) -> None:
+        """Drop what one `update_weights` brought, if it was taken."""
+        source = self._sources.pop(number, None)
+        if source is not None:
+            source.close()
+
+    @property
+    def _model(self) -> _BlankModel:
+        if self._blank is None:
+            raise RequestError("no update is open: call start_weight_update first", "update_info")
+        return self._blank
+
+    def check(self, number: int, info: Mapping[str, Any]) -> bool:
+        """Check what one `update_weights`, by its number, brings; changes no weight. Whether it
+        must be received now, because it comes as a stream.
+        """
+        blank, source = self._model, self._backend.open(info)
+        try:
+            known = {name for earlier in self._sources.values() for name in earlier.index()}
+            twice = known & set(source.index())
+            if twice:
+                raise RequestError(f"{min(twice)} comes twice in one update", "update_info")
+            streams = self._backend.streams
+            if streams:
+                blank.plan(_Arrived([source]), _touched if self._partial else None)
+            else:
+                blank.plan(_Arrived([*self._sources.values(), source]), _complete)
+                self._check_finite(source)
+        except CheckpointError as error:
+            source.close()
+            raise RequestError(str(error), "update_info") from error
+        except BaseException:
+            source.close()
+            raise
+        self._sources[number] = source
+        return streams
+
+    def _check_finite(self, source: TensorSource) -> None:
+        """Raise RequestError for a value that is not finite. The ranks share the work."""
+        world = self._worker.mesh.world
+        for number, (name, tensor) in enumerate(source.read()):
+            if number % world.size == world.rank:
+                _check_finite(name, tensor)
+
+    def receive(self) -> None:
+        """Put in place what comes as a stream."""
+        _, source = self._sources.popitem()
+        loader, blank = _Arrived([_Finite(source)]), self._model
+        plan = blank.plan(_Arrived([source]), _touched if self._partial else None)
+        try:
+            blank.fill(plan, loader)
+        finally:
+            source.close()
+
+    def complete(self) -> bool:
+        """Check that nothing is missing. Raises RequestError; whether there is something to do."""
+        if self._backend.streams:
+            return self._model.changed
+        loader = _Arrived(list(self._sources.values()))
+        if not self._sources:
+            raise RequestError("no weights came: call update_weights first", "update_info")
+        try:
+            self._model.plan(loader, _touched if self._partial else None)
+        except CheckpointError as error:
+            raise RequestError(str(error), "update_info") from error
+        return True
+
+    def finish(self) -> None:
+        """Put all in place, and see that the model still gives finite logits."""
+        blank, loader = self._model, _Arrived(list(self._sources.values()))
+        if self._sources:
+            blank.fill(blank.plan(loader, _touched if self._partial else None), loader)
+        self.cancel()
+        runner = self._worker.runner
+        if blank.replaced:
+            runner.forget_recordings()
+            runner.record()
+        runner.check()
+        loaded = self._worker.loaded
+        if loaded is not None and loaded.adapters is not None:
+            loaded.adapters.renew()
+
+
+class _Finite:
+    """A source whose values are checked as they come."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        return self._source.index()
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source.read():
+            _check_finite(name, tensor)
+            yield name, tensor
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise RequestError if a value is not finite."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
+        return
+    least, most = torch.aminmax(tensor)
+    if not (least.isfinite() and most.isfinite()):
+        what = "NaN" if least.isnan() or most.isnan() else "infinite values"
+        raise RequestError(f"{name} has {what}", "update_info")
+
+
+def _touched(unit: Unit, names: set[str]) -> bool:
+    """Whether an update has something of a module."""
+    return any(part.name in names for slot in unit.slots for way in slot.ways for part in way)
+
+
+def _complete(unit: Unit, names: set[str]) -> bool:
+    """Whether an update has all of a module."""
+    return all(
+        any(all(part.name in names for part in way) for way in slot.ways)
+        for slot in unit.slots
+        if not slot.optional
+    )

@@ -1,0 +1,117 @@
+"""Broadcasts of tensors from a trainer, rank 0, to the workers of engines, with gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modulm.contracts.loader import StoredTensor
+from modulm.errors import EngineError, RequestError
+from modulm_weight_transfer.contract import read_tensor_info
+
+__all__ = ["ReceivedTensors", "WeightBroadcaster", "open_group"]
+
+
+def open_group(address: str, port: int, rank: int, size: int, seconds: float) -> Any:
+    """The group of a trainer, rank 0, and workers. Waits for all. Raises EngineError."""
+    limit = timedelta(seconds=seconds)
+    try:
+        store = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    except (RuntimeError, dist.DistError) as error:
+        raise EngineError(f"the trainer cannot be met at {address}:{port}: {error}") from error
+
+
+def _send(group: Any, data: Tensor) -> None:
+    """Broadcast bytes from rank 0."""
+    if data.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([data], options).wait()
+
+
+class WeightBroadcaster:
+    """A trainer's end. workers: how many workers all engines have together.
+
+    `connect` waits until they have met, so call `init_weight_transfer_engine` with `init_info` in
+    another thread before it; likewise `update_weights` with `info(tensors)` before `send`.
+    """
+
+    def __init__(
+        self, address: str, port: int, workers: int = 1, *, timeout: float = 300.0
+    ) -> None:
+        self._address, self._port, self._size = address, port, workers + 1
+        self._timeout, self._group = timeout, None
+        #: The `init_info` of `init_weight_transfer_engine`.
+        self.init_info: dict[str, Any] = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": self._size,
+        }
+
+    def connect(self) -> None:
+        """Meet the workers."""
+        self._group = open_group(self._address, self._port, 0, self._size, self._timeout)
+
+    @staticmethod
+    def info(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The `update_info` of `update_weights`. Raises ValueError for values that are not
+        finite: an engine that has begun to receive cannot go back.
+        """
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ValueError(f"{name} has values that are not finite")
+        return {
+            "names": list(tensors),
+            "dtype_names": [str(tensor.dtype)[6:] for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send the tensors that `info` has described, in the same order."""
+        if self._group is None:
+            raise RuntimeError("connect first")
+        for tensor in tensors.values():
+            data = tensor.detach().cpu().contiguous().view(-1)
+            _send(self._group, data.view(torch.uint8))
+
+    def close(self) -> None:
+        """Leave the workers."""
+        self._group = None
+
+
+class ReceivedTensors:
+    """Tensors that come while they are read."""
+
+    def __init__(self, group: Any, info: Mapping[str, Any]) -> None:
+        self._group, self._tensors = group, read_tensor_info(info)
+        for name, dtype, _ in self._tensors:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise RequestError(f"{name}: {dtype!r} is no dtype", "update_info")
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        return {
+            name: StoredTensor(
+                name, shape, dtype, "the update", prod(shape) * getattr(torch, dtype).itemsize
+            )
+            for name, dtype, shape in self._tensors
+        }
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in self._tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            try:
+                _send(self._group, tensor.view(-1).view(torch.uint8))
+            except RuntimeError as error:
+                raise EngineError(f"{name} did not come from the trainer: {error}") from error
+            yield name, tensor
+
+    def close(self) -> None:
+        """Nothing to do: tensors are not kept."""

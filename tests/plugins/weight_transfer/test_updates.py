@@ -1,0 +1,302 @@
+"""An engine after an update gives the bits of one that has loaded the same checkpoint."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from modulm import LLM, LoRARequest, SamplingParams
+from modulm.errors import ConfigError, EngineError, EngineStalled, RequestError, UnsupportedError
+from modulm.testing.adapters import write_lora
+from modulm.testing.checkpoints import make_tiny
+from modulm_weights_gloo import WeightBroadcaster
+from modulm_weights_shared_memory import SharedWeights
+
+FLAGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64,
+    "cpu_threads": 1,
+}  # fmt: skip
+SHARED = {"weight_transfer_config": {"backend": "shared_memory"}}
+PROMPT = {"prompt_token_ids": list(range(5, 45))}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+Answer = tuple[list[int], list[dict[int, float]]]
+
+
+def answer(llm: LLM, lora: LoRARequest | None = None) -> Answer:
+    (output,) = llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=lora)
+    first = output.outputs[0]
+    logprobs = [{token: entry.logprob for token, entry in step.items()} for step in first.logprobs]
+    return list(first.token_ids), logprobs
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
+    with SharedWeights(tensors) as shared:
+        llm.start_weight_update(partial=partial)
+        llm.update_weights({"update_info": shared.info})
+        llm.finish_weight_update()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        ("Qwen2ForCausalLM", {"dtype": "bfloat16", "quantization": "int4"}),
+        ("MixtralForCausalLM", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("DeepseekV2ForCausalLM", {"dtype": "bfloat16"}),
+        ("Gemma2ForCausalLM", {}),
+        ("ApertusForCausalLM", {}),
+        ("MambaForCausalLM", {}),
+        ("LlamaForCausalLM", {"dtype": "bfloat16", "enforce_eager": True}),
+    ],
+)
+def test_families_and_formats(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Fused and packed layers, experts, absorbed layers, tied heads, constants, states."""
+    old, new = (make_tiny(tmp_path / str(seed), architecture, seed=seed) for seed in (1, 2))
+    with LLM(str(new), **{**FLAGS, **flags}) as llm:
+        expected = answer(llm)
+    with LLM(str(old), **{**FLAGS, **flags}, **SHARED) as llm:
+        before = answer(llm)
+        llm.init_weight_transfer_engine()
+        for tensors, result in ((new, expected), (old, before), (new, expected)):
+            update(llm, tensors_of(tensors))
+            assert answer(llm) == result
+        assert llm.get_weight_version() == 3
+    assert before != expected
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    old, new = (make_tiny(root / str(seed), "Qwen3ForCausalLM", seed=seed) for seed in (1, 2))
+    return old, new
+
+
+@pytest.fixture(scope="module")
+def expected(folders: tuple[Path, Path]) -> Answer:
+    with LLM(str(folders[1]), **FLAGS) as llm:
+        return answer(llm)
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[Path, Path]) -> Iterator[LLM]:
+    with LLM(str(folders[0]), **FLAGS, **SHARED, enable_sleep_mode=True) as llm:
+        llm.init_weight_transfer_engine({"init_info": {}})
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def first(llm: LLM) -> Answer:
+    return answer(llm)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": torch.ones(3)}, r"wrong shapes: model\.norm\.weight .* is \[3\]"),
+        ({"model.nothing.weight": torch.ones(3)}, r"unexpected weights: model\.nothing\.weight"),
+        ({"model.norm.weight": None}, r"missing weights: model\.norm\.weight"),
+        ({"model.norm.weight": torch.full((64,), torch.nan)}, r"model\.norm\.weight has NaN"),
+        ({"model.norm.weight": torch.full((64,), torch.inf)}, r"model\.norm\.weight has inf"),
+        ({"model.layers.0.self_attn.k_proj.weight": None}, r"missing.*self_attn\.k_proj\.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    llm: LLM, folders: tuple[Path, Path], first: Answer, change: dict[str, Any], message: str
+) -> None:
+    """The old weights go on, whatever came before in the same update."""
+    version = llm.get_weight_version()
+    tensors = {name: t for name, t in {**tensors_of(folders[1]), **change}.items() if t is not None}
+    with pytest.raises(RequestError, match=message):
+        update(llm, tensors)
+    llm.reset_prefix_cache()
+    assert answer(llm) == first
+    assert llm.get_weight_version() == version
+
+
+def test_order_of_calls(llm: LLM, folders: tuple[Path, Path], first: Answer) -> None:
+    with SharedWeights(tensors_of(folders[1])) as shared:
+        llm.start_weight_update()
+        llm.update_weights(shared.info)
+        with pytest.raises(RequestError, match="comes twice in one update"):
+            llm.update_weights(shared.info)
+        llm.start_weight_update()  # the first one is dropped
+        with pytest.raises(RequestError, match="no weights came"):
+            llm.finish_weight_update()
+        with pytest.raises(RequestError, match="segment: modulm-weights-0"):
+            llm.update_weights({**shared.info, "segment": "modulm-weights-" + "0" * 32})
+        with pytest.raises(RequestError, match="ends behind the shared memory"):
+            llm.update_weights({**shared.info, "shapes": [[1 << 30]] * len(shared.info["names"])})
+    with pytest.raises(UnsupportedError, match="is_checkpoint_format"):
+        llm.start_weight_update(is_checkpoint_format=False)
+    assert answer(llm) == first
+
+
+def test_an_update_in_pieces_of_some_tensors(
+    llm: LLM, folders: tuple[Path, Path], expected: Answer, first: Answer
+) -> None:
+    """Parts of a fused layer come in two calls; later calls bring what is left of the model."""
+    tensors, old = tensors_of(folders[1]), tensors_of(folders[0])
+    names = list(tensors)
+    llm.start_weight_update(partial=True)
+    with SharedWeights({n: tensors[n] for n in names[::2]}) as one:
+        llm.update_weights(one.info)
+        with SharedWeights({n: tensors[n] for n in names[1::2]}) as two:
+            llm.update_weights(two.info)
+            llm.finish_weight_update()
+    assert answer(llm) == expected
+    update(llm, {"model.norm.weight": old["model.norm.weight"]}, partial=True)
+    assert answer(llm) not in (expected, first)
+    with pytest.raises(RequestError, match="missing weights.*up_proj"):
+        update(llm, {n: t for n, t in old.items() if n.endswith("gate_proj.weight")}, partial=True)
+    update(llm, old)
+    assert answer(llm) == first
+
+
+def test_memory_stays_where_it_is(llm: LLM, folders: tuple[Path, Path]) -> None:
+    """Weights are refilled in place, however often they are updated."""
+
+    def places(model: torch.nn.Module) -> list[int]:
+        return [parameter.data_ptr() for parameter in model.parameters()]
+
+    before = llm.apply_model(places)
+    for _ in range(10):
+        update(llm, tensors_of(folders[0]))
+    assert llm.apply_model(places) == before
+
+
+def test_weights_that_were_released_are_the_checkpoints(
+    llm: LLM, folders: tuple[Path, Path], first: Answer
+) -> None:
+    update(llm, tensors_of(folders[1]))
+    version = llm.get_weight_version()
+    llm.sleep(2)
+    llm.wake_up()
+    assert llm.get_weight_version() == version + 1
+    assert answer(llm) == first
+    llm.update_weight_version(70)
+    assert llm.get_weight_version() == 70
+
+
+def test_ranks_and_files(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each rank cuts its share out of the files."""
+    config = {"backend": "files", "folder": str(tmp_path)}
+    save_file(tensors_of(folders[1]), tmp_path / "model.safetensors")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "step-1" / "model.safetensors")
+    flags = {**FLAGS, "tensor_parallel_size": 2}
+    with LLM(str(folders[1]), **flags) as llm:
+        expected = answer(llm)
+    with LLM(str(folders[0]), **flags, weight_transfer_config=config) as llm:
+        before = answer(llm)
+        llm.init_weight_transfer_engine()
+        llm.start_weight_update()
+        with pytest.raises(RequestError, match="no folder below"):
+            llm.update_weights({"path": ".."})
+        broken = tensors_of(folders[1])
+        broken[list(broken)[3]].fill_(torch.nan)  # which one rank looks at
+        (tmp_path / "broken").mkdir()
+        save_file(broken, tmp_path / "broken" / "model.safetensors")
+        with pytest.raises(RequestError, match="has NaN"):
+            llm.update_weights({"path": "broken"})
+        assert answer(llm) == before
+        llm.update_weights({"path": "step-1"})
+        llm.finish_weight_update()
+        assert answer(llm) == expected
+
+
+def test_adapters_stay(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Plain ones, and DoRA, whose scales depend on the weights."""
+    modules = {f"model.layers.{i}.self_attn.q_proj": (64, 96) for i in range(2)}
+    plain = LoRARequest("plain", 1, write_lora(tmp_path / "plain", modules, 4, 1))
+    dora = write_lora(tmp_path / "dora", modules, 4, 2, use_dora=True)
+    tensors = load_file(dora / "adapter_model.safetensors")
+    for name in modules:
+        tensors[f"base_model.model.{name}.lora_magnitude_vector"] = torch.full((96,), 2.0)
+    save_file(tensors, dora / "adapter_model.safetensors")
+    loras = [plain, LoRARequest("dora", 2, dora)]
+    flags = {**FLAGS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with LLM(str(folders[1]), **flags) as llm:
+        expected = [answer(llm, lora) for lora in loras]
+    with LLM(str(folders[0]), **flags, **SHARED) as llm:
+        before = [answer(llm, lora) for lora in loras]
+        llm.init_weight_transfer_engine()
+        update(llm, tensors_of(folders[1]))
+        assert [answer(llm, lora) for lora in loras] == expected
+    assert before != expected
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_broadcast(folders: tuple[Path, Path], expected: Answer) -> None:
+    """Values that turn out bad when others are in place leave an engine that says so."""
+    config = {"backend": "gloo", "timeout": 30}
+    tensors = tensors_of(folders[1])
+    sender = WeightBroadcaster("127.0.0.1", free_port(), timeout=30)
+
+    def send(sent: dict[str, Tensor]) -> None:
+        thread = threading.Thread(target=sender.send, args=(sent,))
+        thread.start()
+        try:
+            llm.update_weights(WeightBroadcaster.info(tensors))
+        finally:
+            thread.join()
+
+    with LLM(str(folders[0]), **FLAGS, weight_transfer_config=config) as llm:
+        meeting = threading.Thread(target=sender.connect)
+        meeting.start()
+        llm.init_weight_transfer_engine(sender.init_info)
+        meeting.join()
+        llm.start_weight_update()
+        with pytest.raises(RequestError, match="missing weights"):
+            llm.update_weights(WeightBroadcaster.info(dict(list(tensors.items())[:3])))
+        send(tensors)
+        llm.finish_weight_update()
+        assert answer(llm) == expected
+        last = list(tensors)[-1]
+        bad = {**tensors, last: torch.full_like(tensors[last], torch.nan)}
+        with pytest.raises(ValueError, match=f"{last} has values"):
+            WeightBroadcaster.info(bad)
+        llm.start_weight_update()
+        with pytest.raises(EngineError, match=f"failed half way.*{last} has NaN"):
+            send(bad)
+        with pytest.raises(EngineStalled, match="send a complete update"):
+            answer(llm)
+        llm.start_weight_update()
+        send(tensors)
+        llm.finish_weight_update()
+        assert answer(llm) == expected
+        assert llm.get_weight_version() == 2
+
+
+def test_the_flag(folders: tuple[Path, Path], llm: LLM) -> None:
+    for config, message in (
+        ({"backend": "nccl"}, "backend: .*'nccl'"),
+        ({"folder": "x"}, "backend: the name of a backend is needed"),
+        ({"backend": "files"}, "folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(folders[0]), **FLAGS, weight_transfer_config=config)
+    with (
+        LLM(str(folders[0]), **FLAGS) as other,
+        pytest.raises(UnsupportedError, match="--weight-transfer-config"),
+    ):
+        other.init_weight_transfer_engine()
