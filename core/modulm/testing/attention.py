@@ -93,7 +93,7 @@ _STEPS: Sequence[Sequence[int]] = (
     (1, 1, 1, 1, 1),
 )
 _ROWS = 5
-_QUICK = 3
+_QUICK = 2
 _LENGTH = 128
 #: Replaces the logarithm of zero.
 _NOTHING = -1e4
@@ -252,6 +252,13 @@ class _Case:
         """Return the blocks of a pool for all rows."""
         return 1 + _ROWS * -(-_LENGTH // backend.block_size)
 
+    def mirror(self, backend: AttentionBackend) -> Tensor:
+        """Return the reference's zeroed cache."""
+        shape = self.blocks(backend), backend.block_size, self.spec.kv_heads, self.width()
+        return torch.zeros(
+            shape, dtype=getattr(torch, self.spec.dtype), device=self.platform.device
+        )
+
     def rounded(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return x [tokens, heads, size] as the cache would return it (see
         `AttentionSpec.kv_dtype`).
@@ -268,11 +275,7 @@ def _check_spec(case: _Case) -> None:
     spec, blocks = case.spec, case.blocks(case.make())
     backend, (cache,) = case.caches(1, blocks)
     _check_layout(case, backend.layout(blocks).block_bytes, cache, blocks)
-    mirror = torch.zeros(
-        (blocks, backend.block_size, spec.kv_heads, case.width()),
-        dtype=getattr(torch, spec.dtype),
-        device=case.platform.device,
-    )
+    mirror = case.mirror(backend)
     for number, step in enumerate(case.layouts(backend, blocks)):
         _compare_step(case, backend, (cache, mirror), step, number, f"step {number}")
     if not spec.cross:
@@ -522,7 +525,7 @@ def _check_recorded(case: _Case) -> None:
 
 
 def _check_fused(case: _Case) -> None:
-    """Check that `forward_qkv`, if implemented, equals split, norm, rotation and `forward`."""
+    """Check that `forward_qkv`, if implemented, equals split, norm, rotation and the reference."""
     spec, device = case.spec, case.platform.device
     size = spec.head_dim
     kinds = (
@@ -534,7 +537,8 @@ def _check_fused(case: _Case) -> None:
     )
     for name, norm, rotated, neox in kinds[:1] if case.quick else kinds:
         blocks = case.blocks(case.make())
-        backend, (fused, apart) = case.caches(2, blocks)
+        backend, (fused,) = case.caches(1, blocks)
+        mirror = case.mirror(backend)
         angles = torch.rand(_LENGTH, rotated // 2, device=device)
         prepare = QKVPrepare(
             q_norm=case.tensor(size, seed=80) if norm else None,
@@ -551,9 +555,10 @@ def _check_fused(case: _Case) -> None:
             plan = backend.plan(step)
             if not backend.forward_qkv(qkv.clone(), positions, prepare, fused, plan, out, inputs):
                 break
-            expected = torch.empty_like(out)
             q, k, v = _prepared(qkv, positions, prepare, spec)
-            backend.forward(q, k, v, apart, backend.plan(step), expected, inputs)
+            rows = ReferencePlan.of(step, device)
+            write_kv(case.rounded(k), case.rounded(v), mirror, rows.slots)
+            expected = attend(spec, q, mirror, rows, torch.empty_like(out), inputs)
             case.compare(out, expected, f"forward_qkv with {name}, step {number}")
 
 
