@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["CHAT_TEMPLATE", "make_tiny", "make_tokenizer", "split"]
+__all__ = ["CHAT_TEMPLATE", "make_tiny", "make_tokenizer", "save_tiny", "split", "tiny_model"]
 
 #: ChatML with Hermes tool calls and a think block that `enable_thinking=False` closes immediately.
 CHAT_TEMPLATE = """\
@@ -93,11 +93,22 @@ def make_tiny(
     The folder holds config.json, model.safetensors (or `shards` files with an index), a trained
     byte-level BPE tokenizer of `vocab` entries with a ChatML template, and generation_config.json.
     """
+    model = tiny_model(architecture, seed=seed, vocab=vocab, **config_overrides)
+    return save_tiny(model, path, vocab=vocab, dtype=dtype, shards=shards)
+
+
+def tiny_model(
+    architecture: str,
+    *,
+    seed: int = 0,
+    vocab: int = 512,
+    attn_implementation: str = "",
+    **config_overrides: Any,
+) -> Any:
+    """Return the transformers model that `make_tiny` writes, in fp32; see there."""
     import torch
     import transformers
 
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     model_type = getattr(transformers, architecture)
     keys = {"vocab_size": vocab, "bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     keys |= {**_shape(architecture), **config_overrides}
@@ -105,17 +116,35 @@ def make_tiny(
         keys.pop(derived, None)
     config = model_type.config_class(**keys)
     config.architectures = [architecture]
+    chosen = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_type._from_config(config, dtype=torch.float32).eval()
+        model = model_type._from_config(config, dtype=torch.float32, **chosen).eval()
         _randomise(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
     if model.can_generate():
         model.generation_config.eos_token_id = [2, 0]
         model.generation_config.do_sample = False
+    return model
+
+
+def save_tiny(
+    model: Any, path: str | Path, *, vocab: int = 512, dtype: str = "float32", shards: int = 1
+) -> Path:
+    """Write a model of `tiny_model` with a tokenizer to the folder `path`.
+
+    The model stays in fp32; its parameters are rounded to what is written.
+    """
+    import torch
+    import transformers
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size="100GB")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
     if shards > 1:
         split(folder, shards)
     make_tokenizer(folder, vocab=vocab)

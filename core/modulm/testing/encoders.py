@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from modulm.contracts.model import Model
-from modulm.plugins import manager
-from modulm.testing.checkpoints import make_tiny
+from modulm.testing.checkpoints import save_tiny, tiny_model
+from modulm.testing.offering import architecture_of, offering
 from modulm.testing.session import Session
 
 __all__ = ["check_encoder"]
@@ -25,11 +25,9 @@ _LENGTHS = (37, 5, 1, 5)
 
 def check_encoder(driver: type[Model], **flags: Any) -> None:
     """Run the kit; `flags` go to the engine's configuration. Raises AssertionError."""
-    architecture = driver.tiny()["architectures"][0]
-    plugins = manager.PluginManager()
-    plugins.register("models", architecture, driver)
-    with tempfile.TemporaryDirectory() as name, manager.using(plugins):
-        folder = make_tiny(Path(name) / "whole", architecture)
+    with tempfile.TemporaryDirectory() as name, offering(driver):
+        model = tiny_model(architecture_of(driver), attn_implementation="eager")
+        folder = save_tiny(model, Path(name) / "whole")
         settings = {"device": "cpu", "dtype": "float32", **flags}
         session = Session(folder, **settings)
         assert session.model.caches == (), "an encoder must not cache anything between steps"
@@ -38,7 +36,7 @@ def check_encoder(driver: type[Model], **flags: Any) -> None:
         rows = {r: [rng.randrange(3, vocabulary) for _ in range(n)] for r, n in enumerate(_LENGTHS)}
         hidden = session.hidden(rows)
         for row, tokens in rows.items():
-            expected, classes = _reference(architecture, folder, tokens)
+            expected, classes = _reference(model, tokens)
             _compare(hidden[row], expected, f"hidden states of {len(tokens)} tokens, transformers")
             session.release(row)
             _compare(session.hidden({row: tokens})[row], expected, "a row by itself")
@@ -55,16 +53,9 @@ def _classes(model: Model, hidden: torch.Tensor) -> torch.Tensor:
         return model.logits(hidden)
 
 
-def _reference(
-    architecture: str, folder: Path, tokens: list[int]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    import transformers
-
-    model = getattr(transformers, architecture).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+def _reference(model: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
     with torch.inference_mode():
-        output = model.eval()(torch.tensor([tokens]), output_hidden_states=True)
+        output = model(torch.tensor([tokens]), output_hidden_states=True)
         if "last_hidden_state" in output:
             return output.last_hidden_state[0], None
         states = model.base_model(torch.tensor([tokens])).last_hidden_state[0]

@@ -16,16 +16,18 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from modulm.contracts.model import Model
-from modulm.plugins import manager
-from modulm.testing.checkpoints import make_tiny
+from modulm.testing.checkpoints import make_tiny, save_tiny, tiny_model
 from modulm.testing.encoders import check_encoder
+from modulm.testing.offering import architecture_of, offering
 from modulm.testing.oracles import Oracle, logprobs_of, oracle_of, write_tiny
 from modulm.testing.session import Session
 
@@ -38,8 +40,17 @@ __all__ = [
 ]
 
 TOLERANCE = 1e-4
-_STEPS = 32
+_TRANSFORMERS, _ORACLE = "transformers", "the oracle"
+#: Every row crosses a boundary of blocks while it decodes.
+_STEPS = 16
 _PROMPTS = (37, 5, 1)
+_CHUNK = 7
+#: How many tokens go one by one: more than a block, and than the windows of tiny models.
+_SINGLE = 24
+
+#: New tokens, and the log probabilities of prompt and answer.
+Answer: TypeAlias = tuple[list[int], torch.Tensor]
+_References: TypeAlias = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
 
 
 def check_model(driver: type[Model], *, oracle: Oracle | None = None, **flags: Any) -> None:
@@ -51,12 +62,13 @@ def check_model(driver: type[Model], *, oracle: Oracle | None = None, **flags: A
     if "generate" not in driver.tasks:
         check_encoder(driver, **flags)
         return
-    with tempfile.TemporaryDirectory() as name, _offering(driver):
-        driver_oracle = oracle or oracle_of(driver)
-        folder = tiny_folder(driver, Path(name) / "whole", oracle=driver_oracle)
-        check_equals_transformers(folder, reference=driver_oracle or "eager", **flags)
-        check_steps(folder, **flags)
-        check_storage(driver, folder, Path(name), oracle=driver_oracle, **flags)
+    with tempfile.TemporaryDirectory() as name, offering(driver):
+        source = _source(driver, oracle)
+        folder = source.write(Path(name) / "whole")
+        session = _session(folder, **flags)
+        answers = _check_greedy(session, partial(source.logprobs, folder), source.whose, _STEPS)
+        _check_steps(session, answers)
+        _check_storage(source, Path(name) / "parts", **flags)
 
 
 def tiny_folder(
@@ -68,7 +80,7 @@ def tiny_folder(
     """
     if oracle is not None:
         return write_tiny(driver, oracle, path, **settings)
-    return make_tiny(path, _architecture(driver), **settings)
+    return make_tiny(path, architecture_of(driver), **settings)
 
 
 def check_equals_transformers(
@@ -79,66 +91,138 @@ def check_equals_transformers(
     reference: the attention implementation that transformers uses, or an oracle that replaces
     transformers.
     """
-    whose = "transformers" if isinstance(reference, str) else "the oracle"
-    session = _session(folder, **flags)
-    prompts = _prompts(session)
-    results = session.greedy(prompts, steps)
-    texts = [[*prompts[row], *tokens[:-1]] for row, (tokens, _) in results.items()]
-    references = _references(folder, texts, reference)
-    for (row, (tokens, logprobs)), expected in zip(results.items(), references, strict=True):
-        _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, {whose}")
-        best = expected[len(prompts[row]) - 1 :].argmax(-1).tolist()
-        assert tokens == best, f"greedy tokens differ from those of {whose}: {tokens} and {best}"
-    seen = {token for tokens, _ in results.values() for token in tokens}
-    assert len(seen) > 3, f"the tiny model only generates {seen}, which tests nothing"
+    whose = _TRANSFORMERS if isinstance(reference, str) else _ORACLE
+    references = partial(_references, folder, reference=reference)
+    _check_greedy(_session(folder, **flags), references, whose, steps)
 
 
 def check_steps(folder: Path, **flags: Any) -> None:
     """Check that results do not depend on chunking and batching, including in reused blocks."""
     session = _session(folder, **flags)
-    prompts = _prompts(session)
-    whole = session.greedy(prompts, 8)
-    for chunk in (1, 7):
-        _restart(session, prompts)
-        _same(session.greedy(prompts, 8, chunk=chunk), whole, f"chunks of {chunk}")
-    for row, prompt in prompts.items():
-        _restart(session, prompts)
-        _same(session.greedy({row: prompt}, 8), {row: whole[row]}, "a row by itself")
-    _restart(session, prompts)
-    _check_mixed(session, prompts, whole)
+    _check_steps(session, session.greedy(_prompts(session), 8))
 
 
 def check_storage(
-    driver: type[Model], folder: Path, root: Path, *, oracle: Oracle | None = None, **flags: Any
+    driver: type[Model], root: Path, *, oracle: Oracle | None = None, **flags: Any
 ) -> None:
-    """Check that shards load like a single file, and bf16 weights like the same numbers in fp32."""
-    session = _session(folder, **flags)
-    prompt = _prompts(session)[0]
-    whole = session.step({0: prompt})[0]
-    cut = tiny_folder(driver, root / "parts", oracle=oracle, shards=3)
-    parts = _session(cut, **flags).step({0: prompt})[0]
-    assert torch.equal(whole, parts), "three shards give different numbers than one file"
-    half = tiny_folder(driver, root / "half", oracle=oracle, dtype="bfloat16")
-    logprobs = _session(half, **flags).step({0: prompt})[0]
-    (expected,) = _references(half, [prompt], oracle or "eager")
-    _compare(logprobs, expected, "bf16 weights computed in fp32, the reference")
+    """Check that bf16 weights in shards are computed like the same numbers in fp32."""
+    _check_storage(_source(driver, oracle), root / "parts", **flags)
+
+
+class _Transformers:
+    """The driver's tiny model in transformers, which is made once and written several times."""
+
+    whose = _TRANSFORMERS
+
+    def __init__(self, driver: type[Model]) -> None:
+        self._model = tiny_model(architecture_of(driver), attn_implementation="eager")
+
+    def write(self, folder: Path, **settings: Any) -> Path:
+        """Write the model; it computes with the rounded weights from then on."""
+        return save_tiny(self._model, folder, **settings)
+
+    def logprobs(self, folder: Path, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the log probabilities [tokens, vocabulary] of each text."""
+        return _logprobs(self._model, texts)
+
+
+class _Oracle:
+    """A driver's oracle, which reads its numbers from the checkpoints that it has written."""
+
+    whose = _ORACLE
+
+    def __init__(self, driver: type[Model], oracle: Oracle) -> None:
+        self._driver, self._oracle = driver, oracle
+
+    def write(self, folder: Path, **settings: Any) -> Path:
+        """Write the oracle's weights."""
+        return write_tiny(self._driver, self._oracle, folder, **settings)
+
+    def logprobs(self, folder: Path, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the log probabilities [tokens, vocabulary] of each text."""
+        return _references(folder, texts, self._oracle)
+
+
+def _source(driver: type[Model], oracle: Oracle | None) -> _Transformers | _Oracle:
+    oracle = oracle or oracle_of(driver)
+    return _Transformers(driver) if oracle is None else _Oracle(driver, oracle)
+
+
+def _check_greedy(
+    session: Session, references: _References, whose: str, steps: int
+) -> dict[int, Answer]:
+    """Compare prompts and greedy answers with the references; return the answers."""
+    prompts = _prompts(session)
+    answers = session.greedy(prompts, steps)
+    texts = [[*prompts[row], *tokens[:-1]] for row, (tokens, _) in answers.items()]
+    for (row, (tokens, logprobs)), expected in zip(answers.items(), references(texts), strict=True):
+        _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, {whose}")
+        best = expected[len(prompts[row]) - 1 :].argmax(-1).tolist()
+        assert tokens == best, f"greedy tokens differ from those of {whose}: {tokens} and {best}"
+    seen = {token for tokens, _ in answers.values() for token in tokens}
+    assert len(seen) > 3, f"the tiny model only generates {seen}, which tests nothing"
+    return answers
+
+
+def _check_steps(session: Session, answers: Mapping[int, Answer]) -> None:
+    """Check that the answers' texts have the same log probabilities in other steps."""
+    prompts = _prompts(session)
+    whole = {row: logprobs for row, (_, logprobs) in answers.items()}
+    texts = {row: [*prompts[row], *tokens[:-1]] for row, (tokens, _) in answers.items()}
+    single = {row: _pieces(text[:_SINGLE], 1) for row, text in texts.items()}
+    _same(_replay(session, single), whole, "single tokens")
+    chunks = {
+        row: _pieces(prompts[row], _CHUNK) + _pieces(text[len(prompts[row]) :][:3], 1)
+        for row, text in texts.items()
+    }
+    _same(_replay(session, chunks), whole, f"chunks of {_CHUNK}")
+    for row, prompt in prompts.items():
+        alone = [prompt, *_pieces(texts[row][len(prompt) :][:2], 1)]
+        _same(_replay(session, {row: alone}), whole, "a row by itself")
+    _check_mixed(session, texts, whole)
 
 
 def _check_mixed(
-    session: Session,
-    prompts: Mapping[int, Sequence[int]],
-    whole: Mapping[int, tuple[list[int], torch.Tensor]],
+    session: Session, texts: Mapping[int, Sequence[int]], whole: Mapping[int, torch.Tensor]
 ) -> None:
     """Check a step in which one row prefills, one is inside its prompt and one decodes."""
-    first, second, third = prompts
-    tokens, expected = whole[third]
-    session.step({third: prompts[third], second: prompts[second][:2]})
-    results = session.step({first: prompts[first], second: prompts[second][2:], third: tokens[:1]})
+    (first, second, third), lengths = texts, _PROMPTS
+    _restart(session, texts)
+    session.step({third: texts[third][: lengths[2]], second: texts[second][:2]})
+    parts = {
+        first: slice(0, lengths[0]),
+        second: slice(2, lengths[1]),
+        third: slice(lengths[2], lengths[2] + 1),
+    }
+    results = session.step({row: texts[row][part] for row, part in parts.items()})
     for row, logprobs in results.items():
-        length = len(prompts[row])
-        part = {first: slice(0, length), second: slice(2, length), third: slice(1, 2)}[row]
-        _compare(logprobs, whole[row][1][part], "a mixed step")
-    assert expected.shape[0] >= 2
+        _compare(logprobs, whole[row][parts[row]], "a mixed step")
+
+
+def _check_storage(source: _Transformers | _Oracle, folder: Path, **flags: Any) -> None:
+    source.write(folder, dtype="bfloat16", shards=3)
+    session = _session(folder, **flags)
+    prompt = _prompts(session)[0]
+    logprobs = session.step({0: prompt})[0]
+    (expected,) = source.logprobs(folder, [prompt])
+    _compare(logprobs, expected, "bf16 weights in three files, computed in fp32, the reference")
+
+
+def _pieces(tokens: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+
+def _replay(
+    session: Session, pieces: Mapping[int, Sequence[Sequence[int]]]
+) -> dict[int, torch.Tensor]:
+    """Run each row's pieces, one piece of each in a step, from the start."""
+    _restart(session, pieces)
+    logprobs: dict[int, list[torch.Tensor]] = {row: [] for row in pieces}
+    for step in zip_longest(*pieces.values()):
+        work = {row: piece for row, piece in zip(pieces, step, strict=True) if piece}
+        for row, part in session.step(work).items():
+            logprobs[row].append(part)
+    return {row: torch.cat(parts) for row, parts in logprobs.items()}
 
 
 def _session(folder: Path, **flags: Any) -> Session:
@@ -171,37 +255,24 @@ def _references(
 
     (name, *_) = json.loads((folder / "config.json").read_text())["architectures"]
     kind = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=reference).eval()
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=reference)
+    return _logprobs(model.eval(), texts)
+
+
+def _logprobs(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     with torch.inference_mode():
         logits = [model(torch.tensor([list(tokens)])).logits[0] for tokens in texts]
     return [each.float().log_softmax(-1) for each in logits]
 
 
 def _same(
-    actual: Mapping[int, tuple[list[int], torch.Tensor]],
-    expected: Mapping[int, tuple[list[int], torch.Tensor]],
-    what: str,
+    actual: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor], what: str
 ) -> None:
-    for row, (tokens, logprobs) in expected.items():
-        _compare(actual[row][1], logprobs, what)
-        assert actual[row][0] == tokens, f"{what}: different tokens: {actual[row][0]}, not {tokens}"
+    for row, logprobs in actual.items():
+        _compare(logprobs, expected[row][: len(logprobs)], what)
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert actual.shape == expected.shape, f"{what}: {actual.shape} log probabilities"
     worst = (actual - expected).abs().max().item()
     assert worst <= TOLERANCE, f"{what}: log probabilities differ by {worst:.2g} > {TOLERANCE}"
-
-
-def _architecture(driver: type[Model]) -> str:
-    architectures = driver.tiny().get("architectures")
-    assert architectures, "tiny() has no architectures"
-    name: str = architectures[0]
-    return name
-
-
-def _offering(driver: type[Model]) -> Any:
-    """Return the installed plugins with this driver taking precedence."""
-    plugins = manager.PluginManager()
-    plugins.register("models", _architecture(driver), driver)
-    return manager.using(plugins)
