@@ -1,11 +1,11 @@
-"""How one flag is described, and how a value given for it becomes a checked one.
+"""Flags: how they are declared, and how their values are parsed and checked.
 
-A group of flags is a class made by `@flag_group`, in the core or in a package that offers it under
-`modulm.flags`; a field of it is made by `flag(default, help, ...)`, and its annotation says its
-type. From that one line come the constructor's check, the command-line option, the YAML key, the
-name in the environment, the `LLM(...)` keyword and the row in docs/config.md.
+A flag group is a class decorated with `@flag_group`, in the core or in a package that offers it
+under `modulm.flags`. Each field is made by `flag(default, help, ...)` and annotated with its type.
+The constructor's checks, the command-line option, the YAML key, the environment variable, the
+`LLM(...)` keyword and the row in docs/config.md are all derived from that line.
 
-Nothing is silently ignored: a flag works, or its state says why a value does nothing or is refused.
+No flag is silently ignored: it works, or its state says why a value has no effect or is refused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _KEY = "modulm.flag"
 
 
 class Kind(Enum):
-    """What a flag does.
+    """What setting a flag does.
 
-    WORKS: what its help says. NO_EFFECT: nothing, and a notice says why. RENAMED: it sets another
-    flag, and a notice says which. The others make any value but the default an error: REFUSED
-    names what to use instead, NOT_YET the feature that is planned, NOT_INSTALLED the package.
+    WORKS: what its help says. NO_EFFECT: nothing; a notice says why. RENAMED: sets another flag; a
+    notice says which. For the others any value but the default is an error: REFUSED names what to
+    use instead, NOT_YET the planned feature, NOT_INSTALLED the missing package.
     """
 
     WORKS = "works"
@@ -67,7 +67,7 @@ _UNSETTABLE = frozenset({Kind.REFUSED, Kind.NOT_YET, Kind.NOT_INSTALLED})
 
 @frozen
 class State:
-    """A kind and, for all but `works`, the reason that the user reads."""
+    """A kind and, unless the flag works, the reason shown to the user."""
 
     kind: Kind
     reason: str = ""
@@ -81,11 +81,11 @@ WORKS = State(Kind.WORKS)
 
 @frozen(kw_only=True)
 class Flag:
-    """Everything known about one flag; `type` is the type of its field.
+    """The declaration of one flag.
 
-    `kind` is a plugin kind whose installed names are the choices (plus `choices`).
-    `key` is its name inside the group's JSON table; `own` is false when it has no flag of its own.
-    `common`: shown by a plain --help. `registers`: a Python file that is run to register drivers.
+    type: of its field. kind: a plugin kind; its installed names are choices, in addition to
+    `choices`. key: name in the group's JSON table. own: whether it is also a separate flag.
+    common: shown by plain --help. registers: the value is a Python file that registers drivers.
     """
 
     name: str = ""
@@ -109,7 +109,7 @@ class Flag:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that a value may have, without None."""
+        """The allowed types of a value, without None."""
         union = get_args(self.type) if get_origin(self.type) is UnionType else (self.type,)
         return tuple(kind for kind in union if kind is not NoneType)
 
@@ -135,12 +135,12 @@ class Flag:
         return "--" + self.name.replace("_", "-")
 
     def changed(self, value: Any) -> bool:
-        """Whether `value` differs from what the flag has when nobody sets it."""
+        """Whether `value` differs from the default."""
         return bool(value != self.default)
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:  # noqa: A002
-    """A field of a group; options are the attributes of `Flag`."""
+    """Declare a field of a flag group; `options` are attributes of `Flag`."""
     spec = Flag(default=default, help=help, **options)
     if isinstance(default, dict):
         return attrs.field(factory=lambda: dict[str, Any](default), metadata={_KEY: spec})
@@ -148,10 +148,10 @@ def flag(default: Any, help: str, **options: Any) -> Any:  # noqa: A002
 
 
 class FlagGroup:
-    """A group of flags: its title in help, and the JSON flag that fills all of it, if there is one.
+    """Base class of flag groups.
 
-    `table_aliases`: short names of that flag. `server`: only commands that run a server have these
-    flags.
+    title: heading in help. table: JSON flag that sets the whole group, if any; table_aliases: its
+    short names. server: only commands that run a server have these flags.
     """
 
     title: ClassVar[str] = ""
@@ -165,12 +165,12 @@ G = TypeVar("G", bound=FlagGroup)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def flag_group(cls: type[G]) -> type[G]:
-    """Make a class of flags a frozen value whose constructor reads and checks every flag."""
+    """Turn a class of flags into a frozen attrs class that parses and checks each flag."""
     return attrs.frozen(kw_only=True, field_transformer=_equip)(cls)
 
 
 def _equip(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    """Give every field its converter and validator (attrs `field_transformer`)."""
+    """Add a converter and a validator to each field (attrs `field_transformer`)."""
     types = get_type_hints(cls)
     return [_equipped(field, types[field.name]) for field in fields]
 
@@ -196,12 +196,12 @@ def _equipped(field: attrs.Attribute[Any], kind: Any) -> attrs.Attribute[Any]:
 
 
 def flags_of(group: type[FlagGroup]) -> tuple[Flag, ...]:
-    """The flags of one group class, in the order in which they are written."""
+    """Return the flags of a group class, in order of declaration."""
     return tuple(field.metadata[_KEY] for field in attrs.fields(group))  # type: ignore[arg-type]
 
 
 def read(spec: Flag, value: Any) -> Any:
-    """The value in its field's type. Raises ConfigError that names the flag."""
+    """Convert a value to its field's type. Raises ConfigError naming the flag."""
     if value is spec.default or (spec.parse is None and spec.optional and _is_none(spec, value)):
         return value if value is spec.default else None
     try:
@@ -211,21 +211,21 @@ def read(spec: Flag, value: Any) -> Any:
 
 
 def _is_none(spec: Flag, value: Any) -> bool:
-    """Whether a text means "not set"; a plugin may be called none, not None."""
+    """Whether a text means "not set". A plugin may be called "none", but not "None"."""
     return isinstance(value, str) and (
         value == "None" or (value.lower() == "none" and spec.kind is None)
     )
 
 
 def parser_name(value: str | None) -> str | None:
-    """The name of a parser: None, which means that one is chosen, for "auto"; "" for "none"."""
+    """Normalize a parser's name: "auto" becomes None (chosen automatically), "none" becomes ""."""
     if value is not None and not isinstance(value, str):
         raise TypeError("a name is expected")
     return None if value in ("auto", "None") else "" if value == "none" else value
 
 
 def check(spec: Flag, value: Any) -> None:
-    """Raise ConfigError for a missing value, wrong choice, bad range or a flag not to be set."""
+    """Raise ConfigError for a missing value, wrong choice, bad range or a refused flag."""
     if value is None and not spec.optional:
         raise ConfigError(spec.name, f"needs a value; the default is {spec.default!r}")
     if spec.choices and spec.kind is None and isinstance(value, str):
@@ -253,13 +253,13 @@ def _check_range(spec: Flag, value: float) -> None:
 
 
 def suggest(word: str, known: tuple[str, ...] | list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known word is close."""
+    """Return `; did you mean 'x'?`, or "" if no known name is close."""
     close = get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def read_mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """A table given as a mapping or as JSON. Raises ConfigError that names `name`."""
+    """Read a table from a mapping or JSON. Raises ConfigError for the flag `name`."""
     try:
         table: Mapping[str, Any] = structure_written(value, Mapping[str, Any])
     except (ValueError, TypeError) as error:

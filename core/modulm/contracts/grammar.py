@@ -17,7 +17,7 @@ API = 1
 
 
 class Matcher(ABC):
-    """Where one sequence stands in a grammar."""
+    """The position of one sequence in a grammar."""
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -25,14 +25,15 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocabulary / 32)] int32; bit i of word j: token 32 j + i is allowed.
+        """Fill the bit mask of allowed next tokens.
 
-        Bits past the vocabulary mean nothing.
+        mask: [ceil(vocabulary / 32)] int32; bit i of word j is set if token 32 j + i is allowed.
+        Bits past the vocabulary are ignored.
         """
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:
-        """Take back the last tokens that were accepted."""
+        """Undo the last `tokens` accepted tokens."""
 
     @property
     @abstractmethod
@@ -41,25 +42,25 @@ class Matcher(ABC):
 
 
 class Grammar(ABC):
-    """A compiled constraint, shared by all sequences that use it. nbytes: what it takes."""
+    """A compiled constraint, shared by all sequences that use it. nbytes: its memory."""
 
     nbytes: int = 0
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """A fresh matcher at the start of the grammar."""
+        """Create a matcher at the start of the grammar."""
 
 
 class GrammarBackend(ABC):
-    """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread.
+    """Compiles constraints for one tokenizer, in background threads.
 
-    tokenizer: of the model; vocabulary: width of the logits; stop_ids: ids
-    that may end a text where the grammar is complete.
+    tokenizer: the model's. vocabulary: width of the logits. stop_ids: tokens that may end a text
+    once the grammar is complete.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Where the choice is automatic, the backend with the highest number is asked first.
+    #: With automatic choice, backends are tried in descending order of this number.
     preference: ClassVar[int] = 0
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
@@ -69,8 +70,8 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def rejects(self, constraint: StructuredOutputs) -> str | None:
-        """A reason why this backend cannot express the constraint, or None. Must be quick."""
+        """Return why this backend cannot express the constraint, or None. Must be fast."""
 
     @abstractmethod
     def compile(self, constraint: StructuredOutputs) -> Grammar:
-        """Compile. Raises RequestError for a malformed schema, regex or grammar."""
+        """Compile a constraint. Raises RequestError for a malformed schema, regex or grammar."""

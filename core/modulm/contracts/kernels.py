@@ -20,15 +20,15 @@ __all__ = ["API", "Forward", "KernelProvider", "Op", "Ops", "RecordedForward"]
 
 API = 1
 
-#: `Model.forward`: a batch to hidden states [tokens, hidden]; or to several tensors like these.
+#: `Model.forward`: maps a batch to hidden states [tokens, hidden], or to several such tensors.
 Forward: TypeAlias = "Callable[[Batch], torch.Tensor | tuple[torch.Tensor, ...]]"
 
 
 class KernelProvider(ABC):
     """Implementations of ops for one kind of device.
 
-    The names, arguments and results are those of the twins in `modulm.ops.twins`, which are the
-    specification; an op that a provider lacks runs as its twin.
+    The twins in `modulm.ops.twins` specify names, arguments and results. An op that no provider
+    has runs as its twin.
     """
 
     name: ClassVar[str]
@@ -37,62 +37,61 @@ class KernelProvider(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, platform: Platform) -> Probe:
-        """Whether the provider's ops run on `platform` here; score 0 and a reason if not."""
+        """Return how well the ops run on `platform`; score 0 and a reason if they do not."""
 
     @abstractmethod
     def ops(self) -> Mapping[str, Op]:
-        """Op name -> callable. Called once; the callables are called per layer."""
+        """Return op name -> callable. Called once; the callables are called per layer."""
 
     def rejects(self, op: str, **facts: object) -> str | None:
-        """A reason why `op` cannot run with these dtypes and sizes, or None if it can."""
+        """Return why `op` cannot run with these dtypes and sizes, or None if it can."""
         return None
 
     def recorded(self, forward: Forward) -> Forward:
-        """`forward`, or what gives the same bits with less work between the kernels.
+        """Return a bit-identical forward pass with less launch overhead, or `forward` itself.
 
-        For providers that record a step and repeat it (CUDA graphs). A batch says what it holds
-        and what must be equal (`Recordable`); one that cannot be recorded runs as `forward` does.
-        The result may be overwritten by the next call.
+        For providers that record and replay steps. `Recordable` describes what batches must have
+        in common; batches that cannot be recorded run through `forward`. The result may be
+        overwritten by the next call.
         """
         return forward
 
 
 class RecordedForward(ABC):
-    """A forward pass whose steps of certain shapes are recorded ahead (CUDA graphs).
+    """A forward pass that records steps of fixed shapes at startup (CUDA graphs).
 
-    A step of another shape is padded to one of them by rows that see the null block only, or runs
-    call by call. A recorder that records whatever comes, when it comes, needs none of this: it is
-    any `Forward`.
+    Other steps are padded to a recorded shape with rows that see only the null block, or run
+    without recording. A recorder that records steps as they occur is a plain `Forward`.
     """
 
     @property
     @abstractmethod
     def steps(self) -> Sequence[np.ndarray]:
-        """What to record, in this order: the tokens of each row, [rows] int32. Those that take the
-        most memory come first.
-        """
+        """The steps to record, largest memory first: tokens of each row, [rows] int32."""
 
     @abstractmethod
     def padded(self, counts: np.ndarray) -> np.ndarray:
-        """[rows] int32, the tokens of each row of a recorded step that has room for one of these
-        `counts`: its own rows, then rows of padding. `counts` itself where there is none.
+        """Return the tokens per row of a recorded step that fits `counts`: [rows] int32.
+
+        The step's own rows come first, then padding. Returns `counts` if no recorded step fits.
         """
 
     @abstractmethod
     def record(self, batch: Batch) -> None:
-        """Record the step of this batch: one of `steps` in the null blocks, with block tables as
-        wide as any will be. What cannot be recorded is left out.
+        """Record this batch's step, if it can be recorded.
+
+        The batch is one of `steps`, in null blocks, with block tables of the maximum width.
         """
 
     @property
     @abstractmethod
     def held(self) -> int:
-        """Bytes of the device that all recordings take."""
+        """Device memory of all recordings in bytes."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop the recordings and give their memory back."""
+        """Drop the recordings and free their memory."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """As the forward pass does; the result may be overwritten by the next call."""
+        """Run the forward pass. The result may be overwritten by the next call."""

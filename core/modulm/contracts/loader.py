@@ -20,9 +20,9 @@ API = 1
 
 @frozen
 class StoredTensor:
-    """A tensor on disk, known from the file's header: nothing of it has been read.
+    """A tensor on disk, described by the file's header. Its data has not been read.
 
-    `dtype` is torch's name of what `read` gives; raw blocks of bytes are "uint8".
+    `dtype` is the torch name of the dtype that `read` yields; raw blocks of bytes are "uint8".
     """
 
     name: str
@@ -34,9 +34,9 @@ class StoredTensor:
 
 @frozen
 class TokenizerFiles:
-    """A tokenizer that lies in the weights: what its files would say, had it some.
+    """A tokenizer stored with the weights, in the form of tokenizer files.
 
-    `tokenizer` is the text of tokenizer.json; `settings` the table of tokenizer_config.json
+    `tokenizer` is the text of a tokenizer.json; `settings` the table of a tokenizer_config.json
     (`eos_token` and other special tokens, `chat_template`).
     """
 
@@ -45,7 +45,7 @@ class TokenizerFiles:
 
 
 class WeightLoader(ABC):
-    """One checkpoint format. All checks of names and shapes happen on the index, before reading."""
+    """One checkpoint format. Names and shapes are checked on the index, before data is read."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
@@ -53,49 +53,55 @@ class WeightLoader(ABC):
     @classmethod
     @abstractmethod
     def opens(cls, path: Path) -> str | None:
-        """A reason why this loader is the one for the file or folder `path`, or None."""
+        """Return why this loader reads the file or folder `path`, or None if it does not."""
 
     @classmethod
     def choose_files(cls, part: str, names: Sequence[str]) -> Sequence[str] | None:
-        """The files that `owner/name:PART` means of a hub repository's `names`, the first to be
-        opened first. None: no file is of this format. Raises CheckpointError if `part` is none of
-        the files that are."""
+        """Choose the files of a hub repository that `owner/name:PART` refers to.
+
+        Returns names out of `names`, the one to open first; None if none has this format. Raises
+        CheckpointError if `part` matches none of them.
+        """
         return None
 
     def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:
         self.path = path
 
     def quantization(self) -> Mapping[str, object]:
-        """The key `quantization_config` of config.json, where the weights themselves say how layers
-        are stored. Asked of a file whose configuration comes from elsewhere."""
+        """Return `quantization_config` as stored in the weights, like that of a config.json.
+
+        Called for a file whose configuration comes from elsewhere.
+        """
         return {}
 
-    # Asked only of weights that have no config.json beside them.
+    # Called only for weights without a config.json beside them.
 
     def configuration(self) -> Mapping[str, object] | None:
-        """What config.json would say, by its names; None: the weights say nothing of it."""
+        """Return the contents of a config.json, or None if the weights store none."""
         return None
 
     def generation_configuration(self) -> Mapping[str, object] | None:
-        """What generation_config.json would say."""
+        """Return the contents of a generation_config.json, or None."""
         return None
 
     def tokenizer(self) -> TokenizerFiles | None:
-        """The tokenizer and chat template that are stored with the weights."""
+        """Return the tokenizer and chat template that are stored with the weights, or None."""
         return None
 
     def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """What the model takes, by its own names, told before `index` is asked.
+        """Receive the tensors that the model takes, by its own names. Called before `index`.
 
-        A format that holds weights has no use for it and returns False. One that makes them up
-        returns True: its names are the model's own and are not rewritten.
+        Formats that generate weights return True: their names are then the model's own and are not
+        rewritten. All others return False.
         """
         return False
 
     @abstractmethod
     def index(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name. Raises CheckpointError for truncated, missing or doubled ones."""
+        """Return all tensors by name. Raises CheckpointError for truncated, missing or duplicate
+        ones.
+        """
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, each read when it is yielded and not kept: peak memory is one tensor."""
+        """Yield all tensors, each read when it is yielded, so that only one is in memory."""

@@ -1,4 +1,4 @@
-"""Media inside of prompts: plain values, from the front end to the encoder."""
+"""Media items of prompts: plain values, passed from the front end to the encoder."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ __all__ = ["API", "DIGEST", "EMBEDS", "MediaItem", "crossed_runs"]
 
 API = 1
 
-#: The kind of an item that brings its embeddings along: no encoder runs for it.
+#: The kind of an item given as embeddings; no encoder runs for it.
 EMBEDS = "embeds"
-#: Bytes of a digest of one token's embedding.
+#: Size in bytes of the digest of one token's embedding.
 DIGEST = 16
 
 
 @frozen(eq=False)
 class MediaItem:
-    """One image, sound or video of a prompt, as the checkpoint's processor prepared it.
+    """One image, sound or video of a prompt, prepared by the checkpoint's processor.
 
-    kind: "image", "audio", "video". hash: digest of the content and of how it was processed; items
-    of equal hash have equal embeddings. start, length: the placeholder tokens of the prompt that
-    its embeddings replace, one each. tensors: what the model's encoder takes, by name. spans:
-    (first, end) token positions of the prompt that see each other in both directions. cross: the
-    item stands for no tokens: layers of cross attention look at its `length` outputs, and `start`
-    is 0. seen: the first token of the prompt that does; see `crossed_runs`.
+    kind: "image", "audio", "video". hash: digest of content and processing; items with equal hashes
+    have equal embeddings. start, length: placeholder tokens of the prompt that are replaced by the
+    embeddings. tensors: inputs of the encoder, by name. spans: (first, end) positions of prompt
+    tokens that see each other in both directions. cross: the item has no placeholder tokens;
+    cross-attention layers read its `length` outputs, and `start` is 0. seen: the first prompt token
+    that reads them; see `crossed_runs`.
 
-    An item of kind EMBEDS is a prompt, or a part of one, that a caller gives as embeddings: its
-    tensor "embeds", [length, hidden] float32, is what the model's own embedding would have made of
-    tokens. Its hash has DIGEST bytes for each of them, so that blocks are known by their part of
-    it; in prompts 0 stands at its tokens.
+    An item of kind EMBEDS is (part of) a prompt given as embeddings. Its tensor "embeds", [length,
+    hidden] float32, takes the place of the model's token embeddings. Its hash has DIGEST bytes per
+    token, so that each block is named by its part of the hash. Its prompt tokens are 0.
     """
 
     kind: str
@@ -49,16 +48,16 @@ class MediaItem:
 
     @property
     def end(self) -> int:
-        """Behind the last token of the prompt that is computed from what the encoder gave."""
+        """End (exclusive) of the prompt tokens that are computed from the encoder's output."""
         return 1 if self.cross else self.start + self.length
 
     @property
     def encoded(self) -> bool:
-        """Whether an encoder makes its embeddings."""
+        """Whether an encoder computes the embeddings."""
         return self.kind != EMBEDS
 
     def digest(self, start: int, end: int) -> bytes:
-        """What names the item's part in the prompt's tokens [start, end)."""
+        """Return the part of the hash for the prompt tokens [start, end)."""
         if self.encoded:
             return self.hash
         first = max(start - self.start, 0)
@@ -66,9 +65,10 @@ class MediaItem:
 
 
 def crossed_runs(media: Iterable[MediaItem]) -> Sequence[Sequence[MediaItem]]:
-    """The items that layers of cross attention look at, in order. Those that are seen from tokens
-    side by side on are a run: a token looks at those of the last run that began, as far as they are
-    seen, and at no run before.
+    """Group the items read by cross attention into runs.
+
+    Items whose `seen` tokens are adjacent form a run. A token reads only items of the last run
+    that has begun before it, and of those only items it has seen.
     """
     runs: list[list[MediaItem]] = []
     for item in media:

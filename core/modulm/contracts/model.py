@@ -1,4 +1,4 @@
-"""Model: the mathematics of one architecture, and what it keeps (group `modulm.models`)."""
+"""Model: the computation of one architecture and its caches (group `modulm.models`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ API = 1
 
 
 class CacheKind(StrEnum):
-    """What a cache group keeps: keys and values, those of cross attention, or states."""
+    """What a cache group stores: keys and values, those of cross attention, or recurrent states."""
 
     ATTENTION = "attention"
     CROSS = "cross"
@@ -38,13 +38,13 @@ class CacheKind(StrEnum):
 
 @frozen
 class CacheSpec:
-    """One layer that keeps something between steps: a paged cache or a state.
+    """The cache of one layer: paged keys and values, or a recurrent state.
 
-    `layer` is the module path; its position in the model's list is the index by which the layer
-    finds its cache in `Batch.caches`. Layers whose `spec` agree in what they keep form a group
-    with one block table. `shares` names an earlier layer whose cache this one reads. `follows`
-    names an earlier layer with keys and values, by whose block table this one keeps its own: they
-    are one group however their specs differ (the indexer of a sparse attention layer).
+    layer: module path. The entry's position in `Model.caches` is the layer's index into
+    `Batch.caches`. Layers whose specs store the same kind of entries form a cache group with one
+    block table. shares: an earlier layer whose cache this one reads. follows: an earlier attention
+    layer whose block table this cache uses, although the specs differ (the indexer of a sparse
+    attention layer).
     """
 
     layer: str
@@ -55,19 +55,17 @@ class CacheSpec:
 
 @frozen(eq=False)
 class Batch(Recordable):
-    """One step's input: rows of any mix of lengths laid end to end.
+    """One step's input: rows of any lengths, concatenated.
 
-    tokens, positions: [tokens] int64. query_starts: [rows + 1] int32. caches: one entry per
-    CacheSpec of the model, in its order. plans: one entry per cache group, and one for each
-    backend of layers that follow another's block table; `groups[i]` is the entry of cache i.
-    sample: [n] int64, the token positions whose logits are wanted. embeds: [tokens, hidden] or
-    None, replaces the embedding where `embeds_mask` [tokens] is true. axis_positions: [axes,
-    tokens] int64 in steps with tokens whose positions differ from axis to axis, else None.
-    extras: named tensors that only some models read ("token_types", ...). adapters: [tokens] int32,
-    the slot of each token's adapter, or None if none is used. carried: what the pipeline stage
-    before this one gave, empty in the first. encoded: [n, width], what encoders gave for the rows
-    that begin in this step, in their order: of these, layers of cross attention keep keys and
-    values; None where no row does.
+    tokens, positions: [tokens] int64. query_starts: [rows + 1] int32. caches: one per CacheSpec of
+    the model, in order. plans: one per cache group, and one per backend of layers that follow
+    another's block table; cache i uses `plans[groups[i]]`. sample: [n] int64, indices of the tokens
+    that need logits. embeds: [tokens, hidden], replaces the embedding where `embeds_mask` [tokens]
+    is true; or None. axis_positions: [axes, tokens] int64 if some tokens have positions that differ
+    by axis, else None. extras: tensors that only some models read ("token_types", ...). adapters:
+    [tokens] int32, adapter slot of each token, or None if no adapter is used. carried: output of
+    the previous pipeline stage, () in the first. encoded: [n, width], encoder outputs of the rows
+    that start in this step, in order, for the caches of cross-attention layers; or None.
     """
 
     tokens: torch.Tensor
@@ -86,14 +84,14 @@ class Batch(Recordable):
     encoded: torch.Tensor | None = None
 
     def plan(self, cache: int) -> Any:
-        """The plan for the layer that owns cache `cache`: the kind that its spec asks for."""
+        """Return the plan for the layer that owns cache `cache`: attention or state, by its spec."""
         return self.plans[self.groups[cache]]
 
     def key(self) -> Hashable | None:
         keys = tuple([plan.key() for plan in self.plans])
-        given = (self.embeds, self.axis_positions, self.encoded)
-        apart = self.carried or any(tensor is not None for tensor in given)
-        return None if None in keys or apart else (keys, tuple(self._own()))
+        inputs = (self.embeds, self.axis_positions, self.encoded)
+        unrecordable = self.carried or any(tensor is not None for tensor in inputs)
+        return None if None in keys or unrecordable else (keys, tuple(self._own()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*self._own().values(), *(t for plan in self.plans for t in plan.tensors()))
@@ -115,8 +113,8 @@ class Batch(Recordable):
         return evolve(self, plans=plans, extras=extras, **own)
 
     def _own(self) -> Mapping[str, torch.Tensor]:
-        """The batch's tensors beside those of its plans."""
-        given = {
+        """The batch's tensors, without those of its plans."""
+        tensors = {
             "tokens": self.tokens,
             "positions": self.positions,
             "query_starts": self.query_starts,
@@ -126,20 +124,20 @@ class Batch(Recordable):
             "adapters": self.adapters,
             "axis_positions": self.axis_positions,
         }
-        return {**{name: t for name, t in given.items() if t is not None}, **self.extras}
+        return {**{name: t for name, t in tensors.items() if t is not None}, **self.extras}
 
 
 @frozen
 class MtpLayer:
-    """A layer of a checkpoint that foretells the token after the next (arXiv 2412.19437).
+    """A multi-token prediction layer of a checkpoint, used for drafting (arXiv 2412.19437).
 
-    It runs on a map of two vectors side by side: the norm of a token's embedding, and that of the
-    model's hidden state before it. layer: makes it, given a `modulm.nn.Builder` that stands at
-    `at`. hidden: the width. embedding_norm, hidden_norm, project, norm: where these lie in the
-    checkpoint; norm is what comes before the head, "" for none. offset: what norms add to their
-    weights.
-    state_first: the state is the map's first half. normed: the next draft goes on from what `norm`
-    gives, not from before it.
+    Its input is a projection of two concatenated vectors: the normalized embedding of a token and
+    the normalized hidden state of the token before it.
+
+    layer: builds it, given a `modulm.nn.Builder` at the path `at`. hidden: width. embedding_norm,
+    hidden_norm, project, norm: module paths in the checkpoint; norm precedes the head, "" for none.
+    offset: added to the norms' weights. state_first: the hidden state comes first in the
+    concatenation. normed: the next draft continues from the output of `norm`, not from its input.
     """
 
     layer: Callable[[Any], torch.nn.Module]
@@ -158,113 +156,112 @@ class MtpLayer:
 class Model(ABC):
     """One architecture. Concrete models are also `torch.nn.Module`s (see modulm-layers).
 
-    A model states the mathematics; dtype, device, ranks, quantization, attention backend and
-    weight names come from the builder it is constructed with.
+    A model defines the computation. Dtype, device, ranks, quantization, attention backend and
+    weight names come from the builder that it is constructed with.
     """
 
     api: ClassVar[int | tuple[int, int]]
-    #: attrs class that config.json is structured into; a missing or absurd key is an error.
+    #: attrs class that config.json is structured into; missing or invalid keys are errors.
     config_type: ClassVar[type]
-    #: What the model is for: "generate", or a pooling task ("embed", "classify", "score", ...).
+    #: Supported tasks: "generate", or pooling tasks ("embed", "classify", "score", ...).
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
-    #: The pooler of what it can be asked for beside text; empty: it is for nothing else.
+    #: The pooler of a generating model's pooling tasks; empty if it has none.
     pooler: ClassVar[str] = ""
-    #: "package.module:attribute" of what the kit compares with where transformers has no such
-    #: model (`modulm.testing.oracles`).
+    #: "package.module:attribute" of a reference implementation for the contract kit, where
+    #: transformers has none (`modulm.testing.oracles`).
     oracle: ClassVar[str] = ""
-    #: Along how many axes it counts the positions of tokens (time, height and width of an image).
+    #: Number of position axes (3 for time, height and width of an image).
     axes: ClassVar[int] = 1
-    #: Whether `Batch.embeds` may stand for tokens: no where it needs their ids as well.
+    #: Whether `Batch.embeds` may replace tokens; False if the model needs their ids as well.
     takes_embeds: bool = True
-    #: Whether it runs Python code that lies in the checkpoint: only with --trust-remote-code.
+    #: Whether it runs Python code from the checkpoint, which needs --trust-remote-code.
     remote_code: ClassVar[bool] = False
-    #: Kinds of media that `encode` takes ("image", "audio", "video").
+    #: Kinds of media that `encode` accepts ("image", "audio", "video").
     media: ClassVar[tuple[str, ...]] = ()
-    #: The name of the media family of its prompts; empty: config.json's architecture.
+    #: Media family of its prompts; empty: named like the architecture in config.json.
     media_family: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
     def weights(cls, config: Any) -> WeightNames:
-        """The table of renames and fusions from checkpoint names (`modulm.loading.WeightNames`)."""
+        """Return how checkpoint names map to the model's (`modulm.loading.WeightNames`)."""
 
     @classmethod
     def mtp(cls, config: Any) -> MtpLayer | None:
-        """The layer of its checkpoints that drafts tokens; None where there is none."""
+        """Return the multi-token prediction layer of its checkpoints, or None."""
         return None
 
     @classmethod
     @abstractmethod
     def tiny(cls) -> Mapping[str, Any]:
-        """config.json of a tiny random checkpoint for tests; loads in transformers as well, or in
-        the driver's `oracle`.
+        """Return the config.json of a tiny random checkpoint for tests.
+
+        It must load in transformers, or in the driver's `oracle`.
         """
 
     def load(self, checkpoint: Path) -> bool:
-        """Fill the weights from the folder by other means than the builder's slots.
+        """Load the weights without the builder's slots; return whether that was done.
 
-        For models that another library reads and runs; True when that was done. A model that does
-        this may register its caches here instead of when it is built. Raises CheckpointError.
+        For models that another library loads and runs. They may register their caches here instead
+        of on construction. Raises CheckpointError.
         """
         return False
 
     @property
     @abstractmethod
     def caches(self) -> tuple[CacheSpec, ...]:
-        """One entry per layer that keeps something, in layer order.
+        """One entry per layer with a cache, in layer order.
 
-        Empty for encoders: the prompts of a model that keeps nothing run whole, in one step.
+        Empty for encoders. The prompts of a model without caches run in a single step.
         """
 
     @property
     def pooling(self) -> str:
-        """How the hidden states of a row become one vector where nothing else says it.
-
-        "LAST" token, "CLS" (the first) or "MEAN" of all.
-        """
+        """Default pooling type: "LAST" token, "CLS" (the first) or "MEAN" of all tokens."""
         return "LAST"
 
     def encode(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor]:
-        """Run the encoder over media: per item [item.length, hidden], in the order given, or more
-        columns than that, which the model finds in `Batch.embeds` again.
+        """Encode media items: returns [item.length, hidden] for each, in order.
 
-        Items of several kinds may be mixed; what is given together may be computed together.
+        There may be additional columns; they arrive in `Batch.embeds`. Kinds may be mixed. Items of
+        one call may be computed together.
         """
         raise UnsupportedError(f"{type(self).__name__} takes no images, video or sound")
 
     def encode_in_pieces(
         self, items: Sequence[MediaItem]
     ) -> Generator[int, None, Sequence[torch.Tensor]]:
-        """What `encode` gives, bit for bit, with stops at which other work may be done: each tells
-        how many rows (patches, frames) have been through a layer since the last one, at least 1.
+        """Encode like `encode`, bit for bit, yielding where other work may run in between.
 
-        The stops depend on the items alone, so that ranks make the same ones. This one has none.
+        Each yield is the number of rows (patches, frames) that passed through a layer since the
+        last one, at least 1. Yields depend only on the items, so they are the same on all ranks.
+        The default never yields.
         """
         yield from ()
         return self.encode(items)
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states after the final norm: [tokens, hidden]."""
+        """Compute hidden states after the final norm: [tokens, hidden]."""
 
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """What `forward` gives, then what each of these layers gives: [tokens, hidden] each.
+        """Compute the result of `forward` and the outputs of single layers, each [tokens, hidden].
 
-        layers: indices from 0, of those whose output (the whole stream of residuals) is wanted.
+        layers: indices from 0. A layer's output is the residual stream after it.
         """
         raise UnsupportedError(f"{type(self).__name__} does not show states of single layers")
 
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: [n] int64 -> [n, hidden], as the first layer is given them."""
+        """Embed tokens as inputs of the first layer: [n] int64 -> [n, hidden]."""
         raise UnsupportedError(f"{type(self).__name__} does not show its embedding")
 
     def carry(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """In a pipeline stage that is not the last, instead of `forward`: what the next one takes.
+        """Run a pipeline stage that is not the last one, in place of `forward`.
 
-        That is the next one's `Batch.carried`: tensors [tokens, hidden].
+        Returns the next stage's `Batch.carried`: tensors [tokens, hidden].
         """
         raise UnsupportedError(f"{type(self).__name__} in pipeline stages: not yet")
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden] -> [n, vocabulary]."""
+        """Compute logits: [n, hidden] -> [n, vocabulary]."""

@@ -1,9 +1,8 @@
 """The table of ops that layers, quantization methods and attention backends call.
 
-`modulm.ops` binds each op once, when a model is built: to the kernel provider that has it
-(`contracts.kernels`) or to its twin in plain torch. The twins specify what an op computes, with
-shapes and rounding; those of features are in their libraries (group `modulm.ops`: the op's name and
-its twin).
+`modulm.ops` binds each op once, when a model is built, to a kernel provider (`contracts.kernels`)
+or to its twin in plain torch. Twins specify what an op computes, including shapes and rounding.
+Libraries add twins of their own (group `modulm.ops`: the op's name and its twin).
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 class Ops(Protocol):
-    """Ops by attribute: `ops.rms_norm(x, weight, eps)` runs the callable that was bound at start.
+    """Ops by attribute: `ops.rms_norm(x, weight, eps)` calls the implementation bound at startup.
 
-    The ops that are declared here have a twin. `modulm.ops` has those up to `top_logprobs`, which
-    are always bound; modulm-layers and modulm-adapters have the others. Kernel providers may have
-    more: `find` returns such an op, or None. `providers` names who computes each op ("torch" for a
-    twin), `refusals` says why a better provider did not get one.
+    The ops declared here have twins. Those up to `top_logprobs` are in `modulm.ops` and always
+    bound; the others are in modulm-layers and modulm-adapters. Kernel providers may have more ops;
+    `find` returns such an op, or None. providers: op -> who computes it ("torch" for a twin).
+    refusals: op -> why a better provider was not used.
     """
 
     providers: Mapping[str, str]
@@ -44,10 +43,10 @@ class Ops(Protocol):
         """Whether an op of this name is bound."""
 
     def find(self, name: str) -> Op | None:
-        """The op of this name, or None if no provider has it."""
+        """Return the op of this name, or None if no provider has it."""
 
     def recorded(self, forward: Forward) -> Forward:
-        """`forward` as the best provider, or else the platform, records and repeats it."""
+        """Wrap `forward` so that steps are recorded and replayed, if a provider or platform can."""
 
     # fmt: off
     def activate(self, x: Tensor, act: str, constants: tuple[float, ...] = ()) -> Tensor: ...
@@ -137,7 +136,7 @@ class Ops(Protocol):
     ) -> Tensor: ...
     def add_lora(self, out: Tensor, x: Tensor, groups: Any, table: Any) -> None: ...
 
-    # Without a twin: ask `supports` first.
+    # No twin: check `supports` first.
     def embedding_packed(
         self, ids: Tensor, packed: Any, dtype: torch.dtype | None = None,
     ) -> Tensor: ...

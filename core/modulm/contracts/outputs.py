@@ -1,4 +1,4 @@
-"""What a caller gets: the values that `LLM` returns and `AsyncLLM` streams, with vLLM's fields."""
+"""Outputs that `LLM` returns and `AsyncLLM` streams, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Logprob:
     decoded_token: str | None = None
 
 
-#: One position: token id -> Logprob, the chosen token first, then the best in order.
+#: Log probabilities of one position by token id: the chosen token first, then the best in order.
 Position = dict[int, Logprob]
 
 
 @define
 class RequestMetrics:
-    """When things happened to a request, in seconds of the monotonic clock."""
+    """Timestamps of a request, in seconds of the monotonic clock."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -61,7 +61,7 @@ class RequestMetrics:
 
 
 class SpecDecodeFigures(TypedDict):
-    """vLLM's figures of an answer's drafts; the last two are per step."""
+    """Speculative decoding statistics of one output, with vLLM's names. The last two are per step."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -77,27 +77,29 @@ class SpecDecodeFigures(TypedDict):
 
 @define
 class SpecDecodeMetrics:
-    """What became of an answer's drafts. num_spec_tokens: most that are drafted in a step. steps:
-    of each step that verified some, how many, and how many of these were right.
+    """Draft acceptance of one output.
+
+    num_spec_tokens: maximum drafts per step. steps: (drafted, accepted) of each step that verified
+    drafts.
     """
 
     num_spec_tokens: int
     steps: list[tuple[int, int]] = field(factory=list)
 
     def to_dict(self, detailed: bool = False) -> SpecDecodeFigures:
-        """The figures; detailed: also those of each step."""
+        """Return the statistics. detailed: include those of each step."""
         most = max(self.num_spec_tokens, *(drafted for drafted, _ in self.steps), 0)
         by_length: dict[str, list[int]] = {}
-        whole = [0] * (most + 1)
+        histogram = [0] * (most + 1)
         for drafted, accepted in self.steps:
             by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
-            whole[accepted] += 1
+            histogram[accepted] += 1
         count, drafted = len(self.steps), sum(drafted for drafted, _ in self.steps)
         accepted = sum(accepted for _, accepted in self.steps)
-        shown: SpecDecodeFigures = {
+        figures: SpecDecodeFigures = {
             "mean_acceptance_length": 1 + accepted / count if count else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": whole,
+            "acceptance_histogram": histogram,
             "acceptance_histogram_by_draft_length": by_length,
             "num_spec_steps": count,
             "num_accepted_draft_tokens": accepted,
@@ -105,20 +107,20 @@ class SpecDecodeMetrics:
             "num_spec_tokens": self.num_spec_tokens,
         }
         if detailed:
-            shown["per_step_accepted"] = [accepted for _, accepted in self.steps]
-            shown["per_step_drafted"] = [drafted for drafted, _ in self.steps]
-        return shown
+            figures["per_step_accepted"] = [accepted for _, accepted in self.steps]
+            figures["per_step_drafted"] = [drafted for drafted, _ in self.steps]
+        return figures
 
 
 @define
 class CompletionOutput:
-    """One of the n answers. In a delta stream text, token_ids and logprobs hold what is new.
+    """One of the n outputs. In a delta stream, text, token_ids and logprobs hold only new tokens.
 
-    finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the
-    stop string or token id that ended it, None for end of sequence; with "error", what went wrong.
-    cumulative_logprob: of all tokens so far, where logprobs were asked for. reasoning: the thoughts
-    before the text, where they are told apart (`LLM.chat`). spec_decode_metrics: of all steps so
-    far, None without a speculator.
+    finish_reason: None while running, then "stop", "length", "abort" or "error". stop_reason: the
+    stop string or token id that ended it, None for end of sequence; for "error", the message.
+    cumulative_logprob: of all tokens so far, if logprobs were requested. reasoning: the reasoning
+    before the text, if a parser separates it (`LLM.chat`). spec_decode_metrics: of all steps so
+    far; None without speculative decoding.
     """
 
     index: int
@@ -132,16 +134,17 @@ class CompletionOutput:
     spec_decode_metrics: SpecDecodeMetrics | None = None
 
     def finished(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 
 @define
 class RequestOutput:
-    """What a request has given so far. prompt is None for a prompt given as token ids.
+    """The output of a request so far.
 
-    prompt_logprobs: one entry per prompt token, None for the first. num_cached_tokens: prompt
-    tokens that were found in the prefix cache, None until the request has run.
+    prompt: None if it was given as token ids. prompt_logprobs: one entry per prompt token, None for
+    the first. num_cached_tokens: prompt tokens found in the prefix cache; None until the request
+    has run.
     """
 
     request_id: str
@@ -156,14 +159,14 @@ class RequestOutput:
 
 @define
 class PoolingOutput:
-    """data: a numpy array, [values] or [tokens, values]."""
+    """The raw result of pooling. data: a numpy array, [values] or [tokens, values]."""
 
     data: Any
 
 
 @define
 class PoolingRequestOutput:
-    """What a pooling request gave."""
+    """The output of a pooling request."""
 
     request_id: str
     outputs: Any
@@ -174,21 +177,21 @@ class PoolingRequestOutput:
 
 @define
 class EmbeddingOutput:
-    """embedding: as many floats as the model's embeddings are wide."""
+    """An embedding vector."""
 
     embedding: list[float]
 
 
 @define
 class ClassificationOutput:
-    """probs: one probability per class."""
+    """Class probabilities. probs: one per class."""
 
     probs: list[float]
 
 
 @define
 class ScoringOutput:
-    """score: the similarity of a pair of texts."""
+    """The similarity score of a pair of texts."""
 
     score: float
 
@@ -200,8 +203,10 @@ ScoringRequestOutput = PoolingRequestOutput
 
 @define
 class BeamSearchSequence:
-    """One beam. tokens: prompt and answer; cum_logprob: of the answer's tokens. stop_reason: the
-    stop token that ended it, None for end of sequence.
+    """One beam.
+
+    tokens: prompt and generated tokens. cum_logprob: of the generated tokens. stop_reason: the stop
+    token that ended it, None for end of sequence.
     """
 
     tokens: list[int]
@@ -221,8 +226,10 @@ class BeamSearchOutput:
 
 @frozen
 class Finished:
-    """A request that has ended: its times, and per answer the tokens and why it ended; the adapter
-    that it named; its id, and what its front end said of where it comes from.
+    """A request that has ended.
+
+    prompt: its length in tokens. generated, reasons: number of tokens and finish reason of each
+    output. origin: where the request came from, as set by its front end.
     """
 
     times: RequestMetrics
@@ -236,13 +243,13 @@ class Finished:
 
 
 class Statistics(Protocol):
-    """Whoever counts what an engine does; told on the thread that reads the engine's events."""
+    """Collects statistics of an engine. Called on the thread that reads the engine's events."""
 
     def step(self, stats: StepStats) -> None:
-        """The engine did a step."""
+        """Record a step."""
 
     def gaps(self, seconds: Sequence[float]) -> None:
-        """Times since the last token, of all sequences that got one in a step."""
+        """Record inter-token latencies of all sequences that got a token in a step."""
 
     def finished(self, request: Finished) -> None:
-        """A request has ended."""
+        """Record a request that has ended."""
