@@ -1,8 +1,8 @@
-"""Adapter bank: small changes to a model's layers, other ones for each row (`modulm.adapters`).
+"""Adapter bank: low-rank and similar changes to layers, per row (group `modulm.adapters`).
 
-A bank has numbered slots; slot 0 is the model as it is. It is told of every layer that is built
-and may put itself around it, and before each pass which slot each token uses. A driver is in use
-where the configuration has a table for it: `--plugin-config '{"adapters": {"NAME": {...}}}'`.
+A bank has numbered slots; slot 0 is the model without adapter. It may wrap each layer when the
+layer is built, and is told before each pass which slot each token uses. A driver is enabled by a
+table in the configuration: `--plugin-config '{"adapters": {"NAME": {...}}}'`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["API", "AdaptedExperts", "AdaptedLayer", "AdapterBank", "Naming"]
 
 API = 1
 
-#: (stored name, tensor) -> what it gives by the model's names (`modulm.nn.WeightNames.apply`).
+#: (stored name, tensor) -> the model's names and tensors (`modulm.nn.WeightNames.apply`).
 Naming: TypeAlias = "Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]"
 
 
 class AdaptedLayer(ABC):
-    """What a bank does around one linear layer or table, with the slots of the step."""
+    """A bank's wrapper of one linear layer or embedding table, using the slots of the step."""
 
     @abstractmethod
     def apply(
@@ -40,31 +40,30 @@ class AdaptedLayer(ABC):
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x: [tokens, inputs of this rank] -> [tokens, outputs of this rank].
+        """Apply the layer: [tokens, inputs of this rank] -> [tokens, outputs of this rank].
 
-        `base(x, bias)` is the layer without adapters. In a layer that is cut by inputs the result
-        is added up over ranks afterwards; its bias is None on all ranks but the first.
+        `base(x, bias)` is the layer without adapters. If the layer is split by inputs, results are
+        summed over ranks afterwards, and bias is None on all ranks but the first.
         """
 
     def embed(
         self, base: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor
     ) -> torch.Tensor:
-        """ids: [tokens] int64 -> [tokens, hidden], of a table; `base(ids)` without adapters."""
+        """Look up ids, [tokens] int64 -> [tokens, hidden]. `base(ids)`: without adapters."""
         return base(ids)
 
     def finish(self, base: Callable[..., torch.Tensor]) -> None:
-        """Called once the layer has its weights; `base` is as `apply` or, of a table, `embed` has
-        it. It may be called from then on, from any thread.
+        """Called once the layer's weights are loaded.
+
+        base: as in `apply`, or as in `embed` for tables; may be called from now on, on any thread.
         """
 
     def bypass(self) -> None:
-        """Called where a model takes the layer's weight and computes with it otherwise than by
-        `apply`: adapters of this layer cannot work.
-        """
+        """Called if the model uses the layer's weight without `apply`, bypassing adapters."""
 
 
 class AdaptedExperts(Protocol):
-    """What a bank does around the op `fused_experts` of a layer; `base` is the op."""
+    """A bank's wrapper of the op `fused_experts` of a layer; `base` is the op."""
 
     def __call__(
         self,
@@ -79,7 +78,7 @@ class AdaptedExperts(Protocol):
 
 
 class AdapterBank(ABC):
-    """The adapters of one model. `Config` (attrs, frozen) is its table of the configuration."""
+    """The adapters of one model. `Config`: its options (attrs, frozen)."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
@@ -93,73 +92,73 @@ class AdapterBank(ABC):
     @property
     @abstractmethod
     def slots(self) -> int:
-        """How many adapters a step may use, slot 0 not counted: `Capacity.adapters`."""
+        """Maximum number of adapters in a step, not counting slot 0."""
 
     @abstractmethod
     def layer(self, spec: LinearSpec) -> AdaptedLayer | None:
-        """Called for each layer that is built; None leaves it as it is, at no cost.
+        """Return a wrapper for a layer that is being built, or None to leave it unchanged.
 
-        `spec` has its kind, its name, the names and sizes of its parts and what of them this rank
-        holds. Memory for the slots is made here or when the first adapter comes.
+        Memory for the slots is allocated here, or when the first adapter is added.
         """
 
     def experts(self, gate_up: LinearSpec, down: LinearSpec) -> AdaptedExperts | None:
-        """The same for a pair of stacks of experts."""
+        """Return a wrapper for a pair of stacked experts, or None."""
         return None
 
     def elsewhere(self, spec: LinearSpec) -> None:
-        """Called for each layer that another pipeline stage has: what adapters change of it is none
-        of this rank's business.
-        """
+        """Called for each layer of other pipeline stages; ignore adapter weights for it."""
 
     def open(self, names: Naming) -> None:
-        """Called once the model has its weights; `names` are the rules for names and layouts of
-        its checkpoints, by which adapters name what they change.
+        """Called once the model's weights are loaded.
+
+        names: maps names and layouts of the model's checkpoints, which adapters use as well.
         """
 
     def renew(self) -> None:
-        """The model's weights have changed: prepare again what depends on them (DoRA)."""
+        """Recompute what depends on the model's weights (DoRA) after they have changed."""
 
     @abstractmethod
     def add(self, name: str, path: Path) -> None:
-        """Read an adapter into host memory under `name`, or anew.
+        """Read an adapter into host memory under `name`, replacing an earlier one.
 
-        Called from any thread, while steps run. A slot that holds `name` already has the new values
-        from the next step on. Raises CheckpointError naming the file and what does not fit;
-        nothing has changed then.
+        Called on any thread while steps run. A slot that holds `name` has the new values from the
+        next step on. Raises CheckpointError naming the file and what does not fit, without changes.
         """
 
     def prepare(self, name: str) -> None:
-        """Have an added adapter in host memory again, if it had to leave it. As `add` otherwise."""
+        """Reload an added adapter into host memory if it was evicted. Otherwise like `add`."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Forget an adapter; a slot that it is in keeps its values until it is filled again.
+        """Remove an adapter; a slot that holds it keeps its values until it is filled again.
 
-        Called from any thread. Raises EngineError if there is none of this name.
+        Called on any thread. Raises EngineError for an unknown name.
         """
 
     @abstractmethod
     def fill(self, slot: int, name: str) -> None:
-        """Put an added adapter into a slot, from 1 (`Plan.adapters`). Runs between steps."""
+        """Copy an added adapter into a slot, counted from 1. Called between steps."""
 
     @abstractmethod
     def begin(self, slots: torch.Tensor | None) -> None:
-        """Called before each pass of the model with `Batch.adapters`: [tokens] int32, or None if
-        no token uses one; and before logits, with the slots of the rows whose logits they are.
+        """Set the slots that `apply` uses: [tokens] int32, or None if no token uses an adapter.
+
+        Called before each pass of the model (`Batch.adapters`), and before logits with the slots of
+        their rows.
         """
 
     def begin_known(self, slots: np.ndarray | None, sent: torch.Tensor | None) -> None:
-        """`begin` by a caller who has the numbers on the host, too; `sent`: what `begin` is given.
+        """Call `begin` with the slots also on the host; `sent` is the argument of `begin`.
 
-        Override it if you look at them: where work is queued, reading them back would wait.
+        Override it to read the slots without waiting for the device.
         """
         self.begin(sent)
 
     @property
     def recordable(self) -> bool:
-        """Whether what the layers do after the last `begin` may be recorded and repeated: by ops
-        alone, which read all that another step of as many tokens has otherwise from tensors that
-        stay in place.
+        """Whether the layers' work after the last `begin` may be recorded and replayed.
+
+        It must consist of ops that read everything that differs between steps of equal size from
+        tensors at fixed addresses.
         """
         return False

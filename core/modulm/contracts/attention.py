@@ -38,28 +38,28 @@ API = 3
 class AttentionSpec:
     """What one attention layer needs. Layers with equal specs share one backend object.
 
-    `latent` is the rank of a compressed cache (multi-head latent attention, DeepSeek-V2, arXiv
-    2405.04434): then one head of `latent + rope` values per token is kept and values are read
-    from its first `latent` entries. 0 means keys and values are kept as they are.
+    latent: rank of a compressed cache (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434).
+    One head of `latent + rope` values per token is cached; its first `latent` entries are the
+    values. 0: keys and values are cached separately.
 
-    `kv_dtype` is a torch dtype by name. Floats are kept rounded to it. In "int8" a token's key,
-    and so its value, is kept per head as integers times max |x| / 127, in "int4" / 7. With
-    `scales` a key is kept divided by `AttentionInputs.k_scale`, a value by `v_scale`.
+    kv_dtype: name of a torch dtype. Floats are rounded to it. "int8" stores keys and values per
+    token and head as integers times max |x| / 127, "int4" times max |x| / 7. With `scales`, keys
+    are divided by `AttentionInputs.k_scale` and values by `v_scale` before they are stored.
 
     Fields with a default are features, see `features`. `sinks`, `alibi`, `biases` and `scales`
-    announce tensors of AttentionInputs, and so does `selection`: queries see only chosen runs of
-    that many tokens of their row (sparse attention). `spans` and `masks` announce those of
-    StepLayout. With `cross` the keys are those of the row's encoder, `StepLayout.encoder_lens` of
-    them and at most `cross`, and queries see all.
+    require tensors of AttentionInputs. So does `selection`: queries see only selected runs of that
+    many tokens of their row (sparse attention). `spans` and `masks` require fields of StepLayout.
+    With `cross`, the keys are the `StepLayout.encoder_lens` encoder tokens of the row, at most
+    `cross`, and queries see all of them.
 
-    A layer with `picks` does not attend: it keeps one key per token and no value, and finds for
-    each query the `picks` tokens whose sum over heads of `AttentionInputs.head_weights` times
-    max(0, scale q k) is the largest, of equal sums the earlier (the indexer of DeepSeek Sparse
-    Attention, 2025).
+    A layer with `picks` does not attend. It caches one key per token and no value, and returns for
+    each query the `picks` tokens with the largest sums over heads of `AttentionInputs.head_weights`
+    times max(0, scale q k), earlier ones first on ties (the indexer of DeepSeek Sparse Attention,
+    2025).
 
-    With `partial` the cache holds some of each row's tokens, `StepLayout.seen` says how many of
-    them a query sees, and `AttentionInputs.lse` is filled, so that parts can be merged. It goes
-    with `value_dim`, `softcap`, `latent` and `scales`, and with nothing else.
+    With `partial`, the cache stores only some of each row's tokens. `StepLayout.seen` says how many
+    of them each query sees, and `AttentionInputs.lse` is filled so that partial results can be
+    merged. It may be combined only with `value_dim`, `softcap`, `latent` and `scales`.
     """
 
     heads: int
@@ -86,7 +86,7 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """The optional fields that this layer uses, beyond plain causal attention."""
+        """Names of the optional fields that this layer uses."""
         return frozenset(
             field.name
             for field in fields(AttentionSpec)
@@ -96,7 +96,7 @@ class AttentionSpec:
 
 @frozen
 class KVLayout:
-    """The cache tensor of one layer for a pool of blocks: allocated zeroed, owned by the engine."""
+    """The cache tensor of one layer for a pool of blocks. The engine allocates it zeroed."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -105,26 +105,24 @@ class KVLayout:
 
 @frozen
 class StepLayout:
-    """Where the tokens of one step lie, for one cache group (numpy, on the host).
+    """Cache positions of one step's tokens, for one cache group (numpy, on the host).
 
-    block_tables: [rows, blocks] int32, ids into the pool; entries past a row's length and blocks
-    that fell out of a window are 0, the null block. query_starts: [rows + 1] int32, offsets into
-    the step's tokens. context_lens: [rows] int32, cached tokens of the row *including* those of
-    this step. slots: [tokens] int64, block id * block size + offset for each token of the step.
+    block_tables: [rows, blocks] int32, block ids; 0, the null block, past a row's length and for
+    blocks that left a sliding window. query_starts: [rows + 1] int32, offsets into the step's
+    tokens. context_lens: [rows] int32, cached tokens of the row *including* those of this step.
+    slots: [tokens] int64, block id * block size + offset of each token of the step.
 
-    spans: [n, 3] int32 of (row's place in the step, first position, end): tokens of the row that
-    see one another in both directions (an image in a prompt); a step never holds part of one.
-    masks: row's place in the step -> [queries, queries] bool, for rows whose tokens of this step do
-    not see all tokens before them and none after (a tree of drafts, a block that is revised): which
-    of the step's tokens of the row (columns) each of them sees. Each sees itself, and all that was
-    cached before the step.
-    encoder_lens: [rows] int32, tokens of each row's encoder, for layers of cross attention: then
-    block_tables are those of the encoder's tokens, and slots has one entry for each key that the
-    step brings, which may be none.
+    spans: [n, 3] int32 of (row index in the step, first position, end): tokens of the row that see
+    each other in both directions (an image in a prompt). A step never contains part of a span.
+    masks: row index in the step -> [queries, queries] bool, for rows that are not causal within the
+    step (a tree of drafts, a block that is revised): which of the row's tokens (columns) each token
+    sees. Every token sees itself and all tokens cached before the step. encoder_lens: [rows] int32,
+    encoder tokens of each row, for cross attention; block_tables then refer to encoder tokens, and
+    slots has one entry per new key, possibly none.
 
-    seen: [tokens] int32, for `partial`: each query sees so many of the first cached tokens of its
-    row, maybe none. Then context_lens are those of the tokens that are held, and what is not to be
-    held has slots in the null block.
+    seen: [tokens] int32, for `partial`: how many of the row's first cached tokens each query sees,
+    possibly none. context_lens then count the tokens stored on this rank; other tokens have slots
+    in the null block.
     """
 
     block_size: int
@@ -139,24 +137,24 @@ class StepLayout:
 
 
 class AttentionPlan(Recordable):
-    """What a backend prepared for one step, once for all layers of a spec.
+    """What a backend prepares for one step, shared by all layers of a spec.
 
-    Only the backend reads it. Recorders ask what `Recordable` says.
+    Only the backend reads it; recorders use the methods of `Recordable`.
     """
 
 
 @frozen(eq=False)
 class AttentionInputs:
-    """What a layer brings to attention beside queries, keys and values; the spec announces each.
+    """Inputs of attention besides queries, keys and values, as declared by the spec.
 
-    sinks, alibi: [heads] fp32. biases: [heads, n] fp32, added to the scores of each head by how far
-    before the query a key stands; those n tokens away or more, and those behind the query, have the
-    last and the first. k_scale, v_scale: [1] or [kv_heads] fp32, see `AttentionSpec`.
-    selected: [tokens, kv_heads or 1, n] int32, numbers of the row's runs of `spec.selection`
-    tokens that a query sees (of those it may see at all), none twice, -1 for no run. head_weights:
-    [tokens, heads] fp32, for a spec with `picks`. lse: [tokens, heads] fp32, for one with
-    `partial`, is filled with the log of the sum of the exponents of what each query saw; -inf, and
-    0 in `out`, where that is nothing. A layer whose inputs are all constant makes this value once.
+    sinks, alibi: [heads] fp32. biases: [heads, n] fp32, added to scores by the distance from query
+    to key; distances of n or more use the last entry, keys after the query the first. k_scale,
+    v_scale: [1] or [kv_heads] fp32, see `AttentionSpec`. selected: [tokens, kv_heads or 1, n]
+    int32, indices of the runs of `spec.selection` tokens that a query sees (as far as it may see
+    them), no duplicates; -1: no run. head_weights: [tokens, heads] fp32, for specs with `picks`.
+    lse: [tokens, heads] fp32, for specs with `partial`; filled with the log-sum-exp of each query's
+    scores, or -inf (and 0 in `out`) if it saw no key. A layer whose inputs are all constant builds
+    this value once.
     """
 
     sinks: torch.Tensor | None = None
@@ -169,16 +167,16 @@ class AttentionInputs:
     lse: torch.Tensor | None = None
 
 
-#: A layer that brings nothing.
+#: No additional inputs.
 PLAIN = AttentionInputs()
 
 
 @frozen(eq=False)
 class QKVPrepare:
-    """What happens to queries and keys between projection and attention; constant for a layer.
+    """How a layer transforms queries and keys between projection and attention.
 
-    q_norm, k_norm: [head_dim], weights of an RMS norm of each head, stored less `norm_offset`, or
-    None. cos_sin: [positions, rotated dimensions] or None, see the op `rotary`.
+    q_norm, k_norm: [head_dim], weights of an RMS norm per head, without `norm_offset`; or None.
+    cos_sin: [positions, rotated dimensions] or None, see the op `rotary`.
     """
 
     q_norm: torch.Tensor | None = None
@@ -190,27 +188,26 @@ class QKVPrepare:
 
 
 class AttentionBackend(ABC):
-    """Attention over paged memory for all layers of one spec."""
+    """Attention over a paged KV cache, for all layers of one spec."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Optional fields of AttentionSpec that the backend looks at. Layers that use others are
-    #: rejected for it, so that a field of a later version is never ignored.
+    #: Optional fields of AttentionSpec that the backend supports. Layers that use others are
+    #: rejected, so that fields of later versions are never ignored.
     features: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     @abstractmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
-        """A reason why this backend cannot run `spec` on `platform`, or None if it can.
+        """Return why this backend cannot run `spec` on `platform`, or None if it can.
 
-        `spec` uses no feature beyond `features`. `ops` is the table that the model will run on;
-        `ops.providers` says whose kernels are in it, for a backend that needs those of one
-        provider.
+        `spec` uses no feature beyond `features`. `ops` are the model's ops; a backend that needs
+        the kernels of one provider checks `ops.providers`.
         """
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
-        """Why the backend cannot be chosen: a feature it does not know, or what it rejects."""
+        """Return why the backend cannot be chosen: an unsupported feature, or from `rejects`."""
         unknown = sorted(spec.features - cls.features)
         if unknown:
             return f"does not do {', '.join(unknown)}"
@@ -218,7 +215,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:
-        """Block sizes in tokens that work, best first; empty when any size does."""
+        """Return supported block sizes in tokens, best first; empty: any size."""
         return ()
 
     def __init__(
@@ -236,7 +233,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def layout(self, blocks: int) -> KVLayout:
-        """The cache tensor that one layer needs for a pool of `blocks` blocks."""
+        """Return the shape of one layer's cache tensor for a pool of `blocks` blocks."""
 
     @abstractmethod
     def plan(self, step: StepLayout) -> AttentionPlan:
@@ -256,11 +253,10 @@ class AttentionBackend(ABC):
         """Write k and v to the cache, attend, and fill `out`.
 
         q, out: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim]; v: [tokens, kv_heads,
-        value_dim]; `plan` is what `plan` made. Rows may be of any mix of lengths. With a latent
-        spec, q is [tokens, heads, latent + rope], k [tokens, 1, latent + rope], v is ignored and
-        out is [tokens, heads, latent]. With a cross spec k and v are those of encoders' tokens.
-        With a spec that picks, v is ignored and out is [tokens, 1, picks] int32: positions in the
-        row in ascending order, after -1 for each that a query which sees fewer lacks.
+        value_dim]; plan: from `plan`. Rows may have any lengths. With `latent`, q is [tokens,
+        heads, latent + rope], k [tokens, 1, latent + rope], v is ignored and out is [tokens, heads,
+        latent]. With `cross`, k and v belong to encoder tokens. With `picks`, v is ignored and out
+        is [tokens, 1, picks] int32: ascending positions in the row, padded in front with -1.
         """
 
     def forward_qkv(
@@ -273,11 +269,10 @@ class AttentionBackend(ABC):
         out: torch.Tensor,
         inputs: AttentionInputs = PLAIN,
     ) -> bool:
-        """Optionally do split, per-head norm, rotary, cache write and attention in one go.
+        """Split, normalize and rotate q and k, write the cache and attend in one fused call.
 
-        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; positions: [tokens] int64. Returns False,
-        having touched nothing, when the backend does not fuse this; then the layer does the steps
-        itself.
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; positions: [tokens] int64. Returns False
+        without side effects if the backend does not fuse this; the layer then runs single steps.
         """
         return False
 
@@ -286,8 +281,10 @@ class AttentionBackend(ABC):
         cache[target] = cache[source]
 
     def copy_slots(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy single tokens inside a layer's cache; source, target: [n] int64, slots as in
-        `StepLayout.slots`. All are read before any is written. Backends that support `masks` have
-        it; others raise UnsupportedError.
+        """Copy single tokens inside a layer's cache.
+
+        source, target: [n] int64, slots as in `StepLayout.slots`. All sources are read before any
+        target is written. Backends that support `masks` must implement it; others raise
+        UnsupportedError.
         """
         raise UnsupportedError(f"attention backend {self.name} does not copy single tokens")

@@ -262,7 +262,7 @@ class Executor(ABC):
         return future
 
     def watch(self, died: Callable[[EngineDead], None]) -> None:
-        """Register a callback for when the executor dies, also between steps; runs on any thread."""
+        """Call `died`, on any thread, when the executor stops working, also between steps."""
 
     def describe(self) -> ModelDescription:
         """Describe the loaded model."""

@@ -84,7 +84,7 @@ class Batch(Recordable):
     encoded: torch.Tensor | None = None
 
     def plan(self, cache: int) -> Any:
-        """Return the plan for the layer that owns cache `cache`: attention or state, by its spec."""
+        """Return the plan for the layer of cache `cache`: attention or state, by its spec."""
         return self.plans[self.groups[cache]]
 
     def key(self) -> Hashable | None:

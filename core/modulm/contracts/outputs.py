@@ -61,7 +61,7 @@ class RequestMetrics:
 
 
 class SpecDecodeFigures(TypedDict):
-    """Speculative decoding statistics of one output, with vLLM's names. The last two are per step."""
+    """Speculative decoding statistics of one output, with vLLM's names; the last two by step."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float

@@ -1,9 +1,9 @@
 """Tool and reasoning parsers (groups `modulm.tool_parsers`, `modulm.reasoning_parsers`).
 
-A parser is one incremental core: it is fed text as it comes and answers with events; feeding a
-whole text at once is the same path. It must take linear time, give the same merged events for
-every way of cutting the text, leave quoted markers alone, flush a partial marker at the end as
-the text it is, and never present a call that was cut off as complete.
+Parsers are incremental: they are fed text as it is generated and return events. A complete text
+takes the same path. A parser must run in linear time, produce the same merged events however the
+text is split, leave quoted markers alone, emit a partial marker at the end as text, and never
+report a truncated call as complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ API = 1
 
 @frozen
 class Content:
-    """Text for the user."""
+    """Text of the answer."""
 
     text: str
 
@@ -52,9 +52,9 @@ class Reasoning:
 
 @frozen
 class ToolStart:
-    """A tool call begins; `index` counts the calls of the message from 0.
+    """The start of a tool call. `index` counts the calls of the message from 0.
 
-    `id` is set only where the wire format carries an identifier; else the server makes one.
+    `id` is set only if the model's format has call ids; otherwise the server creates one.
     """
 
     index: int
@@ -64,7 +64,7 @@ class ToolStart:
 
 @frozen
 class ToolArguments:
-    """More of a call's arguments; the deltas of one call concatenate to one JSON object."""
+    """A piece of a call's arguments; the deltas of one call concatenate to one JSON object."""
 
     index: int
     delta: str
@@ -72,7 +72,7 @@ class ToolArguments:
 
 @frozen
 class ToolEnd:
-    """A tool call is complete: its arguments are whole. A cut call never gets this event."""
+    """The end of a complete tool call. Truncated calls never get this event."""
 
     index: int
 
@@ -82,14 +82,12 @@ Event = Content | Reasoning | ToolStart | ToolArguments | ToolEnd
 
 @frozen
 class ParseContext:
-    """What a parser may know before the first token.
+    """What a parser knows before the first token.
 
-    tools: the request's tools in OpenAI's form. prompt_tail: the end of the rendered prompt (a
-    template may already have opened a think block), None when the prompt is not known.
-    template_kwargs: chat_template_kwargs.
-    tokenizer: the tokenizer, or None when only text is at hand. max_calls: most calls that the
-    message may have, None for no bound. held: whether a grammar writes the calls; it may spell
-    markers with any tokens.
+    tools: the request's tools in OpenAI's form. prompt_tail: end of the rendered prompt (a template
+    may already have opened a think block), or None. template_kwargs: chat_template_kwargs.
+    tokenizer: None if only text is available. max_calls: maximum number of calls, None: no limit.
+    held: a grammar constrains the calls, so markers may be spelled with any tokens.
     """
 
     tools: Sequence[Mapping[str, object]] = ()
@@ -103,9 +101,9 @@ class ParseContext:
 
 @frozen
 class Example:
-    """One output of a model and what it means: the contract kit runs every example of a parser.
+    """A model output and its expected parse; the contract kit runs all examples of a parser.
 
-    calls: (name, arguments as a value) of the complete calls, in order.
+    calls: (name, parsed arguments) of the complete calls, in order.
     """
 
     text: str
@@ -116,14 +114,14 @@ class Example:
 
 
 class Parser(ABC):
-    """An incremental parser of one message; made anew for every message."""
+    """An incremental parser of one message."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Special tokens that the wire format is made of: the detokenizer must not drop them. A parser
-    #: may know only with its tokenizer which of its markers are special.
+    #: Special tokens that the format uses; the detokenizer must keep them. Which markers are
+    #: special may depend on the tokenizer, so instances may set this.
     special_tokens: tuple[str, ...] = ()
-    #: Outputs as the models write them, at least one; `modulm plugins doctor` runs them too.
+    #: Typical model outputs, at least one; also run by `modulm plugins doctor`.
     examples: ClassVar[tuple[Example, ...]]
 
     def __init__(self, context: ParseContext) -> None:
@@ -131,21 +129,21 @@ class Parser(ABC):
 
     @abstractmethod
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
-        """Take more text (and, where known, the token ids it came from); give what is certain."""
+        """Consume text (and its token ids, if known) and return the events that are certain."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """The text has ended: give what was held back."""
+        """End the text and return the events held back so far."""
 
 
 class ToolParser(Parser):
     """Turns text into content and tool-call events."""
 
     def structural_tag(self) -> Mapping[str, object] | None:
-        """What holds the answer to calls as the context wants them, in this format, if known.
+        """Return a structural tag that constrains output to calls in this format, or None.
 
-        A structural tag as grammar backends read them. With a tool choice of "auto" text may come
-        before calls. Raises RequestError for parameters that the format cannot be held to.
+        With tool choice "auto", text may precede the calls. Raises RequestError for tool parameters
+        that cannot be constrained in this format.
         """
         return None
 
@@ -153,27 +151,25 @@ class ToolParser(Parser):
 class ReasoningParser(Parser):
     """Splits text into `Reasoning` and `Content`; the content goes on to the tool parser."""
 
-    #: Whether `reasoning_end` is known; the models of others have no thinking budget.
+    #: Whether `reasoning_end` is implemented, which thinking budgets need.
     tells_end: ClassVar[bool] = False
-    #: Variable of the models' chat templates -> what it is with thinking off, and on; None: not
-    #: handed over.
+    #: Chat template variable -> its values with thinking off and on; None: not passed.
     template_switches: ClassVar[Mapping[str, tuple[object, object]]] = {
         "enable_thinking": (False, True),
         "thinking": (False, True),
     }
-    #: Effort ("none" to "max") -> what the templates call it where that is another name; "": not
-    #: handed over.
+    #: Effort ("none" to "max") -> its name in the chat templates, if different; "": not passed.
     template_efforts: ClassVar[Mapping[str, str]] = {}
 
     @property
     @abstractmethod
     def reasoning(self) -> bool:
-        """Whether the text fed so far ends inside the reasoning (a grammar waits for its end)."""
+        """Whether the text so far ends inside the reasoning. Grammars start after it."""
 
     @property
     def reasoning_end(self) -> str | None:
-        """What the model would write to end the thought that the text so far is in.
+        """The text that ends the current reasoning block.
 
-        None outside of one, and while it is open whether what was read last belongs to it.
+        None outside of reasoning, and while the last characters may belong to a marker.
         """
         return None

@@ -32,14 +32,14 @@ Layers = TypeVar("Layers")
 
 
 class Flags(Protocol):
-    """What a platform is told of the configuration: its flags, by the classes of their groups."""
+    """The configuration as platforms see it: flag groups, by class."""
 
     def group(self, cls: type[G]) -> G: ...
 
 
 @frozen
 class Probe:
-    """How well a driver fits this machine: the highest score wins, 0 means "not here"."""
+    """How well a driver fits this machine. The highest score wins; 0: not usable."""
 
     score: int
     reason: str
@@ -47,7 +47,7 @@ class Probe:
 
 @frozen
 class Memory:
-    """Device memory in bytes. `free` counts what a new allocation could take now."""
+    """Device memory in bytes. free: available to new allocations."""
 
     total: int
     free: int
@@ -55,10 +55,10 @@ class Memory:
 
 @frozen(kw_only=True)
 class StepSizes:
-    """Sizes that all steps are padded to, each ascending, for devices that run few shapes.
+    """Sizes that steps are padded to, ascending, for devices that support few shapes.
 
-    rows, tokens: of the forward pass. samples: tokens that logits are computed for, and that the
-    sampler chooses. Block tables are as wide as the longest sequence needs.
+    rows, tokens: of the forward pass. samples: of logits and sampling. Block tables are as wide as
+    the longest sequence needs.
     """
 
     rows: tuple[int, ...]
@@ -66,8 +66,9 @@ class StepSizes:
     samples: tuple[int, ...]
 
     def padding(self, rows: int, tokens: int) -> list[int]:
-        """The tokens of each row of padding behind a step's own. Raises EngineError if none fits:
-        each row of padding has a token at least, and all tokens of padding belong to one.
+        """Return the number of tokens of each padding row that follows a step's own rows.
+
+        Each padding row has at least one token. Raises EngineError if no size fits.
         """
         for most in self.rows:
             for size in self.tokens:
@@ -77,7 +78,7 @@ class StepSizes:
         raise EngineError(f"a step of {rows} rows and {tokens} tokens fits none of {self}")
 
     def sampled(self, count: int) -> int:
-        """How many samples a step has that wants `count`. Raises EngineError."""
+        """Return the padded number of samples for `count`. Raises EngineError if none fits."""
         for size in self.samples:
             if size >= count:
                 return size
@@ -86,9 +87,9 @@ class StepSizes:
 
 @frozen
 class Binding:
-    """A part of the machine: processors by number, and the nodes that memory comes from.
+    """Processors and NUMA nodes to bind a worker to.
 
-    Without `cpus` those of the nodes are meant; with neither, the platform picks one node.
+    Without `cpus` it is bound to those of the nodes; with neither, the platform picks a node.
     """
 
     cpus: tuple[int, ...] = ()
@@ -96,17 +97,18 @@ class Binding:
 
 
 class Staging:
-    """Brings small arrays to the device, those of one call in one copy where that is a gain.
+    """Copies small arrays to the device; an implementation may combine those of a call.
 
-    The default copies each; on a device that computes on host memory tensors are views.
+    The default copies each. On devices that compute in host memory the tensors are views.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
-        """One tensor per array, in order, valid until the arrays are changed; where work is queued
-        they are copied, and the tensors are valid for all work launched with them.
+        """Return one tensor per array, in order, valid until the arrays are modified.
+
+        On devices that queue work they are copies, valid for all work launched with them.
         """
         import torch
 
@@ -114,137 +116,137 @@ class Staging:
 
 
 class Transfer:
-    """Tensors on their way to the host, begun when it is made. The default waits when asked."""
+    """A copy of tensors to the host, started on construction. The default copies in `wait`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """The values, once the work that gives them is done; may be called again."""
+        """Wait for the values and return them; may be called repeatedly."""
         return tuple(tensor.cpu().numpy() for tensor in self._tensors)
 
 
 class Platform(ABC):
-    """One kind of device. Everything that differs between devices is asked of this object.
+    """One kind of device, with everything that differs between devices.
 
-    An instance stands for one device of the process that made it. Making one must not allocate
-    device memory; `start` may.
+    An instance represents one device of its process. Construction must not allocate device memory;
+    `start` may.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
 
-    #: Attention drivers, best first; the first one that does not reject the layer is taken.
+    #: Attention backends, best first; a layer uses the first one that does not reject it.
     attention: ClassVar[tuple[str, ...]]
-    #: Kernel providers (group `modulm.kernels`), best first; an op nobody has runs as its twin.
+    #: Kernel providers (group `modulm.kernels`), best first; other ops run as their twins.
     kernels: ClassVar[tuple[str, ...]] = ()
-    #: What ranks exchange tensors through (group `modulm.collectives`), best first.
+    #: Collectives for tensors between ranks (group `modulm.collectives`), best first.
     collectives: ClassVar[tuple[str, ...]] = ("gloo",)
-    #: Named abilities that other code may ask for, e.g. "graphs", "pin_memory", "sleep".
+    #: Named capabilities that other code checks, e.g. "graphs", "pin_memory", "sleep".
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    #: Whether work is queued: an operation returns before it is done, and reading what it gives
-    #: waits for everything before it. Such platforms override `staging` and `fetch`.
+    #: Whether operations are queued and return before they are done; reading a result then waits
+    #: for everything before it. Such platforms override `staging` and `fetch`.
     queued: ClassVar[bool] = False
-    #: Flags that mean nothing here: field name -> the reason that is printed when one is given.
+    #: Flags without effect on this platform: field name -> the reason that is printed.
     no_effect: ClassVar[Mapping[str, str]] = {}
-    #: Default of --max-num-batched-tokens and --max-num-seqs, for (offline, server).
+    #: Defaults of --max-num-batched-tokens and --max-num-seqs, for (offline, server).
     batched_tokens: ClassVar[tuple[int, int]] = (8192, 2048)
     sequences: ClassVar[tuple[int, int]] = (256, 256)
-    #: Default of --block-size in tokens, where the attention driver leaves a choice.
+    #: Default of --block-size in tokens, unless the attention backend requires another.
     block_size: ClassVar[int] = 16
 
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Say whether this machine has the device. Cheap, never raises, allocates nothing."""
+        """Check whether this machine has the device. Must be fast, not raise, allocate nothing."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device that tensors of this process live on."""
+        """The device of this process's tensors."""
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Total and free memory of the device now."""
+        """Return the total and free memory of the device."""
 
     @property
     @abstractmethod
     def dtypes(self) -> tuple[str, ...]:
-        """Names of the dtypes that models may run in ("bfloat16", ...), best first."""
+        """Names of the dtypes that models can run in ("bfloat16", ...), best first."""
 
     def choose_dtype(self, stored: str) -> str:
-        """The dtype for `--dtype auto`, given the dtype that the checkpoint is stored in."""
+        """Choose the dtype for `--dtype auto`. stored: the checkpoint's dtype."""
         return stored if stored in self.dtypes else self.dtypes[0]
 
     def bind(self, binding: Binding) -> None:
-        """Keep this thread, what it starts and what it allocates to a part of the machine.
+        """Bind this thread, its child threads and their memory to part of the machine.
 
         Called before `start`, once per worker. Raises ConfigError for processors or nodes that
-        this process does not have.
+        this process may not use.
         """
         raise UnsupportedError(f"numa_bind: platform {self.name} cannot bind its workers: not yet")
 
     def take_share(self, rank: int, ranks: int) -> None:
-        """Be the worker `rank` of those of this host: from now on this object stands for its
-        device, or for its part of what all of them have. Called before `bind` and `start`.
+        """Select the device, or the share of a device, of worker `rank` of `ranks` on this host.
 
-        Raises ConfigError if there are fewer devices.
+        Called before `bind` and `start`. Raises ConfigError if there are fewer devices.
         """
         raise UnsupportedError(f"platform {self.name} has one worker on a host: not yet")
 
     def start(self, *, threads: int | None = None) -> None:
-        """Prepare the process for running models (threads, streams); called once per worker."""
+        """Prepare the process for running models (threads, streams). Called once per worker."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory for caches, which may be large and used little by little."""
+        """Allocate zeroed memory for caches, which may be large and touched gradually."""
         import torch
 
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def queue(self) -> AbstractContextManager[object]:
-        """What steps are launched in (a stream, a device)."""
+        """Return the context in which steps are launched (a stream, a device)."""
         return nullcontext()
 
     def staging(self) -> Staging:
-        """A way for arrays to the device; each place in the code that sends has its own."""
+        """Create a `Staging`; each call site that sends arrays has its own."""
         return Staging(self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Begin to bring tensors to the host, after all work launched so far."""
+        """Start copying tensors to the host, after all work launched so far."""
         return Transfer(tensors)
 
     def recorded(self, forward: Step, config: Flags) -> Step:
-        """A model's `Forward`, or a `RecordedForward` of it where the device repeats steps."""
+        """Return `forward`, or a `RecordedForward` of it if the device replays steps."""
         return forward
 
     def attending(self, backend: Layers) -> Layers:
-        """What layers get as their `AttentionBackend`: where steps are recorded in pieces, one that
-        stands between the pieces.
+        """Return the `AttentionBackend` for layers, or a wrapper of it.
+
+        A wrapper separates the pieces if steps are recorded piecewise.
         """
         return backend
 
     def reset_peak_memory(self) -> int | None:
-        """Bytes that tensors take now; from here on `peak_memory` counts. None: nothing counts."""
+        """Reset `peak_memory`. Returns the bytes in use by tensors, or None if not measured."""
         return None
 
     def peak_memory(self) -> int:
-        """Bytes that tensors took at most since `reset_peak_memory`."""
+        """Return the maximum bytes in use by tensors since `reset_peak_memory`."""
         raise UnsupportedError(f"platform {self.name} does not count memory")
 
     def step_sizes(self, rows: int, tokens: int) -> StepSizes | None:
-        """Sizes to pad steps to, of at most `rows` rows and `tokens` tokens; None: none is padded.
+        """Return sizes to pad steps to, up to `rows` and `tokens`; None: steps are not padded.
 
-        What rows ask for beside a token (logprobs, penalties, grammars, logits processors), and
-        what step parts are given, is not padded.
+        Work for logprobs, penalties, grammars and logits processors, and inputs of step parts, are
+        not padded.
         """
         return None
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work that was queued."""
+        """Wait until the device has finished all queued work."""
 
     def empty_cache(self) -> None:
-        """Return memory that the allocator keeps but no tensor uses."""
+        """Free memory that the allocator holds but no tensor uses."""
 
     def describe(self) -> str:
-        """One line for people: model of the device, size, relevant instruction sets."""
+        """Describe the device in one line: model, size, relevant instruction sets."""
         return self.name

@@ -1,7 +1,7 @@
-"""Scheduling policy: which waiting request is next, which running one gives way.
+"""Scheduling policy: which waiting request is admitted next, which running one is preempted.
 
-Group `modulm.schedulers`: a policy by name (`--scheduling-policy`); a whole scheduler class of
-one's own is given by path (`--scheduler-cls`) and implements `Scheduler`.
+Group `modulm.schedulers`: a policy by name (`--scheduling-policy`). A custom scheduler class
+implements `Scheduler` and is given by path (`--scheduler-cls`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ API = 1
 
 
 class Candidate(Protocol):
-    """What a policy may look at: a request that waits or runs."""
+    """A waiting or running request, as policies see it."""
 
     @property
     def arrival(self) -> float: ...
@@ -32,28 +32,28 @@ class Candidate(Protocol):
 
 
 class Policy(ABC):
-    """An order over requests. Ties are broken by arrival."""
+    """An order of requests. Ties are broken by arrival."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
 
     @abstractmethod
     def key(self, request: Candidate) -> float | tuple[float, ...]:
-        """Sort key: the smallest waiting request is admitted first."""
+        """Return a sort key; the waiting request with the smallest one is admitted first."""
 
     @abstractmethod
     def victim(self, running: Sequence[Candidate]) -> int:
-        """Index of the running request that is preempted when blocks run out."""
+        """Return the index of the running request to preempt when blocks run out."""
 
 
 class Scheduler(ABC):
     """Chooses what each step runs. The built-in one is `BudgetScheduler` in
     `modulm.engine.scheduling.scheduler`.
 
-    A class given by path is constructed as `(limits, capacity, policy)`, and with `index`, the
-    scheduler's half of a KV connector, where one is configured; see there. Requests and
-    what becomes of them are the values of `modulm.contracts.requests`. One thread uses it. Plans
-    are committed (or failed) in the order in which they were made; several may be under way.
+    A class given by path is constructed as `(limits, capacity, policy, parts)`, where `parts` are
+    the engine's step parts. Requests and events are those of `modulm.contracts.requests`. It is
+    used by one thread. Plans are committed or failed in the order in which they were made; several
+    may be in flight.
     """
 
     @property
@@ -64,21 +64,21 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def max_len(self) -> int:
-        """Most tokens that one sequence can have, by the model and by what the caches hold."""
+        """Maximum tokens of a sequence, limited by the model and by the cache size."""
 
     @property
     @abstractmethod
     def running(self) -> int:
-        """Requests that have a row."""
+        """Number of requests with a row."""
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Requests that wait for one."""
+        """Number of requests waiting for a row."""
 
     @abstractmethod
     def check_room(self, requests: int, tokens: int) -> None:
-        """Raise QueueFull if that many more cannot wait. May be called from other threads."""
+        """Raise QueueFull if the queue has no room for them. May be called from other threads."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -86,27 +86,27 @@ class Scheduler(ABC):
 
     @abstractmethod
     def abort(self, request: str) -> Finish | None:
-        """End a request now and free what it holds; None for an unknown name."""
+        """End a request and free its blocks; None for an unknown id."""
 
     @abstractmethod
     def plan(self) -> Plan:
-        """The next step; an idle plan when there is nothing to do, which is not run."""
+        """Plan the next step; an idle plan, which is not run, if there is nothing to do."""
 
     @abstractmethod
     def commit(self, plan: Plan, result: StepResult) -> StepEvents:
-        """Take a step's result: its events, in row order."""
+        """Process a step's result and return its events, in row order."""
 
     @abstractmethod
     def fail(self, plan: Plan, error: Exception) -> Sequence[Finish]:
-        """The step raised `error`: the end of each request it ran."""
+        """End the requests of a step that raised `error`."""
 
     @abstractmethod
     def gauges(self) -> StepStats:
-        """The numbers of this moment, with no step in them."""
+        """Return the current gauges, without statistics of a step."""
 
     @abstractmethod
     def forget_prefixes(self, root: bytes | None = None) -> None:
-        """Empty the prefix cache and the slots of idle adapters; running requests go on.
+        """Empty the prefix cache and the slots of idle adapters; running requests continue.
 
-        root: names the weights that blocks depend on from now on; None: those from before.
+        root: names the weights that blocks depend on from now on; None: unchanged.
         """

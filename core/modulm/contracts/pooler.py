@@ -1,7 +1,7 @@
-"""Pooling: what a model is for beside generating, its prompts of texts, vectors of hidden states.
+"""Pooler: tasks of pooling models, their prompts, and vectors from hidden states.
 
-Group `modulm.poolers`: by the key `pooler` of `--pooler-config`, else `standard`. Front ends import
-a pooler, too, and may have no torch.
+Group `modulm.poolers`, chosen by the key `pooler` of `--pooler-config` (default: `standard`). Front
+ends import poolers as well and may not have torch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ T = TypeVar("T")
 
 #: [n, inputs] -> [n, outputs].
 Layer: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-#: The model's `logits`: [n, hidden] and whose row each is -> [n, classes].
+#: The model's `logits`: [n, hidden] and the row of each -> [n, classes].
 Head: TypeAlias = "Callable[[torch.Tensor, Sequence[int]], torch.Tensor]"
 
 
 class Pooler(ABC):
-    """How models pool; made without arguments. settings: by their names in `--pooler-config`."""
+    """A pooling method, constructed without arguments.
+
+    Settings go by their names in `--pooler-config`.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
@@ -59,9 +62,9 @@ class Pooler(ABC):
         installed: Collection[str],
         recipe: PoolingRecipe,
     ) -> tuple[str, str] | None:
-        """(architecture to run, what for) if a decoder is to be pooled, else None.
+        """Return (architecture to run, task) if a generating model is to be pooled, else None.
 
-        names: the checkpoint's architectures; installed: those that there are drivers for.
+        names: the checkpoint's architectures. installed: architectures with a driver.
         """
 
     @abstractmethod
@@ -72,66 +75,70 @@ class Pooler(ABC):
         table: Mapping[str, object],
         settings: Mapping[str, object],
     ) -> type[Model]:
-        """The driver as a model for `purpose`; table: config.json."""
+        """Return a variant of the driver for the task `purpose`. table: config.json."""
 
     @abstractmethod
     def tasks(
         self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
     ) -> tuple[str, ...]:
-        """What requests may ask for. Raises ConfigError if the settings ask for something else."""
+        """Return the supported tasks. Raises ConfigError if the settings require another one."""
 
     @abstractmethod
     def settings(
         self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
     ) -> dict[str, object]:
-        """The settings that were given, with the model's own for the others; plain values."""
+        """Return the given settings, completed by the model's defaults, as plain values."""
 
     @abstractmethod
     def rows(
         self, settings: Mapping[str, object], head: Head, layers: Sequence[Layer]
     ) -> RowPooler:
-        """For a worker; layers: those that a vector passes. Raises ConfigError naming the key."""
+        """Create the worker's half. layers: applied to pooled vectors.
+
+        Raises ConfigError naming the key.
+        """
 
     @abstractmethod
     def inputs(
         self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
     ) -> PoolingInputs:
-        """For a front end; template: of pairs, before the checkpoint's own."""
+        """Create the front end's half. template: for pairs; overrides the checkpoint's."""
 
 
 class RowPooler(ABC):
-    """Collects hidden states by row and makes the result at the row's last token."""
+    """Collects hidden states by row and pools them at the row's last token."""
 
     @abstractmethod
     def width(self, hidden: torch.Tensor) -> int:
-        """How wide embeddings are, by the hidden state of one token: [1, hidden]."""
+        """Return the length of embeddings. hidden: of one token, [1, hidden]."""
 
     @abstractmethod
     def admit(self, row: int, params: PoolingParams, prompt: np.ndarray) -> None:
-        """A pooling row starts, from its first token. prompt: [tokens] int64."""
+        """Start a pooling row at its first token. prompt: [tokens] int64."""
 
     def watched(self, model: Model, forward: Forward, plan: Plan) -> Forward:
-        """The forward pass of a step with rows that pool, for what no hidden state shows."""
+        """Return the forward pass, or a wrapper to observe more than the final hidden states."""
         return forward
 
     @abstractmethod
     def release(self, row: int) -> None:
-        """The row is gone; unknown rows are ignored."""
+        """Forget the row; unknown rows are ignored."""
 
     @abstractmethod
     def feed(self, row: int, hidden: torch.Tensor) -> None:
-        """hidden: [tokens, hidden], the next tokens of the row."""
+        """Add the row's next tokens. hidden: [tokens, hidden]."""
 
     @abstractmethod
     def finish(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
-        """By row: [vector] fp32, or [tokens, vector] for the tasks that give one per token."""
+        """Return the results by row: [vector] fp32, or [tokens, vector] for token-wise tasks."""
 
 
 @frozen(eq=False)
 class PairContent:
-    """One side of a pair with images, sound or video. text: the prompt that it is by itself; parts:
-    of a message's content, for templates. media: in the order of their places, as the caller gave
-    them; a prompt made of sides with media is a table that has theirs as `multi_modal_data`.
+    """One side of a pair with images, sound or video.
+
+    text: its prompt without a template. parts: content parts of a chat message, for templates.
+    media: as given by the caller, in prompt order; they become the prompt's `multi_modal_data`.
     """
 
     text: str
@@ -141,29 +148,29 @@ class PairContent:
 
 @frozen(eq=False)
 class PoolingJob:
-    """Prompts to pool with their parameters, and how answers are made of what comes of them."""
+    """Prompts to pool, their parameters, and a function that turns results into outputs."""
 
     parts: Sequence[tuple[PromptLike, PoolingParams]]
     join: Callable[[Sequence[PoolingRequestOutput]], list[PoolingRequestOutput]] = list
 
 
 class PoolingInputs(ABC):
-    """How one engine's texts become prompts. All raise RequestError for what it cannot serve."""
+    """Builds an engine's pooling prompts. Methods raise RequestError for unsupported requests."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """Raises RequestError if there is none."""
+        """The tokenizer. Raises RequestError if there is none."""
 
     @abstractmethod
     def read(
         self, text: str, params: PoolingParams, add_special_tokens: bool = True
     ) -> tuple[list[int], PoolingParams]:
-        """The ids of a text, behind the prompt that the request names or the default one."""
+        """Tokenize a text, prefixed by the prompt that the request names, or by the default."""
 
     @abstractmethod
     def job(self, ids: Sequence[int], params: PoolingParams) -> PoolingJob:
-        """What to ask of the engine for one prompt."""
+        """Build the job for one prompt."""
 
     @abstractmethod
     def pairs(
@@ -175,13 +182,16 @@ class PoolingInputs(ABC):
         template: str | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> PoolingJob:
-        """Scores of pairs; template: before all others, variables: more of them for it."""
+        """Build the job that scores pairs.
+
+        template: overrides all others. variables: additional template variables.
+        """
 
 
 def paired(
     first: str | Sequence[T], second: str | Sequence[T], name: str = "data_2"
 ) -> tuple[Sequence[str | T], Sequence[str | T]]:
-    """Two lists of one length; a single first text goes with every second one."""
+    """Pair two lists of equal length; a single first text is paired with every second one."""
     left: list[str | T] = [first] if isinstance(first, str) else list(first)
     right: list[str | T] = [second] if isinstance(second, str) else list(second)
     if len(left) == 1:

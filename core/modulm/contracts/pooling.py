@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of pooling, as plugins read them (hook `modulm_pooling`)."""
+"""Pooling settings read from a checkpoint's files by plugins (hook `modulm_pooling`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["API", "Layers", "PoolingRecipe", "TextRules"]
 
 API = 1
 
-#: Called with the device when the model is loaded: the layers that a vector passes after pooling,
-#: each [n, inputs] -> [n, outputs] in fp32.
+#: Returns the layers applied to pooled vectors, each [n, inputs] -> [n, outputs] in fp32. Called
+#: with the device when the model is loaded.
 Layers: TypeAlias = "Callable[[torch.device], tuple[Callable[[torch.Tensor], torch.Tensor], ...]]"
 
 
@@ -25,14 +25,13 @@ def _no_layers(device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Ten
 
 @frozen(kw_only=True)
 class TextRules:
-    """How texts become prompts, and pairs of vectors scores. Plain values: they reach front ends.
+    """How texts become prompts and pairs of vectors become scores. Plain values for front ends.
 
-    prompts: by their names, what may be put before a text; default_prompt: the name of the one
-    that is, where a request names none; pools_prompt: whether its tokens take part in pooling.
-    lower_case: texts are lowered first. similarity: "cosine", "dot", "euclidean" or "manhattan"
-    (the last two negated). dimensions: those to which vectors may be cut; empty: any. joined: a
-    pair is one text without anything in between. template: chat template of a pair, whose
-    messages have the roles query and document.
+    prompts: name -> text to put before an input. default_prompt: name of the one used if a request
+    names none. pools_prompt: whether prompt tokens are pooled. lower_case: convert texts to lower
+    case. similarity: "cosine", "dot", "euclidean" or "manhattan" (the last two negated).
+    dimensions: allowed lengths of truncated vectors; empty: any. joined: a pair is concatenated
+    without a separator. template: chat template for pairs, with the roles query and document.
     """
 
     prompts: Mapping[str, str] = field(factory=dict)
@@ -47,11 +46,11 @@ class TextRules:
 
 @frozen(kw_only=True)
 class PoolingRecipe:
-    """What a checkpoint says of pooling beside its architecture.
+    """Pooling settings of a checkpoint.
 
-    kind: "embed", "classify" or "reward" for a decoder that is not there to generate, though its
-    architecture may say so. settings: by their names in `--pooler-config`, which comes first.
-    max_length: the longest text it was trained for, in tokens.
+    kind: "embed", "classify" or "reward" if the checkpoint is a pooling model although its
+    architecture generates. settings: defaults for `--pooler-config`, by the same names. max_length:
+    maximum input length in tokens that the model was trained for.
     """
 
     kind: str | None = None

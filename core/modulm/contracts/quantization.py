@@ -1,4 +1,4 @@
-"""Quantization method: how a linear layer keeps and applies its weight (`modulm.quantization`)."""
+"""Quantization method: how linear layers store and apply weights (`modulm.quantization`)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ API = 2
 
 @frozen
 class CheckpointInfo:
-    """What is known of a checkpoint before any weight is read.
+    """What is known about a checkpoint before any weight is read.
 
-    `config` is config.json; `quantization` its `quantization_config` table, if it has one;
-    `files` the names of the files beside it; `dtype` the dtype the weights are stored in;
-    `folder` where they lie, if they lie in one.
+    config: config.json. quantization: its `quantization_config`, if any. files: names of the files
+    beside it. dtype: stored dtype of the weights. folder: of the files, if they are in one.
     """
 
     config: Mapping[str, object]
@@ -58,7 +57,7 @@ class CheckpointInfo:
 
 @frozen
 class Shard:
-    """What this rank holds of a dimension: `size` of its `whole` entries, from `start`."""
+    """This rank's part of a dimension: `size` of its `whole` entries, starting at `start`."""
 
     start: int
     size: int
@@ -66,7 +65,7 @@ class Shard:
 
 
 class LinearKind(StrEnum):
-    """What a linear map is in the model."""
+    """The role of a linear layer in the model."""
 
     LINEAR = "linear"
     LM_HEAD = "lm_head"
@@ -77,15 +76,13 @@ class LinearKind(StrEnum):
 
 @frozen
 class LinearSpec:
-    """One linear map y = x W^T + b, possibly several stored side by side (q, k and v).
+    """A linear layer y = x W^T + b, possibly several fused side by side (q, k and v).
 
-    `name` is the module's path ("model.layers.0.self_attn.qkv_proj"), `parts` the output sizes
-    of the fused pieces on this rank. `experts` > 0 means that many maps of this shape stacked in
-    front.
-    `part_names` are the paths that a checkpoint gives the parts (those of the first expert, and
-    `expert_names` those of all, with {expert} for its number).
-    `shards`, `input_shard` and `expert_shard` are where the parts, inputs and experts of this rank
-    lie in the whole ones; without them they are whole.
+    name: module path ("model.layers.0.self_attn.qkv_proj"). parts: output sizes of the fused parts
+    on this rank. experts: if > 0, the number of stacked layers of this shape. part_names: paths of
+    the parts in the checkpoint (those of the first expert). expert_names: the same for all experts,
+    with {expert} for the number. shards, input_shard, expert_shard: this rank's share of each part,
+    of the inputs and of the experts; by default everything.
     """
 
     name: str
@@ -103,35 +100,35 @@ class LinearSpec:
 
     @property
     def expert_shard(self) -> Shard:
-        """What this rank holds of the experts."""
+        """This rank's share of the experts."""
         return self._expert_shard or Shard(0, self.experts, self.experts)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """What this rank holds of each part."""
+        """This rank's share of each part."""
         return self._shards or tuple(Shard(0, size, size) for size in self.parts)
 
     @property
     def input_shard(self) -> Shard:
-        """What this rank holds of the inputs."""
+        """This rank's share of the inputs."""
         return self._input_shard or Shard(0, self.inputs, self.inputs)
 
     @property
     def outputs(self) -> int:
-        """Output size of all parts together."""
+        """Total output size of all parts."""
         return sum(self.parts)
 
     def only(self, part: int) -> LinearSpec:
-        """The map of one of the parts."""
+        """Return the spec of a single part."""
         one = slice(part, part + 1)
         names, shards = self.part_names[one], self.shards[one]
         return evolve(self, parts=self.parts[one], part_names=names, shards=shards)
 
     def output_block(self, block: int) -> int:
-        """How many outputs share an entry of an axis `OUTPUTS.blocks(block)` on this rank.
+        """Return how many outputs share an entry of an axis `OUTPUTS.blocks(block)` on this rank.
 
-        That is `block`, or less where a part begins inside a block: entries are then repeated,
-        so that output r always has entry r // output_block(block).
+        This is `block`, or a divisor of it if a part starts inside a block; entries are then
+        repeated, so that output r always uses entry r // output_block(block).
         """
         starts = [shard.start for shard in self.shards]
         ends = accumulate(shard.whole for shard in self.shards)
@@ -139,18 +136,18 @@ class LinearSpec:
         return gcd(block, *starts, *joined, *accumulate(self.parts[:-1]))
 
     def input_block(self, block: int) -> int:
-        """The same for an axis `INPUTS.blocks(block)`."""
+        """Return the same as `output_block` for an axis `INPUTS.blocks(block)`."""
         return gcd(block, self.input_shard.start)
 
 
 @frozen
 class Axis:
-    """One dimension of a stored tensor, and what of the layer it runs along.
+    """One dimension of a stored tensor and the dimension of the layer that it follows.
 
-    `along`: "outputs", "inputs", "parts" (an entry for each fused part) or "" (`size` entries,
-    whatever the layer). Each `block` of the layer's numbers have `entries` entries together; the
-    last block may hold fewer numbers. `whole`: blocks must not be cut; else entries are repeated
-    where a part or a rank begins inside a block.
+    along: "outputs", "inputs", "parts" (an entry per fused part) or "" (always `size` entries).
+    Every `block` outputs or inputs have `entries` entries; the last block may be shorter. whole:
+    blocks must not be split; otherwise entries are repeated if a part or a rank starts inside a
+    block.
     """
 
     along: Literal["outputs", "inputs", "parts", ""]
@@ -160,18 +157,18 @@ class Axis:
     whole: bool = False
 
     def blocks(self, block: int) -> Axis:
-        """This axis with an entry for each `block` numbers: scales, zero points."""
+        """Return this axis with one entry per `block` values: scales, zero points."""
         return evolve(self, block=block)
 
     def packed(self, values: int, entries: int = 1) -> Axis:
-        """This axis with `values` numbers in `entries` entries that cannot be taken apart.
+        """Return this axis with each `values` values packed into `entries` indivisible entries.
 
-        Words of eight 4-bit codes: 8 in 1; of 3-bit codes: 32 in 3; raw blocks: 32 in 34 bytes.
+        Words of eight 4-bit codes: 8 in 1. 3-bit codes: 32 in 3. Raw blocks: 32 in 34 bytes.
         """
         return evolve(self, block=values, entries=entries, whole=True)
 
     def held(self, spec: LinearSpec) -> int:
-        """How many entries this rank has of it."""
+        """Return this rank's number of entries."""
         if self.along == "parts":
             return len(spec.parts)
         if self.along == "":
@@ -180,7 +177,7 @@ class Axis:
         return -(-size // self.step(spec)) * self.entries
 
     def step(self, spec: LinearSpec) -> int:
-        """How many outputs or inputs have `entries` entries together on this rank."""
+        """Return how many outputs or inputs share `entries` entries on this rank."""
         if self.whole or self.block == 1:
             return self.block
         return (spec.output_block if self.along == "outputs" else spec.input_block)(self.block)
@@ -192,24 +189,23 @@ PARTS = Axis("parts")
 
 
 def fixed(size: int) -> Axis:
-    """An axis of `size` entries, whatever the layer."""
+    """Return an axis that always has `size` entries."""
     return Axis("", size)
 
 
 @frozen
 class ParamSpec:
-    """A tensor that the checkpoint supplies for a layer, by what its dimensions run along.
+    """A tensor of a layer that the checkpoint supplies, described by its axes.
 
-    `axes` say all that is needed to find each part, expert and rank its place: with OUTPUTS the
-    fused parts lie side by side, with PARTS each has entries of its own (the scale of q, of k, of
-    v), with neither all parts share the values and a checkpoint in which they differ is refused.
-    A stack of experts puts one more dimension in front by itself. Dimensions of size one may be
-    there in the file or not.
+    The axes determine which slice belongs to each part, expert and rank. With OUTPUTS the fused
+    parts are side by side; with PARTS each part has its own entries (scales of q, k and v); with
+    neither all parts share the values, and a checkpoint in which they differ is refused. Stacked
+    experts add a leading dimension. Dimensions of size one may be missing in the file.
 
-    `transform` changes a stored piece before it is checked and cut: transpose, unpack, bitcast,
-    reorder. It must also work on tensors of the meta device. `stored` is the name in the file
-    where it is not the parameter's. `part`: the parameter is that one's of the fused parts alone
-    (parts stored in different forms). `optional`: may be missing, and is None then.
+    transform: applied to a stored tensor before it is checked and sliced (transpose, unpack,
+    bitcast, reorder); must also work on meta tensors. stored: name in the file, if it differs.
+    part: the parameter belongs to this part only, for parts stored in different formats. optional:
+    may be missing, and is None then.
     """
 
     axes: tuple[Axis, ...]
@@ -220,58 +216,58 @@ class ParamSpec:
     optional: bool = False
 
     def shape(self, spec: LinearSpec) -> tuple[int, ...]:
-        """The parameter's shape on this rank, experts in front."""
+        """Return the parameter's shape on this rank, with experts as the first dimension."""
         one = spec if self.part is None else spec.only(self.part)
-        found = tuple(axis.held(one) for axis in self.axes)
-        return (spec.experts, *found) if spec.experts else found
+        sizes = tuple(axis.held(one) for axis in self.axes)
+        return (spec.experts, *sizes) if spec.experts else sizes
 
 
 class MovableStack(Protocol):
-    """A packed stack of experts whose members are copied between ranks."""
+    """A packed stack of experts that can be copied between ranks one by one."""
 
     def grow(self, experts: int) -> None:
-        """Make room for this many experts, in place. New entries are undefined until `put`."""
+        """Resize the stack to `experts` in place. New entries are undefined until `put`."""
 
     def memory(self, expert: int) -> tuple[torch.Tensor, ...]:
-        """The tensors that hold one expert, for reading."""
+        """Return the tensors of one expert; they must not be modified."""
 
     def put(self, expert: int, memory: Sequence[torch.Tensor]) -> None:
-        """Replace an expert by a copy of another one's `memory`."""
+        """Overwrite an expert with a copy of another one's `memory`."""
 
 
 class QuantizationMethod(ABC):
     """Creates, finishes and applies the weights of linear layers.
 
-    One object serves all layers of a model; what differs per layer is kept on the layer module.
-    The driver's `Config` (attrs, frozen) is structured from the checkpoint's quantization table
-    or from `--quantization-config`, unknown keys forbidden.
+    One object serves all layers of a model; state of a layer is stored on its module. The driver's
+    `Config` (attrs, frozen) is structured from the checkpoint's quantization table or from
+    `--quantization-config`; unknown keys are errors.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     Config: ClassVar[type]
-    #: Settings that the contract kit takes, where the defaults of `Config` quantize nothing.
+    #: Settings for the contract kit, if the defaults of `Config` quantize nothing.
     EXAMPLE: ClassVar[Mapping[str, object]] = {}
 
     @classmethod
     @abstractmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
-        """A reason why this method is the one the checkpoint was written with, or None."""
+        """Return why the checkpoint was written with this method, or None if it was not."""
 
     @classmethod
     def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
-        """What the checkpoint says to the method; formats with a file of their own read it."""
+        """Return the checkpoint's settings; formats with a separate file read them from it."""
         return checkpoint.quantization or {}
 
     @classmethod
     @abstractmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        """A reason why this method cannot hold `spec` on `platform`, or None if it can.
+        """Return why this method cannot store `spec` on `platform`, or None if it can.
 
-        A rejected layer of a method that quantizes at load stays unquantized.
+        If the method quantizes while loading, a rejected layer stays unquantized.
         """
 
-    #: A driver says in its class body which: `config: MyConfig`.
+    #: Drivers annotate their type: `config: MyConfig`.
     config: object
 
     def __init__(self, config: object, platform: Platform, ops: Ops) -> None:
@@ -281,64 +277,66 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        """The tensors the checkpoint supplies, by name ("weight", "scales", ...), bias excluded."""
+        """Return the tensors that the checkpoint supplies, by name ("weight", ...), except bias."""
 
     def skips(self, name: str) -> bool:
-        """Whether the layer called `name` is left unquantized by the checkpoint's settings.
+        """Whether the checkpoint's settings leave layer `name` unquantized.
 
-        Asked for a layer, and for each of its parts by the name that the checkpoint gives it.
+        Called for each layer, and for each of its parts by their names in the checkpoint.
         """
         return False
 
     def skips_fused(self, name: str) -> bool:
-        """The same for several layers fused, by the name of the whole: a checkpoint that lists what
-        is quantized, not what is not, need not know it.
+        """Whether the fused layer `name` is left unquantized.
+
+        Override it if the settings list quantized layers; they may not list fused names.
         """
         return self.skips(name)
 
     def declines(self, spec: LinearSpec) -> str | None:
-        """A reason why settings leave a layer unquantized that `rejects` lets through, or None."""
+        """Return why settings leave a supported layer unquantized, or None."""
         return None
 
     def rename(self, name: str) -> str | None:
-        """The name by which `create` asks for what is stored as `name`, or None if it is needless.
+        """Return the name that `create` uses for a stored tensor, or None if it is not needed.
 
-        `name` is what the model's own table of names made of it.
+        `name` has been mapped by the model's own table of names.
         """
         return name
 
     def note(self, spec: LinearSpec) -> str | None:
-        """What `modulm explain` says of a layer that is held in another form than most."""
+        """Return a note for `modulm explain` about a layer stored unlike most others, or None."""
         return None
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        """After loading: repack into what `apply` wants and drop what it does not need."""
+        """Repack loaded tensors for `apply` and drop those no longer needed."""
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
-        """After `finish` of a head whose weight is the embedding table's, both of this method:
-        the table may take its rows from what the head holds and drop its own copy.
+        """Called after `finish` for an LM head tied to the embedding table.
+
+        The table may read its rows from the head's weight and drop its own copy.
         """
 
     @abstractmethod
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x: [tokens, inputs] -> [tokens, outputs], in x's dtype."""
+        """Apply the layer: x [tokens, inputs] -> [tokens, outputs], in x's dtype."""
 
     def experts(self, layer: torch.nn.Module) -> object:
-        """The stack that `kind == "expert"` created, as the op `fused_experts` takes it.
+        """Return the stack of a layer of `kind == "expert"` for the op `fused_experts`.
 
-        That is the op's own packed form, or anything that gives the weight [outputs, inputs] of
-        one expert by its index. Experts that move between ranks are a tensor [experts, ...] or a
+        This is the op's packed form, or an object whose `[index]` is the weight [outputs, inputs]
+        of one expert. Experts that move between ranks are a tensor [experts, ...] or a
         `MovableStack`.
         """
         raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
 
     def embed(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of an embedding table that `kind == "embedding"` created; ids: [tokens] int64."""
+        """Look up rows of a layer of `kind == "embedding"`. ids: [tokens] int64."""
         rows: torch.Tensor = self.ops.embedding(ids, layer.get_parameter("weight"))
         return rows
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
-        """The weight as [outputs, inputs] in the layer's dtype (LoRA merge, absorbed attention)."""
+        """Return the weight [outputs, inputs] in the layer's dtype (for absorbed attention)."""
         raise UnsupportedError(f"quantization method {self.name} cannot give its weights back")

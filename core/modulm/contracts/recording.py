@@ -1,4 +1,4 @@
-"""What a step's values tell a recorder (CUDA graphs, replayed kernel calls) about themselves."""
+"""How a step's values describe themselves to recorders (CUDA graphs, replayed kernel calls)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ API = 1
 class Recordable:
     """A value of one step whose tensors a recorder may keep in fixed buffers.
 
-    A recorded step is repeated for another one by copying the other's `tensors` and `tables` to
-    where the recorded one's lay. That is right if both have equal keys and tensors of equal
-    shapes, so whatever else the kernels' arguments depend on belongs to the key. A class that
-    does not say so is not recorded: its steps run call by call.
+    A recording is replayed for another step by copying that step's `tensors` and `tables` into the
+    recording's buffers. This requires equal keys and shapes, so the key must include everything
+    else that kernel arguments depend on. Steps of classes that do not override `key` are not
+    recorded.
     """
 
     def key(self) -> Hashable | None:
-        """What else two steps must have in common; None: the step cannot be recorded."""
+        """Return what two steps must have in common; None: the step cannot be recorded."""
         return None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors whose numbers change from step to step, in a fixed order."""
+        """Return the tensors whose values change between steps, in a fixed order."""
         return ()
 
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """Block tables [rows, blocks]; those of a recording may be wider, filled up with 0."""
+        """Return block tables [rows, blocks]; a recording's may be wider, padded with 0."""
         return ()
 
     def over(self, tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Self:
-        """The same value with these tensors and tables in place of its own."""
+        """Return a copy with these tensors and tables."""
         raise UnsupportedError(f"{type(self).__name__} cannot be recorded")

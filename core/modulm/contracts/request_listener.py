@@ -1,4 +1,4 @@
-"""Request listener: is told of requests that have ended (hook `modulm_request_listeners`)."""
+"""Request listener: called for each request that has ended (hook `modulm_request_listeners`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ API = 1
 
 
 class RequestListener(ABC):
-    """Whoever wants to know of each request when it has ended."""
+    """Receives each request when it has ended."""
 
     @abstractmethod
     def ended(self, request: Any) -> None:
-        """A request has ended. `request`: `modulm.contracts.outputs.Finished`. Be quick."""
+        """Handle a request that has ended. Must be fast.
+
+        request: a `modulm.contracts.outputs.Finished`.
+        """

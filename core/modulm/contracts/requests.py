@@ -1,4 +1,4 @@
-"""Requests and step events: what a front end asks of the engine, and what the engine answers."""
+"""Requests from front ends to the engine, and the events that the engine returns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ __all__ = ["API", "Finish", "PromptLike", "Reason", "Request", "Start", "StepEve
 
 API = 1
 
-#: Text, token ids, or a table with `prompt`, `prompt_token_ids` or `prompt_embeds` (and
-#: `cache_salt`). `prompt_embeds`: [tokens, hidden], with `--enable-prompt-embeds`; where
-#: `prompt_token_ids` and `prompt_is_token_ids` [tokens] are given too, it stands for those tokens
-#: that are not.
+#: Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds` (and
+#: `cache_salt`). `prompt_embeds`: [tokens, hidden], needs `--enable-prompt-embeds`; together with
+#: `prompt_token_ids` and `prompt_is_token_ids` [tokens] it replaces the tokens marked False.
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
 
 Reason = Literal["stop", "length", "abort", "error"]
@@ -37,14 +36,14 @@ def _ids(tokens: np.ndarray | Sequence[int]) -> np.ndarray:
 
 @frozen(eq=False, kw_only=True)
 class Request:
-    """One sequence to generate (or to pool). A front end makes several for n > 1.
+    """One sequence to generate or to pool. For n > 1 a front end creates several.
 
-    prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
-    the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
-    this sequence's random stream; bad_words: the token sequences of `params.bad_words`.
-    adapter_from: the first token that the adapter applies to. positions: [axes, tokens]
-    int64 of the prompt where a model counts positions along several axes; later tokens go on from
-    `position_offset` + their place, the same on each axis. media: in the order of their places.
+    prompt: [tokens] int64. eos: ids that end the sequence unless `params.ignore_eos`. arrival:
+    seconds of the monotonic clock. salt: only requests with equal salts share prefixes. seed: of
+    this sequence's random stream. bad_words: token sequences of `params.bad_words`. adapter_from:
+    first token that the adapter applies to. positions: [axes, tokens] int64 of the prompt, for
+    models with several position axes; a later token's position is its index + `position_offset`, on
+    each axis. media: in prompt order.
     """
 
     id: str
@@ -64,19 +63,17 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt)
 
     @property
     def crossed(self) -> tuple[int, ...]:
-        """What its encoder gives to layers of cross attention, run by run (see `crossed_runs`)."""
+        """Number of encoder outputs for cross attention, by run (see `crossed_runs`)."""
         return tuple(sum(item.length for item in run) for run in crossed_runs(self.media))
 
     @property
     def text(self) -> np.ndarray | None:
-        """[n] int64, the prompt's tokens but for those that stand for embeddings of the caller's;
-        None if all are text.
-        """
+        """The prompt without tokens given as embeddings: [n] int64; None if there are none."""
         if all(item.encoded for item in self.media):
             return None
         is_text = np.ones(len(self.prompt), dtype=bool)
@@ -86,19 +83,17 @@ class Request:
 
     @property
     def constraint(self) -> StructuredOutputs | None:
-        """What its text is held to."""
+        """The structured output constraint, or None."""
         return self.params.structured_outputs if isinstance(self.params, SamplingParams) else None
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether blocks of other requests may stand in for computing: not if every position's
-        output is wanted.
-        """
+        """Whether the prefix cache may be used: not if all prompt positions need outputs."""
         params = self.params
         return isinstance(params, SamplingParams) and params.prompt_logprobs is None
 
     def limit(self, max_model_len: int) -> int:
-        """The number of tokens, prompt included, at which the sequence ends."""
+        """Return the maximum number of tokens, including the prompt."""
         if isinstance(self.params, PoolingParams):
             return self.prompt_len + 1
         if self.params.max_tokens is None:
@@ -107,35 +102,35 @@ class Request:
 
     @property
     def least(self) -> int:
-        """The number of tokens, prompt included, below which stop ids do not end it.
+        """The minimum number of tokens, including the prompt, before stop ids end the sequence.
 
-        The sampler gives none below `min_tokens` anyway, unless a grammar is complete and leaves
-        nothing else to say.
+        The sampler suppresses stop ids below `min_tokens`, unless a complete grammar allows nothing
+        else.
         """
         if isinstance(self.params, PoolingParams) or self.params.structured_outputs is not None:
             return self.prompt_len
         return self.prompt_len + self.params.min_tokens
 
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end it. Nothing can follow a complete grammar, even with ignore_eos."""
+        """Return the tokens that end it. With a grammar these include eos despite ignore_eos."""
         if isinstance(self.params, PoolingParams):
             return ()
         return self.params.stop_token_ids + self._eos
 
     def stop_reason(self, token: int) -> int | None:
-        """What the caller is told of the token that ended it: None for end of sequence."""
+        """Return the public stop_reason for the final token: None for end of sequence."""
         return None if token in self._eos else token
 
     @property
     def _eos(self) -> tuple[int, ...]:
         params = self.params
         ignored = isinstance(params, SamplingParams) and params.ignore_eos
-        held = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        return () if ignored and not held else self.eos
+        constrained = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        return () if ignored and not constrained else self.eos
 
 
 class Start(NamedTuple):
-    """A request got its row. `cached`: prompt tokens that a prefix hit saved; `time`: monotonic."""
+    """A request was admitted. cached: prompt tokens from the prefix cache. time: monotonic."""
 
     request: str
     cached: int
@@ -143,7 +138,7 @@ class Start(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """A request has ended. `error` says why for reason "error"; the front end may raise it."""
+    """A request has ended. error: for the reason "error"; the front end may raise it."""
 
     request: str
     reason: Reason
@@ -152,14 +147,13 @@ class Finish(NamedTuple):
 
 
 class StepStats(NamedTuple):
-    """One step in numbers. Counts are of this step, except for the gauges running, waiting, usage.
+    """Statistics of one step. Counts are for this step; running, waiting and usage are gauges.
 
-    usage: share of the cache's blocks in use. computed: tokens that went through the model.
-    drafted, accepted: tokens that were verified, and those of them that were right; drafts: rows
-    that had such tokens; accepted_at: of these, how many had the first, second ... token right.
-    queried, hit: tokens looked up and found in the prefix cache by requests that joined.
-    plan_seconds, run_seconds: host time of planning, time in the executor. routed: how many times
-    tokens chose each expert, where that is counted.
+    usage: fraction of cache blocks in use. computed: tokens that went through the model. drafted,
+    accepted: tokens that were verified and accepted. drafts: rows with drafted tokens. accepted_at:
+    number of rows whose first, second, ... draft was accepted. queried, hit: prompt tokens looked
+    up and found in the prefix cache by admitted requests. plan_seconds: host time of planning.
+    run_seconds: time in the executor. routed: tokens routed to each expert, if counted.
     """
 
     step: int
@@ -182,12 +176,11 @@ class StepStats(NamedTuple):
 
 @frozen(eq=False)
 class StepEvents:
-    """What a step means to front ends: one value per step, in row order.
+    """The events of one step for front ends, in row order.
 
-    requests[i] sampled tokens[i]; several tokens of a request follow one another, and logprobs has
-    an entry for each. prompt_logprobs: request -> (index of the prompt token that the
-    first entry is about, entries). drafted: request -> how many of its drafted tokens were
-    verified, and how many of these were right.
+    requests[i] sampled tokens[i]; a request's tokens are consecutive, with one entry of logprobs
+    each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
+    request -> (verified drafts, accepted drafts).
     """
 
     time: float = field(factory=time.monotonic)

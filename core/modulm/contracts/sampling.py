@@ -1,6 +1,6 @@
-"""How a request wants its tokens chosen: the values that cross from front ends to the engine.
+"""Sampling and pooling parameters of requests, and the logits processor contract.
 
-Field names and meaning are those of vLLM's SamplingParams and PoolingParams, which users bring.
+Fields have the names and meanings of vLLM's SamplingParams and PoolingParams.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ API = 1
 
 
 class OutputKind(Enum):
-    """What a stream of outputs carries each time."""
+    """What each output of a stream contains."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -41,7 +41,7 @@ class OutputKind(Enum):
 
 @frozen
 class StructuredOutputs:
-    """A constraint on the text; exactly one of the first six is set."""
+    """A constraint on the text; exactly one of the first six fields is set."""
 
     json: str | Mapping[str, object] | None = None
     regex: str | None = None
@@ -69,12 +69,12 @@ def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _most_drafts(value: bool | int | None) -> int | None:
-    """A number, or None: 0 for False, and None for True."""
+    """Convert False to 0 and True to None (no limit)."""
     return value if not isinstance(value, bool) else None if value else 0
 
 
 class _Suggests(type):
-    """Of values that people write by hand: a misspelt field is told what it may have meant."""
+    """Metaclass whose constructor suggests close field names for a misspelled one."""
 
     if not TYPE_CHECKING:
 
@@ -93,13 +93,12 @@ class _Suggests(type):
 
 @frozen(kw_only=True)
 class SamplingParams(metaclass=_Suggests):
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of a request are sampled and when it ends.
 
-    `logprobs=k` asks for the k best tokens beside the chosen one, -1 for the whole vocabulary.
-    `speculative`: how many tokens may be drafted in a step, False (or 0) for none, True (or None)
-    for as many as pay; no answer changes.
-    Front ends check ranges, with a RequestError that names the field; making the value never fails
-    on a range.
+    logprobs: number of best tokens to return in addition to the sampled one; -1: the vocabulary.
+    speculative: maximum drafted tokens per step; False or 0: none; True or None: chosen by the
+    engine. It does not change the output distribution. Front ends check ranges and raise
+    RequestError naming the field; the constructor does not.
     """
 
     n: int = 1
@@ -135,22 +134,22 @@ class SamplingParams(metaclass=_Suggests):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken (temperature below 1e-5, as in vLLM)."""
+        """Whether sampling is greedy (temperature below 1e-5, as in vLLM)."""
         return self.temperature < 1e-5
 
     def with_(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return evolve(self, **changes)
 
 
 @frozen(kw_only=True)
 class PoolingParams:
-    """What a pooling request wants: `task` is embed, classify, score, token_embed, ...
+    """Parameters of a pooling request.
 
-    truncation_side: where `truncate_prompt_tokens` cuts, "right" (the end, the default) or "left".
-    prompt_name: which of the checkpoint's prompts goes before a text; "" for none. pool_from: the
-    first token that takes part in pooling. second_text: the token at which the second of two texts
-    begins, for models that are told the texts apart by token types.
+    task: embed, classify, score, token_embed, ... truncation_side: side from which
+    `truncate_prompt_tokens` removes tokens, "right" (default) or "left". prompt_name: the
+    checkpoint's prompt to put before the text; "" for none. pool_from: first token that is pooled.
+    second_text: first token of the second text, for models with token types.
     """
 
     task: str = "embed"
@@ -167,7 +166,7 @@ class PoolingParams:
 
 @frozen(eq=False)
 class RowView:
-    """One sequence as a logits processor sees it; `output` grows while the row runs."""
+    """A sequence as seen by logits processors; `output` grows while it runs."""
 
     row: int
     params: SamplingParams
@@ -178,14 +177,14 @@ class RowView:
 class LogitsProcessor(ABC):
     """Changes the logits of some rows (group `modulm.logits_processors`, or a class by path).
 
-    One object serves the engine. It is told which rows come and go, never has to scan the batch,
-    and may raise from `admit` or `apply_row`: that ends the row with an error, not the others.
+    One object serves the engine and is notified when rows start and end. An exception in `admit`
+    or `apply_row` fails only that row.
     """
 
     api: ClassVar[int | tuple[int, int]]
-    #: Fields of SamplingParams that it serves: rows that set none of them never reach it, and a
-    #: request that sets one is refused where no processor serves it. Without any it is asked
-    #: about all rows.
+    #: Fields of SamplingParams that it implements. It is not called for rows that set none of
+    #: them; if no processor implements a field, requests that set it are refused. If empty,
+    #: `admit` is called for all rows.
     fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
@@ -194,16 +193,16 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def open(cls, config: Any, vocabulary: int, device: torch.device) -> Self:
-        """One for an engine; override it for what depends on `config`, its EngineConfig."""
+        """Create the engine's instance. Override it to use `config`, the EngineConfig."""
         return cls(vocabulary, device)
 
     @classmethod
     def validate(cls, params: SamplingParams) -> None:
-        """Raise RequestError for parameters this processor cannot serve; called at the edge."""
+        """Raise RequestError for invalid parameters. Called in the front end."""
 
     @classmethod
     def validate_for(cls, params: SamplingParams, config: Any) -> None:
-        """The same, where `config` matters; None if it is not known."""
+        """Validate parameters with the EngineConfig, or None if it is not known."""
         cls.validate(params)
 
     @property
@@ -213,22 +212,22 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def admit(self, view: RowView) -> bool:
-        """A row starts. Whether this processor wants to see its logits."""
+        """Start a row; return whether to process its logits."""
 
     def release(self, row: int) -> None:
-        """A row that was admitted is gone."""
+        """Forget a row that was admitted."""
 
     @abstractmethod
     def apply_row(self, view: RowView, logits: torch.Tensor) -> torch.Tensor:
-        """logits: [vocabulary] fp32 of one row -> the same, changed in place or anew."""
+        """Process one row's logits, [vocabulary] fp32, in place or as a new tensor."""
 
     def apply(
         self, views: Sequence[RowView], logits: torch.Tensor, index: Sequence[int]
     ) -> torch.Tensor:
-        """All rows of a step that want it; logits: [rows, vocabulary], `index` their places.
+        """Process the admitted rows of a step. logits: [rows, vocabulary]; index: of each view.
 
-        Override to work on the whole batch at once; the default goes row by row.
+        The default calls `apply_row` for each; override it to process the batch at once.
         """
-        for view, place in zip(views, index, strict=True):
-            logits[place] = self.apply_row(view, logits[place])
+        for view, i in zip(views, index, strict=True):
+            logits[i] = self.apply_row(view, logits[i])
         return logits

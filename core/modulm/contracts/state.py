@@ -1,4 +1,4 @@
-"""States of recurrent layers: what a layer keeps per sequence, and where a step finds it."""
+"""States of recurrent layers: their tensors, and the slots that a step reads and writes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["API", "SEGMENT", "StatePlan", "StateSpec"]
 
 API = 1
 
-#: Tokens that are computed together. States of prefixes are only kept at multiples of it.
+#: Tokens per chunk of the recurrence. Prefix states are only cached at multiples of it.
 SEGMENT = 64
 
 
 @frozen
 class StateSpec:
-    """Per-sequence state of a recurrent layer: (name, shape, dtype) of each tensor of a slot."""
+    """State of a recurrent layer: (name, shape, dtype) of each tensor of a sequence's slot."""
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 @frozen(eq=False)
 class StatePlan(Recordable):
-    """The plan of a state group: which slot each row of the step reads and writes.
+    """The slots that each row of a step reads and writes, for one group of states.
 
-    slots: [rows] int64, where the state after the row's last token goes. sources: [rows] int64,
-    where the state before its first token lies; None: in `slots`. fresh: [rows] bool, the row
-    starts from zeros and its source holds garbage. query_starts: [rows + 1] int32.
-    On the host: counts, tokens of each row; starts, first position of each row (empty if all are 0
-    or no row has several tokens); kept: intermediate states to store as well, each as (index of the
-    row in the step, its tokens up to there, slot), bit-identical to steps that end there.
+    slots: [rows] int64, slot for the state after the row's last token. sources: [rows] int64, slot
+    of the state before its first token; None: `slots`. fresh: [rows] bool, the row starts from
+    zeros instead of its source. query_starts: [rows + 1] int32.
+    On the host: counts: tokens per row. starts: first position of each row; empty if all are 0 or
+    no row has several tokens. kept: intermediate states to store, each as (row index in the step,
+    tokens of the row before it, slot), bit-identical to those of steps that end there.
     """
 
     slots: torch.Tensor

@@ -123,7 +123,7 @@ class BlockCache(Protocol):
     groups: tuple[Any, ...]
 
     def grow(self, rows: np.ndarray, ends: np.ndarray) -> bool:
-        """Allocate blocks for rows up to `ends` tokens; False, without change, if too few are free."""
+        """Allocate blocks for rows up to `ends` tokens. False, without change: too few are free."""
 
     def reserve(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Allocate blocks for tokens up to `ends`, as many as are free."""
@@ -243,7 +243,7 @@ class PartPlanner:
         return cached
 
     def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
-        """Fill the row's blocks up to `tokens`. The part pauses the row until `loaded` returns it."""
+        """Fill the row's blocks up to `tokens`; the part pauses it until `loaded` returns it."""
 
     def loaded(self, rows: Sequence[int]) -> Mapping[int, int]:
         """Return the rows whose load has ended since the last call: row -> tokens that need not be
@@ -523,7 +523,7 @@ class PartRunner:
         return None
 
     def width(self, hidden: torch.Tensor) -> int | None:
-        """Length of the vectors that requests get for these hidden states; None if not this part."""
+        """Return the length of requests' vectors for these hidden states; None if not this part."""
         return None
 
     def verify(

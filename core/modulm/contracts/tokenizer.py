@@ -1,4 +1,4 @@
-"""What a tokenizer is made of: a vocabulary, and perhaps what encodes conversations."""
+"""Tokenizers, and encoders of conversations for checkpoints without a chat template."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ API = 1
 class Codec(ABC):
     """The operations that differ between tokenizer implementations."""
 
-    #: The Rust tokenizer where there is one: its decoder's description is known.
+    #: The Rust tokenizer, if there is one; its decoder determines `spelling`.
     core: tokenizers.Tokenizer | None = None
-    #: How `token` writes bytes, where there is no Rust tokenizer: in the letters of byte-level
-    #: BPE, as `<0x0A>`, or not at all.
+    #: How `token` writes bytes, without a Rust tokenizer: as letters of byte-level BPE, as
+    #: `<0x0A>`, or raw.
     spelling: Literal["byte_level", "byte_fallback", "raw"] = "raw"
 
     @abstractmethod
@@ -53,12 +53,12 @@ class Codec(ABC):
     def special_ids(self) -> frozenset[int]: ...
 
     def added(self) -> Mapping[str, int]:
-        """Text -> id of the tokens that were added as a whole, special ones and others."""
+        """Return text -> id of the added tokens, special and others."""
         return {self.token(index) or "": index for index in self.special_ids()}
 
 
 class ChatEncoder(ABC):
-    """Makes conversations into token ids without a chat template."""
+    """Encodes conversations without a chat template."""
 
     @abstractmethod
     def encode(
@@ -70,22 +70,22 @@ class ChatEncoder(ABC):
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> tuple[list[int], str]:
-        """The prompt as ids, and as text with its special tokens.
+        """Return the prompt as token ids, and as text including special tokens.
 
         messages: in OpenAI's form. variables: `chat_template_kwargs`. Raises RequestError for
-        messages, tools or variables that the format does not have.
+        messages, tools or variables that the format does not support.
         """
 
 
 @frozen(eq=False, slots=False)
 class Tokenizer:
-    """Turns text into token ids and back.
+    """Converts text to token ids and back.
 
-    special: names to strings as templates see them (`eos_token` ...). stop_ids: ids that end a
-    turn: the end-of-sequence token and those that generation_config.json adds.
-    chat_template: one template, several by name, or None. response_template: how the checkpoint
-    says that its messages are read, or None. chat: what encodes conversations in place of a chat
-    template, or None.
+    special: special tokens by name, as templates see them (`eos_token`, ...). stop_ids: ids that
+    end a turn: the end-of-sequence token and those in generation_config.json. chat_template: one
+    template, several by name, or None. response_template: the checkpoint's description of how to
+    parse its messages, or None. chat: encoder of conversations in place of a chat template, or
+    None.
     """
 
     _codec: Codec = field(alias="codec")
@@ -106,12 +106,12 @@ class Tokenizer:
 
     @cached_property
     def backend(self) -> Any:
-        """The transformers tokenizer (imported when first asked for)."""
+        """The transformers tokenizer, imported on first use."""
         return self._open()
 
     @property
     def core(self) -> tokenizers.Tokenizer | None:
-        """The Rust tokenizer, or None for one written in Python."""
+        """The Rust tokenizer, or None for a Python tokenizer."""
         return self._codec.core
 
     @cached_property
@@ -120,12 +120,12 @@ class Tokenizer:
         if self.core is None:
             return self._codec.spelling
         state = b"" if self.core.decoder is None else self.core.decoder.__getstate__()
-        known = (b"ByteLevel", "byte_level"), (b"ByteFallback", "byte_fallback")
-        return next((name for sign, name in known if b'"%s"' % sign in state), "raw")
+        decoders = (b"ByteLevel", "byte_level"), (b"ByteFallback", "byte_fallback")
+        return next((name for decoder, name in decoders if b'"%s"' % decoder in state), "raw")
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out."""
+        """Ids that `skip_special_tokens` omits."""
         return self._codec.special_ids()
 
     @cached_property
@@ -136,19 +136,19 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """Text -> id of the tokens that were added as a whole, special ones and others."""
+        """Text -> id of the added tokens, special and others."""
         return self._codec.added()
 
     @property
     def eos_id(self) -> int | None:
-        """The end-of-sequence id, or None where the tokenizer names none."""
+        """The end-of-sequence id, or None if the tokenizer has none."""
         eos = self.special.get("eos_token")
         return None if eos is None else self._codec.index(eos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens that are written out in it become their ids.
+        """Tokenize a text; special tokens written in it become their ids.
 
-        Raises RequestError for half of a surrogate pair, which is no text.
+        Raises RequestError for lone surrogates, which are not valid text.
         """
         try:
             return self._codec.encode(text, add_special_tokens)
@@ -162,27 +162,28 @@ class Tokenizer:
         limit: int | None = None,
         side: str = "right",
     ) -> tuple[list[int], int | None]:
-        """Ids of a text, or of two that a model is to compare, in at most `limit` tokens.
+        """Tokenize a text, or a pair of texts, truncated to `limit` tokens.
 
-        The texts are cut at their right or left `side`, the longer of two first, and special
-        tokens stay. With the ids comes where the second text begins, by token types; else None.
+        Texts are truncated on their right or left `side`, the longer of a pair first; special
+        tokens are kept. Also returns the index of the second text's first token, or None if the
+        tokenizer sets no token types.
         """
         ids, types = self._codec.fit(texts, add_special_tokens, limit, side)
         return ids, types.index(1) if 1 in types else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; what is not UTF-8 becomes U+FFFD."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD."""
         return self._codec.decode(ids, skip_special_tokens)
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:
-        """Text of one token, special or not; remembered, as logprobs ask for the same ones."""
+        """Returns the text of one token, including special ones; cached for logprobs."""
         return cache(lambda index: self.decode([index], False))
 
     def id_to_token(self, index: int) -> str | None:
-        """The token as the vocabulary writes it, or None for an id without one."""
+        """Return the token as the vocabulary spells it, or None for an unused id."""
         return self._codec.token(index) if index >= 0 else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
+        """Return the id of a token as the vocabulary spells it."""
         return self._codec.index(token)

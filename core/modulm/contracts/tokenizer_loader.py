@@ -1,7 +1,7 @@
-"""Tokenizers in formats of their own (group `modulm.tokenizers`, `--tokenizer-mode NAME`).
+"""Tokenizer loader: one tokenizer format (group `modulm.tokenizers`, `--tokenizer-mode NAME`).
 
-What transformers reads needs no package. A tokenizer that it does not read, or whose checkpoint
-brings code in place of a chat template, comes with a `TokenizerLoader`.
+Needed for tokenizers that transformers cannot read, and for checkpoints with code in place of a
+chat template.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class TokenizerLoader(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Patterns of files that it reads, which a download from the hub must bring beside what every
-    #: checkpoint is made of: JSON, texts, templates, `*.model`.
+    #: Patterns of files to download from the hub, besides those of every checkpoint: JSON, texts,
+    #: templates, `*.model`.
     files: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
     def claims(cls, folder: Path) -> str | None:
-        """A reason why this loader is the one for a checkpoint's folder, or None.
+        """Return why this loader reads a checkpoint's folder, or None if it does not.
 
-        Asked with `--tokenizer-mode auto` where there is no tokenizer.json or no chat template.
-        Look at names of files and at config.json; import nothing heavy.
+        Called with `--tokenizer-mode auto` if there is no tokenizer.json or no chat template. Look
+        only at file names and config.json, and import nothing heavy.
         """
 
     @classmethod
     @abstractmethod
     def open(cls, path: str, revision: str | None, trust_remote_code: bool) -> Tokenizer:
-        """The tokenizer of the folder or Hugging Face id `path`. Raises CheckpointError."""
+        """Load the tokenizer of a folder or Hugging Face id. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""How a checkpoint's weight names and layouts become the model's."""
+"""Mapping of a checkpoint's weight names and layouts to the model's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["API", "Change", "Rewrite", "WeightNames"]
 
 API = 1
 
-#: (name, tensor) -> what it stands for; must also work on tensors of the meta device.
+#: (name, tensor) -> replacement names and tensors; must also work on meta tensors.
 Change = Callable[[str, "Tensor"], Iterable[tuple[str, "Tensor"]]]
 
 
@@ -25,8 +25,10 @@ def _patterns(items: Iterable[str]) -> tuple[re.Pattern[str], ...]:
 
 @frozen
 class Rewrite:
-    """Tensors whose (renamed) name matches `pattern` are replaced by what `change` makes of them:
-    transposed, cut into several, reordered."""
+    """Replaces tensors whose (renamed) name matches `pattern` by the result of `change`.
+
+    For example to transpose, split or reorder them.
+    """
 
     pattern: str
     change: Change
@@ -34,12 +36,11 @@ class Rewrite:
 
 @frozen
 class WeightNames:
-    """A table, applied to every tensor of a checkpoint in this order.
+    """Rules applied to every tensor of a checkpoint, in this order.
 
     rename: regular expressions and replacements, each applied to the name (`re.sub`). ignore:
-    names that match carry nothing the model needs. rewrite: see `Rewrite`. Fused layers need no
-    entry: a fused linear layer knows the names of its parts and takes either
-    them or the whole.
+    regular expressions of names that the model does not need. rewrite: see `Rewrite`. Fused linear
+    layers need no entry: they accept either their parts or the fused tensor.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
@@ -52,13 +53,13 @@ class WeightNames:
         return _patterns((*_NEVER_NEEDED, *self.ignore))
 
     def name(self, stored: str) -> str | None:
-        """The model's name for a stored tensor, or None if it is not needed."""
+        """Return the model's name for a stored tensor, or None if it is not needed."""
         for pattern, replacement in self.rename:
             stored = re.sub(pattern, replacement, stored)
         return None if any(p.search(stored) for p in self._ignored) else stored
 
     def apply(self, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What one stored tensor gives: nothing, itself renamed, or several."""
+        """Yield the model's tensors for a stored one: none, one or several."""
         name = self.name(stored)
         if name is None:
             return
@@ -69,7 +70,7 @@ class WeightNames:
         yield name, tensor
 
 
-#: Buffers that old versions of transformers saved and that follow from the configuration.
+#: Buffers saved by old versions of transformers that can be computed from the configuration.
 _NEVER_NEEDED = (
     r"rotary_emb\.inv_freq$",
     r"\.rotary_emb\.(cos|sin)_cached$",

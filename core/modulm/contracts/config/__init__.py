@@ -1,7 +1,7 @@
-"""The configuration of an engine: groups of flags as frozen values, and all of them as one.
+"""The configuration of an engine: flag groups as frozen values, combined in `EngineConfig`.
 
-Each group is made with `modulm.contracts.flags`. `modulm.config` reads configurations from the
-command line, files, the environment and keywords, and adds the groups that packages bring.
+Groups are declared with `modulm.contracts.flags`. `modulm.config` reads configurations from the
+command line, files, the environment and keywords, and adds the flag groups of packages.
 """
 
 from modulm.contracts.config.attention import AttentionConfig

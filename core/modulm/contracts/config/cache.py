@@ -1,4 +1,4 @@
-"""The memory that keys and values of past tokens live in."""
+"""The KV cache: size, number format, prefix caching."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CacheConfig"]
 
 @flag_group
 class CacheConfig(FlagGroup):
-    """The memory that keys and values of past tokens live in."""
+    """The KV cache: size, number format, prefix caching."""
 
     title = "CacheConfig"
 

@@ -12,14 +12,14 @@ __all__ = ["DeviceConfig"]
 
 
 def _terms(value: Any) -> tuple[str, ...] | None:
-    """`a,-b` and ["a", "-b"] alike."""
+    """Parse `a,-b` or ["a", "-b"]."""
     items = [value] if isinstance(value, str) else list(value or ())
     terms = tuple(term.strip() for item in items for term in str(item).split(",") if term.strip())
     return terms or None
 
 
 def _options(value: Any) -> Mapping[str, Any]:
-    """A table of tables of tables; whether somebody reads them is checked with the plugins."""
+    """Check the nesting {kind: {name: options}}; names are checked against the plugins later."""
     table = read_mapping("plugin_config", value)
     for kind, drivers in table.items():
         if not isinstance(drivers, Mapping):
@@ -70,6 +70,6 @@ class DeviceConfig(FlagGroup):
     fail_on_environ_validation: bool = flag(False, "Make an unknown MODULM_ variable an error.")
 
     def options(self, kind: str, name: str) -> Mapping[str, Any]:
-        """What `plugin_config` holds for one driver."""
+        """Return the options in `plugin_config` for one driver."""
         table: Mapping[str, Any] = self.plugin_config.get(kind, {}).get(name, {})
         return table

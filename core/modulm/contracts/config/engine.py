@@ -1,4 +1,4 @@
-"""All groups of flags as one value: what drivers and hooks read."""
+"""The engine's configuration as seen by drivers and hooks: all flag groups in one value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["CORE_GROUPS", "EngineConfig", "Notice", "default_group"]
 
 G = TypeVar("G", bound=FlagGroup)
 
-#: Attribute of EngineConfig -> class, in the order in which help and docs show the groups.
+#: Attribute of EngineConfig -> class, in the order of help and docs.
 CORE_GROUPS: Mapping[str, type[FlagGroup]] = {
     "model": ModelConfig,
     "load": LoadConfig,
@@ -43,7 +43,7 @@ _ATTRIBUTES = {group: name for name, group in CORE_GROUPS.items()}
 
 @frozen
 class Notice:
-    """What the user should know about a value that was accepted."""
+    """A message to the user about an accepted value."""
 
     flag: str
     message: str
@@ -58,7 +58,7 @@ def _make(group: Any) -> Any:
 
 
 def default_group(group: Any) -> Any:
-    """The values that a group has when no flag of it is set."""
+    """Return a group with its default values."""
     return _make(group)
 
 
@@ -66,9 +66,9 @@ def default_group(group: Any) -> Any:
 class EngineConfig(ABC):
     """The configuration of an engine and its server. Immutable.
 
-    The groups that the core reads are attributes. `brought` holds the groups of packages that
-    differ from their defaults; read them with `group`. `idle` holds flags that were set and that
-    no installed package reads. `modulm.config.EngineConfig` makes configurations.
+    The core's groups are attributes. brought: groups of packages that differ from their defaults;
+    read them with `group`. idle: flags that were set although no installed package reads them. Use
+    `modulm.config.EngineConfig` to create configurations.
     """
 
     model: ModelConfig = field(factory=ModelConfig)
@@ -85,7 +85,7 @@ class EngineConfig(ABC):
     idle: Mapping[str, Any] = field(factory=dict)
 
     def group(self, cls: type[G]) -> G:
-        """The values of one group, the core's or a package's: `config.group(Dice).sides`."""
+        """Return a flag group of the core or a package: `config.group(Dice).sides`."""
         attribute = _ATTRIBUTES.get(cls)
         values: Any = self.brought.get(cls) if attribute is None else getattr(self, attribute)
         group: G = default_group(cls) if values is None else values
@@ -93,24 +93,24 @@ class EngineConfig(ABC):
 
     @abstractmethod
     def value(self, flag: str) -> Any:
-        """The value of one flag by its flat name; its default where no installed group has it."""
+        """Return a flag's value by its flat name, or the default if its group is not installed."""
 
     @abstractmethod
     def values(self) -> Iterator[tuple[Flag, Any]]:
-        """Every flag of the installed groups, with its value."""
+        """Iterate over all flags of the installed groups with their values."""
 
     @abstractmethod
     def changed(self) -> dict[str, Any]:
-        """The flags that differ from their defaults, by flat name."""
+        """Return the flags that differ from their defaults, by flat name."""
 
     @abstractmethod
     def with_(self, **flags: Any) -> Self:
-        """A copy with some flags changed, by their flat names. Raises ConfigError."""
+        """Return a copy with some flags changed, by flat name. Raises ConfigError."""
 
     @abstractmethod
     def with_parts(self, flat: Mapping[str, Any]) -> Self:
-        """A copy with some flags changed, each named as a field of its group."""
+        """Return a copy with some flags changed, named like the fields of their groups."""
 
     @abstractmethod
     def notices(self) -> tuple[Notice, ...]:
-        """What to print about flags that were set but are deprecated or change nothing."""
+        """Return messages about flags that were set but are deprecated or have no effect."""

@@ -11,14 +11,14 @@ __all__ = ["ModelConfig"]
 
 
 def _length(value: Any) -> int | None:
-    """`auto` and -1 leave the choice to the checkpoint."""
+    """Parse a length; `auto` and -1 mean None: the checkpoint's."""
     if value is None or value in ("auto", "none", "None", -1, "-1"):
         return None
     return parse_int(value)
 
 
 def _token(value: Any) -> str | bool | None:
-    """A token, or true for the one that `hf auth login` stored."""
+    """Parse a hub token; true: the one stored by `hf auth login`."""
     if value is None or isinstance(value, bool):
         return value
     return True if str(value).lower() == "true" else str(value)

@@ -70,10 +70,10 @@ class ParallelConfig(FlagGroup):
 
     @property
     def ranks(self) -> int:
-        """Workers that one replica of the model takes."""
+        """Number of workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def shared_experts(self) -> bool:
-        """Whether the ranks of all replicas hold the experts between them."""
+        """Whether the experts are distributed over the ranks of all replicas."""
         return self.enable_expert_parallel and self.data_parallel_size > 1

@@ -1,4 +1,4 @@
-"""Answers held to a grammar, and the parsers that take reasoning out of them."""
+"""Structured outputs, and reasoning parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["StructuredOutputsConfig"]
 
 @flag_group
 class StructuredOutputsConfig(FlagGroup):
-    """Answers held to a grammar, and the parsers that take reasoning out of them."""
+    """Structured outputs, and reasoning parsers."""
 
     title = "StructuredOutputsConfig"
     table = "structured_outputs_config"

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes, for commands that serve it."""
+"""Tool call parsing, for commands that run a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ToolCallConfig"]
 
 @flag_group
 class ToolCallConfig(FlagGroup):
-    """Calls of tools in what a model writes, for commands that serve it."""
+    """Tool call parsing, for commands that run a server."""
 
     title = "ToolCallConfig"
     server = True
