@@ -283,11 +283,11 @@ def values(case: SimpleNamespace, key: str) -> list[Any]:
         now = now or 0
         tried = [2 * now or 8, now + 1, max(now // 2, 1), max(now - 1, 0), 0]
         least = len(TOKENS) if key in _LENGTHS else 0
-        return [*dict.fromkeys(v for v in tried if v != now and v >= least), *none]
+        return [*none, *dict.fromkeys(v for v in tried if v != now and v >= least)]
     if isinstance(now, float) or (
         now is None and "float" in kind and "list" not in kind and "tuple" not in kind
     ):
-        return [*(v for v in ((now or 1.0) * 1.5, (now or 1.0) * 0.5)), *none]
+        return [*none, *(v for v in ((now or 1.0) * 1.5, (now or 1.0) * 0.5))]
     if isinstance(now, str) or (now is None and "str" in kind):
         return [a for a in _ACTIVATIONS if a != now] + none if "act" in key else none
     if isinstance(now, list | tuple):
@@ -313,6 +313,7 @@ ARCHITECTURES = [
 #: Where modulm gives other numbers, or refuses in other words, and why that is right.
 RIGHT = {
     "Glm4MoeLiteForCausalLM.head_dim": "another name of qk_rope_head_dim: the file contradicts it",
+    "MptForCausalLM.expansion_ratio": "transformers' class has 4 whatever the file says",
     "MiniMaxForCausalLM.rotary_dim": "MiniMax's own files have it, and its own code obeys",
     "Phi3ForCausalLM.max_position_embeddings": "one set of factors for all keys of a cache",
     "PhimoeForCausalLM.max_position_embeddings": "one set of factors for all keys of a cache",

@@ -84,7 +84,6 @@ WRONG = {
         {"layers_block_type": None},
         "layers_block_type",
     ),
-    "olmoe-bounds": ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
     "smollm3-layers": ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers"),
     "falcon-h1-multipliers": ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
     "gemma3n-widths": ("Gemma3nForCausalLM", {"intermediate_size": [96, 96]}, "intermediate_size"),

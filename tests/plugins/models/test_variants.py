@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import MptForCausalLM
 
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.models import check_equals_transformers
+from modulm.testing.session import Session
 
 VARIANTS = {
     "llama-plain-rope": (
@@ -159,6 +162,15 @@ VARIANTS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "gemma2-no-caps": (
+        "Gemma2ForCausalLM",
+        {
+            "query_pre_attn_scalar": 144,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "olmoe-bounds": ("OlmoeForCausalLM", {"clip_qkv": 0.7}),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 
@@ -183,3 +195,19 @@ def test_falcon_with_alibi_equals_transformers(name, tmp_path):
     settings = {"new_decoder_architecture": False, "alibi": True, **ALIBI[name]}
     folder = make_tiny(tmp_path, "FalconForCausalLM", **settings)
     check_equals_transformers(folder, reference="sdpa", attention_backend="sdpa")
+
+
+def test_mpt_has_the_width_that_its_file_says(tmp_path):
+    """transformers' class has four times the hidden size whatever the file says."""
+    folder = make_tiny(tmp_path, "MptForCausalLM")
+    model = MptForCausalLM.from_pretrained(folder)
+    for block in model.transformer.blocks:
+        block.ffn.up_proj.weight.data = block.ffn.up_proj.weight[:96].clone()
+        block.ffn.down_proj.weight.data = block.ffn.down_proj.weight[:, :96].clone()
+    model.config.expansion_ratio = 2
+    model.save_pretrained(folder)
+    tokens = [7, 30, 11, 400, 5, 9]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    session = Session(folder, device="cpu", dtype="float32", attention_backend="sdpa")
+    assert torch.allclose(session.step({0: tokens})[0], expected, atol=1e-4)

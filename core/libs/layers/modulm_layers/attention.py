@@ -57,7 +57,7 @@ class Attention(Module):
     - `sinks`: adds a learned score per head for a token without a value.
     - `alibi`: multiplies the standard slopes; 0 turns ALiBi off.
     - `relative`: relative positions, added to the scores.
-    - `clip`: bounds the projections.
+    - `clip`: bounds the projections, after their norms if these are over all heads.
     - `gate`: names a projection of the input whose sigmoid scales the attention output.
     - `scale`: multiplies the scores; None means 1 / sqrt(head_dim).
     """
@@ -202,13 +202,15 @@ class Attention(Module):
 
         table: rotation table; None means the layer's own.
         """
-        if self.clip is not None:
+        if self.clip is not None and not self.norm_whole:
             qkv = self.ops.clamp(qkv, self.clip)
         sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
         q, k, v = torch.split(qkv, sizes, dim=-1)
         shape = (qkv.shape[0], -1, self.head_dim)
         if self.norm_whole:
             q, k = self._normed_whole(q, k)
+            if self.clip is not None:
+                q, k, v = (self.ops.clamp(part.contiguous(), self.clip) for part in (q, k, v))
         q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
         if not (self.norm_whole or self.norm_last):
             q, k = self._normed(q, k)

@@ -39,7 +39,7 @@ class ErnieConfig(DecoderConfig):
 class Ernie45Config(ErnieConfig):
     """config.json of ERNIE 4.5."""
 
-    head_dim: int | None = size(128)
+    head_dim: int | None = size(None)
 
 
 class ErnieLayer(PreNormLayer):

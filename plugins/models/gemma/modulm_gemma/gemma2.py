@@ -19,12 +19,15 @@ __all__ = ["Gemma2Config", "Gemma2ForCausalLM", "Gemma2Layer"]
 
 @frozen(kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """config.json of Gemma 2; without layer types even layers have the window."""
+    """config.json of Gemma 2; without layer types even layers have the window.
+
+    Caps are off where the file says null; what it leaves out is in keys.json.
+    """
 
     sliding_window: int | None = size(4096)
     query_pre_attn_scalar: float = 256
-    attn_logit_softcapping: float | None = 50.0
-    final_logit_softcapping: float | None = 30.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
 
     def layer_type(self, index: int) -> str:
         if self.layer_types is not None:

@@ -14,7 +14,6 @@ from modulm_layers import (
     DecoderForCausalLM,
     PlainMLP,
     PreNormLayer,
-    only,
     size,
     standard_attention,
 )
@@ -52,7 +51,6 @@ class MptConfig(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        only(self, expansion_ratio=(4,))
         for key, value in _FIXED.items():
             setting = self.attn_config.get(key, value)
             if setting != value:

@@ -48,8 +48,6 @@ class OlmoeConfig(DecoderConfig):
             raise ValueError(
                 f"num_experts_per_tok: {self.num_experts_per_tok} of {self.num_experts}"
             )
-        if self.clip_qkv is not None:
-            raise ValueError("clip_qkv: not supported yet together with norms of queries and keys")
 
 
 @frozen(kw_only=True)
@@ -79,7 +77,7 @@ class OlmoeLayer(PreNormLayer):
     def __init__(self, c: OlmoeConfig, b: Builder, index: int) -> None:
         super().__init__(
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
-            normed_attention(c, b, index),
+            normed_attention(c, b, index, clip=c.clip_qkv),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
             _experts(c, b),
         )

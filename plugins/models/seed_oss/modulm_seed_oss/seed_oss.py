@@ -25,7 +25,7 @@ __all__ = ["SeedOssConfig", "SeedOssForCausalLM", "SeedOssLayer"]
 class SeedOssConfig(DecoderConfig):
     """config.json of Seed-OSS."""
 
-    head_dim: int | None = size(128)
+    head_dim: int | None = size(None)
     max_position_embeddings: int = size(524288)
     attention_bias: bool = True
     attention_out_bias: bool = False
