@@ -70,7 +70,7 @@ def _remember_types(interpreter: Any) -> None:
     shapes: dict[tuple[int, ...], tuple[Any, ...]] = {}
     names: dict[tuple[str, Any], str] = {}
     make_type, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
-    nothing = (), core.constexpr(1)
+    nothing = core.tuple([]), core.constexpr(1)
     sequences = (list, tuple, core.tuple)
 
     def unwrapped(value):
@@ -82,7 +82,7 @@ def _remember_types(interpreter: Any) -> None:
         sizes = tuple([unwrapped(size) for size in shape])
         if sizes not in shapes:
             make_type(self, element_ty, shape)
-            of_tensors = tuple([core.constexpr(size) for size in sizes])
+            of_tensors = core.tuple([core.constexpr(size) for size in sizes])
             numel = core.constexpr(math.prod(sizes))
             shapes[sizes] = sizes, self.shape, self.numel, of_tensors, numel
         self.element_ty = element_ty
@@ -92,9 +92,9 @@ def _remember_types(interpreter: Any) -> None:
             names[key] = f"<{self.shape}, {element_ty}>"
         self.name = names[key]
 
-    def tensor(self, handle, type):
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = type.of_tensors if type.is_block() else nothing
+    def tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = kind.of_tensors if kind.is_block() else nothing
 
     def equals(self, other):
         other = unwrapped(other)
@@ -109,10 +109,10 @@ def _remember_types(interpreter: Any) -> None:
 
     find, numpy_types = interpreter._get_np_dtype, {}
 
-    def numpy_type(type):
-        name = type.scalar.name
+    def numpy_type(kind):
+        name = kind.scalar.name
         if name not in numpy_types:
-            numpy_types[name] = find(type.scalar)
+            numpy_types[name] = find(kind.scalar)
         return numpy_types[name]
 
     interpreter._get_np_dtype = numpy_type
