@@ -1,1 +1,1 @@
-"""The engine, in rooms of its own (docs/architecture.md)."""
+"""The engine (see docs/architecture.md)."""

@@ -1,8 +1,7 @@
-"""Block pool: which blocks of cache memory are free, and in what order they are taken again.
+"""Block pool: which blocks of cache memory are free, and the order in which they are reused.
 
-A block is a fixed number of token slots. Blocks never move and a row's table of blocks only
-grows at its end, so an executor may keep what it was told before. Block 0 is the null block: it
-pads tables and is never handed out.
+A block is a fixed number of token slots. Blocks never move, and a row's block table grows only at
+its end. Block 0 is the null block: it pads tables and is never allocated.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ NULL = 0
 
 
 def _ignore(block: int) -> None:
-    """A pool without a prefix cache has nothing to forget."""
+    """Default of `evict`, for pools without a prefix cache."""
 
 
 class BlockPool:
-    """Reference counts and the free list of one pool, both over plain arrays.
+    """Reference counts and the free list of one pool, in plain arrays.
 
-    The free list is doubly linked through two arrays, so that a block which a prefix hit revives
-    leaves the middle of it in constant time. Blocks are taken from the head. A released block
-    that holds a cached prefix goes to the tail, hence the head is the least recently used one;
-    any other released block goes to the head, for there is nothing to keep. `evict` is told when
-    a cached block is about to be overwritten.
+    The free list is doubly linked through two arrays, so that a prefix hit can remove a block from
+    its middle in constant time. Blocks are taken from the head. Released blocks go to the tail if
+    they hold a cached prefix, so that prefixes are evicted in LRU order, and to the head otherwise.
+    `evict` is called before a cached block is overwritten.
     """
 
     def __init__(self, blocks: int, evict: Callable[[int], None] = _ignore) -> None:
@@ -45,23 +43,23 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that some row holds."""
+        """Number of blocks in use."""
         return self.blocks - 1 - self.free
 
     def refs(self, block: int) -> int:
-        """How many rows hold the block."""
+        """Return the block's reference count."""
         return self._refs[block]
 
     def order(self) -> list[int]:
-        """The free blocks, next to be taken first (for tests and diagnosis)."""
-        found, block = [], self._next[NULL]
+        """Return the free blocks in the order in which they will be taken (for tests)."""
+        blocks, block = [], self._next[NULL]
         while block != NULL:
-            found.append(block)
+            blocks.append(block)
             block = self._next[block]
-        return found
+        return blocks
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. Raises EngineError when fewer are free."""
+        """Allocate `count` blocks with one reference each. Raises EngineError if fewer are free."""
         if count > self.free:
             raise EngineError(f"{count} blocks were asked for, {self.free} are free")
         link, refs, cached = self._next, self._refs, self._cached
@@ -104,15 +102,15 @@ class BlockPool:
                 self._link(block)
 
     def mark(self, block: int) -> None:
-        """The block, which a row holds, now has content worth finding again."""
+        """Mark an allocated block as holding a cached prefix."""
         self._cached[block] = True
 
     def unmark(self) -> None:
-        """No block's content is worth anything any more. `evict` is not told."""
+        """Unmark all blocks, without calling `evict`."""
         self._cached = bytearray(self.blocks)
 
     def _link(self, block: int) -> None:
-        """Into the free list: at the tail if it holds a cached prefix, else at the head."""
+        """Insert into the free list: at the tail if it holds a cached prefix, else at the head."""
         before = self._prev[NULL] if self._cached[block] else NULL
         after = self._next[before]
         self._next[before] = self._prev[after] = block

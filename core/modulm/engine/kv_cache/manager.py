@@ -1,9 +1,9 @@
-"""KV cache manager: the block tables of all rows, one per group of layers that keep the same.
+"""KV cache manager: the block tables of all rows, for each cache group.
 
-Layers with full attention keep every block of a row, layers with a sliding window give back the
-blocks that fell out of it, layers with a recurrent state keep one slot for the tokens so far and,
-if prefixes are to be found again, some for earlier lengths. Each group has a pool of its own;
-`KVCacheManager` makes them move together: a row gets what it needs in all groups or in none.
+Layers with full attention keep all blocks of a row. Layers with a sliding window release blocks
+that left the window. Recurrent layers keep one slot for the current state and, if prefixes are
+reused, some for earlier lengths. Each group has its own pool. `KVCacheManager` allocates for all
+groups or for none.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _BOUNDLESS = 1 << 60
 
 
 class Hit(NamedTuple):
-    """A cached prefix: how many tokens, and each group's blocks for it (null where unneeded)."""
+    """A cached prefix: its length in tokens and each group's blocks (null where not needed)."""
 
     tokens: int
     blocks: tuple[list[int], ...]
 
 
 class BlockTables(ABC):
-    """The tables of one group over its pool.
+    """The block tables and the pool of one cache group.
 
-    tables: [rows, blocks] int32, 0 where there is no block; held: [rows] entries in use; room:
-    [rows] tokens that they hold.
+    tables: [rows, blocks] int32, 0 for no block. held: [rows], entries in use. room: [rows],
+    tokens that they hold.
     """
 
     def __init__(self, size: int, blocks: int, rows: int, max_len: int) -> None:
@@ -48,31 +48,34 @@ class BlockTables(ABC):
         self.room = np.zeros(rows, dtype=np.int64)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks as they are, whatever becomes of the rows that hold them."""
+        """Pin blocks: they are not reused, even after their rows have been released."""
         self.pool.share(blocks)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up blocks that were held."""
+        """Unpin blocks pinned with `hold`."""
         self.pool.release(blocks)
 
     @abstractmethod
     def most(self, chunk: int) -> int:
-        """How long a row can become that has the pool to itself; `chunk`: most tokens a step."""
+        """Return the maximum length of a row that is alone. chunk: maximum tokens per step."""
 
     @abstractmethod
     def claim(self, known: int, end: int) -> int:
-        """Tokens that need blocks when a row of `known` tokens starts with a step up to `end`."""
+        """Return the tokens that need blocks on admission of a row of `known` tokens.
+
+        end: where the row's first step ends.
+        """
 
     @abstractmethod
     def match(self, names: Sequence[bytes]) -> int:
-        """How many of the leading blocks, by name, need not be computed."""
+        """Return how many leading blocks need not be computed."""
 
     @abstractmethod
     def found(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks to adopt for all of `names`, which `match` approved of."""
+        """Return the blocks to adopt for `names`, as many as `match` returned."""
 
     def lack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
-        """[rows] blocks missing for rows that will be `ends` tokens long; None if none are."""
+        """Return the blocks missing for rows of `ends` tokens: [rows]; None if none are missing."""
         room = self.room[rows]
         if not (ends > room).any():
             return None
@@ -80,11 +83,11 @@ class BlockTables(ABC):
         return lack
 
     def price(self, lack: np.ndarray) -> int:
-        """How many blocks must be free for `extend`."""
+        """Return how many blocks must be free for `extend`."""
         return int(lack.sum())
 
     def extend(self, rows: np.ndarray, lack: np.ndarray) -> None:
-        """Append `lack` fresh blocks to the rows' tables."""
+        """Append `lack` new blocks to the rows' tables."""
         short = lack.nonzero()[0]
         rows, lack = rows[short], lack[short]
         total = int(lack.sum())
@@ -95,28 +98,28 @@ class BlockTables(ABC):
         self.room[rows] += lack * self.size
 
     def adopt(self, row: int, blocks: Sequence[int]) -> None:
-        """The row, which is empty, begins with blocks that exist."""
+        """Start an empty row with existing blocks."""
         self.pool.share(blocks)
         self.tables[row, : len(blocks)] = blocks
         self.held[row] = len(blocks)
         self.room[row] = len(blocks) * self.size
 
     def register(self, row: int, names: Sequence[bytes], first: int) -> None:
-        """Blocks first, first + 1, ... of the row are full and may be found by `names`."""
+        """Add the row's full blocks from index `first` to the prefix index under `names`."""
         blocks = self.tables[row, first : first + len(names)].tolist()
         for name, block in zip(names, blocks, strict=True):
             if block != NULL and self.index.add(name, block):
                 self.pool.mark(block)
 
     def trim(self, rows: np.ndarray, committed: np.ndarray) -> bool:
-        """Give back blocks that no later token can see. Whether there were any."""
+        """Release blocks that no later token sees; return whether there were any."""
         return False
 
     def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """A step took the rows to `ends` tokens, and what it filled is registered."""
+        """Called after a step took the rows to `ends` tokens and its blocks were registered."""
 
     def release(self, row: int) -> None:
-        """Give back all blocks of a row."""
+        """Release all blocks of a row."""
         held = int(self.held[row])
         self.pool.release(self.tables[row, :held].tolist())
         self.tables[row, :held] = NULL
@@ -124,7 +127,7 @@ class BlockTables(ABC):
 
 
 class _Full(BlockTables):
-    """Every token sees all before it: a prefix is usable as far as its blocks are unbroken."""
+    """Full attention: a prefix can be reused up to its first missing block."""
 
     def most(self, chunk: int) -> int:
         return (self.pool.blocks - 1) * self.size
@@ -140,7 +143,7 @@ class _Full(BlockTables):
 
 
 class _Window(BlockTables):
-    """A token sees itself and the `window - 1` tokens before it."""
+    """A sliding window: a token sees itself and the `window - 1` tokens before it."""
 
     def __init__(self, size: int, blocks: int, rows: int, max_len: int, window: int) -> None:
         super().__init__(size, blocks, rows, max_len)
@@ -183,14 +186,13 @@ class _Window(BlockTables):
 
 
 class _State(_Window):
-    """A block of `size` tokens is the slot of the state that its last token so far leaves.
+    """Recurrent states: a block of `size` tokens is the slot of the state after its last token.
 
-    The next token sees that state and nothing else. A full block's slot is never written again,
-    so it may be found by other rows, as long as whole segments led to it: a step that ended within
-    one has rounded differently than the next reader's would. Slots of lengths that a step passes
-    are optional, and taken while half of the pool is free. A block of the longest length is all
-    that a row needs where nothing is to be found again. A row with drafted tokens borrows a slot
-    for the state that each of them but the last leaves: see `Plan.state_slots`.
+    The slot of a full block is not written again, so other rows may reuse it if only whole segments
+    led to it: a step that ended within a segment rounds differently. Slots for lengths within a
+    step are optional; they are allocated while half of the pool is free. Without prefix reuse, a
+    row needs a single block of the maximum length. A row with drafts borrows a slot for the state
+    after each of its tokens except the last, see `Plan.state_slots`.
     """
 
     def __init__(self, size: int, blocks: int, rows: int, max_len: int) -> None:
@@ -231,7 +233,7 @@ class _State(_Window):
         self._whole[rows] &= ends % SEGMENT == 0
 
     def lend(self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Slots for the states of rows on their way from `starts` tokens: [rows, most] int32."""
+        """Lend slots for states after the rows' `starts` tokens: [rows, most drafts] int32."""
         slots = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
         for place in counts.nonzero()[0].tolist():
             row, count = int(rows[place]), int(counts[place])
@@ -242,9 +244,9 @@ class _State(_Window):
         return slots
 
     def settle(self, row: int, end: int) -> bool:
-        """The row stands at `end` tokens: the slot of that state is its own, the others go back.
+        """Keep the lent slot of the state at `end` tokens and return the others to the pool.
 
-        Whether there were any.
+        Returns whether the row had any.
         """
         if row not in self._lent:
             return False
@@ -262,9 +264,9 @@ class _State(_Window):
 
 
 class _Cross(BlockTables):
-    """The keys and values of what the row's encoder gave: all there from its first step on.
+    """Keys and values of the row's encoder outputs, complete from its first step on; not reused.
 
-    lengths: [rows] slots for outputs of the encoder. No other row finds them.
+    lengths: [rows], slots for encoder outputs.
     """
 
     def __init__(self, size: int, blocks: int, rows: int, longest: int) -> None:
@@ -273,9 +275,7 @@ class _Cross(BlockTables):
         self.lengths = np.zeros(rows, dtype=np.int64)
 
     def room_for(self, runs: Sequence[int]) -> int:
-        """Slots for that many outputs in each run: the first has blocks up to its last, the others
-        begin with a block.
-        """
+        """Return the slots needed for runs of these lengths; each run starts a new block."""
         last = sum(-(-length // self.size) * self.size for length in runs[:-1])
         return last + sum(runs[-1:])
 
@@ -314,52 +314,50 @@ def _build(group: GroupCapacity, rows: int, max_len: int) -> BlockTables:
 
 
 class KVCacheManager:
-    """All groups of a model, moving together. A model that keeps nothing has none."""
+    """All cache groups of a model; models without caches have none."""
 
     def __init__(self, capacity: Capacity, rows: int) -> None:
         max_len = capacity.max_model_len
         self.groups = tuple(_build(group, rows, max_len) for group in capacity.groups)
         self._states = [group for group in self.groups if isinstance(group, _State)]
         self._cross = [group for group in self.groups if isinstance(group, _Cross)]
-        #: Most outputs of an encoder that layers of cross attention look at; 0 if there are none.
+        #: Maximum number of encoder outputs for cross attention; 0 without such layers.
         self.crossed = min((group.longest for group in self._cross), default=0)
-        lost = [*self._cross, *(group for group in self._states if not group.kept)]
+        unnamed = [*self._cross, *(group for group in self._states if not group.kept)]
         #: Distinct block sizes: a row needs one chain of names for each.
-        self.sizes = tuple(sorted({group.size for group in self.groups if group not in lost}))
+        self.sizes = tuple(sorted({group.size for group in self.groups if group not in unnamed}))
         #: Whether prefixes can be reused at all.
-        self.reusable = bool(self.groups) and not lost
-        #: Tokens at whose multiples a prompt is best cut, so that results do not depend on the cut.
+        self.reusable = bool(self.groups) and not unnamed
+        #: Prompts are split at multiples of this, so that results do not depend on the split.
         self.unit = SEGMENT if self._states else 1
-        #: Whether all groups keep blocks of tokens, of one size.
+        #: Whether all groups store tokens in blocks of one size.
         self.uniform = len(self.sizes) == 1 and not (self._states or self._cross)
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 
     def check_crossed(self, given: Sequence[int]) -> None:
-        """Raise RequestError unless there is room for what layers of cross attention look at;
-        given: outputs of an encoder, run by run.
-        """
+        """Raise RequestError if encoder outputs do not fit. given: number of outputs per run."""
         needed = max((group.room_for(given) for group in self._cross), default=sum(given))
         if needed > self.crossed:
-            words = f"an encoder's input of {sum(given)} tokens: at most {self.crossed}"
-            raise RequestError(words, "prompt")
+            message = f"an encoder's input of {sum(given)} tokens: at most {self.crossed}"
+            raise RequestError(message, "prompt")
 
     @property
     def usage(self) -> float:
-        """Share of all blocks that rows hold, 0 to 1."""
+        """Fraction of all blocks in use, 0 to 1."""
         total = sum(group.pool.blocks - 1 for group in self.groups)
         return sum(group.pool.used for group in self.groups) / total if total else 0.0
 
     def most(self, chunk: int) -> int:
-        """How many tokens a row can have that has all pools to itself."""
+        """Return the maximum length of a row that is alone."""
         return min((group.most(chunk) for group in self.groups), default=_BOUNDLESS)
 
     def lookup(self, names: Mapping[int, Sequence[bytes]], most: int) -> Hit:
-        """The longest cached prefix of at most `most` tokens. names: block size -> names.
+        """Find the longest cached prefix of at most `most` tokens. names: block size -> names.
 
-        What one group lacks shortens the prefix for all, and a window looks at other blocks of a
-        shorter prefix: the groups are asked in turn until all agree, which also makes the length
-        whole blocks of each.
+        A block missing in one group shortens the prefix for all, and a shorter prefix needs other
+        blocks of a window, so the groups are queried in turn until all agree. The length is then a
+        multiple of every block size.
         """
         tokens, agreed = most, -1
         while tokens != agreed:
@@ -374,10 +372,10 @@ class KVCacheManager:
     def admit(
         self, row: int, hit: Hit, known: int, end: int, spare: float, encoded: Sequence[int] = ()
     ) -> bool:
-        """Blocks for a new row of `known` tokens whose first step reaches `end`; encoded: what its
-        encoder gives to cross attention, run by run.
+        """Allocate blocks for a new row of `known` tokens whose first step ends at `end`.
 
-        False, and no change, when less than the share `spare` of a pool would stay free.
+        encoded: encoder outputs for cross attention, per run. Returns False, without change, if
+        less than the fraction `spare` of a pool would stay free.
         """
         self._changes += 1
         one = np.array([row])
@@ -395,7 +393,7 @@ class KVCacheManager:
         return True
 
     def grow(self, rows: np.ndarray, ends: np.ndarray) -> bool:
-        """Blocks for rows that become `ends` tokens long; False, and no change, if too few."""
+        """Allocate blocks for rows up to `ends` tokens. False, without change: too few are free."""
         lacks = [group.lack(rows, ends) for group in self.groups]
         for group, lack in zip(self.groups, lacks, strict=True):
             if lack is not None and group.price(lack) > group.pool.free:
@@ -404,7 +402,7 @@ class KVCacheManager:
         return True
 
     def reserve(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Blocks, as far as there are enough, for tokens up to `ends` that may come to the rows."""
+        """Allocate blocks for tokens up to `ends`, as many as are free."""
         paged = [group for group in self.groups if not isinstance(group, _State)]
         lacks = [group.lack(rows, ends) for group in paged]
         for group, lack in zip(paged, lacks, strict=True):
@@ -413,7 +411,7 @@ class KVCacheManager:
                 group.extend(rows, lack)
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """[rows] how long each can become with the blocks that it has."""
+        """Return the tokens that each row has blocks for: [rows]."""
         room = np.full(len(rows), _BOUNDLESS)
         for group in self.groups:
             if isinstance(group, _Cross):
@@ -424,8 +422,9 @@ class KVCacheManager:
     def lend(
         self, rows: np.ndarray, drafted: np.ndarray, starts: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray | None, ...]]:
-        """Slots for the states that the rows' `drafted` tokens leave: how many drafts have one
-        in every group, and the slots as in `Plan.state_slots`.
+        """Lend slots for the recurrent states after each drafted token.
+
+        Returns how many drafts of each row got a slot in every group, and `Plan.state_slots`.
         """
         for group in self._states:
             before = np.cumsum(drafted) - drafted
@@ -436,7 +435,7 @@ class KVCacheManager:
         )
 
     def settle(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Rows that borrowed slots for states stand at `ends` tokens."""
+        """Return lent slots of states, except that of each row's `ends` tokens."""
         for group in self._states:
             for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
                 self._changes += group.settle(row, end)
@@ -448,38 +447,38 @@ class KVCacheManager:
                 group.extend(rows, lack)
 
     def register(self, row: int, size: int, names: Sequence[bytes], first: int) -> None:
-        """The row's full blocks from `first` on may be found by `names` from now on."""
+        """Add the row's full blocks from index `first` to the prefix index under `names`."""
         for group in self.groups:
             if group.size == size:
                 group.register(row, names, first)
 
     def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """A step took the rows to `ends` tokens, and what it filled is registered."""
+        """Called after a step took the rows to `ends` tokens and its blocks were registered."""
         for group in self.groups:
             group.passed(rows, ends)
 
     def trim(self, rows: np.ndarray, committed: np.ndarray) -> None:
-        """Give back what fell out of the rows' windows; `committed`: tokens surely computed."""
+        """Release blocks that left the rows' windows. committed: computed tokens per row."""
         for group in self.groups:
             self._changes += group.trim(rows, committed)
 
     def release(self, row: int) -> None:
-        """Give back all that a row holds."""
+        """Release all blocks of a row."""
         self._changes += 1
         for group in self.groups:
             group.release(row)
 
     def forget(self) -> None:
-        """Empty the prefix cache; rows keep what they hold."""
+        """Empty the prefix cache; rows keep their blocks."""
         for group in self.groups:
             group.index.clear()
             group.pool.unmark()
 
     def tables(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Each group's table of the rows: [rows, most blocks held] int32, not to be changed."""
-        kept = self._gathered
-        if kept is not None and kept[0] is rows and kept[1] == self._changes:
-            return kept[2]
+        """Return the rows' block table of each group, [rows, most blocks] int32. Do not modify."""
+        cached = self._gathered
+        if cached is not None and cached[0] is rows and cached[1] == self._changes:
+            return cached[2]
         tables = tuple(
             group.tables[:, : int(group.held[rows].max(initial=0))].take(rows, axis=0)
             for group in self.groups

@@ -1,8 +1,8 @@
-"""Prefix index: finds blocks of earlier requests that hold the same beginning.
+"""Prefix index: finds cached blocks of prompts with the same beginning.
 
-A full block of tokens is named by a hash over its parent's name, its tokens and whatever else
-its content depends on (a salt that keeps tenants apart, an adapter, the media whose placeholders
-lie in it), so equal names mean equal keys and values. Only full blocks have names.
+A full block is named by a hash of its parent's name, its tokens and everything else that its
+content depends on (cache salt, adapter, media items), so equal names mean equal keys and values.
+Only full blocks have names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from modulm.plugins.index import to_install
 
 __all__ = ["ALGORITHMS", "Chain", "Hasher", "PrefixIndex", "block_extra", "hasher"]
 
-#: Names a block: (parent's name, its tokens as the bytes of int32, extra) -> its name.
+#: (parent's name, tokens as int32 bytes, extra) -> the block's name.
 Hasher = Callable[[bytes, bytes, bytes], bytes]
 
 
@@ -29,7 +29,7 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _builtin(data: bytes) -> bytes:
-    """Python's own keyed hash: fast, but different in every process and only 64 bits."""
+    """Python's keyed hash: fast, but only 64 bits and different in every process."""
     return hash(data).to_bytes(8, "little", signed=True)
 
 
@@ -52,7 +52,7 @@ def _raw(digest: Callable[[bytes], bytes]) -> Hasher:
 
 
 def _cbor_head(major: int, value: int) -> bytes:
-    """The initial bytes of an item in CBOR's shortest form (RFC 8949, section 4.2.1)."""
+    """Encode the head of a CBOR item in shortest form (RFC 8949, section 4.2.1)."""
     for code, width in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if value < 24:
             return bytes([major << 5 | value])
@@ -62,7 +62,7 @@ def _cbor_head(major: int, value: int) -> bytes:
 
 
 def _cbor(digest: Callable[[bytes], bytes]) -> Hasher:
-    """Over the canonical CBOR of [parent, [token, ...], extra], which any language can write."""
+    """Hash the canonical CBOR of [parent, [token, ...], extra], reproducible in any language."""
 
     def name(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
         ids = np.frombuffer(tokens, dtype=np.int32).tolist()
@@ -86,7 +86,7 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
 
 
 def hasher(algorithm: str) -> Hasher:
-    """The function that names blocks. Raises ConfigError for an unknown algorithm."""
+    """Return the function that names blocks. Raises ConfigError for an unknown algorithm."""
     if algorithm not in ALGORITHMS:
         raise ConfigError(
             "prefix_caching_hash_algo", f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}"
@@ -99,10 +99,10 @@ def _part(tag: bytes, value: bytes) -> bytes:
 
 
 def block_extra(request: Request, start: int, end: int) -> bytes:
-    """What the content of the block of tokens [start, end) depends on besides its tokens.
+    """Return what the block of tokens [start, end) depends on besides its tokens.
 
-    Salt and adapter go into the first block that they concern: the chain carries them on. Blocks
-    before the first token that uses the adapter are as without it.
+    Salt and adapter are part of the first block that they affect; later blocks inherit them through
+    their parent. Blocks before the adapter's first token do not depend on it.
     """
     extra = b""
     if start == 0 and request.salt is not None:
@@ -119,9 +119,9 @@ def block_extra(request: Request, start: int, end: int) -> bytes:
 
 
 class Chain:
-    """The names of one request's full blocks; grows with its tokens, survives preemption.
+    """The names of one request's full blocks. Grows with its tokens and survives preemption.
 
-    root: what the content of all blocks depends on: the weights, once they were updated.
+    root: identifies the model's weights once they have been updated; part of every name.
     """
 
     def __init__(self, request: Request, size: int, name: Hasher, root: bytes = b"") -> None:
@@ -132,7 +132,7 @@ class Chain:
         self._name = name
 
     def extend(self, tokens: np.ndarray) -> None:
-        """tokens: int32, the request's tokens from its first one. Names the new full blocks."""
+        """Name the new full blocks. tokens: int32, all tokens of the request."""
         size, names, request = self.size, self.names, self.request
         plain = not request.media and not request.adapter_from
         first = len(names) * size
@@ -148,7 +148,7 @@ class Chain:
 
 
 class PrefixIndex:
-    """Name -> block of one pool. The first block with a content is the one that is found."""
+    """Maps names to blocks of one pool. Of blocks with equal content the first one is kept."""
 
     def __init__(self) -> None:
         self._block: dict[bytes, int] = {}
@@ -158,7 +158,7 @@ class PrefixIndex:
         return len(self._block)
 
     def add(self, name: bytes, block: int) -> bool:
-        """Whether the block was added; False when another one already has the content."""
+        """Add a block; False if another one has the same content."""
         if name in self._block:
             return False
         self._block[name] = block
@@ -166,7 +166,7 @@ class PrefixIndex:
         return True
 
     def forget(self, block: int) -> None:
-        """The block is about to hold something else."""
+        """Remove a block that is about to be overwritten."""
         del self._block[self._name.pop(block)]
 
     def clear(self) -> None:
@@ -175,20 +175,20 @@ class PrefixIndex:
         self._name.clear()
 
     def leading(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest run of names from the first one on (full attention)."""
-        found = []
+        """Return the blocks of the longest cached run of leading names (full attention)."""
+        blocks = []
         for name in names:
             block = self._block.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def trailing(self, names: Sequence[bytes], need: int) -> int:
-        """The largest n such that the last `need` of the first n names are all here.
+        """Return the largest n such that the last `need` of the first n names are all cached.
 
-        The rule of a sliding window: only the blocks that the next token can still see matter.
-        n < need asks for all of the first n; 0 always holds.
+        For sliding windows, where only blocks that the next token sees matter. For n < need all of
+        the first n names must be cached.
         """
         run = 0
         for n in range(len(names), 0, -1):
@@ -198,5 +198,5 @@ class PrefixIndex:
         return run
 
     def block(self, name: bytes) -> int:
-        """The block that holds the content. Raises KeyError."""
+        """Return the block with this name. Raises KeyError."""
         return self._block[name]

@@ -1,4 +1,4 @@
-"""How much cache there is, how groups share it, and its tensors."""
+"""Sizes of the caches: their memory budget, blocks per group, and tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Sizing", "agreed", "allocate", "cache_budget", "share_out"]
 
-#: Share of what is left after the weights that a step's own tensors may take, where the platform
-#: does not count memory.
+#: Fraction of the memory after weights that is reserved for activations, if not measured.
 _ACTIVATIONS = 0.1
 _MIB = 2**20
 _UNSHARED = (
     "layers keep a state per sequence: prompts that begin alike are each computed in full "
     "(--mamba-cache-mode all keeps states of their beginnings)"
 )
-#: Slots per row where states are kept for reuse: one read, one written, two of earlier lengths.
+#: Slots per row if states are cached: one read, one written, two of earlier lengths.
 _KEPT_SLOTS = 4
-#: The fewest with which one sequence can go on: see `manager._State`.
+#: Minimum number of slots for one sequence: see `manager._State`.
 _LEAST_KEPT = 3
 _KINDS = tuple(CacheKind)
 #: Kind, block size and window.
@@ -39,8 +38,10 @@ GroupShape = tuple[CacheKind, int, int | None]
 
 @frozen
 class Sizing:
-    """blocks: one number per group, the null block included; max_model_len: what fits; groups: of
-    all ranks; places: of this rank's groups among them.
+    """Sizes of the caches.
+
+    blocks: per group, including the null block. max_model_len: as far as it fits. groups: of all
+    ranks. places: indices of this rank's groups among them.
     """
 
     blocks: tuple[int, ...]
@@ -53,24 +54,24 @@ class Sizing:
     def of(
         cls, groups: Sequence[CacheGroup], blocks: Sequence[int], length: int, notes: Sequence[str]
     ) -> Sizing:
-        """Of the groups of a rank that is alone."""
+        """Create the sizes of a single rank."""
         shapes = tuple((g.kind, g.block_size, g.window) for g in groups)
         return cls(tuple(blocks), length, tuple(notes), shapes, tuple(range(len(shapes))))
 
     @property
     def own(self) -> list[int]:
-        """Blocks of this rank's groups."""
+        """Number of blocks of each of this rank's groups."""
         return [self.blocks[place] for place in self.places]
 
 
 def cache_budget(
     config: EngineConfig, platform: Platform, activations: Callable[[], int | None]
 ) -> int:
-    """Bytes for all caches, once the weights are loaded.
+    """Return the bytes for all caches, once the weights are loaded.
 
-    `kv_cache_memory_bytes` is taken as it is. Otherwise weights and caches together may take
-    `gpu_memory_utilization` of the device, but never more than what is free now. activations:
-    measures what the largest step takes beside them; None: nobody can tell.
+    This is `kv_cache_memory_bytes`, if set. Otherwise weights and caches together may use
+    `gpu_memory_utilization` of the device, but at most the free memory. activations: measures the
+    additional memory of the largest step; returns None if it cannot be measured.
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
@@ -93,12 +94,12 @@ def share_out(
     drafts: int = 0,
     override: int | None = None,
 ) -> Sizing:
-    """Blocks per group such that as many full-length sequences as possible fit, at most `rows`.
+    """Divide the budget so that as many full-length sequences as possible fit, at most `rows`.
 
-    chunk: most tokens of one step; drafts: most drafted tokens of a row, each of which leaves a
-    state; override: blocks of every paged group, whatever the budget.
-    When not even one sequence of `max_model_len` fits: a shorter length. Raises ConfigError naming
-    the figures where none does.
+    chunk: maximum tokens per step. drafts: maximum drafts per row, each of which needs a state
+    slot. override: blocks of every paged group, regardless of the budget. If not even one sequence
+    of `max_model_len` fits, the length is reduced. Raises ConfigError, with the sizes, if none
+    fits.
     """
     stateful = [g for g in groups if g.kind == "state"]
     kept = all(g.block_size < max_model_len for g in stateful)
@@ -135,8 +136,10 @@ def share_out(
 
 
 def agreed(sizing: Sizing, ranks: ProcessGroup) -> Sizing:
-    """What fits on every rank, of the groups of all of them: those of the first rank in its order,
-    then what others have besides. A rank's caches have places among them.
+    """Combine the sizes of all ranks: the minimum for each group.
+
+    The groups are those of the first rank, followed by additional groups of other ranks; `places`
+    locates a rank's own groups.
     """
     if ranks.size == 1:
         return sizing
@@ -166,16 +169,16 @@ def agreed(sizing: Sizing, ranks: ProcessGroup) -> Sizing:
 
 
 def _slots(groups: Sequence[CacheGroup], room: int, wanted: int, kept: bool) -> int:
-    """Slots for states beside the null one: what `room` bytes hold, but one sequence must run."""
+    """Return the state slots, without the null slot, that fit into `room`; enough for one row."""
     each = sum(group.block_bytes for group in groups)
     fit = max(room, 0) // each - 1 if each else wanted
     return max(min(wanted, fit), _LEAST_KEPT if kept else 1)
 
 
 def _needs(group: CacheGroup, length: int, chunk: int) -> int:
-    """Blocks that one sequence of `length` tokens holds at most.
+    """Return the maximum blocks of one sequence of `length` tokens.
 
-    A window and the chunks of two steps, which may all straddle blocks, are held at once.
+    A window needs blocks for itself and the chunks of two steps, all of which may straddle blocks.
     """
     if group.kind == "cross":
         return -(-(group.window or 0) // group.block_size)
@@ -191,7 +194,7 @@ def _bytes_of_one(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
 
 
 def _fitting(groups: Sequence[CacheGroup], left: int, longest: int, chunk: int) -> int:
-    """The greatest length of which one sequence takes at most `left` bytes, 0 if none."""
+    """Return the maximum length of one sequence within `left` bytes; 0 if none fits."""
     low, high = 0, longest
     while low < high:
         middle = (low + high + 1) // 2
@@ -201,7 +204,7 @@ def _fitting(groups: Sequence[CacheGroup], left: int, longest: int, chunk: int) 
 
 
 def _longest(groups: Sequence[CacheGroup], blocks: Sequence[int], longest: int, chunk: int) -> int:
-    """The greatest length of which one sequence fits into `blocks`."""
+    """Return the maximum length of one sequence within `blocks`."""
     for group, count in zip(groups, blocks, strict=True):
         if group.kind != "state" and _needs(group, longest, chunk) > count - 1:
             longest = min(longest, (count - 1) * group.block_size)
@@ -230,10 +233,10 @@ def allocate(
     blocks: Sequence[int],
     platform: Platform,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The cache of every layer in `specs`, zeroed, and its place among `Batch.plans`.
+    """Allocate the zeroed cache of each spec; also return each one's index into `Batch.plans`.
 
-    A paged layer gets one tensor in its backend's layout, a state layer a table name ->
-    [slots, ...], a layer that shares another's cache the same object.
+    A paged layer gets one tensor in its backend's layout, a state layer a dict of name -> [slots,
+    ...]. A layer that shares another's cache gets the same object.
     """
     caches: list[Any] = [None] * len(specs)
     owners = [0] * len(specs)
@@ -268,7 +271,7 @@ def _one(spec: CacheSpec, backend: AttentionBackend | None, blocks: int, platfor
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = torch.__dict__[name]
-    if not isinstance(found, torch.dtype):
+    dtype = torch.__dict__[name]
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")
-    return found
+    return dtype

@@ -1,4 +1,4 @@
-"""How an engine finds its step parts, which distributions bring (group `modulm.step_parts`)."""
+"""Finds the step parts of installed distributions (group `modulm.step_parts`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["open_parts", "open_runners"]
 
 
 def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, ...]:
-    """The installed parts that are in use with this configuration, in the order of their names.
+    """Return the installed parts that this configuration uses, sorted by name.
 
-    Raises PluginNotFound for a part that a configured driver needs and that is not installed.
+    Raises PluginNotFound if a configured driver needs a part that is not installed.
     """
     tables = config.device.plugin_config
     names = {declared.name for declared in plugins.names("step_parts")}
@@ -29,6 +29,6 @@ def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, 
 
 
 def open_runners(parts: Iterable[StepPart], built: BuiltModel) -> dict[str, PartRunner]:
-    """The runners of those parts that have something to run with this model, by name."""
+    """Build the runners for a model, by name of the part; parts without a runner are left out."""
     runners = ((part.name, part.runner(built)) for part in parts)
     return {name: runner for name, runner in runners if runner is not None}

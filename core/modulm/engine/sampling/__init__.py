@@ -1,1 +1,1 @@
-"""From logits to tokens, and the checks of what a request asks for."""
+"""Sampling: from logits to tokens."""

@@ -1,4 +1,4 @@
-"""The tokens that end a sequence, as a configuration and the files of a checkpoint have them."""
+"""End-of-sequence tokens from the configuration and the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _ENDS = "eos_token_id"
 def end_ids(
     config: EngineConfig, generation_config: Mapping[str, Any], model_config: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """End-of-sequence ids: of `--override-generation-config`, else of generation_config.json, else
-    of config.json. Raises ConfigError if they are no ids.
+    """Return the end-of-sequence ids.
+
+    The first of `--override-generation-config`, generation_config.json and config.json that has
+    them wins. Raises ConfigError if they are not token ids.
     """
     tables = (config.model.override_generation_config, generation_config, model_config)
-    found = next((table[_ENDS] for table in tables if table.get(_ENDS) is not None), ())
-    ids = tuple(found) if isinstance(found, list | tuple) else (found,)
+    value = next((table[_ENDS] for table in tables if table.get(_ENDS) is not None), ())
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError("override_generation_config", f"eos_token_id must be ids, not {found!r}")
+        raise ConfigError("override_generation_config", f"eos_token_id must be ids, not {value!r}")
     return ids

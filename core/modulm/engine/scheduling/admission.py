@@ -9,10 +9,10 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Divides what the running rows left of a step's budget.
+    """Divides the token budget that running rows left over.
 
-    left: tokens; unfinished: lengths of the prompts that running rows have not finished; unit:
-    tokens at whose multiples a prompt is best cut; patient: it is not cut before the first one.
+    left: tokens. unfinished: lengths of running rows' unfinished prompts. unit: prompts are split
+    at multiples of this. patient: a prompt waits until a whole unit fits.
     """
 
     def __init__(
@@ -26,7 +26,10 @@ class Admission:
         self._long = sum(tokens > limits.long for tokens in unfinished)
 
     def portion(self, entry: Entry, missing: int) -> int | None:
-        """Tokens to compute of `missing`; 0: not now, but others may; None: nobody any more."""
+        """Return how many of the `missing` tokens to compute.
+
+        0: skip this request. None: admit no more requests in this step.
+        """
         limits = self._limits
         if not limits.chunked:
             return missing if missing <= self.left else None
@@ -42,7 +45,7 @@ class Admission:
         return 0 if many and limits.long and entry.tokens > limits.long else count
 
     def take(self, entry: Entry, count: int, missing: int) -> None:
-        """The request was admitted with `count` of the `missing` tokens."""
+        """Record that the request was admitted with `count` of the `missing` tokens."""
         self.left -= count
         if count < missing:
             self._partial += 1

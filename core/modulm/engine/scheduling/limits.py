@@ -1,4 +1,4 @@
-"""Limits: what a step and the queue may hold."""
+"""Limits of a step and of the queue."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ __all__ = ["Limits"]
 
 @frozen(kw_only=True)
 class Limits:
-    """What a step and the queue may hold.
+    """Limits of a step and of the queue.
 
-    rows: sequences that run at once; tokens: per step; chunked: whether prompts may be split over
-    steps; long: prompts are taken in chunks of at most this many tokens (0: no such bound);
-    partial, long_partial: how many prompts, and how many longer than `long`, may be unfinished at
-    once (None: any number); spare: share of blocks left free when a request joins others;
-    reserve: admit a request only if all its tokens fit now; prefixes, hash: prefix reuse;
-    queued_requests, queued_tokens: bounds of the queue (None: none); stages: plans under way at
-    once of which each has other rows.
+    rows: sequences that run at once. tokens: token budget per step. chunked: whether prompts may be
+    split over steps. long: maximum tokens of a chunk (0: no limit). partial, long_partial: how many
+    prompts, and prompts longer than `long`, may be unfinished at once (None: any). spare: fraction
+    of blocks kept free when a request joins others. reserve: admit a request only if all its tokens
+    fit. prefixes, hash: prefix reuse. queued_requests, queued_tokens: limits of the queue (None: no
+    limit). stages: pipeline stages; as many plans with different rows are in flight.
     """
 
     rows: int = 256

@@ -1,4 +1,4 @@
-"""What the scheduler calls of its step parts, looked up once."""
+"""Methods of step parts that the scheduler calls, resolved once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ __all__ = ["PlannerHooks"]
 
 
 class PlannerHooks:
-    """Of each method of `PartPlanner` the bound methods of those planners that override it. Most
-    are empty in most engines, and an empty tuple costs nothing to go through.
-    """
+    """For each method of `PartPlanner`, the bound methods of the planners that override it."""
 
     def __init__(self, planners: Mapping[str, PartPlanner]) -> None:
         halves = tuple(planners.values())
@@ -38,7 +36,7 @@ class PlannerHooks:
         self.events = overridden(halves, "events")
         self.fail = overridden(halves, "fail")
         self.forget = overridden(halves, "forget")
-        # With the name of the part, which its values travel by.
+        # With the part's name, under which its values are sent.
         named = [(name, overridden((half,), "plan")) for name, half in planners.items()]
         self.plan = tuple((name, methods[0]) for name, methods in named if methods)
         named = [(name, overridden((half,), "row_value")) for name, half in planners.items()]

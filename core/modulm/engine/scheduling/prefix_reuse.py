@@ -13,12 +13,12 @@ __all__ = ["PrefixReuse"]
 
 
 class PrefixReuse:
-    """Prefix reuse over all cache groups; with `enabled` false, every request starts from nothing.
+    """Prefix reuse over all cache groups; does nothing if `enabled` is False.
 
-    A block gets its name when its last token has been computed for certain. Blocks that a running
-    row is about to fill are known beforehand (`_filling`): a request that needs one of them waits
-    for it instead of computing the same again, which is how n choices of one prompt, or a burst
-    of requests with one long beginning, pay for it once.
+    A block is named once its last token has been computed. Blocks that running rows are about to
+    fill are recorded in `_filling`; a request that needs one waits for it instead of computing it
+    again. So n choices of one prompt, or a burst of requests with a common beginning, compute it
+    once.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class PrefixReuse:
 
     @property
     def expected(self) -> int:
-        """Named blocks that running rows are about to fill."""
+        """Number of named blocks that running rows are about to fill."""
         return len(self._filling)
 
     def lookup(self, entry: Entry) -> Hit | None:
-        """What of the entry's tokens is cached; None: better wait, a running row computes it."""
+        """Find the entry's cached prefix; None: wait, a running row is computing more of it."""
         if not self.enabled:
             return self._cache.lookup({}, 0)
         if not entry.chains or entry.chains[0].root != self._root:
@@ -62,7 +62,7 @@ class PrefixReuse:
         return following < reach and chain.names[following] in self._filling
 
     def admit(self, entry: Entry, row: int, hit: Hit) -> None:
-        """The entry got a row and begins with `hit`."""
+        """Record that the entry was admitted with the prefix `hit`."""
         if not self.enabled:
             return
         if entry.request.reads_prefix:
@@ -76,7 +76,7 @@ class PrefixReuse:
             self._filling.setdefault(name, row)
 
     def advance(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """The rows' first `ends` tokens are computed: name the blocks that became full."""
+        """Name the blocks that are full now that the rows' first `ends` tokens are computed."""
         if not self.enabled:
             return
         for index, (size, named) in enumerate(self._named):
@@ -101,20 +101,20 @@ class PrefixReuse:
             self._filled(row, names)
 
     def names(self, row: int) -> list[bytes]:
-        """The names of the row's full blocks, of the smallest size."""
+        """Return the names of the row's full blocks, for the smallest block size."""
         return self._chains[row][0].names
 
     def release(self, row: int) -> None:
-        """The row is about to be released."""
+        """Forget a row that is about to be released."""
         chains = self._chains.pop(row, None)
         if chains:
             size, named = self._named[0]
             self._filled(row, chains[0].names[int(named[row]) // size :])
 
     def forget(self, root: bytes | None = None) -> None:
-        """Empty the prefix cache. root: see `Chain`, for blocks that are named from now on.
+        """Empty the prefix cache. root: see `Chain`; applies to blocks named from now on.
 
-        Blocks that running rows still fill depend on two roots, so that nothing may find them.
+        Blocks that running rows are still filling depend on both roots and are never reused.
         """
         self._cache.forget()
         if root is None:
@@ -127,7 +127,7 @@ class PrefixReuse:
                 chain.root += root + b"+"
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens looked up and found since the last call."""
+        """Return the tokens looked up and found since the last call."""
         counts = (self.queried, self.hits)
         self.queried = self.hits = 0
         return counts

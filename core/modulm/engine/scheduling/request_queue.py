@@ -1,4 +1,4 @@
-"""Request queue: waiting requests in a policy's order, and what is known of each."""
+"""Request queue: waiting requests in the order of a policy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Entry", "RequestQueue"]
 class Entry:
     """A request inside the scheduler.
 
-    order: of arrival, breaks ties. limit: tokens, prompt included, at which it ends. row: its row,
-    or None while it waits. history: [tokens] int64, its tokens when it (again) waits. chains: the
-    names of its full blocks, one chain per block size. overtaken: later ones that were admitted
-    while it had to wait for something that they did not need.
+    order: of arrival, breaks ties. limit: maximum tokens, including the prompt. row: None while it
+    waits. history: [tokens] int64, its tokens while it waits (again). chains: names of its full
+    blocks, one chain per block size. overtaken: later requests that were admitted while a step part
+    deferred it.
     """
 
     __slots__ = (
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def tokens(self) -> int:
-        """Tokens that have to be computed when it is admitted."""
+        """Number of tokens to compute on admission."""
         return len(self.history)
 
 
@@ -58,7 +58,7 @@ class RequestQueue:
         return self.count
 
     def push(self, entry: Entry) -> None:
-        """Queue it; a preempted request takes its old place."""
+        """Queue an entry; a preempted request returns to its former position."""
         if entry.key is None:
             entry.key = self._policy.key(entry.request)
         heapq.heappush(self._heap, (entry.key, entry.order, entry))
@@ -66,20 +66,20 @@ class RequestQueue:
         self.tokens += entry.tokens
 
     def peek(self) -> Entry | None:
-        """The next entry, which stays queued."""
+        """Return the next entry without removing it."""
         while self._heap and self._heap[0][2].gone:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Entry:
-        """Take the entry that `peek` showed."""
+        """Remove the entry that `peek` returned."""
         entry = heapq.heappop(self._heap)[2]
         self.count -= 1
         self.tokens -= entry.tokens
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """A queued entry is aborted; its place in the heap is cleared when it comes up."""
+        """Remove a queued entry; it leaves the heap when it reaches the top."""
         entry.gone = True
         self.count -= 1
         self.tokens -= entry.tokens

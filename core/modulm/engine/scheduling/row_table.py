@@ -1,7 +1,7 @@
-"""Row table: the numbers of all running sequences, as arrays over stable row indices.
+"""Row table: state of all running sequences, as arrays over stable row indices.
 
-A sequence keeps its row from admission to release, so a decode step is a handful of vector
-operations over the rows that run, however many they are.
+A sequence keeps its row from admission to release, so that a decode step is a few vector
+operations for any number of rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ _FIRST_WIDTH = 1024
 
 
 class RowTable:
-    """Structure of arrays; index by row.
+    """Structure of arrays, indexed by row.
 
-    tokens: [rows, width] int32, widened on demand (pages that no row has touched cost nothing).
-    computed: tokens whose keys and values exist once all planned steps have run. known: tokens
-    known or planned to be sampled. limit: known tokens at which the row ends; least: known tokens
-    below which stop ids do not end it. waiting: not to be planned, as something the row needs is
-    under way. stops: [rows, n] int64 stop ids, padded with -2. epoch:
-    counts the row's tenants, which tells a late result for an earlier one. names: request ids.
+    tokens: [rows, width] int32, widened on demand. computed: number of tokens that will be computed
+    once all planned steps have run. known: number of tokens known or planned to be sampled. limit:
+    `known` at which the row ends. least: `known` below which stop ids do not end it. waiting: rows
+    not to be planned. stops: [rows, n] int64 stop ids, padded with -2. epoch: how many requests
+    have used the row, to recognize late results of earlier ones. names: request ids.
     """
 
     def __init__(self, rows: int, max_len: int) -> None:
@@ -45,16 +44,16 @@ class RowTable:
 
     @property
     def free(self) -> int:
-        """Rows without a sequence."""
+        """Number of free rows."""
         return len(self._free)
 
     @property
     def next_row(self) -> int:
-        """The row that `admit` will give."""
+        """The row that `admit` will return."""
         return self._free[-1]
 
     def admit(self, request: Request, history: np.ndarray, computed: int, limit: int) -> int:
-        """Give the sequence a row. `history`: its tokens; `computed` of them need no work."""
+        """Assign a row. history: the sequence's tokens, of which `computed` are cached."""
         row = self._free.pop()
         self._widen(limit)
         self.tokens[row, : len(history)] = history
@@ -67,17 +66,17 @@ class RowTable:
         return row
 
     def pause(self, row: int) -> None:
-        """Do not plan the row until it is resumed or released."""
+        """Leave the row out of steps until it is resumed or released."""
         self.paused.add(row)
         self.waiting[row] = True
 
     def resume(self, row: int) -> None:
-        """Plan the row again."""
+        """Include the row in steps again."""
         self.paused.discard(row)
         self.waiting[row] = False
 
     def release(self, row: int) -> np.ndarray:
-        """Take the row back; the tokens that are really known (none PENDING), as int64."""
+        """Free the row; return its known tokens as int64, without pending ones."""
         history = self.history(row)
         self.names[row] = None
         self.resume(row)
@@ -86,14 +85,14 @@ class RowTable:
         return history
 
     def history(self, row: int) -> np.ndarray:
-        """The row's tokens as int64, without the ones that are planned but not sampled yet."""
+        """Return the row's known tokens as int64, without pending ones."""
         tokens = self.tokens[row, : self.known[row]].astype(np.int64)
         while len(tokens) and tokens[-1] == PENDING:
             tokens = tokens[:-1]
         return tokens
 
     def gather(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Tokens [start, start + count) of each row laid end to end: [sum(counts)] int64."""
+        """Concatenate tokens [start, start + count) of each row: [sum(counts)] int64."""
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         columns = np.arange(total) + np.repeat(starts - ends + counts, counts)
@@ -101,7 +100,7 @@ class RowTable:
         return tokens
 
     def stopped(self, rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[rows] bool: `tokens`, which make the rows `ends` long, end them by a stop id."""
+        """Return which tokens end their rows by a stop id: [rows] bool. ends: rows' new lengths."""
         hits: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
         if hits.any():
             hits &= ends >= self.least[rows]
@@ -116,7 +115,7 @@ class RowTable:
         self.stops[row, : len(ids)] = ids
 
     def _widen(self, limit: int) -> None:
-        """Room for `limit` tokens and a pending one."""
+        """Widen `tokens` for `limit` tokens and a pending one."""
         width = self.tokens.shape[1]
         if limit < width:
             return

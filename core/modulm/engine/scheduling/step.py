@@ -1,4 +1,4 @@
-"""The scheduler's notes on a step: while it is put together, and while it is under way."""
+"""The scheduler's records of a step: while it is planned, and while it is in flight."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ __all__ = ["NextStep", "StepInFlight", "logprobs_by_request", "row_error", "row_
 
 @define(eq=False)
 class NextStep:
-    """A step in the making. starts: tokens computed before, counts: known tokens to compute;
-    one_each: every row decodes, that is computes its last known token and samples the next.
-    number: of the step. The rest as in `Plan`; drafted tokens come on top of `counts`.
+    """A step being planned.
+
+    starts: tokens computed before it. counts: known tokens to compute, without drafts. one_each:
+    every row decodes, that is computes its last known token and samples the next. number: of the
+    step. Other fields as in `Plan`.
     """
 
     rows: np.ndarray
@@ -38,8 +40,10 @@ class NextStep:
 
 @define(eq=False)
 class StepInFlight:
-    """A plan whose result is not in: its rows, where they stand if each sampling row gives one
-    token, the sampling ones and the places of those tokens, and whose the rows were.
+    """A plan whose result is pending.
+
+    ends: computed tokens of each row after the step. sampled, places: sampling rows and the
+    positions of their tokens, assuming one each. epochs: `RowTable.epoch` when it was planned.
     """
 
     plan: Plan
@@ -54,7 +58,7 @@ class StepInFlight:
 
 
 def row_start(entry: Entry, parts: Mapping[str, Any]) -> RowStart:
-    """What the entry's row brings. Raises EngineError while it has none."""
+    """Build the `RowStart` of an entry. Raises EngineError if it has no row."""
     request = entry.request
     if entry.row is None:
         raise EngineError(f"request {request.id!r} is admitted without a row")
@@ -74,7 +78,7 @@ def row_start(entry: Entry, parts: Mapping[str, Any]) -> RowStart:
 
 
 def row_error(failure: RowFailure) -> ModulmError:
-    """The error of a request whose row failed."""
+    """Return the error for a request whose row failed."""
     if failure.field is None:
         return RowError(failure.message)
     return RequestError(failure.message, failure.field or None)
@@ -83,8 +87,9 @@ def row_error(failure: RowFailure) -> ModulmError:
 def logprobs_by_request(
     result: StepResult, flight: StepInFlight, names: Mapping[int, str], tokens: Sequence[str]
 ) -> dict[str, Any]:
-    """The fields of `StepEvents` for log probabilities. names: row -> request, of rows that are
-    still there; tokens: whose the step's tokens are.
+    """Return the fields of `StepEvents` for log probabilities.
+
+    names: row -> request id of rows that still run. tokens: request id of each new token.
     """
     starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
     counts = Counter(tokens)

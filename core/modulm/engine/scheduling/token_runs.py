@@ -1,4 +1,4 @@
-"""Token runs: the tokens that a step's rows gave, one or several each, end to end."""
+"""Token runs: the new tokens of a step's rows, one or several each, concatenated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ __all__ = ["TokenRuns"]
 
 @define(eq=False)
 class TokenRuns:
-    """rows, ends: of the step, with the tokens computed of each. sampled: those that were to give
-    tokens. owners, tokens, places: each token, whose it is, and where it stands in its row.
+    """The new tokens of a step.
+
+    rows, ends: the step's rows and the number of computed tokens of each. sampled: the sampling
+    rows. owners, tokens, places: row, id and position in the row of each new token.
     """
 
     rows: np.ndarray
@@ -29,7 +31,7 @@ class TokenRuns:
 
     @classmethod
     def of(cls, step: StepInFlight, result: StepResult) -> TokenRuns:
-        """What `result` gives the rows of `step`. Raises EngineError if that cannot be."""
+        """Read the tokens of a result. Raises EngineError if it does not fit the step."""
         sampled, places, accepted = step.sampled, step.places, result.accepted
         if accepted is None:
             return cls(step.rows, step.ends, sampled, sampled, result.tokens, places)
@@ -48,16 +50,16 @@ class TokenRuns:
         )
 
     def keep(self, alive: np.ndarray) -> None:
-        """Leave out other rows; alive: [rows of the table] bool."""
-        here, heard = alive[self.rows], alive[self.owners]
-        self.rows, self.ends = self.rows[here], self.ends[here]
+        """Drop the rows that are not alive. alive: [rows of the table] bool."""
+        row_mask = alive[self.rows]
+        self.rows, self.ends = self.rows[row_mask], self.ends[row_mask]
         self.sampled = self.sampled[alive[self.sampled]]
-        self._take(heard)
+        self._take(alive[self.owners])
 
     def cut(self, ended: Sequence[int]) -> np.ndarray:
-        """Drop what follows the first token of each row that ends it; which tokens are left.
+        """Drop tokens after the first one that ends each row; return the mask of those left.
 
-        ended: indices of tokens that end their rows, ascending.
+        ended: ascending indices of tokens that end their rows.
         """
         left = np.ones(len(self.owners), dtype=np.bool_)
         for index in ended:
@@ -70,15 +72,15 @@ class TokenRuns:
         return left
 
     def silent(self) -> list[int]:
-        """Rows that were to give a token and gave none."""
+        """Return the sampling rows that produced no token."""
         rows: list[int] = np.setdiff1d(self.sampled, self.owners).tolist()
         return rows
 
     def unfinished(self, plan: Plan, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Those of `rows` that are still there, and their `Plan.starts`."""
-        again = np.isin(plan.rows, rows) & np.isin(plan.rows, self.sampled)
-        return plan.rows[again], plan.starts[again]
+        """Return those of `rows` that still run, and their `Plan.starts`."""
+        mask = np.isin(plan.rows, rows) & np.isin(plan.rows, self.sampled)
+        return plan.rows[mask], plan.starts[mask]
 
-    def _take(self, kept: np.ndarray) -> None:
-        self.owners, self.tokens = self.owners[kept], self.tokens[kept]
-        self.places = self.places[kept]
+    def _take(self, mask: np.ndarray) -> None:
+        self.owners, self.tokens = self.owners[mask], self.tokens[mask]
+        self.places = self.places[mask]

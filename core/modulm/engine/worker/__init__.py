@@ -1,1 +1,1 @@
-"""Builds the model and its caches, and runs plans on them."""
+"""The worker: builds the model and its caches, and runs plans."""

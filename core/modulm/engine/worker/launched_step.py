@@ -1,4 +1,4 @@
-"""A step that was launched on a device that works through a queue."""
+"""A step launched on a device that queues work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LaunchedStep"]
 
 
 class LaunchedStep(Future[StepResult]):
-    """A step under way, waited for when it is asked for its result, in the order of launches."""
+    """A step in flight. Asking for the result waits for it; ask in the order of launches."""
 
     def __init__(self, finish: Callable[[], StepResult]) -> None:
         super().__init__()
