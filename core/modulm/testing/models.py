@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -230,8 +230,8 @@ def _session(folder: Path, **flags: Any) -> Session:
     return Session(folder, **settings)
 
 
-def _restart(session: Session, prompts: Mapping[int, Sequence[int]]) -> None:
-    for row in prompts:
+def _restart(session: Session, rows: Iterable[int]) -> None:
+    for row in rows:
         session.release(row)
 
 
