@@ -1,6 +1,6 @@
-"""Logit constraints: what a row's parameters change in its logits, fixed when it is admitted.
+"""Logit constraints: changes to a row's logits by its parameters, created on admission.
 
-They run in this order, before the penalties: allowed ids, bad words, minimum length, bias.
+They run before the penalties, in this order: allowed ids, bad words, minimum length, bias.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class LogitConstraint(ABC):
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
-        """logits: [vocabulary] fp32; output: the tokens that the row has produced so far."""
+        """Change logits: [vocabulary] fp32. output: the row's tokens so far, without the prompt."""
 
     def over(self, output: Sequence[int]) -> bool:
-        """Whether it will never change anything again."""
+        """Whether the constraint has no effect from now on."""
         return False
 
 
 class AllowedIds(LogitConstraint):
-    """Only the given tokens may come."""
+    """Allows only the given tokens."""
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
         self.ids = torch.tensor(ids, device=device)
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
-        kept = logits[self.ids]
+        allowed = logits[self.ids]
         logits.fill_(-torch.inf)
-        logits[self.ids] = kept
+        logits[self.ids] = allowed
 
 
 class BadWords(LogitConstraint):
-    """None of the token sequences may be completed."""
+    """Forbids tokens that would complete one of the token sequences."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self.always = [word[0] for word in words if len(word) == 1]
@@ -55,7 +55,7 @@ class BadWords(LogitConstraint):
 
 
 class MinTokens(LogitConstraint):
-    """No stop token before the output has its minimum length."""
+    """Forbids stop tokens until the output has its minimum length."""
 
     def __init__(self, least: int, stops: Sequence[int], device: torch.device) -> None:
         self.least = least
@@ -70,7 +70,7 @@ class MinTokens(LogitConstraint):
 
 
 class Bias(LogitConstraint):
-    """Adds a number to the logits of some tokens."""
+    """Adds biases to the logits of some tokens."""
 
     def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
         self.ids = torch.tensor([int(token) for token in bias], device=device)
@@ -83,7 +83,7 @@ class Bias(LogitConstraint):
 def constraints_of(
     start: RowStart, params: SamplingParams, device: torch.device
 ) -> list[LogitConstraint]:
-    """What a row's parameters ask for, in the order in which they run."""
+    """Create the constraints of a row's parameters, in the order in which they run."""
     constraints: list[LogitConstraint] = []
     if params.allowed_token_ids is not None:
         constraints.append(AllowedIds(params.allowed_token_ids, device))

@@ -1,4 +1,4 @@
-"""Logits processors: found once when the sampler is built, confined to the row they break."""
+"""Logits processors: resolved once; an exception fails only the row that caused it."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ __all__ = ["Processors", "class_at", "processor_classes"]
 
 
 def class_at(path: str, kind: type[T], field: str) -> type[T]:
-    """The class at "pkg.mod:Class" or "pkg.mod.Class", a `kind`; else ConfigError for `field`."""
+    """Import a subclass of `kind` from "pkg.mod:Class" or "pkg.mod.Class".
+
+    Raises ConfigError for `field`.
+    """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(field, f"{path!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise ConfigError(field, f"{path!r} is not a {kind.__module__}.{kind.__name__}")
-    return found
+    return cls
 
 
 def processor_classes(
     given: Sequence[str | type[LogitsProcessor]] | None, plugins: PluginManager
 ) -> tuple[type[LogitsProcessor], ...]:
-    """Installed ones (group `modulm.logits_processors`), then those of `--logits-processors`.
+    """Return installed processors (group `modulm.logits_processors`), then the given ones.
 
-    given: classes, paths, or names of installed ones (which are there anyway).
+    given: `--logits-processors`: classes, paths, or names of installed ones, which always run.
     """
     installed = [declaration.name for declaration in plugins.names("logits_processors")]
-    found = [plugins.load("logits_processors", name) for name in installed]
+    classes = [plugins.load("logits_processors", name) for name in installed]
     for entry in given or ():
         if isinstance(entry, str) and entry not in installed:
-            found.append(class_at(entry, LogitsProcessor, "logits_processors"))
+            classes.append(class_at(entry, LogitsProcessor, "logits_processors"))
         elif isinstance(entry, type):
-            found.append(entry)
-    return tuple(dict.fromkeys(found))
+            classes.append(entry)
+    return tuple(dict.fromkeys(classes))
 
 
 class Processors:
-    """All processors of an engine, and which of them want which row.
+    """All processors of an engine, and the rows that each of them processes.
 
-    Those that keep the argmax run after the temperature and only for rows that are drawn; the
-    others run before the penalties.
+    Processors that keep the argmax run after the temperature, only for rows that are not greedy;
+    the others run before the penalties.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor] = ()) -> None:
@@ -60,16 +63,16 @@ class Processors:
         self._wants: dict[int, tuple[LogitsProcessor, ...]] = {}
 
     def asked(self, params: SamplingParams) -> tuple[LogitsProcessor, ...]:
-        """Those that may want a row of these parameters."""
+        """Return the processors to call for a row with these parameters."""
         return tuple(
             each for each in self.all
             if not each.fields or any(getattr(params, name) is not None for name in each.fields)
         )  # fmt: skip
 
     def admit(self, view: RowView, asked: Sequence[LogitsProcessor]) -> tuple[bool, bool]:
-        """Ask them about a row; (any before the penalties, any after the temperature).
+        """Start a row; return whether processors run (before penalties, after temperature).
 
-        Whatever a processor raises is raised here, after the others have let go of the row.
+        If a processor raises, the others release the row and the exception propagates.
         """
         wanted: list[LogitsProcessor] = []
         try:
@@ -82,7 +85,7 @@ class Processors:
         return not all(late), any(late)
 
     def release(self, row: int) -> None:
-        """The row is gone; unknown rows are ignored."""
+        """Forget the row; unknown rows are ignored."""
         self._let_go(self._wants.pop(row, ()), row)
 
     @staticmethod
@@ -90,15 +93,15 @@ class Processors:
         for processor in processors:
             try:
                 processor.release(row)
-            except Exception:  # noqa: S112 - the row is gone whatever this says
+            except Exception:  # noqa: S112 - the row is released in any case
                 continue
 
     def apply(
         self, views: Mapping[int, RowView], logits: torch.Tensor, *, late: bool
     ) -> dict[int, str]:
-        """Run the processors on their rows in place; place -> what went wrong there.
+        """Run the processors on their rows in place; return index -> error message.
 
-        views: place in `logits` ([n, vocabulary] fp32) -> the row.
+        views: index into `logits` ([n, vocabulary] fp32) -> the row.
         """
         errors: dict[int, str] = {}
         for processor in self.all:
@@ -118,7 +121,7 @@ class Processors:
 def _run(
     processor: LogitsProcessor, views: list[RowView], logits: torch.Tensor, places: list[int]
 ) -> dict[int, str]:
-    """One processor on its rows; if its batch version fails, row by row to find who is to blame."""
+    """Run one processor; if its batch version fails, run row by row to find the failing rows."""
     if type(processor).apply is not LogitsProcessor.apply:
         before = logits[places]
         try:
@@ -134,10 +137,10 @@ def _run(
         try:
             logits[place] = processor.apply_row(view, logits[place].clone())
         except Exception as error:
-            errors[place] = _sentence(processor, error)
+            errors[place] = _message(processor, error)
     return errors
 
 
-def _sentence(processor: Any, error: Exception) -> str:
-    words = f"{type(error).__name__}: {error}"[:200]
-    return f"logits processor {type(processor).__name__} failed: {words}"
+def _message(processor: Any, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"[:200]
+    return f"logits processor {type(processor).__name__} failed: {reason}"

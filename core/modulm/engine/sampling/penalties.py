@@ -1,4 +1,4 @@
-"""Which tokens a penalised row has seen, kept sparse so that a step costs what was said so far."""
+"""Penalties: the tokens that a row has seen, as sparse counts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from modulm.contracts.sampling import SamplingParams
 
 __all__ = ["Seen", "penalise", "wants_penalties"]
 
-#: Smaller repetition penalties count as this one: logits that are divided by it stay finite, and
-#: nothing competes with them any more.
+#: Lower bound of repetition penalties, so that logits divided by it stay finite.
 _LEAST_REPETITION = 1e-6
 
 
 def wants_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three penalties changes something."""
+    """Whether any of the three penalties has an effect."""
     return (
         params.repetition_penalty != 1.0
         or params.frequency_penalty != 0.0
@@ -27,9 +26,9 @@ def wants_penalties(params: SamplingParams) -> bool:
 
 
 class Seen:
-    """Distinct tokens of one row and how often each stands in the output.
+    """Distinct tokens of one row and their counts in the output.
 
-    The prompt counts only for the repetition penalty, with a count of 0.
+    Prompt tokens are included, with count 0, only for the repetition penalty.
     """
 
     def __init__(
@@ -40,28 +39,28 @@ class Seen:
             params.frequency_penalty,
             params.presence_penalty,
         )
-        known = np.unique(prompt) if params.repetition_penalty != 1.0 else prompt[:0]
-        known = known[(known >= 0) & (known < vocabulary)]
-        self.size = len(known)
+        ids = np.unique(prompt) if params.repetition_penalty != 1.0 else prompt[:0]
+        ids = ids[(ids >= 0) & (ids < vocabulary)]
+        self.size = len(ids)
         self._ids = np.zeros(max(64, 2 * self.size), dtype=np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
-        self._ids[: self.size] = known
-        self._slot = {token: slot for slot, token in enumerate(known.tolist())}
+        self._ids[: self.size] = ids
+        self._slot = {token: slot for slot, token in enumerate(ids.tolist())}
         for token in output:
             self.add(token)
 
     @property
     def ids(self) -> np.ndarray:
-        """[size] int64, distinct."""
+        """The distinct tokens: [size] int64."""
         return self._ids[: self.size]
 
     @property
     def counts(self) -> np.ndarray:
-        """[size] float32: occurrences in the output."""
+        """Their counts in the output: [size] float32."""
         return self._counts[: self.size]
 
     def add(self, token: int) -> None:
-        """The row has produced `token`."""
+        """Count a token of the output."""
         slot = self._slot.get(token)
         if slot is None:
             slot = self._slot[token] = self.size
@@ -74,7 +73,7 @@ class Seen:
 
 
 def penalise(ops: Ops, logits: torch.Tensor, places: Sequence[int], rows: Sequence[Seen]) -> None:
-    """Apply the penalties of `rows` to their `places` in logits: [n, vocabulary] fp32."""
+    """Apply the penalties of `rows` in place to `logits[places]`: [n, vocabulary] fp32."""
     device = logits.device
     sizes = [seen.size for seen in rows]
     numbers = np.array([seen.penalties for seen in rows], dtype=np.float32)

@@ -1,8 +1,8 @@
-"""From logits to tokens: what each row asked for, in the order that vLLM documents.
+"""Sampler: from logits to tokens, in the order that vLLM documents.
 
-grammar mask, allowed ids, bad words, minimum length, bias, processors, penalties, temperature,
-processors that keep the argmax, min-p, top-k, top-p, draw, logprobs. What a row needs is decided
-when it is admitted and kept as flags, so a step in which every row is plain greedy is one argmax.
+Grammar mask, allowed ids, bad words, minimum length, bias, processors, penalties, temperature,
+processors that keep the argmax, min-p, top-k, top-p, draw, logprobs. The steps that a row needs are
+determined on admission and stored as flags, so a step of only greedy rows is one argmax.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from modulm.errors import RequestError
 
 __all__ = ["Best", "Chosen", "Sampled", "Sampler"]
 
-#: CPU time that one row's grammar may take in one step before the row is given up for the others.
+#: CPU time limit of one row's grammar in a step; rows that exceed it fail.
 _GRAMMAR_SECONDS = 0.5
 _GRAMMARS = "structured_outputs"
-#: Higher temperatures count as this one, which float32 holds: -inf divided by inf is no number.
+#: Upper bound of temperatures, finite in float32: -inf divided by inf would be NaN.
 _HOTTEST = 1e30
 
 _DRAWN, _LOGPROBS, _CONSTRAINED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
@@ -40,7 +40,7 @@ _CHANGED = _CONSTRAINED | _PENALISED | _EARLY | _LATE
 
 @frozen(eq=False)
 class Sampled:
-    """tokens: [n] int64, -1 where the place failed; logprobs and errors by place."""
+    """The result of sampling. tokens: [n] int64, -1 if failed. logprobs, errors: by index."""
 
     tokens: np.ndarray
     logprobs: Mapping[int, RowLogprobs] = field(factory=dict)
@@ -48,14 +48,14 @@ class Sampled:
 
 
 class Best:
-    """The chosen tokens and the best ones of some places, on their way to the host."""
+    """Top logprobs of some indices, being copied to the host."""
 
     def __init__(self, places: Sequence[int], transfer: Transfer) -> None:
         self._places = places
         self._transfer = transfer
 
     def entries(self) -> Iterator[tuple[int, RowLogprobs]]:
-        """(place, log probabilities there)."""
+        """Wait for the copy and yield (index, log probabilities)."""
         ids, values, rank = self._transfer.wait()
         for place, *entry in zip(self._places, ids, values, rank.tolist(), strict=True):
             yield place, RowLogprobs(*entry)
@@ -63,8 +63,9 @@ class Best:
 
 @define(eq=False)
 class Chosen:
-    """Tokens that were chosen, on their way to the host. device: [n] int64, -1 where none could
-    be; logits: what they were chosen from, to say why.
+    """Sampled tokens, being copied to the host.
+
+    device: [n] int64, -1 if sampling failed. logits: their source, to explain failures.
     """
 
     device: torch.Tensor
@@ -75,7 +76,7 @@ class Chosen:
     _tokens: np.ndarray | None = None
 
     def tokens(self) -> np.ndarray:
-        """[n] int64, once they are there; places without one are in `errors` then."""
+        """Wait for the tokens: [n] int64. Failed indices are then in `errors`."""
         if self._tokens is None:
             (self._tokens,) = self.transfer.wait()
             for place in (self._tokens < 0).nonzero()[0].tolist():
@@ -83,21 +84,21 @@ class Chosen:
         return self._tokens
 
     def result(self) -> Sampled:
-        """Everything, once it is there."""
+        """Wait for tokens, logprobs and errors."""
         tokens = self.tokens()
         if self.errors:
             tokens = tokens.copy()
             tokens[list(self.errors)] = -1
         elif not self.best:
             return Sampled(tokens)
-        found = (entry for best in self.best for entry in best.entries())
-        logprobs = {place: entry for place, entry in found if place not in self.errors}
+        entries = (entry for best in self.best for entry in best.entries())
+        logprobs = {place: entry for place, entry in entries if place not in self.errors}
         return Sampled(tokens, logprobs, self.errors)
 
 
 @define(eq=False)
 class _RowState:
-    """What the sampler keeps of a row that is more than numbers."""
+    """Sampling state of a row that depends on its history."""
 
     view: RowView
     output: list[int]
@@ -107,7 +108,7 @@ class _RowState:
     matcher: Matcher | None
 
     def fill(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocabulary / 32)] int32, of the tokens that the grammar allows next."""
+        """Fill the grammar's bit mask of allowed tokens: [ceil(vocabulary / 32)] int32."""
         if self.matcher is not None:
             self.matcher.fill(mask)
 
@@ -123,15 +124,15 @@ class _Step:
     errors: dict[int, RowFailure] = field(factory=dict)
 
     def places(self, flag: int) -> list[int]:
-        """The places whose rows have `flag` and have not failed."""
-        found = np.flatnonzero(self.flags & flag).tolist()
-        return [place for place in found if place not in self.errors]
+        """Return the indices of rows that have `flag` and have not failed."""
+        places = np.flatnonzero(self.flags & flag).tolist()
+        return [place for place in places if place not in self.errors]
 
 
 class Sampler:
-    """Holds the sampling state of all rows and chooses their next tokens.
+    """Stores the sampling state of all rows and samples their next tokens.
 
-    rows: how many rows there can be. mode: of `--logprobs-mode`. ops: bound sampling ops.
+    rows: maximum number of rows. mode: `--logprobs-mode`.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Sampler:
     def admit(
         self, start: RowStart, params: SamplingParams, grammar: Grammar | None = None
     ) -> None:
-        """A row starts. Whatever its grammar or a processor raises is the row's error."""
+        """Start a row. Exceptions of its grammar or of processors propagate."""
         row = start.row
         flags = self._numbers(row, start, params)
         output = [int(token) for token in start.output]
@@ -203,13 +204,15 @@ class Sampler:
         self.processors.release(row)
 
     def waits(self, rows: np.ndarray) -> bool:
-        """Whether the tokens of these rows have to be known before the next ones are chosen."""
+        """Whether the rows' tokens must be known on the host before the next ones are sampled."""
         return bool((self._flags[rows] & _HISTORY).any())
 
     def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Chosen:
-        """rows, positions: [n], the position that each row's new token will have; logits:
-        [n, vocabulary], which may be overwritten. A row may come several times if it keeps no
-        history. Where work is queued this returns before it is done, unless a row `waits`.
+        """Sample one token per row.
+
+        rows: [n]; a row without history may occur repeatedly. positions: [n], of each new token.
+        logits: [n, vocabulary], may be overwritten. On devices that queue work this returns before
+        it is done, unless a row `waits`.
         """
         flags = self._flags[rows]
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
@@ -239,11 +242,11 @@ class Sampler:
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
     ) -> Verified:
-        """Choose for rows with drafts what single steps would have chosen.
+        """Sample rows with drafts, with the same result as single steps.
 
-        positions: [rows], of each row's first new token; drafts: [d] int64 per row; logits:
-        [sum(d + 1), vocabulary], of the row's last known token and of its drafts. Rows without a
-        history are done at once, the others position by position as long as their drafts hold.
+        positions: [rows], position of each row's first new token. drafts: [d] int64 per row.
+        logits: [sum(d + 1), vocabulary], for each row's last known token and its drafts. Rows
+        without history are sampled at once, others position by position until a mismatch.
         """
         sizes = np.array([len(draft) + 1 for draft in drafts])
         firsts = np.cumsum(sizes) - sizes
@@ -257,20 +260,20 @@ class Sampler:
         at = np.flatnonzero(~history[owners] | (offsets == 0))
         while len(at):
             own = logits if len(at) == len(owners) else logits[self._tensor(at)]
-            found = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
-            tokens[at] = found.tokens
-            logprobs.update((int(at[place]), entry) for place, entry in found.logprobs.items())
-            errors.update((int(at[place]), failure) for place, failure in found.errors.items())
-            goes_on = history[owners[at]] & (tokens[at] == expected[at])
+            drawn = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
+            tokens[at] = drawn.tokens
+            logprobs.update((int(at[place]), entry) for place, entry in drawn.logprobs.items())
+            errors.update((int(at[place]), failure) for place, failure in drawn.errors.items())
+            matches = history[owners[at]] & (tokens[at] == expected[at])
             at = np.array(
-                [place + 1 for place in at[goes_on].tolist()
+                [place + 1 for place in at[matches].tolist()
                  if int(tokens[place]) not in self._rows[int(rows[owners[place]])].stops],
                 dtype=np.int64,
             )  # fmt: skip
         return _runs(firsts, sizes, tokens, expected, logprobs, errors)
 
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
-        """The drafts up to the first that the row's grammar does not allow now."""
+        """Return the drafts before the first one that the row's grammar forbids."""
         state = self._rows.get(row)
         if state is None or state.matcher is None:
             return drafts
@@ -300,12 +303,12 @@ class Sampler:
         self.ops.apply_bitmask(step.logits, at, torch.from_numpy(masks).to(self.device))
 
     def _raw(self, step: _Step, union: int, places: list[int]) -> torch.Tensor:
-        """Logits before they are changed: [places, vocabulary]; the step's own if nothing will."""
-        whole = len(places) == len(step.rows) and not union & _CHANGED
-        return step.logits if whole else step.logits[places]
+        """Return logits before any change: [places, vocabulary]. Copies only if necessary."""
+        unchanged = len(places) == len(step.rows) and not union & _CHANGED
+        return step.logits if unchanged else step.logits[places]
 
     def _process(self, step: _Step, union: int) -> None:
-        """Constraints, early processors and penalties."""
+        """Apply constraints, early processors and penalties."""
         for place in step.places(_CONSTRAINED):
             try:
                 _constrain(self._rows[int(step.rows[place])], step.logits[place])
@@ -327,7 +330,10 @@ class Sampler:
         step.errors.update((place, RowFailure(message)) for place, message in errors.items())
 
     def _temper(self, step: _Step) -> np.ndarray:
-        """Divide rows with late processors by their temperature and run these; what is left."""
+        """Divide rows with late processors by their temperature and run the processors.
+
+        Returns the temperatures that remain to be applied.
+        """
         left: np.ndarray = self._temperature[step.rows]
         places = step.places(_LATE)
         if not places:
@@ -338,7 +344,7 @@ class Sampler:
         return left
 
     def _choose(self, step: _Step, union: int, temperature: np.ndarray) -> torch.Tensor:
-        """[n] int64, on the device."""
+        """Sample the tokens: [n] int64, on the device."""
         tokens: torch.Tensor
         if not union & _DRAWN:
             tokens = self.ops.argmax(step.logits)
@@ -349,8 +355,8 @@ class Sampler:
             heat, *filters, drawn = numbers
             off = (self._top_k, 0), (self._top_p, 1), (self._min_p, 0)
             top_k, top_p, min_p = (
-                given if (known[step.rows] != value).any() else None
-                for given, (known, value) in zip(filters, off, strict=True)
+                tensor if (values[step.rows] != neutral).any() else None
+                for tensor, (values, neutral) in zip(filters, off, strict=True)
             )
             tokens = self.ops.sample_blind(step.logits, heat, top_k, top_p, min_p, drawn)
         else:
@@ -360,12 +366,12 @@ class Sampler:
     def _numbers_of(
         self, rows: np.ndarray, temperature: np.ndarray, *more: np.ndarray
     ) -> tuple[torch.Tensor, ...]:
-        """What ops of drawing take beside the logits."""
+        """Send the arguments of sampling ops, other than logits, to the device."""
         filters = self._top_k[rows], self._top_p[rows], self._min_p[rows]
         return self._staging.send((temperature, *filters, *more))
 
     def _processed(self, step: _Step, places: list[int], temperature: np.ndarray) -> torch.Tensor:
-        """Logits after everything that is done before the draw: [places, vocabulary] fp32."""
+        """Return logits as used for sampling: [places, vocabulary] fp32."""
         values = step.logits[places]
         drawn = [i for i, place in enumerate(places) if temperature[place] > 0]
         if drawn:
@@ -377,20 +383,20 @@ class Sampler:
     def _best_of(
         self, step: _Step, places: list[int], values: torch.Tensor, tokens: torch.Tensor
     ) -> list[Best]:
-        """values: [places, vocabulary]. Places that ask for as many tokens are done together."""
-        wishes = self._best[step.rows[places]]
-        # Where no token could be chosen any one will do: what it gives is not looked at.
+        """Compute top logprobs, grouped by k. values: [places, vocabulary]."""
+        ks = self._best[step.rows[places]]
+        # Failed rows have no token; their result is discarded.
         tokens = tokens.clamp(min=0)
-        counts = np.unique(wishes).tolist()
-        if len(counts) == 1 and len(places) == len(step.rows):
-            return [self.best(values, tokens, counts[0])]
-        found = []
-        for k in counts:
-            some = np.flatnonzero(wishes == k)
-            at = [places[i] for i in some.tolist()]
+        distinct = np.unique(ks).tolist()
+        if len(distinct) == 1 and len(places) == len(step.rows):
+            return [self.best(values, tokens, distinct[0])]
+        groups = []
+        for k in distinct:
+            group = np.flatnonzero(ks == k)
+            at = [places[i] for i in group.tolist()]
             chosen = tokens[self._tensor(np.array(at))]
-            found.append(self.best(values[self._tensor(some)], chosen, k, at))
-        return found
+            groups.append(self.best(values[self._tensor(group)], chosen, k, at))
+        return groups
 
     def best(
         self,
@@ -399,15 +405,17 @@ class Sampler:
         k: int,
         places: Sequence[int] | None = None,
     ) -> Best:
-        """values: [n, vocabulary] fp32 logits; tokens: [n] -> in the terms of `mode`. places: what
-        the n are called, by default 0 ... n - 1.
+        """Compute the k best logprobs, or logits, depending on `mode`.
+
+        values: [n, vocabulary] fp32 logits. tokens: [n], the sampled ones. places: indices to
+        report, by default 0 ... n - 1.
         """
         normalise = self.mode.endswith("logprobs")
-        found = self.ops.top_logprobs(values, tokens, k, normalise)
-        return Best(range(len(values)) if places is None else places, self._platform.fetch(found))
+        top = self.ops.top_logprobs(values, tokens, k, normalise)
+        return Best(range(len(values)) if places is None else places, self._platform.fetch(top))
 
     def _commit(self, step: _Step, tokens: np.ndarray) -> None:
-        """Tell the rows that keep a history what they produced."""
+        """Append the tokens to rows that keep a history."""
         for place in step.places(_HISTORY):
             index, token = int(step.rows[place]), int(tokens[place])
             row = self._rows[index]
@@ -428,7 +436,10 @@ class Sampler:
 
 
 def _constrain(row: _RowState, logits: torch.Tensor) -> None:
-    """logits: [vocabulary]. Once its grammar is finished, a row may end before its minimum."""
+    """Apply a row's constraints to logits: [vocabulary].
+
+    Once its grammar is finished, a row may end before its minimum length.
+    """
     finished = row.matcher is not None and row.matcher.finished
     for constraint in row.constraints:
         if not (finished and isinstance(constraint, MinTokens)):
@@ -436,7 +447,7 @@ def _constrain(row: _RowState, logits: torch.Tensor) -> None:
 
 
 def _replayed(grammar: Grammar, output: np.ndarray) -> Matcher:
-    """A matcher that has taken what the row produced before it was preempted."""
+    """Create a matcher and replay the row's output from before it was preempted."""
     matcher = grammar.matcher()
     for token in output.tolist():
         if not matcher.accept(token):
@@ -454,35 +465,35 @@ def _runs(
     logprobs: Mapping[int, RowLogprobs],
     errors: Mapping[int, RowFailure],
 ) -> Verified:
-    """What each row gave: its tokens up to the first that differs from the draft, and that one."""
+    """Accept each row's drafts up to the first mismatch, plus the sampled token there."""
     accepted = np.zeros(len(sizes), dtype=np.int32)
-    kept: list[np.ndarray] = []
+    runs: list[np.ndarray] = []
     entries: dict[int, tuple[RowLogprobs, ...]] = {}
     failed: dict[int, RowFailure] = {}
     for place, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         differs = tokens[first : first + size] != expected[first : first + size]
         last = first + int(differs.argmax())
-        # A run that ended at a stop token is followed by places that were not looked at.
+        # Indices after a stop token were not sampled.
         while last > first and tokens[last] < 0 and last not in errors:
             last -= 1
         if last in errors:
             failed[place] = errors[last]
             continue
         accepted[place] = last + 1 - first
-        kept.append(tokens[first : last + 1])
+        runs.append(tokens[first : last + 1])
         if first in logprobs:
             entries[place] = tuple(logprobs[at] for at in range(first, last + 1))
-    flat = np.concatenate(kept) if kept else tokens[:0]
+    flat = np.concatenate(runs) if runs else tokens[:0]
     return Verified(flat, accepted, entries, failed)
 
 
 def _signed(seed: int) -> int:
-    """Any integer as the int64 with the same low bits."""
+    """Convert any integer to the int64 with the same low bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _why(logits: torch.Tensor) -> RowFailure:
-    """What is wrong with a row of logits from which nothing could be chosen."""
+    """Explain why no token could be sampled from a row of logits."""
     if bool(logits.isnan().any()):
         return RowFailure("the model gave NaN logits for this row")
     if bool(logits.isposinf().any()):

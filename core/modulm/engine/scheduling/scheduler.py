@@ -1,13 +1,13 @@
 """Scheduler: one token budget per step, shared by every sequence that has tokens to catch up on.
 
-There is no prefill or decode phase: a row has `known` tokens, of which `computed` have been
-through the model, and each step takes it further. Running rows go first, then waiting requests
-in the policy's order. When blocks run out, a row of the policy's choice is preempted and computed
-again later, to the same text.
+There are no separate prefill and decode phases: a row has `known` tokens, of which `computed` have
+been through the model, and each step computes more of them. Running rows come first, then waiting
+requests in the policy's order. When blocks run out, the policy selects a row to preempt; it is
+recomputed later with the same result.
 
-Planning is optimistic: it counts the tokens of the step as computed and appends a placeholder for
-the token that each row will sample; `commit` fills it in. So the next step can be planned while
-one runs. A result for a row that ended or was preempted in between is dropped.
+Planning is optimistic: it counts the step's tokens as computed and appends a placeholder for the
+token that each row will sample, which `commit` fills in. So the next step can be planned while one
+runs. Results for rows that ended or were preempted in the meantime are dropped.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
 __all__ = ["BudgetScheduler"]
 
-#: Waiting requests that are passed over in a step, beside one for each row.
+#: How many waiting requests a step may skip, in addition to one per row.
 _LOOK = 8
 
 
 class BudgetScheduler(Scheduler):
-    """The built-in scheduler. Not safe for use by several threads.
+    """The built-in scheduler. Not thread-safe.
 
-    parts: the step parts of this engine, whose planners it asks.
+    parts: the engine's step parts, whose planners it calls.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class BudgetScheduler(Scheduler):
         self._prefilling: set[int] = set()
         self._in_flight: deque[StepInFlight] = deque()
         self._released: list[int] = []
-        #: Rows that wait for a load: workers hear of them with the step that runs them.
+        #: Rows waiting for a load; workers learn of them with the first step that runs them.
         self._unannounced: set[int] = set()
         self._arrivals = self._steps = self._preempted = 0
-        # Counts releases: while it stands still, every planned row is still the same sequence.
+        # Counts releases. While it is unchanged, every planned row is still the same sequence.
         self._generation = 0
-        # Whether a row that samples waits for its token before it is planned again.
+        # Whether a sampling row must wait for its token before it is planned again.
         self._one_by_one = limits.stages > 1 or any(
             planner.one_at_a_time for planner in self.planners.values()
         )
@@ -122,7 +122,7 @@ class BudgetScheduler(Scheduler):
     def waiting(self) -> int:
         return len(self.queue)
 
-    # Requests come and go.
+    # Requests.
 
     def check_room(self, requests: int, tokens: int) -> None:
         free = self.table.free
@@ -160,7 +160,7 @@ class BudgetScheduler(Scheduler):
         self.queue.push(entry)
 
     def abort(self, request: str) -> Finish | None:
-        """End a request now and free what it holds; None if there is no such request."""
+        """End a request and free its blocks; None for an unknown id."""
         entry = self._entries.get(request)
         if entry is None:
             return None
@@ -180,10 +180,10 @@ class BudgetScheduler(Scheduler):
         for forget in self._hooks.forget:
             forget(not self._running)
 
-    # A step is planned.
+    # Planning a step.
 
     def plan(self) -> Plan:
-        """The next step; idle when there is nothing to do."""
+        """Plan the next step; it is idle if there is nothing to do."""
         began = time.perf_counter()
         preempted = self._preempted
         step = self._continue()
@@ -200,7 +200,7 @@ class BudgetScheduler(Scheduler):
         return self._assemble(step, began)
 
     def _continue(self) -> NextStep:
-        """The running rows' part; rows are preempted until the others have their blocks."""
+        """Plan the running rows, preempting some until the others have their blocks."""
         while True:
             step = self._share()
             if not len(step.rows) or self.cache.grow(step.rows, step.starts + step.counts):
@@ -208,15 +208,15 @@ class BudgetScheduler(Scheduler):
             self._preempt()
 
     def _share(self) -> NextStep:
-        """Divide the budget among running rows in their order of admission."""
+        """Divide the budget among running rows in order of admission."""
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
         known = table.known[rows]
-        # A row whose last token is being sampled already has nothing left to compute.
+        # A row whose last token is already being sampled has nothing left to compute.
         open_ends = known < table.limit[rows]
         if self._one_by_one or table.paused:
             open_ends &= ~table.waiting[rows]
-            # Each stage has its part of the rows.
+            # Each pipeline stage works on its share of the rows.
             open_ends &= open_ends.cumsum() <= -(-len(rows) // self.limits.stages)
         if self._hooks.begin:
             decoding = int(np.count_nonzero(open_ends)) > len(self._prefilling)
@@ -241,33 +241,33 @@ class BudgetScheduler(Scheduler):
         return NextStep(rows, starts, counts, one_each=not self._prefilling)
 
     def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
+        """Shorten chunks of unfinished prompts to end at a multiple of the cache's unit."""
         ends = starts + counts
-        whole = np.maximum(ends - ends % self.cache.unit, starts)
+        aligned = np.maximum(ends - ends % self.cache.unit, starts)
         unfinished = ends < known
         if not self._patient():
-            unfinished &= whole > starts
-        cut: np.ndarray = np.where(unfinished, whole - starts, counts)
+            unfinished &= aligned > starts
+        cut: np.ndarray = np.where(unfinished, aligned - starts, counts)
         return cut
 
     def _patient(self) -> bool:
-        """Whether a prompt waits rather than end within a unit, where nothing could be kept of it.
+        """Whether a prompt waits if less than a unit fits, since its state could not be cached.
 
-        Rows that decode leave the others a unit per step then, so the first of them goes on.
+        Only if decoding rows leave room for a whole unit per step, so that a prompt can proceed.
         """
         decoding = len(self._running) - len(self._prefilling)
         room = min(self.limits.tokens - decoding, self.limits.long or self.limits.tokens)
         return 1 < self.cache.unit <= room
 
     def _ordered(self) -> np.ndarray:
-        """Running rows in order of admission; the same array until a row comes or goes."""
+        """Return running rows in order of admission; the same array until one starts or ends."""
         if self._order is None:
             self._order = np.fromiter(self._running, dtype=np.int64, count=len(self._running))
             self._order32 = self._order.astype(np.int32)
         return self._order
 
     def _preempt(self) -> None:
-        """The policy's victim gives its blocks back and queues again with the tokens it has."""
+        """Release the blocks of the policy's victim and queue it again with its tokens."""
         entries = list(self._running.values())
         entry = entries[self.policy.victim([entry.request for entry in entries])]
         if entry.row is None:
@@ -279,7 +279,7 @@ class BudgetScheduler(Scheduler):
         self.queue.push(entry)
 
     def _join(self, step: NextStep) -> NextStep:
-        """Admit waiting requests into what is left of the budget."""
+        """Admit waiting requests into the rest of the budget."""
         unfinished = [self._running[row].tokens for row in self._prefilling]
         left = self.limits.tokens - int(step.counts.sum())
         admission = Admission(self.limits, left, unfinished, self.cache.unit, self._patient())
@@ -321,8 +321,9 @@ class BudgetScheduler(Scheduler):
         return self._extended(step, joined) if joined else step
 
     def _find_prefix(self, entry: Entry, skipped: list[Entry]) -> tuple[Hit, int] | None:
-        """What of the entry's tokens the device holds, and how many are held anywhere; None: it
-        has to wait. skipped: entries before it that wait.
+        """Find the entry's prefix on the device, and its length including external storage.
+
+        None: the entry has to wait. skipped: entries ahead of it that wait.
         """
         if any(defers(entry, skipped) for defers in self._hooks.defers):
             return None
@@ -338,7 +339,7 @@ class BudgetScheduler(Scheduler):
         return hit, reach
 
     def _load(self, entry: Entry, hit: Hit, reach: int) -> None:
-        """The entry, which has a row, waits in it until its blocks up to `reach` are loaded."""
+        """Load the blocks up to `reach` of an entry, which waits in its row meanwhile."""
         if entry.row is not None:
             self._prefilling.add(entry.row)
             self._unannounced.add(entry.row)
@@ -346,7 +347,7 @@ class BudgetScheduler(Scheduler):
                 load(entry, entry.row, hit.tokens, reach)
 
     def _announce(self, step: NextStep) -> None:
-        """Rows whose load has ended are admitted with the first step that runs them."""
+        """Admit rows whose load has ended with the first step that runs them."""
         rows, now = self._unannounced.intersection(step.rows.tolist()), time.monotonic()
         if not rows:
             return
@@ -367,7 +368,7 @@ class BudgetScheduler(Scheduler):
         return row_start(entry, parts)
 
     def _admit(self, entry: Entry, hit: Hit, count: int) -> bool:
-        """Give the entry a row and blocks; False if there are too few blocks."""
+        """Assign a row and blocks to an entry; False if too few blocks are free."""
         known = entry.tokens if self.limits.reserve else hit.tokens + count
         spare = self.limits.spare if self._running else 0.0
         row = self.table.next_row
@@ -385,14 +386,14 @@ class BudgetScheduler(Scheduler):
         return True
 
     def _extended(self, step: NextStep, joined: list[tuple[Entry, Hit, int]]) -> NextStep:
-        """The step with the rows that were just admitted."""
+        """Return the step extended by the admitted entries."""
         now = time.monotonic()
-        run = [both for both in joined if both[2]]
-        rows = [entry.row for entry, _, _ in run]
+        running = [item for item in joined if item[2]]
+        rows = [entry.row for entry, _, _ in running]
         return NextStep(
             np.concatenate([step.rows, rows]).astype(np.int64),
-            np.concatenate([step.starts, [hit.tokens for _, hit, _ in run]]).astype(np.int64),
-            np.concatenate([step.counts, [count for _, _, count in run]]).astype(np.int64),
+            np.concatenate([step.starts, [hit.tokens for _, hit, _ in running]]).astype(np.int64),
+            np.concatenate([step.counts, [count for _, _, count in running]]).astype(np.int64),
             admit=tuple(self._row_start(entry) for entry, _, _ in joined),
             started=[
                 Start(entry.request.id, hit.tokens, now)
@@ -402,7 +403,7 @@ class BudgetScheduler(Scheduler):
         )
 
     def _assemble(self, step: NextStep, began: float) -> Plan:
-        """Make the plan and advance the table as if it had run."""
+        """Build the plan and advance the row table as if it had run."""
         table, rows, counts = self.table, step.rows, step.counts
         ends = step.starts + counts
         if step.one_each:
@@ -445,10 +446,10 @@ class BudgetScheduler(Scheduler):
             self._in_flight.append(flight)
         return plan
 
-    # A step's result comes in.
+    # Results.
 
     def commit(self, plan: Plan, result: StepResult) -> StepEvents:
-        """Take the result of the oldest plan that has none yet."""
+        """Process the result of the oldest plan in flight."""
         flight = self._take_in_flight(plan)
         table = self.table
         for report in result.parts:
@@ -498,8 +499,9 @@ class BudgetScheduler(Scheduler):
         )
 
     def _settle(self, plan: Plan, runs: TokenRuns, unfinished: Sequence[int]) -> None:
-        """Rows stand where their runs end, unfinished ones where they stood before the step, and
-        may be planned again.
+        """Set rows to the end of their runs so that they may be planned again.
+
+        Unfinished rows return to their state before the step.
         """
         table = self.table
         table.known[runs.owners] = runs.places + 1
@@ -512,18 +514,18 @@ class BudgetScheduler(Scheduler):
         self._prefilling.update(rows[table.known[rows] - starts > 1].tolist())
 
     def _end_silent(self, runs: TokenRuns, unfinished: Sequence[int]) -> list[Finish]:
-        """End the rows that gave no token, unless they go on without one."""
+        """End the rows that got no token, unless they are unfinished."""
         finished = []
         for row in runs.silent():
             if any(ends(row) for ends in self._hooks.ends):
                 finished.append(self._finish(row, "stop"))
             elif row not in unfinished:
-                lost = RowError("the executor gave no token")
-                finished.append(self._finish(row, "error", error=lost))
+                error = RowError("the executor returned no token")
+                finished.append(self._finish(row, "error", error=error))
         return finished
 
     def fail(self, plan: Plan, error: Exception) -> list[Finish]:
-        """The step raised: what it ran ends with `error`, as its memory is in doubt."""
+        """End the requests of a step that raised, since their caches may be incomplete."""
         flight = self._take_in_flight(plan)
         for fail in self._hooks.fail:
             fail(plan)
@@ -534,11 +536,11 @@ class BudgetScheduler(Scheduler):
     def _take_in_flight(self, plan: Plan) -> StepInFlight:
         flight = self._in_flight.popleft()
         if flight.plan is not plan:
-            raise EngineError(f"step {plan.step} came in before step {flight.plan.step}")
+            raise EngineError(f"step {plan.step} was committed before step {flight.plan.step}")
         return flight
 
     def _fail_rows(self, flight: StepInFlight, result: StepResult) -> list[Finish]:
-        """End the rows that failed; an executor repeats errors until a row is released."""
+        """End the rows that failed. Executors repeat a row's error until it is released."""
         epochs = dict(zip(flight.rows.tolist(), flight.epochs.tolist(), strict=True))
         return [
             self._finish(row, "error", error=row_error(failure))
@@ -583,7 +585,7 @@ class BudgetScheduler(Scheduler):
         return Finish(entry.request.id, reason, stop, error)
 
     def _release(self, row: int) -> np.ndarray:
-        """Take row and blocks back; the tokens it had."""
+        """Free a row and its blocks; return its tokens."""
         entry = self._running.pop(row)
         self._prefilling.discard(row)
         self._order = None
