@@ -352,3 +352,20 @@ def test_defaults_of_the_model_apply_where_nothing_is_asked(make_server: ServerM
 def test_priority_with_a_policy_that_reads_it(make_server: ServerMaker) -> None:
     with make_server(scheduling_policy="priority").client() as client:
         assert client.post(CHAT, json={**BASE[CHAT], "priority": -5}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_samplers_of_packages_get_their_settings(live: Live, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    settings = {"dry_multiplier": 0.8, "dry_sequence_breakers": ["\n"], "xtc_probability": 0.5}
+    off = {"mirostat": 0, "mirostat_tau": 3, "typical_p": 1, "top_n_sigma": -1}
+    with live.client() as http:
+        body = {**prompt, **settings, **off, "vllm_xargs": {"own": 1}}
+        assert http.post(path, json=body).status_code == 200
+        assert live.engine.seen[-1][1].extra_args == {"own": 1, **settings}
+        beams = {"prompt": "hello", "use_beam_search": True, "n": 2, "typical_p": 0.5}
+        answer = http.post("/v1/completions", json=beams)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "typical_p"

@@ -168,12 +168,25 @@ def test_settings_reach_the_engine(post, live: Live) -> None:
     assert live.engine.salts[-1] is None
 
 
+def test_samplers_of_packages_get_their_settings(post, live: Live) -> None:
+    post("/completion", prompt="hello", dry_multiplier=0.8, dry_base=2, xtc_probability=0.5,
+         typical_p=1.0, dynatemp_range=0.3)  # fmt: skip
+    assert live.engine.seen[-1][1].extra_args == {
+        "dry_multiplier": 0.8, "dry_base": 2, "xtc_probability": 0.5, "dynatemp_range": 0.3,
+    }  # fmt: skip
+    post("/completion", prompt="hello", dry_multiplier=0.8, typical_p=0.5, samplers=["typical_p"])
+    assert live.engine.seen[-1][1].extra_args == {"typical_p": 0.5}
+    post("/completion", prompt="hello", mirostat=2, mirostat_tau=3, typical_p=0.5, top_k=5)
+    params = live.engine.seen[-1][1]
+    assert params.extra_args == {"mirostat": 2, "mirostat_tau": 3}
+    assert (params.top_k, params.top_p, params.min_p) == (0, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("dynatemp_range", 0.5), ("mirostat", 2), ("typical_p", 0.5), ("xtc_probability", 0.5),
-        ("dry_multiplier", 0.8), ("top_n_sigma", 1.0), ("min_keep", 3), ("n_indent", 4),
-        ("t_max_predict_ms", 100), ("post_sampling_probs", True), ("samplers", ["mirostat"]),
+        ("min_keep", 3), ("n_indent", 4),
+        ("t_max_predict_ms", 100), ("post_sampling_probs", True), ("samplers", ["tfs_z"]),
         ("logit_bias", "a"), ("id_slot", 9999), ("lora", [{"id": 0, "scale": 0.5}]),
         ("n_probs", 1000), ("json_schema", "text"), ("n_predict", "many"), ("prompt", [1, {}]),
         ("prompt", []), ("prompt", [1.5]),

@@ -125,7 +125,7 @@ def test_what_is_there(client: ollama.Client) -> None:
         ("chat", {"model": "M", "messages": [{"role": "user", "images": ["x"]}]}, 400, "images"),
         ("chat", {"model": "M", "messages": asked("x"), "format": "xml"}, 400, "format"),
         ("generate", {"model": "M", "prompt": "x", "suffix": "y"}, 400, "suffix"),
-        ("generate", {"model": "M", "prompt": "x", "options": {"mirostat": 2}}, 400, "mirostat"),
+        ("generate", {"model": "M", "prompt": "x", "options": {"tfs_z": 0.5}}, 400, "tfs_z"),
         ("generate", {"model": "M", "prompt": "x", "options": {"top_p": 7}}, 400, "top_p"),
         ("embed", {"model": "M", "input": "x"}, 400, "--runner pooling"),
     ],
@@ -168,3 +168,11 @@ def test_no_chunk_is_empty(client: ollama.Client, text: str) -> None:
     for part in list(client.chat("M", asked(text), tools=[TOOL], stream=True))[:-1]:
         message = part.message
         assert message.content or message.thinking or message.tool_calls
+
+
+def test_options_of_samplers_reach_the_engine(client: ollama.Client, live: Live) -> None:
+    options = {"typical_p": 0.7, "mirostat": 2, "mirostat_eta": 0.2}
+    client.generate("M", "hello", raw=True, options=options)
+    assert live.engine.seen[-1][1].extra_args == options
+    client.generate("M", "hello", raw=True, options={"typical_p": 1.0, "mirostat": 0})
+    assert live.engine.seen[-1][1].extra_args is None

@@ -24,6 +24,7 @@ from modulm.contracts.sampling import (
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm.plugins.index import to_install
 
+from modulm_samplers import SettingsProcessor, unserved
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ def check(
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
+    _check_samplers(params, processors)
 
 
 def problem(name: str, value: Any) -> str | None:
@@ -106,6 +108,18 @@ def problem(name: str, value: Any) -> str | None:
 
 
 def check_prompt(
+def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProcessor]]) -> None:
+    """Raise RequestError for a sampler that is on, but not installed."""
+    served: set[str] = set()
+    for processor in processors:
+        if issubclass(processor, SettingsProcessor):
+            served.update(processor.arguments())
+    missing = unserved(params.extra_args or {}, served)
+    if missing is not None:
+        words = f"{missing.switch} needs {missing.distribution}{to_install(missing.distribution)}"
+        raise RequestError(words, missing.switch)
+
+
     ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int, room: int = 1
 ) -> None:
     """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks.

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_frontend.beam_search import BeamSearchParams
+from modulm_samplers import SAMPLERS, sampler_arguments
 from modulm_server.json_body import bad_field
 from modulm_server.request_guard import RequestLimits
 
@@ -110,6 +111,20 @@ class SamplingFields(Struct, kw_only=True):
     repetition_detection: dict[str, Any] | None = None
     logits_processors: list[Any] | None = None
     thinking_token_budget: Budget | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
 
 
 def reject_unsupported(body: Struct, *names: str) -> None:
@@ -155,6 +170,7 @@ def sampling_params(
         raise bad_field("length_penalty", "length_penalty needs use_beam_search: true")
     if body.stream and (body.best_of or 0) > (body.n or 1):
         raise bad_field("best_of", "best_of greater than n cannot be streamed")
+    samplers = sampler_arguments({name: getattr(body, name) for name in _SAMPLER_FIELDS})
     values = {name: getattr(body, name) for name in _PLAIN}
     chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
@@ -166,7 +182,7 @@ def sampling_params(
         bad_words=body.bad_words,
         structured_outputs=constraint,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        extra_args=body.vllm_xargs,
+        extra_args={**(body.vllm_xargs or {}), **samplers} or body.vllm_xargs,
     )
 
 
@@ -176,7 +192,8 @@ def _beams(
     """Build the parameters of a beam search. Raises ApiError(400) for unsupported fields."""
     if body.stream:
         raise bad_field("stream", "stream is not supported with use_beam_search")
-    for name, neutral in _NEUTRAL.items():
+    off = {sampler.switch: sampler.off for sampler in SAMPLERS}
+    for name, neutral in {**_NEUTRAL, **off}.items():
         if getattr(body, name) not in (None, *neutral):
             raise bad_field(name, f"{name} has no effect with use_beam_search; leave it out")
     width = body.n or 1
@@ -242,6 +259,8 @@ _PLAIN = (
     "top_p",
     "truncate_prompt_tokens",
 )
+#: Fields of samplers that packages have (`modulm_samplers`).
+_SAMPLER_FIELDS = tuple(name for sampler in SAMPLERS for name in sampler.settings)
 #: Settings of generation_config.json that become defaults.
 _DEFAULTABLE = ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")
 

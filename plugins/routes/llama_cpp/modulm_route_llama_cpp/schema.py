@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from attrs import frozen
+from attrs import field, frozen
 from msgspec import Meta, Struct
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_samplers import SAMPLERS as MORE
+from modulm_samplers import sampler_arguments
 from modulm_server.constraints import from_structured
 from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS, StructuredFields, check_schema
@@ -27,7 +29,14 @@ __all__ = [
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Few = Annotated[int, Meta(ge=1, le=LIMITS.n)]
 #: Samplers that there are, in the order in which this engine has them.
-SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
+SAMPLERS = ("dry", "penalties", "temperature", "top_n_sigma", "typ_p", "xtc", "min_p", "top_k",
+            "top_p")  # fmt: skip
+#: Other names of samplers, and the samplers of `modulm_samplers` by the setting that turns them on.
+_ALIASES = {"typical_p": "typ_p"}
+_SWITCHES = {
+    "dry": "dry_multiplier", "temperature": "dynatemp_range", "top_n_sigma": "top_n_sigma",
+    "typ_p": "typical_p", "xtc": "xtc_probability",
+}  # fmt: skip
 
 
 class CompletionRequest(Struct, kw_only=True):
@@ -61,7 +70,7 @@ class CompletionRequest(Struct, kw_only=True):
     repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
-    samplers: list[str] | None = None
+    samplers: Annotated[list[str], Meta(max_length=64)] | None = None
     min_keep: Count | None = None
     seed: int | None = None
     ignore_eos: bool = False
@@ -114,12 +123,6 @@ class EmbeddingRequest(Struct, kw_only=True):
 
 #: Fields that do what is not here -> values that change nothing, and what to say of others.
 _NEUTRAL: Mapping[str, tuple[tuple[float, ...], str]] = {
-    "dynatemp_range": ((0,), "temperature is the same for all tokens"),
-    "typical_p": ((1,), "there is no such sampler"),
-    "top_n_sigma": ((-1, 0), "there is no such sampler"),
-    "xtc_probability": ((0,), "there is no such sampler"),
-    "dry_multiplier": ((0,), "there is no such sampler; repeat_penalty is there"),
-    "mirostat": ((0,), "there is no such sampler"),
     "min_keep": ((0, 1), "one token is always kept, no more"),
     "n_indent": ((0,), "lines are not indented"),
     "t_max_predict_ms": ((0, -1), "time is not bounded; n_predict bounds tokens"),
@@ -131,7 +134,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[float, ...], str]] = {
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
 #: Samplers that change nothing with their neutral settings.
-_NEUTRAL_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "infill")
+_NEUTRAL_SAMPLERS = ("infill",)
 
 
 @frozen(kw_only=True)
@@ -147,6 +150,8 @@ class Settings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     samplers: Sequence[str] = SAMPLERS
+    #: Settings of `modulm_samplers`, by name.
+    more: Mapping[str, Any] = field(factory=dict)
 
     @classmethod
     def of(cls, body: CompletionRequest, defaults: Mapping[str, Any]) -> Settings:
@@ -163,17 +168,22 @@ class Settings:
             settings["repeat_penalty"] = defaults["repetition_penalty"]
         requested = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
         settings |= {name: value for name, value in requested.items() if value is not None}
-        return cls(**settings, samplers=_samplers(body.samplers))
+        samplers = _samplers(body.samplers)
+        values = {name: getattr(body, name) for one in MORE for name in one.settings}
+        values |= {switch: None for name, switch in _SWITCHES.items() if name not in samplers}
+        return cls(**settings, samplers=samplers, more=sampler_arguments(values))
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as responses show them."""
         neutral = {name: values[0] for name, (values, _) in _NEUTRAL.items()}
+        neutral |= {one.switch: one.off[0] for one in MORE}
         del neutral["grammar_lazy"], neutral["t_max_prompt_ms"]
         settings = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
         return {
             **neutral,
             "post_sampling_probs": False,
             **settings,
+            **self.more,
             "samplers": list(self.samplers),
         }
 
@@ -182,6 +192,7 @@ def _samplers(names: Sequence[str] | None) -> Sequence[str]:
     """The enabled samplers, in the engine's order. Samplers not listed are off."""
     if names is None:
         return SAMPLERS
+    names = [_ALIASES.get(name, name) for name in names]
     for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
             raise bad_field(
@@ -199,6 +210,8 @@ def params_of(
     """Build the engine's parameters. The engine checks what depends on the model."""
     limit = body.n_predict if body.n_predict is not None else body.max_tokens
     on = settings.samplers
+    if "mirostat" in settings.more:  # which takes the place of the samplers that leave tokens out
+        on = [name for name in on if name in ("temperature", "penalties")]
     seed = None if body.seed is None or body.seed in (-1, 2**32 - 1) else body.seed
     return SamplingParams(
         n=body.n_cmpl or 1,
@@ -214,8 +227,18 @@ def params_of(
         logit_bias=bias,
         structured_outputs=constraint,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        extra_args=_penalties(settings),
+        extra_args=_arguments(settings),
     )
+
+
+def _arguments(settings: Settings) -> dict[str, Any] | None:
+    """Settings of logits processors. Mirostat takes the place of the others that are here."""
+    more = {
+        name: value
+        for name, value in settings.more.items()
+        if "mirostat" not in settings.more or name.startswith(("mirostat", "dynatemp"))
+    }
+    return {**(_penalties(settings) or {}), **more} or None
 
 
 def _penalties(settings: Settings) -> dict[str, Any] | None:

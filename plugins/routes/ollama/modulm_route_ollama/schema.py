@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables
+from modulm_samplers import sampler_arguments
 from modulm_server.constraints import from_response_format
 from modulm_server.json_body import bad_field
 
@@ -137,7 +138,9 @@ class EmbeddingsRequest(Struct, kw_only=True):
 
 
 #: Options of unsupported samplers, and the values with which they have no effect.
-_NEUTRAL: Mapping[str, tuple[float, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,)}
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {"tfs_z": (1,)}
+#: Options of samplers that packages have.
+_SAMPLERS = ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
 
 
 def params_of(
@@ -183,6 +186,7 @@ def params_of(
     )
 
 
+        extra_args=sampler_arguments({name: getattr(options, name) for name in _SAMPLERS}) or None,
 def constraint_of(response_format: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
     """`format`: "json", or a JSON schema. Raises ApiError(400)."""
     if response_format is None or response_format == "":
