@@ -1,7 +1,7 @@
-"""Builds and owns scheduler, executor and loop: from a configuration to a running engine.
+"""Engine core: builds and owns scheduler, executor and engine loop.
 
-An `EngineCore` lives where steps are run: in the caller's thread (`LLM`), in a thread beside an
-event loop, or in a process of its own. Front ends exchange requests and events with it.
+It runs in the caller's thread (`LLM`), in a background thread, or in a separate process. Front ends
+exchange requests and events with it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["Defaults", "EngineCore", "limits_of"]
 
 log = logging.getLogger("modulm.engine")
 
-#: A configuration and generation_config.json -> sampling parameters of requests that name none.
+#: (configuration, generation_config.json) -> default sampling parameters.
 Defaults = Callable[["EngineConfig", Mapping[str, Any]], Mapping[str, Any]]
 
 
 def limits_of(config: EngineConfig, use: Use) -> Limits:
-    """The scheduler's numbers. Offline callers wait for their own queue: it has no bound."""
+    """Return the scheduler's limits. The queue of an offline engine is not limited."""
     scheduler, cache = config.scheduler, config.cache
     rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if rows is None or tokens is None:
@@ -65,9 +65,9 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
 
 
 class EngineCore:
-    """An engine that is ready to run: its scheduler, executor, loop and description.
+    """An engine that is ready to run: scheduler, executor, loop and description.
 
-    defaults: makes `EngineInfo.defaults`; without it there are none. Raises what it raises.
+    defaults: computes `EngineInfo.defaults`; its exceptions propagate.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class EngineCore:
         self._notify("modulm_engine_started", config=self.config)
 
     def submit(self, *requests: Request) -> None:
-        """Hand in requests. Raises QueueFull also while the engine sleeps."""
+        """Submit requests. Raises QueueFull, also while the engine sleeps."""
         if self._asleep:
             raise QueueFull("the engine sleeps; wake it up first")
         self.loop.submit(*requests)
 
-    # Between two steps: in the loop's thread, which `EngineLoop.call` sees to.
+    # Call these between steps, through `EngineLoop.call`.
 
     def reset_prefix_cache(self, root: bytes | None = None) -> None:
-        """Forget cached prefixes; see `Scheduler.forget_prefixes`."""
+        """Empty the prefix cache; see `Scheduler.forget_prefixes`."""
         self.loop.scheduler.forget_prefixes(root)
 
     def sleep(self, level: int) -> None:
-        """Give back the caches (level 1), and the weights as well (level 2)."""
+        """Free the caches (level 1), or the caches and the weights (level 2)."""
         if not self.config.model.enable_sleep_mode:
             raise UnsupportedError("this engine cannot sleep: start it with --enable-sleep-mode")
         if level not in (1, 2):
@@ -133,13 +133,13 @@ class EngineCore:
             self._asleep = True
 
     def wake_up(self) -> None:
-        """Have again what `sleep` gave back."""
+        """Restore what `sleep` freed."""
         if self._asleep:
             self.executor.wake_up()
             self._asleep = False
 
     def is_sleeping(self) -> bool:
-        """Whether memory was given back, so that nothing can run."""
+        """Whether the engine sleeps and cannot run requests."""
         return self._asleep
 
     def stop(self) -> None:
@@ -151,7 +151,7 @@ class EngineCore:
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
-    """A length that somebody asked for is not cut in silence. Raises ConfigError."""
+    """Raise ConfigError if the requested length does not fit."""
     if wanted is None or most >= wanted:
         return
     lacks = [
@@ -176,7 +176,7 @@ def _scheduler_class(config: EngineConfig) -> type[Any]:
 def _limits(config: EngineConfig, use: Use, capacity: Capacity, tasks: Sequence[str]) -> Limits:
     limits = limits_of(config, use)
     if not capacity.groups and "generate" not in tasks:
-        # An encoder keeps nothing between steps: it must see a prompt whole.
+        # An encoder has no cache: its prompts cannot be split over steps.
         limits = evolve(limits, chunked=False)
     return limits
 

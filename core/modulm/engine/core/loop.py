@@ -1,4 +1,4 @@
-"""The engine loop: take what came in, plan, run, commit, tell. It knows no text and no tensor."""
+"""The engine loop: admit requests, plan, run, commit, publish events."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ log = logging.getLogger("modulm.engine")
 
 T = TypeVar("T")
 
-#: Steps that may fail one after the other, with an executor that cannot say whether it still
-#: works, before the engine gives up.
+#: Consecutive failed steps before the engine gives up, if the executor cannot check itself.
 _MAX_FAILED_STEPS = 3
 
-#: Seconds between two looks at transfers that nothing runs beside.
+#: Seconds between steps that only poll transfers.
 _TRANSFER_POLL = 0.0005
 
 
 class Listener(Protocol):
-    """Who is told what happened, on the engine's thread."""
+    """Receives the engine's events, on the engine's thread."""
 
     def events(self, events: StepEvents) -> None:
-        """A step is done, or requests ended outside of one."""
+        """Handle a step's events, or requests that ended outside of a step."""
 
     def died(self, error: EngineDead) -> None:
-        """The engine cannot go on; nothing will follow."""
+        """Handle a fatal error; no events follow."""
 
 
 class _Notify(Protocol):
@@ -58,7 +57,7 @@ class _Abort:
 
 @frozen(eq=False)
 class _Call:
-    """Something to run on the engine's thread between two steps."""
+    """A function to run on the engine's thread between two steps."""
 
     function: Callable[[], object]
     answer: Future[Any]
@@ -72,14 +71,14 @@ class _Call:
 
 @define(eq=False)
 class _SubmittedStep:
-    """A step whose result has not been committed; without a future it has not begun either."""
+    """A step whose result is not committed. future: None if it has not been started."""
 
     plan: Plan
     future: Future[StepResult] | None
 
 
 class _Inbox:
-    """What other threads put in for the engine's thread, in order."""
+    """Items from other threads for the engine's thread, in order."""
 
     def __init__(self) -> None:
         self._items: deque[Request | _Abort | _Call] = deque()
@@ -94,11 +93,11 @@ class _Inbox:
         self._filled.set()
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         self._filled.set()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until there is something to look at, or the time has passed."""
+        """Wait for an item, a wake-up or the timeout."""
         self._filled.wait(seconds)
 
     def drain(self) -> Iterable[Request | _Abort | _Call]:
@@ -118,8 +117,8 @@ class _Inbox:
 class EngineLoop:
     """Steps a scheduler and an executor. One thread ticks; any may submit, abort and call.
 
-    depth: plans under way at once; 2 prepares a step while one runs (asynchronous scheduling).
-    notify: delivers hook notices (`PluginManager.notify`).
+    depth: plans in flight; 2 prepares a step while one runs (asynchronous scheduling). notify:
+    calls hooks (`PluginManager.notify`).
     """
 
     def __init__(
@@ -133,8 +132,8 @@ class EngineLoop:
         self.scheduler = scheduler
         self.executor = executor
         self.dead: EngineDead | None = None
-        #: Since when `run` is busy (monotonic seconds), None where it waits or does what it was
-        #: called for; and the plan that landed last. For who watches from another thread.
+        #: For watchdogs on other threads: since when `run` is busy (monotonic seconds), None while
+        #: it waits or runs a call; and the last plan that was run.
         self.busy_since: float | None = None
         self.plan: Plan | None = None
         self._listener = listener
@@ -142,7 +141,7 @@ class EngineLoop:
         self._depth = depth
         self._inbox = _Inbox()
         self._submitted: deque[_SubmittedStep] = deque()
-        # By request: done when its constraint is compiled; kept until the request has ended.
+        # By request id: done once its constraint is compiled; kept until the request has ended.
         self._prepared: dict[str, Future[None]] = {}
         self._compiling: dict[str, Request] = {}
         self._failures = 0
@@ -151,7 +150,7 @@ class EngineLoop:
         executor.watch(self.fail)
 
     def tick(self) -> bool:
-        """Run one engine step. False when there was nothing to do."""
+        """Run one engine step; False if there was nothing to do."""
         self._admit()
         plan = self.scheduler.plan()
         if not plan.idle:
@@ -167,11 +166,11 @@ class EngineLoop:
         return True
 
     def wait(self) -> None:
-        """Until there may be something to do again, after a tick that had nothing."""
+        """Wait for work after a tick that returned False."""
         self._inbox.wait()
 
     def _publish_idle(self) -> None:
-        """Nothing runs: if something ended outside of a step, the last numbers were wrong."""
+        """Publish current gauges if requests ended outside of a step."""
         if self._ended_between:
             self._ended_between = False
             self._listener.events(StepEvents(stats=self.scheduler.gauges()))
@@ -201,7 +200,7 @@ class EngineLoop:
             self._notify("modulm_step_finished", stats=events.stats)
         self._listener.events(events)
 
-    # What came in.
+    # The inbox.
 
     def _admit(self) -> None:
         ended: list[Finish] = []
@@ -238,12 +237,12 @@ class EngineLoop:
             ended.append(Finish(request.id, "error", None, error))
 
     def _forget(self, request: str) -> None:
-        """A request has ended: its compiled constraint may go."""
+        """Drop the compiled constraint of a request that has ended."""
         if self._prepared.pop(request, None) is not None:
             self.executor.forget(request)
 
     def _abort_request(self, request: str) -> None:
-        """Aborts are not events: who aborts knows."""
+        """Abort a request. There is no event for it."""
         compiling = self._compiling.pop(request, None)
         self._forget(request)
         if compiling is not None or self.scheduler.abort(request) is not None:
@@ -253,7 +252,7 @@ class EngineLoop:
     # From other threads.
 
     def submit(self, *requests: Request) -> None:
-        """Hand in requests, all or none. Raises QueueFull if they cannot wait, or EngineDead."""
+        """Submit requests, all or none. Raises QueueFull or EngineDead."""
         self.check()
         inbox = self._inbox
         tokens = sum(request.prompt_len for request in requests)
@@ -263,7 +262,7 @@ class EngineLoop:
             inbox.put(request)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
-        """Have constraints compiled beside the steps. Raises QueueFull."""
+        """Compile constraints in the background. Raises QueueFull."""
         try:
             for request in requests:
                 if request.constraint is not None:
@@ -275,7 +274,7 @@ class EngineLoop:
             raise
 
     def wait_prepared(self, requests: Iterable[str]) -> None:
-        """Wait until the constraints of these requests are compiled. Raises what refuses one."""
+        """Wait until the constraints of these requests are compiled. Raises their errors."""
         for request in requests:
             if (ready := self._prepared.get(request)) is not None:
                 ready.result()
@@ -288,12 +287,12 @@ class EngineLoop:
         """Run `function` on the engine's thread between two steps."""
         self.check()
         answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
+        answer.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
         self._inbox.put(_Call(function, answer))
         return answer
 
     def check(self) -> None:
-        """Raise EngineDead if the engine cannot go on."""
+        """Raise EngineDead if the engine cannot continue."""
         if self.dead is not None:
             raise self.dead
 
@@ -302,7 +301,7 @@ class EngineLoop:
         """Whether anything is left to do."""
         return bool(self._inbox.requests or self._compiling or self.scheduler.busy)
 
-    # Living and dying.
+    # Life cycle.
 
     def run(self) -> None:
         """Tick until stopped or dead; the body of the engine's thread."""
@@ -320,17 +319,17 @@ class EngineLoop:
             self._drain()
 
     def fail(self, error: EngineDead) -> None:
-        """The executor does not work any more: end everything, also if no step is under way."""
+        """End the engine after a fatal error of the executor, also between steps."""
         answer: Future[None] = Future()
         self._inbox.put(_Call(lambda: self._die(error), answer))
 
     def stop(self) -> None:
-        """Make `run` return after the step under way."""
+        """Make `run` return after the current step."""
         self._stopping = True
         self._inbox.wake()
 
     def _drain(self) -> None:
-        """Finish the steps under way and refuse calls, so that nobody waits for ever."""
+        """Finish submitted steps and refuse pending calls, so that nobody waits forever."""
         if self.dead is None:
             while self._submitted:
                 self._finish_step(self._submitted.popleft())
@@ -339,7 +338,7 @@ class EngineLoop:
                 item.answer.set_exception(self.dead or EngineDead("the engine has stopped"))
 
     def _step_failed(self, step: _SubmittedStep, error: Exception) -> None:
-        """End the requests of the step, and of those already under way behind it."""
+        """End the requests of the step and of those submitted after it."""
         log.error("step %d failed", step.plan.step, exc_info=error)
         failed = EngineError(f"the step failed: {error or type(error).__name__}")
         self._ended_between = True
@@ -355,9 +354,9 @@ class EngineLoop:
             self._die(error)
 
     def _recovered(self) -> bool:
-        """Whether the executor can tell that it works: then a bad request failed, not the engine.
+        """Whether the executor confirms that it works, so that only this step's requests failed.
 
-        An executor that says it does not work has used up all patience.
+        If it reports that it does not work, the engine gives up.
         """
         try:
             self.executor.check()

@@ -1,4 +1,4 @@
-"""From a plan to the tensors of a step: vectorised over rows, into buffers that stay in place."""
+"""Builds the tensors of a step from its plan, vectorized over rows, in reused buffers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchBuilder", "GroupPlanner", "Runs", "alone", "cross_layout"]
 
-#: What a row looks at by cross attention: of each item of each run (see `crossed_runs`) the first
-#: token that does, and how many outputs of the encoder it is.
+#: Cross-attention inputs of a row: for each item of each run (see `crossed_runs`), the first token
+#: that reads it and its number of encoder outputs.
 Runs = Sequence[Sequence[tuple[int, int]]]
 
 
 def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
-    """The step in parts of one token each, in order; `whole`: of one row each.
+    """Split a step into plans of one token each, or of one row each if `whole`.
 
-    What a token's part computes depends on its row's earlier tokens only, never on the step.
+    Each token's result then depends only on earlier tokens of its row, never on other rows.
     """
     first = 0
     for place, count in enumerate(plan.counts.tolist()):
@@ -64,9 +64,9 @@ def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
 
 @frozen
 class GroupPlanner:
-    """What makes one of a batch's plans; `backend` is None for groups of states.
+    """Builds one of a batch's plans. backend: None for groups of recurrent states.
 
-    table: the cache group whose block table it reads.
+    table: index of the cache group whose block table it reads.
     """
 
     block_size: int
@@ -77,9 +77,9 @@ class GroupPlanner:
     def all(
         cls, groups: Sequence[CacheGroup], places: Sequence[int] | None = None
     ) -> tuple[GroupPlanner, ...]:
-        """One per group, then one per backend of layers that follow a group's block table.
+        """Create one per group, then one per backend of layers that follow a group's block table.
 
-        places: of the groups among those of all ranks, whose tables a plan has.
+        places: indices of the groups among those of all ranks (`Plan.tables`).
         """
         at = range(len(groups)) if places is None else places
         own = [cls(g.block_size, g.backend, place) for g, place in zip(groups, at, strict=True)]
@@ -92,11 +92,10 @@ class GroupPlanner:
 
 
 class BatchBuilder:
-    """Builds the `Batch` of each step, and keeps the last token of every row on the device.
+    """Builds the `Batch` of each step, and stores the last token of every row on the device.
 
-    rows, tokens: most rows and tokens of a step. caches, owners: the cache of each layer that
-    has one and the group it belongs to, in the model's order. amend: what step parts change of
-    each group's layout.
+    rows, tokens: maximum rows and tokens of a step. caches, owners: the cache of each layer with
+    one and its group, in the model's order. amend: step parts' `amend_layout` methods.
     """
 
     def __init__(
@@ -118,10 +117,10 @@ class BatchBuilder:
         self._fixed = platform.step_sizes(rows, tokens) is not None
         self._queued = platform.queued
         self._staging = platform.staging()
-        # Where work is queued the last tokens stay on the device, elsewhere this is a view.
+        # On devices that queue work the last tokens stay there; otherwise this is a view.
         self._last = torch.full((rows,), PENDING, dtype=torch.int64, device=platform.device)
         self._last_here = None if self._queued else self._last.numpy()
-        # Rows that were kept last and, where work is queued, the same on the device.
+        # The rows of the last `keep` and, on devices that queue work, their copy on the device.
         self._kept: tuple[np.ndarray, torch.Tensor | None] = (np.zeros(0, np.int64), None)
         self._limit = tokens
         self._ramp = np.arange(max(tokens, rows) + 1, dtype=np.int64)
@@ -131,8 +130,9 @@ class BatchBuilder:
         self._query_starts = np.zeros(rows + 1, dtype=np.int32)
 
     def part(self, caches: slice, *, amended: bool = False) -> BatchBuilder:
-        """A builder of batches that have only these caches, with buffers of its own. amended:
-        whether step parts change its layouts, too.
+        """Create a builder for a part of the caches, with its own buffers.
+
+        amended: whether step parts amend its layouts.
         """
         owners = self.owners[caches]
         used = sorted(set(owners))
@@ -149,9 +149,10 @@ class BatchBuilder:
     def padded(
         self, plan: Plan, sample: np.ndarray, counts: np.ndarray, samples: int = 0, reach: int = 0
     ) -> tuple[Plan, np.ndarray]:
-        """The plan with rows of padding in the null blocks behind its own, and `sample` with an
-        entry for each row. counts: [rows] int32 of all; samples: entries of `sample` instead;
-        reach: tokens that block tables have columns for.
+        """Append padding rows in null blocks to a plan, and pad `sample`.
+
+        counts: [rows] int32, tokens of all rows including padding. samples: length of the padded
+        `sample`, by default one per row. reach: minimum number of tokens that block tables cover.
         """
         more = len(counts) - len(plan.counts)
         if not (more or samples):
@@ -178,9 +179,9 @@ class BatchBuilder:
         return wider, np.pad(sample, (0, max((samples or len(counts)) - len(sample), 0)))
 
     def build(self, plan: Plan, sample: np.ndarray) -> Batch:
-        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted.
+        """Build the tensors of `plan`; they are valid until the next call.
 
-        The tensors are valid until the next call.
+        sample: [n] int64, indices of the step's tokens that need logits.
         """
         rows, count = len(plan.rows), len(plan.tokens)
         if count > self._limit or rows >= len(self._query_starts):
@@ -190,21 +191,21 @@ class BatchBuilder:
             )
         query_starts = self._query_starts[: rows + 1]
         np.cumsum(plan.counts, out=query_starts[1:])
-        # The step's rows, one entry per token; a step of single tokens needs no repetition.
+        # Row index of each token; a step of single tokens needs no repetition.
         owners = self._ramp[:rows] if count == rows else np.repeat(self._ramp[:rows], plan.counts)
         positions = self._positions[:count]
         np.add(self._ramp[:count], (plan.starts - query_starts[:-1])[owners], out=positions)
         tokens, holes = self._resolve(plan, owners)
-        found, *tensors = self._staging.send((tokens, positions, query_starts, sample, *holes))
+        ids, *tensors = self._staging.send((tokens, positions, query_starts, sample, *holes))
         if holes:
             at, of = tensors[3:]
             last = self._last[of].clamp_(min=0)
             if len(of) == count and not self._fixed:
-                found = last
+                ids = last
             else:
-                found[at] = last
+                ids[at] = last
         return Batch(
-            tokens=found,
+            tokens=ids,
             positions=tensors[0],
             query_starts=tensors[1],
             caches=self.caches,
@@ -216,7 +217,7 @@ class BatchBuilder:
     def copy_tokens(
         self, plan: Plan, places: np.ndarray, sources: np.ndarray, targets: np.ndarray
     ) -> None:
-        """See `BatchFactory.copy_tokens`. A cache that layers share is copied once."""
+        """See `BatchFactory.copy_tokens`. Caches shared by several layers are copied once."""
         caches = {
             id(cache): (cache, owner) for cache, owner in zip(self.caches, self.owners, strict=True)
         }
@@ -232,7 +233,7 @@ class BatchBuilder:
             group.backend.copy_slots(cache, *self._staging.send(tuple(slots)))
 
     def keep(self, rows: np.ndarray, chosen: Chosen | np.ndarray) -> None:
-        """The rows' last tokens: [rows], as they were chosen, -1 where none could be."""
+        """Store the rows' last tokens: [rows], -1 if sampling failed."""
         if self._last_here is not None:
             tokens = chosen if isinstance(chosen, np.ndarray) else chosen.tokens()
             self._last_here[rows] = tokens
@@ -248,16 +249,16 @@ class BatchBuilder:
         self._last[at] = last
 
     def share(self, plan: Plan, mesh: Mesh) -> None:
-        """Tell all ranks the last tokens, where the plan has some of them pending."""
+        """Broadcast the last tokens to all ranks if the plan has pending ones."""
         if mesh.world.size > 1 and (plan.tokens == PENDING).any():
             source = mesh.world.size - mesh.tensor.size
             self._last.copy_(mesh.world.broadcast(self._last, source))
 
     def _resolve(self, plan: Plan, owners: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """[tokens]: the plan's tokens with pending ones replaced by the rows' last tokens.
+        """Replace pending tokens by the rows' last tokens: [tokens].
 
-        A row that failed has none; what it computes now is never looked at. Where work is queued
-        the last tokens are not known here: their places, and the rows, are given beside.
+        On devices that queue work these are not known on the host; their indices and rows are then
+        returned as well. Failed rows have no last token; their results are discarded.
         """
         tokens = self._tokens[: len(plan.tokens)]
         tokens[:] = plan.tokens
@@ -311,8 +312,9 @@ class BatchBuilder:
         size: int,
         drafts: np.ndarray | None,
     ) -> StatePlan:
-        """The last token so far of each block of `size` tokens left its state in the block; drafts:
-        as in `Plan.state_slots`.
+        """Build the plan of a state group, whose blocks hold the state after their last token.
+
+        drafts: as in `Plan.state_slots`.
         """
         rows, first = self._ramp[: len(plan.rows)], plan.starts // size
         last = (plan.starts + plan.counts - 1) // size
@@ -345,16 +347,16 @@ class BatchBuilder:
 def cross_layout(
     plan: Plan, table: np.ndarray, size: int, crossed: Sequence[Runs] = ()
 ) -> StepLayout:
-    """The step for layers of cross attention: rows that begin in it bring their encoder's keys, and
-    each run of these begins with a block. Tokens that look at other keys than those before them are
-    rows of their own; those that look at none, and padding, do at one key of the null block, whose
-    keys and values are zeros.
+    """Build the layout of a step for cross-attention layers.
 
-    table: [rows, blocks] int32, of blocks of `size` tokens; crossed: of each row what its encoder
-    gave to cross attention.
+    Rows that start in the step write their encoder's keys, each run in new blocks. Consecutive
+    tokens that read the same keys form a row of the layout. Tokens that read none, and padding,
+    read one key of the null block, where keys and values are zero.
+
+    table: [rows, blocks] int32, for blocks of `size` tokens. crossed: encoder outputs of each row.
     """
-    seen: list[tuple[int, int, int, int]] = []  # row, tokens, the first block, keys
-    brought: list[np.ndarray] = [np.zeros(0, np.int64)]
+    seen: list[tuple[int, int, int, int]] = []  # row, tokens, first block, keys
+    written: list[np.ndarray] = [np.zeros(0, np.int64)]
     starts, ends = plan.starts.tolist(), (plan.starts + plan.counts).tolist()
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         block, at, look = 0, start, (0, 0)
@@ -369,7 +371,7 @@ def cross_layout(
             if start == 0:
                 places = np.arange(keys)
                 blocks = table[row, block + places // size].astype(np.int64)
-                brought.append(blocks * size + places % size)
+                written.append(blocks * size + places % size)
             block += -(-keys // size)
         seen.append((row, end - at, *look))
     rows, counts, blocks, keys = np.array([one for one in seen if one[1]], np.int32).T
@@ -380,4 +382,4 @@ def cross_layout(
         tables[place] = np.pad(own, (0, blocks[place]))
     query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     lens = np.maximum(keys, 1)
-    return StepLayout(size, tables, query_starts, lens, np.concatenate(brought), encoder_lens=lens)
+    return StepLayout(size, tables, query_starts, lens, np.concatenate(written), encoder_lens=lens)

@@ -1,6 +1,6 @@
-"""The runner: one plan in, one result out. It owns the model, its caches and the rows' state.
+"""Model runner: executes plans. It owns the model, its caches and the state of rows.
 
-Nothing below `run` reads a registry, a hook, the configuration or the environment.
+Code below `run` does not read registries, hooks, the configuration or the environment.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ __all__ = ["LaunchedStep", "ModelRunner", "build_processors"]
 class ModelRunner:
     """Runs plans on a loaded model.
 
-    config must have its automatic values resolved; making a runner allocates the caches, of the
-    sizes in `sizing` or of those that fit. parts: the runners of step parts, by name. mesh: the
-    ranks that compute each step together; all are given the same plans, and what they exchange is
-    ordered by that alone.
+    config: resolved. parts: the runners of step parts, by name. sizing: sizes of the caches; by
+    default as much as fits. mesh: the ranks that compute each step together; all get the same plans
+    in the same order, which determines the order of their exchanges.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ModelRunner:
         mesh: Mesh | None = None,
     ) -> None:
         rows, tokens = _check(config, loaded.model)
-        #: To pad all steps to, and the row that stands for padding where tokens are chosen.
+        #: Sizes to pad steps to, and the sampler's row for padding.
         self._sizes, self._spare = platform.step_sizes(rows, tokens), rows
         if self._sizes is not None and config.model.batch_invariant:
             raise ConfigError("batch_invariant", f"{platform.name} pads steps to few sizes")
@@ -94,7 +93,7 @@ class ModelRunner:
         self._direct = _direct(self.model, self.hooks.layers)
         self._record = _recorder(loaded, config)
         self.forget_recordings()
-        #: What parts want of single layers, of the step that ran last.
+        #: Hidden states of single layers for step parts, of the last step.
         self._layers: tuple[torch.Tensor, ...] = ()
         self.platform = platform
         self._staging = platform.staging()
@@ -128,7 +127,7 @@ class ModelRunner:
             ranks=mesh.world.size,
         )
         self._block_sizes = [group.block_size for group in self.capacity.groups]
-        # A step may be filled up with rows of padding.
+        # Steps may be padded with additional rows.
         most = tokens if self._sizes is None else max(tokens, self._sizes.tokens[-1])
         self.builder = BatchBuilder(
             GroupPlanner.all(groups, sizing.places),
@@ -149,16 +148,17 @@ class ModelRunner:
         )
         self._open_parts(rows)
         self._invariant = config.model.batch_invariant
-        # What looks both ways, or keeps nothing between steps, cannot go token by token.
+        # Bidirectional attention, or a model without caches, cannot run token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
         self._scorer = PromptScorer(self.sampler, self._logits, self._tensor)
         self._failed: dict[int, RowFailure] = {}
-        # The step in which a row was admitted: results of earlier ones are about others.
+        # The step in which each row was admitted; earlier results belong to other requests.
         self._since = np.zeros(rows, dtype=np.int64)
 
     def _open_parts(self, rows: int) -> None:
-        """Give the parts' runners their caches. Batches of a part that has backends of its own are
-        no part of the model's.
+        """Open the parts' runners with their caches.
+
+        Caches of a part with its own backends are not in the model's batches.
         """
         builder, first = self.builder, len(self.model.caches)
         own: dict[str, BatchBuilder] = {}
@@ -186,20 +186,20 @@ class ModelRunner:
             )
 
     def close(self) -> None:
-        """Release what the parts hold."""
+        """Close the parts' runners."""
         for part in self.parts.values():
             part.close()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        """Run one step. What the model raises fails the step; what one row does wrong does not."""
+        """Run one step. Exceptions of the model fail the step; errors of one row fail that row."""
         return self._begin(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """Begin a step. Where work is queued this returns before it is done, so that the next step
-        can be launched behind it, unless what follows depends on what the host makes of this one:
-        rows whose sampling `waits`, drafts, pooled rows.
+        """Launch a step. On devices that queue work this returns before the step is done.
+
+        It waits if the host needs results: for rows whose sampling `waits`, drafts, pooling rows.
         """
         return LaunchedStep(self._begin(plan))
 
@@ -213,7 +213,7 @@ class ModelRunner:
         return partial(self._result, step)
 
     def _launch(self, step: RunningStep) -> None:
-        """Launch everything that rows are run for."""
+        """Launch the forward pass, sampling and the work of step parts."""
         plan, ends = step.plan, np.cumsum(step.plan.counts)
         step.sampling = sampling = self._sampling(plan)
         rows, lasts = plan.rows[sampling], ends[sampling] - 1
@@ -242,7 +242,7 @@ class ModelRunner:
             step.report(self.hooks.after, self._ran(step, ends, make, hidden))
 
     def _sampling(self, plan: Plan) -> np.ndarray:
-        """[rows] bool, those that are to give tokens."""
+        """Return which rows sample tokens: [rows] bool."""
         sampling = plan.samples
         for part in self.hooks.tokenless:
             if part.tokenless:
@@ -258,7 +258,7 @@ class ModelRunner:
         drafts: np.ndarray | None,
         logits: torch.Tensor,
     ) -> None:
-        """Choose the tokens of the sampling rows; drafts: [rows], how many each had."""
+        """Sample the tokens of the sampling rows. drafts: [rows], number of drafts of each."""
         plan, sampling, count = step.plan, step.sampling, len(rows)
         positions = (plan.starts + plan.counts)[sampling]
         own = count if drafts is None else count + int(drafts.sum())
@@ -285,7 +285,7 @@ class ModelRunner:
     def _ran(
         self, step: RunningStep, ends: np.ndarray, make: Callable[[], Batch], hidden: torch.Tensor
     ) -> RanStep:
-        """The step as the parts see it whose turn is after its tokens are known."""
+        """Build the value for `PartRunner.after`."""
         plan, sampling, verified = step.plan, step.sampling, step.verified()
         step.verified = lambda: verified
         rows, accepted = plan.rows[sampling], verified.accepted
@@ -322,13 +322,13 @@ class ModelRunner:
         )
 
     def _hidden(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
-        """Hidden states [tokens, hidden] of a step, and its batch if there was one for all."""
+        """Compute hidden states [tokens, hidden]; also return the batch if it was a single one."""
         if self._invariant:
             return self._alone(plan), None
         return self._together(plan, sample)
 
     def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
-        """In one forward pass; sample: as `BatchBuilder.build` has it. Parts see no padding."""
+        """Compute hidden states in one forward pass. sample: as in `BatchBuilder.build`."""
         forward = self._forward_of(plan)
         for watch in self.hooks.watch:
             forward = watch(forward, plan)
@@ -348,7 +348,7 @@ class ModelRunner:
         return hidden[: len(plan.tokens)], None if self.hooks.after else batch
 
     def _padded(self, plan: Plan, sample: np.ndarray, forward: Forward) -> tuple[Plan, np.ndarray]:
-        """Plan and sample in a size that the device wants, or that `forward` has recorded."""
+        """Pad plan and sample to a size that the device requires or `forward` has recorded."""
         if self._sizes is not None:
             padding = self._sizes.padding(len(plan.rows), len(plan.tokens))
             counts = np.concatenate([plan.counts, np.array(padding, dtype=np.int32)])
@@ -359,9 +359,7 @@ class ModelRunner:
         return plan, sample
 
     def _forward_of(self, plan: Plan) -> Forward:
-        """What runs the plan: steps that parts want recorded apart are, so that what bars them
-        from being recorded bars no others.
-        """
+        """Return the forward pass for a plan. Steps with separate recordings have their own."""
         names = {name for recording in self.hooks.recording if (name := recording(plan))}
         if DIRECT in names:
             return self._direct
@@ -373,8 +371,9 @@ class ModelRunner:
     def _focus_of(
         self, plan: Plan, places: np.ndarray | None = None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Rows and positions of the plan's tokens, or of those at `places`; None where no part
-        wants to know.
+        """Return rows and positions of the plan's tokens, or of those at `places`.
+
+        Returns None for both if no part needs them.
         """
         if not self.hooks.focus:
             return None, None
@@ -388,7 +387,7 @@ class ModelRunner:
             focus(rows, positions)
 
     def _in_stages(self, forward: Forward, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What `forward` gives; of another stage than the last one, what it passed on."""
+        """Run this rank's pipeline stage; return hidden states, or what the stage passed on."""
         stages = self._mesh.pipeline
         if stages.size == 1:
             return forward(batch)
@@ -401,7 +400,7 @@ class ModelRunner:
         return carried[0]
 
     def _alone(self, plan: Plan) -> torch.Tensor:
-        """The same, in forward passes whose shapes depend on nothing but one row."""
+        """Compute hidden states in forward passes whose shapes depend only on one row."""
         passes = []
         for part in alone(plan, whole=self._whole):
             hidden, _ = self._together(part, part.counts - 1)
@@ -413,7 +412,7 @@ class ModelRunner:
     def _logits(
         self, hidden: torch.Tensor, rows: np.ndarray | None, positions: np.ndarray | None
     ) -> torch.Tensor:
-        """hidden: [n, hidden] of tokens of rows [n] at positions [n] -> [n, vocabulary]."""
+        """Compute logits [n, vocabulary]. hidden: [n, hidden], of rows [n] at positions [n]."""
         if not self._invariant:
             self._focus(rows, positions)
             return self.model.logits(hidden)
@@ -427,32 +426,32 @@ class ModelRunner:
         return torch.cat(logits)
 
     def _logits_of_rows(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Of vectors that belong to rows as a whole; rows: [n], whose they are."""
-        whole = np.full(len(rows), np.iinfo(np.int64).max)
-        return self._logits(hidden, np.array(rows, dtype=np.int64), whole)
+        """Compute logits of vectors that belong to whole rows: [n], not to a position."""
+        positions = np.full(len(rows), np.iinfo(np.int64).max)
+        return self._logits(hidden, np.array(rows, dtype=np.int64), positions)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return self._staging.send((array,))[0]
 
     def forget_recordings(self) -> None:
-        """Forget recorded steps, which use the weights where they lay; `record` may follow."""
+        """Drop recorded steps, which refer to the addresses of weights; `record` may follow."""
         self._forward = self._record(self._direct)
-        #: The recordings of steps that parts want apart, by name; None is the plain one.
+        #: Forward passes by name of `PartRunner.recording`; None is the default.
         self._recordings: dict[str | None, Forward] = {None: self._forward, DIRECT: self._direct}
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the steps that are recorded ahead, if any."""
+        """Record the steps of a `RecordedForward`."""
         if isinstance(self._forward, RecordedForward):
             reach = self.capacity.max_model_len + self.hooks.ahead
             record(self._forward, self.builder, self._block_sizes, reach, self.platform)
 
     @torch.inference_mode()
     def check(self) -> int:
-        """Run one token through the model, into the null block; how wide embeddings are.
+        """Run one token in the null block and return the length of embeddings.
 
-        Raises EngineError if its logits are not finite, so that broken weights end the start and
-        not the first request.
+        Raises EngineError if the logits are not finite, so that broken weights are detected at
+        startup.
         """
         self._focus(None, None)
         plan = null_plan(np.ones(1, dtype=np.int32), self._block_sizes)
@@ -475,7 +474,7 @@ class ModelRunner:
         return width
 
     def _change_rows(self, step: RunningStep) -> None:
-        """Do what comes before the rows run."""
+        """Release and admit rows, and call the parts' hooks before the model runs."""
         plan, values = step.plan, step.plan.parts
         for row in plan.release:
             self._release(row)
@@ -521,16 +520,16 @@ class ModelRunner:
             self._failed[start.row] = RowFailure(message, field)
 
     def _grammar(self, start: RowStart, params: SamplingParams) -> Grammar | None:
-        """What a part holds the row to. Raises UnsupportedError if none does, but one has to."""
+        """Return the row's grammar. Raises UnsupportedError if a required one is missing."""
         grammars = (grammar(start) for grammar in self.hooks.grammar)
-        found = next((grammar for grammar in grammars if grammar is not None), None)
-        if found is None and params.structured_outputs is not None:
+        chosen = next((grammar for grammar in grammars if grammar is not None), None)
+        if chosen is None and params.structured_outputs is not None:
             raise UnsupportedError("no step part applies structured_outputs")
-        return found
+        return chosen
 
 
 def _check(config: EngineConfig, model: Model) -> tuple[int, int]:
-    """Most rows and tokens of a step. Raises ConfigError for what these do not do together."""
+    """Return the maximum rows and tokens of a step. Raises ConfigError for conflicting options."""
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if rows is None or tokens is None:
         raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
@@ -541,19 +540,19 @@ def _check(config: EngineConfig, model: Model) -> tuple[int, int]:
 
 
 def _longer(array: np.ndarray, more: tuple[int, int]) -> np.ndarray:
-    """The array with zeros behind it."""
+    """Append zeros to the array."""
     return np.pad(array, more) if more[1] else array
 
 
 def _direct(model: Model, layers: tuple[int, ...]) -> Forward:
-    """The model's forward pass, with the layers that parts want to see."""
+    """Return the model's forward pass, including hidden states of the layers that parts need."""
     return partial(model.states, layers=layers) if layers else model.forward
 
 
 def _with_parts(
     loaded: Loaded, parts: Iterable[PartRunner]
 ) -> tuple[tuple[CacheSpec, ...], tuple[CacheGroup, ...]]:
-    """The caches of the model, then those of the parts, and their groups."""
+    """Return the caches of the model followed by those of the parts, and their groups."""
     specs, groups = loaded.model.caches, loaded.groups
     for part in parts:
         groups = extended(groups, part.caches, len(specs), part.backends)
@@ -562,8 +561,9 @@ def _with_parts(
 
 
 def _recorder(loaded: Loaded, config: EngineConfig) -> Callable[[Forward], Forward]:
-    """What records a forward pass. Steps of replicas that share experts are not recorded: how much
-    they exchange differs from one to the next.
+    """Return the function that records a forward pass.
+
+    Replicas that share experts do not record: their exchanges differ in size from step to step.
     """
     if config.model.enforce_eager or config.parallel.shared_experts:
         return lambda forward: forward
@@ -573,7 +573,7 @@ def _recorder(loaded: Loaded, config: EngineConfig) -> Callable[[Forward], Forwa
 def _by_group(
     caches: Sequence[torch.Tensor | Mapping[str, torch.Tensor]], owners: Sequence[int]
 ) -> dict[int, list[torch.Tensor]]:
-    """The tensors of each group whose first dimension is the block."""
+    """Return the cache tensors of each group; their first dimension is the block."""
     by_group: dict[int, list[torch.Tensor]] = {}
     for cache, group in zip(caches, owners, strict=True):
         tensors = cache.values() if isinstance(cache, Mapping) else (cache,)
@@ -582,14 +582,14 @@ def _by_group(
 
 
 def _ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[sum(sizes)] int64: first, first + 1, ... of each, `sizes` many."""
+    """Concatenate ranges [first, first + size): [sum(sizes)] int64."""
     before = np.cumsum(sizes) - sizes
     places: np.ndarray = np.arange(int(sizes.sum())) + np.repeat(firsts - before, sizes)
     return places
 
 
 def _forward_only(group: CacheGroup | None) -> bool:
-    """Whether the group's layers keep what they saw and never look ahead."""
+    """Whether the group's layers are causal and cache earlier tokens."""
     if group is None:
         return False
     spec = group.spec
@@ -599,7 +599,7 @@ def _forward_only(group: CacheGroup | None) -> bool:
 def build_processors(
     config: EngineConfig, vocabulary: int, device: torch.device, plugins: PluginManager
 ) -> Processors:
-    """Processors of plugins and of the configuration, then the steps that hooks return."""
+    """Create the processors of plugins and the configuration, then those that hooks return."""
     classes = processor_classes(config.model.logits_processors, plugins)
     processors = [cls.open(config, vocabulary, device) for cls in classes]
     steps = plugins.gather("modulm_logits_steps", config=config, vocabulary=vocabulary)

@@ -1,4 +1,4 @@
-"""Measures what the largest step takes, so that the caches get the rest."""
+"""Measures the memory of the largest step, so that the caches can use the rest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ __all__ = ["null_plan", "record", "step_memory"]
 
 
 def null_plan(counts: np.ndarray, block_sizes: Sequence[int], reach: int = 0) -> Plan:
-    """A step of rows of so many tokens from their start, all in the null blocks. reach: tokens for
-    which block tables have room, if there are more than the step's.
+    """Build a plan of new rows in null blocks. counts: [rows] int32, tokens of each.
+
+    reach: minimum number of tokens that block tables cover.
     """
     rows, longest = len(counts), max(int(counts.max()), reach)
     return Plan(
@@ -47,7 +48,7 @@ def record(
     platform: Platform,
     steps: slice = slice(None),
 ) -> None:
-    """Record some of the steps that `forward` wants to; reach: as `null_plan` has it."""
+    """Record some of `forward.steps`. reach: as in `null_plan`."""
     for counts in forward.steps[steps]:
         plan = null_plan(counts, block_sizes, reach)
         with platform.queue():
@@ -62,15 +63,13 @@ def _recordings(
     reach: int,
     platform: Platform,
 ) -> int:
-    """Bytes that all recordings of `forward` will take: what the first one does, and as much for
-    each of the others as the second adds.
-    """
-    held = []
+    """Estimate the bytes of all recordings from the first two."""
+    sizes = []
     for place in range(2):
         record(forward, builder, block_sizes, reach, platform, slice(place, place + 1))
-        held.append(forward.held)
+        sizes.append(forward.held)
     forward.clear()
-    return held[0] + (held[1] - held[0]) * max(len(forward.steps) - 1, 0)
+    return sizes[0] + (sizes[1] - sizes[0]) * max(len(forward.steps) - 1, 0)
 
 
 @torch.inference_mode()
@@ -83,9 +82,10 @@ def step_memory(
     rows: int,
     tokens: int,
 ) -> int | None:
-    """Bytes that a step of `tokens` tokens, of as many of `rows` as can be, takes beside weights
-    and caches, by running one in the null blocks, and those of the recordings of `forward`. None
-    where the platform counts none.
+    """Measure the bytes of the largest step, and of all recordings, beside weights and caches.
+
+    Runs a step of `tokens` tokens in up to `rows` rows in the null blocks. Returns None if the
+    platform does not measure memory.
     """
     if platform.reset_peak_memory() is None:
         return None
@@ -107,10 +107,10 @@ def step_memory(
         hidden = loaded.model.forward(batch)
         loaded.ops.argmax(loaded.model.logits(hidden[batch.sample]).float())
     platform.synchronize()
-    taken = platform.peak_memory() - before
+    size = platform.peak_memory() - before
     if isinstance(forward, RecordedForward):
         sizes = [group.block_size for group in groups]
-        taken += _recordings(forward, builder, sizes, loaded.max_model_len, platform)
+        size += _recordings(forward, builder, sizes, loaded.max_model_len, platform)
     del caches, builder, batch, hidden
     platform.empty_cache()
-    return taken
+    return size

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, for rows that ask for them."""
+"""Log probabilities of prompt tokens, for rows with `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptScorer"]
 
-#: Prompt positions whose logits are held at once.
+#: Number of prompt positions whose logits are in memory at once.
 _SLICE = 64
 
 #: (hidden states [n, hidden], rows [n], positions [n]) -> [n, vocabulary].
@@ -24,7 +24,7 @@ Logits: TypeAlias = "Callable[[torch.Tensor, np.ndarray, np.ndarray], torch.Tens
 
 
 class PromptScorer:
-    """Keeps the prompts of rows with `prompt_logprobs`; send: an array to the device."""
+    """Scores the prompts of rows with `prompt_logprobs`. send: copies an array to the device."""
 
     def __init__(
         self, sampler: Sampler, logits: Logits, send: Callable[[np.ndarray], torch.Tensor]
@@ -35,17 +35,18 @@ class PromptScorer:
         self._prompts: dict[int, tuple[np.ndarray, int]] = {}
 
     def admit(self, start: RowStart, params: SamplingParams) -> None:
-        """A row starts; one that asks for nothing is not kept."""
+        """Start a row; rows without `prompt_logprobs` are ignored."""
         if params.prompt_logprobs is not None:
             self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
 
     def release(self, row: int) -> None:
-        """The row is gone; unknown ones are ignored."""
+        """Forget the row; unknown rows are ignored."""
         self._prompts.pop(row, None)
 
     def scores(self, plan: Plan, hidden: torch.Tensor) -> dict[int, list[Best]]:
-        """Of each row that asks, the prompt tokens behind those that the plan computes. hidden:
-        [tokens, hidden] of the step.
+        """Score, for each row, the prompt tokens that follow those computed in the step.
+
+        hidden: [tokens, hidden] of the step.
         """
         if not self._prompts:
             return {}
@@ -65,8 +66,9 @@ class PromptScorer:
     def _score(
         self, hidden: torch.Tensor, targets: np.ndarray, k: int, row: int, start: int
     ) -> list[Best]:
-        """hidden: [n, hidden] of the row's tokens from `start` on, those before `targets`: [n]; k:
-        -1 for all tokens.
+        """Score `targets`, [n], the tokens after those of `hidden`, [n, hidden], from `start` on.
+
+        k: -1 for the whole vocabulary.
         """
         count = self._sampler.vocabulary if k == -1 else k
         tokens = self._send(np.array(targets))

@@ -1,4 +1,4 @@
-"""What the runner calls of its step parts, looked up once."""
+"""Methods of step parts that the runner calls, resolved once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["RunnerHooks"]
 
 
 class RunnerHooks:
-    """Of each method of `PartRunner` those runners' bound methods that override it; with the names
-    of the parts where values go by them. Beside them what runners say of themselves: the layers
-    they want to see, the most drafts of a row, and how far blocks should reach ahead.
+    """For each method of `PartRunner`, the bound methods of the runners that override it.
+
+    Methods with values are paired with the part's name. The attributes `layers`, `drafts`, `ahead`
+    and `every` are combined over all runners.
     """
 
     def __init__(self, parts: Mapping[str, PartRunner]) -> None:
@@ -45,5 +46,5 @@ class RunnerHooks:
 
 
 def _named(parts: Mapping[str, PartRunner], method: str) -> tuple[tuple[str, Any], ...]:
-    found = [(name, overridden((runner,), method)) for name, runner in parts.items()]
-    return tuple((name, methods[0]) for name, methods in found if methods)
+    named = [(name, overridden((runner,), method)) for name, runner in parts.items()]
+    return tuple((name, methods[0]) for name, methods in named if methods)

@@ -21,10 +21,10 @@ __all__ = ["RunningStep"]
 
 
 class RunningStep:
-    """What is known of a step's result so far.
+    """A step that is running, and its result so far.
 
-    sampling: [rows] bool, those that are to give tokens; gives: whether this rank's result has
-    them; verified: waits for them; scores: row -> of its prompt; reports: of step parts.
+    sampling: [rows] bool, the rows that sample tokens. gives: whether this rank returns them.
+    verified: waits for them. scores: row -> prompt logprobs. reports: part -> its report.
     """
 
     def __init__(self, plan: Plan, began: float) -> None:
@@ -37,13 +37,13 @@ class RunningStep:
         self._began = began
 
     def report(self, hooks: Sequence[tuple[str, Any]], *arguments: Any) -> None:
-        """Keep what these methods of parts report."""
+        """Call methods of parts and record their reports."""
         for name, hook in hooks:
             if (value := hook(*arguments)) is not None:
                 self.reports[name] = value
 
     def empty_result(self, rank: int) -> StepResult:
-        """Of a step without rows, or of a rank that gives no tokens."""
+        """Build the result of a step without rows, or of a rank that returns no tokens."""
         return StepResult(
             self.plan.step, np.zeros(0, dtype=np.int64), parts=self._part_reports(rank)
         )
@@ -56,7 +56,7 @@ class RunningStep:
         rank: int,
         routed: np.ndarray | None,
     ) -> StepResult:
-        """failed: rows that gave nothing, in this step or before."""
+        """Build the result. failed: rows that failed in this step or before."""
         plan, sampling = self.plan, self.sampling
         rows = plan.rows[sampling].tolist()
         tokens, accepted = verified.tokens, verified.accepted

@@ -1,4 +1,4 @@
-"""What a step's rows gave, as runs of tokens."""
+"""A step's new tokens, as runs per row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["first_of", "last_of", "verified_of"]
 
 
 def verified_of(chosen: Chosen | None, rows: int | None = None) -> Verified:
-    """What was chosen, as runs of one token; rows: how many, if others are padding."""
+    """Convert sampled tokens to runs of one token. rows: their number without padding."""
     if chosen is None:
         return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
     sampled = chosen.result()
@@ -25,7 +25,7 @@ def verified_of(chosen: Chosen | None, rows: int | None = None) -> Verified:
 
 
 def first_of(verified: Verified, rows: int) -> Verified:
-    """What the first rows gave, without padding."""
+    """Drop padding rows after the first `rows`."""
     if rows == len(verified.accepted):
         return verified
     accepted = verified.accepted[:rows]
@@ -35,7 +35,7 @@ def first_of(verified: Verified, rows: int) -> Verified:
 
 
 def last_of(verified: Verified) -> np.ndarray:
-    """[rows]: the last token of each run, -1 for rows that failed."""
+    """Return the last token of each run: [rows], -1 for rows that failed."""
     tokens = np.append(verified.tokens, -1)
     lasts = np.where(verified.accepted > 0, verified.accepted.cumsum() - 1, -1)
     last: np.ndarray = tokens[lasts]

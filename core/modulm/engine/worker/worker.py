@@ -1,6 +1,6 @@
-"""A worker: one device's model, caches, sampler and step parts, built from a configuration.
+"""Worker: one device's model, caches, sampler and step parts, built from a configuration.
 
-Executors carry plans to a worker and results back, from wherever the engine runs.
+Executors carry plans to workers and results back.
 """
 
 from __future__ import annotations
@@ -51,29 +51,30 @@ log = logging.getLogger("modulm.worker")
 
 
 def worker_class(config: EngineConfig) -> type[Worker]:
-    """The one that `--worker-cls` names, with the methods of `--worker-extension-cls`.
+    """Return the class of `--worker-cls`, with the methods of `--worker-extension-cls`.
 
-    Raises ConfigError if there is none, or if an extension would replace what a worker has.
+    Raises ConfigError if it cannot be imported, or if the extension would override attributes.
     """
-    path, extended = config.parallel.worker_cls, config.parallel.worker_extension_cls
+    path, extension_path = config.parallel.worker_cls, config.parallel.worker_extension_cls
     worker = Worker if path == "auto" else class_at(path, Worker, "worker_cls")
-    if extended is None:
+    if extension_path is None:
         return worker
-    extension = class_at(extended, object, "worker_extension_cls")
-    taken = [name for name in vars(extension) if hasattr(worker, name) and name[:2] != "__"]
-    if taken:
-        raise ConfigError("worker_extension_cls", f"workers have {', '.join(taken)} already")
+    extension = class_at(extension_path, object, "worker_extension_cls")
+    clashes = [name for name in vars(extension) if hasattr(worker, name) and name[:2] != "__"]
+    if clashes:
+        raise ConfigError("worker_extension_cls", f"workers have {', '.join(clashes)} already")
     return type(worker.__name__, (worker, extension), {})
 
 
 class Worker:
-    """Loads the model when it is made, and runs plans on it.
+    """Loads the model on construction, and runs plans on it.
 
-    config: with its automatic values resolved. parts: the step parts, by default those that are
-    installed and in use with this configuration. Asleep, it
-    has released its caches (level 1) and its weights as well (level 2); awake again, it has as
-    many blocks as before. rank: of `config.parallel.ranks`; open_mesh: connects them; share: which
-    part of this machine it has, of how many, where not all ranks are on it.
+    config: resolved. parts: the step parts, by default the installed ones that the configuration
+    uses. rank: of `config.parallel.ranks`. open_mesh: connects the ranks. share: (index, count) of
+    this machine's workers, if not all ranks are on it.
+
+    A sleeping worker has released its caches (level 1), or caches and weights (level 2). After
+    waking up it has as many blocks as before.
     """
 
     def __init__(
@@ -105,25 +106,25 @@ class Worker:
 
     @property
     def runner(self) -> ModelRunner:
-        """The model and its caches. Raises EngineError while there are none."""
+        """The runner. Raises EngineError while the worker sleeps or after it was closed."""
         if self._runner is None:
             raise EngineError("the worker sleeps, or has been closed")
         return self._runner
 
     @property
     def model(self) -> Model:
-        """This rank's part of the model. Raises EngineError while its weights are released."""
+        """This rank's shard of the model. Raises EngineError while its weights are released."""
         if self.loaded is None:
             raise EngineError("the worker has released its weights")
         return self.loaded.model
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold."""
+        """The capacity of its caches."""
         return self.runner.capacity
 
     def _build(self) -> ModelDescription:
-        """Load what is not loaded, and allocate caches, of the sizes they had before if any."""
+        """Load the model if necessary, and allocate caches, with their former sizes if any."""
         loaded = self.loaded
         if loaded is None:
             checkpoint = open_checkpoint(self.config, self.plugins)
@@ -162,13 +163,11 @@ class Worker:
         )
 
     def run(self, plan: Plan) -> StepResult:
-        """Run one step. Raising means the whole step failed."""
+        """Run one step. An exception fails the whole step."""
         return self.runner.run(plan)
 
     def submit(self, plan: Plan) -> Future[StepResult]:
-        """Begin one step. Where work is queued it is launched here and now, behind the one before;
-        elsewhere a thread runs it.
-        """
+        """Start one step: launched directly on devices that queue work, otherwise in a thread."""
         if self.platform.queued:
             try:
                 return self.runner.launch(plan)
@@ -181,7 +180,7 @@ class Worker:
         return self._thread.submit(self.run, plan)
 
     def check(self) -> None:
-        """Raise EngineError if the model does not work any more."""
+        """Raise EngineError if the model no longer works."""
         self.runner.check()
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
@@ -215,8 +214,9 @@ class Worker:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function with this worker, after the steps that were submitted; see
-        `Executor.call`. Raises EngineError if it raises.
+        """Call a function with this worker, after all submitted steps; see `Executor.call`.
+
+        Raises EngineError if the function raises.
         """
         run = partial(self._find_function(function), *args, **kwargs or {})
         try:
@@ -227,8 +227,9 @@ class Worker:
             raise EngineError(f"{name} raised {type(error).__name__}: {error}") from error
 
     def _find_function(self, function: str | Callable[..., Any]) -> Callable[..., Any]:
-        """What a call names, bound to this worker. Methods are those that a `--worker-cls` adds:
-        the others are the engine's own.
+        """Resolve the function of a call and bind it to this worker.
+
+        Methods may be called only if `--worker-cls` or `--worker-extension-cls` adds them.
         """
         if not isinstance(function, str):
             return partial(function, self)
@@ -254,14 +255,14 @@ class Worker:
         return bank
 
     def sleep(self, level: int) -> None:
-        """Release the caches, and the weights from level 2 on."""
+        """Release the caches (level 1), or the caches and the weights (level 2)."""
         self._close_runner()
         if level > 1:
             self._unload()
         self._release_memory()
 
     def wake_up(self) -> None:
-        """Load and allocate what `sleep` released."""
+        """Reload and allocate what `sleep` released."""
         if self._runner is None:
             self._build()
 
@@ -278,7 +279,7 @@ class Worker:
             self._release_memory()
 
     def _release_memory(self) -> None:
-        """Recordings and hooks hold each other, and caches with them, until they are collected."""
+        """Collect garbage: recordings and hooks form reference cycles that hold the caches."""
         gc.collect()
         self.platform.empty_cache()
 
