@@ -23,8 +23,8 @@ from modulm.contracts.sampling import (
 )
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm.plugins.index import to_install
-
 from modulm_samplers import SettingsProcessor, unserved
+
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.tokenizer import Tokenizer
@@ -93,21 +93,15 @@ def check(
     if params.thinking_token_budget is not None and "thinking_token_budget" not in served:
         words = "thinking_token_budget" + to_install("modulm-logits-thinking-budget")
         raise RequestError(words, "thinking_token_budget")
+    _check_samplers(params, processors)
     return evolve(
         params,
         logit_bias=bias or None,
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
-    _check_samplers(params, processors)
 
 
-def problem(name: str, value: Any) -> str | None:
-    """What is wrong with a value of one field, whatever the model and the other fields."""
-    return _FIELDS[name](value)
-
-
-def check_prompt(
 def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProcessor]]) -> None:
     """Raise RequestError for a sampler that is on, but not installed."""
     served: set[str] = set()
@@ -120,6 +114,12 @@ def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProc
         raise RequestError(words, missing.switch)
 
 
+def problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value of one field, whatever the model and the other fields."""
+    return _FIELDS[name](value)
+
+
+def check_prompt(
     ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int, room: int = 1
 ) -> None:
     """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks.

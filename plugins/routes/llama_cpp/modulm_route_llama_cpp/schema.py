@@ -192,7 +192,6 @@ def _samplers(names: Sequence[str] | None) -> Sequence[str]:
     """The enabled samplers, in the engine's order. Samplers not listed are off."""
     if names is None:
         return SAMPLERS
-    names = [_ALIASES.get(name, name) for name in names]
     for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
             raise bad_field(

@@ -183,10 +183,10 @@ def params_of(
         structured_outputs=constraint,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        extra_args=sampler_arguments({name: getattr(options, name) for name in _SAMPLERS}) or None,
     )
 
 
-        extra_args=sampler_arguments({name: getattr(options, name) for name in _SAMPLERS}) or None,
 def constraint_of(response_format: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
     """`format`: "json", or a JSON schema. Raises ApiError(400)."""
     if response_format is None or response_format == "":
