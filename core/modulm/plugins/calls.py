@@ -1,7 +1,6 @@
-"""Every call into a plugin's code: an error says whose it is, output stays off standard output.
+"""Calls into plugins' code: errors name the plugin, and prints go to standard error.
 
-What a command prints (JSON, generated text) goes to standard output, so while plugins are imported
-and asked, `print` writes to standard error.
+Standard output is reserved for the output of commands (JSON, generated text).
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ __all__ = ["ask", "blame", "broken", "importing"]
 
 log = logging.getLogger("modulm.plugins")
 
-#: Seconds after which an import is reported, and after which it is given up.
+#: Seconds after which an import is reported, and after which it is aborted.
 _SLOW, _GIVEN_UP = 20.0, 300.0
 
 
 def broken(what: str, error: BaseException) -> PluginBroken:
-    """The error to raise for one that a plugin raised; the traceback is logged at debug level."""
+    """Return the error to raise for a plugin's exception; logs its traceback at debug level."""
     log.debug("%s raised", what, exc_info=error)
     return PluginBroken(f"{what}: {type(error).__name__}: {error}{new_home(error)}")
 
 
 def ask(declaration: Declaration, driver: Any, method: str, answer: Any, *arguments: Any) -> Any:
-    """What a driver answers; `answer` is its type.
+    """Call a driver's method and return its result, of type `answer`.
 
-    Raises PluginBroken, which names driver and method, if it raises what is no error of ours or
-    answers with something else.
+    Raises PluginBroken naming driver and method for a result of another type, and for exceptions
+    other than ModulmError.
     """
     what = f"{declaration}: {method}"
     try:
@@ -57,8 +56,9 @@ def ask(declaration: Declaration, driver: Any, method: str, answer: Any, *argume
 
 @contextmanager
 def importing(declaration: Declaration) -> Iterator[None]:
-    """Say which import takes long, and end one that takes minutes (in the main thread, where
-    nobody else uses SIGALRM).
+    """Report slow imports, and abort one that takes minutes.
+
+    Aborting works in the main thread, if SIGALRM is not used otherwise.
     """
     timer = threading.Timer(_SLOW, _warn_slow, (declaration, threading.get_ident()))
     timer.daemon = True
@@ -71,7 +71,7 @@ def importing(declaration: Declaration) -> Iterator[None]:
 
 
 def _warn_slow(declaration: Declaration, thread: int) -> None:
-    """Report an import that takes long, and whose code runs: often torch's, on a busy machine."""
+    """Report a slow import and the module being executed: often torch, on a busy machine."""
     own = declaration.target.partition(":")[0].partition(".")[0]
     frame, package = sys._current_frames().get(thread), "sys"
     while frame is not None and package in sys.stdlib_module_names:
@@ -102,11 +102,11 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def blame(error: BaseException, declared: Iterable[Declaration]) -> PluginBroken | None:
-    """The same error with the plugin in whose code it was raised, or None if it was in nobody's.
+    """Return the error with the name of the plugin that raised it, or None if no plugin did.
 
-    For calls of drivers that are in use, which are too many to wrap: the innermost frame of a
-    package that offers something tells whose it is, and which method. Code that plugins are written
-    with (the core and its libraries) and the user's own program are no plugin.
+    Calls of drivers in use are too many to wrap. Instead, the innermost frame that belongs to a
+    plugin's package determines plugin and method. The core, its libraries and the user's program
+    are not plugins.
     """
     homes: dict[str, Declaration] = {}
     everyones = {"modulm", "__main__", *libraries()}

@@ -18,13 +18,12 @@ _NAME = re.compile(r"[^\s,/]+")
 
 @frozen
 class Declaration:
-    """One driver on offer: where it is, not the thing itself, so that listing imports nothing.
+    """A driver on offer, given by its path, so that listing drivers imports nothing.
 
-    A plugin that computes its list returns these from a declaring hook and fills in `name`,
-    `target` ("package.module:attribute"), `api` and, to stand in for a driver of the same name
-    that somebody else offers, a `priority` above 0. The framework fills in the rest. `kind` must
-    be given where one hook serves two groups (parsers). `driver` is set only for an object that
-    was registered at run time.
+    Plugins that compute their list of drivers return these from a declaring hook. They set `name`,
+    `target` ("package.module:attribute"), `api` and, to replace a driver of the same name from
+    another package, a `priority` above 0. The framework sets the rest. `kind` is required if a hook
+    serves two groups (parsers). `driver` is set only for objects registered at run time.
     """
 
     name: str
@@ -39,14 +38,14 @@ class Declaration:
 
     @property
     def origin(self) -> str:
-        """Who offers it, for messages: "modulm-foo 0.1.0"."""
+        """The distribution that offers it, for messages: "modulm-foo 0.1.0"."""
         return f"{self.distribution} {self.version}".strip() or self.source
 
     def __str__(self) -> str:
         return f"{self.kind}/{self.name} ({self.origin})"
 
     def check(self) -> Declaration:
-        """Self if name, target, API and priority are well formed; raises PluginBroken if not."""
+        """Return self. Raises PluginBroken for an invalid name, target, API or priority."""
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginBroken(
                 f"{self.origin} declares a driver called {self.name!r}: "

@@ -1,8 +1,8 @@
-"""What is taken when the user left a choice open. Each function also says why.
+"""Automatic choices of drivers, each with the reason.
 
-A driver that cannot be imported or was written for another contract is a rejected candidate here;
-it is an error only when the user asks for it by name. A choosing hook is asked first, and what it
-names must still be acceptable.
+Drivers that cannot be imported, or were written for another contract version, are rejected
+candidates; they are errors only if the user names them. Choosing hooks are called first; the driver
+that they choose must still be suitable.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ Question: TypeAlias = tuple[Any, ...]
 
 @frozen
 class Chosen(Generic[T]):
-    """The driver that was chosen, and how that came about."""
+    """The driver that was chosen, and the decision."""
 
     driver: T
     decision: Decision
 
 
 def choose_platform(plugins: PluginManager, requested: str | None = None) -> Chosen[type[Platform]]:
-    """The platform that was asked for, or the one with the highest probe score.
+    """Return the requested platform, or the one with the highest probe score.
 
-    Raises UnsupportedError if it, or none at all, can run on this machine.
+    Raises UnsupportedError if it, or no platform at all, runs on this machine.
     """
     if requested is not None:
         platform, probe = _ask_one(plugins, "platforms", requested, ("probe", Probe))
@@ -84,7 +84,7 @@ def _unfit(probe: Probe) -> str | None:
 
 
 def _highest(plugins: PluginManager, probes: Mapping[str, Probe]) -> Choice | None:
-    """The best score; of equal ones a platform of this project's, whoever comes first by name."""
+    """Return the platform with the best score; on ties first-party ones first, then by name."""
     fit = [name for name, probe in probes.items() if probe.score > 0]
     if not fit:
         return None
@@ -96,9 +96,9 @@ def _highest(plugins: PluginManager, probes: Mapping[str, Probe]) -> Choice | No
 def choose_model(
     plugins: PluginManager, architectures: Sequence[str], config: Mapping[str, Any]
 ) -> Chosen[type[Model]]:
-    """The driver for the first of config.json's architectures that is installed.
+    """Return the driver of the first architecture in config.json that is installed.
 
-    Raises ArchitectureNotFound if none is, and whatever loading the chosen one raises.
+    Raises ArchitectureNotFound if none is; errors of loading the driver propagate.
     """
     hook_choice = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
     choice = _unless_off(plugins, "models", hook_choice)
@@ -122,11 +122,10 @@ def choose_attention(
     *,
     subject: str = "attention",
 ) -> Chosen[type[AttentionBackend]]:
-    """The attention backend that was asked for, or the first that does not reject the spec.
+    """Return the requested attention backend, or the first one that does not reject the spec.
 
-    The platform's order comes first, then other installed backends by name. `ops` is the table
-    that the model runs on, `subject` says which layers this is about. Raises UnsupportedError with
-    every backend's reason.
+    Candidates are the platform's in order, then other installed ones by name. ops: the model's.
+    subject: describes the layers. Raises UnsupportedError with the reason of each backend.
     """
     question = ("refuses", str | None, spec, platform, ops)
     if requested is not None:
@@ -153,11 +152,11 @@ def choose_quantization(
     *,
     plain: str = "none",
 ) -> Chosen[type[QuantizationMethod]]:
-    """The quantization method that was asked for, or the one that claims the checkpoint.
+    """Return the requested quantization method, or the one that claims the checkpoint.
 
-    Of several claimants the one called as the checkpoint's `quant_method` wins; `plain`, the
-    method that holds weights as they are, gives way to any other. Raises UnsupportedError if
-    nobody claims the checkpoint, ConfigError if it stays open who should.
+    Of several claimants the one named like the checkpoint's `quant_method` wins; `plain`, the
+    method for unquantized weights, has the lowest precedence. Raises UnsupportedError if no method
+    claims the checkpoint, ConfigError if the choice is ambiguous.
     """
     subject = "quantization"
     if requested is not None:
@@ -200,9 +199,9 @@ def _claimant(
 def choose_kernels(
     plugins: PluginManager, platform: Platform, names: Sequence[str] | None = None
 ) -> Chosen[tuple[type[KernelProvider], ...]]:
-    """The kernel providers that run here, best first; an op that none has runs as its twin.
+    """Return the kernel providers that run on this machine, best first.
 
-    `names` replaces the platform's order.
+    names: replaces the platform's order.
     """
     order = platform.kernels if names is None else names
     drivers, probes, failed = _ask_all(plugins, "kernels", order, ("probe", Probe, platform))
@@ -219,7 +218,7 @@ def choose_kernels(
 def choose_loader(
     plugins: PluginManager, path: Path, requested: str | None = None
 ) -> Chosen[type[WeightLoader]]:
-    """The weight loader that was asked for, or the first by name that opens `path`.
+    """Return the requested weight loader, or the first one by name that opens `path`.
 
     Raises CheckpointError if none does.
     """
@@ -240,7 +239,7 @@ def choose_loader(
 def choose_files(
     plugins: PluginManager, repository: str, part: str, names: Sequence[str]
 ) -> Sequence[str]:
-    """The files that the first loader by name which knows `part` takes of a hub repository's.
+    """Return the files of a hub repository chosen by the first loader that recognizes `part`.
 
     Raises CheckpointError if none does.
     """
@@ -254,8 +253,10 @@ def choose_files(
 
 
 def choose_tokenizer(plugins: PluginManager, folder: Path, mode: str) -> Chosen[Any]:
-    """The `TokenizerLoader` that `--tokenizer-mode` names, or with "auto" the first by name that
-    claims the folder; None where transformers reads it. Raises PluginNotFound for an unknown mode.
+    """Return the tokenizer loader of `--tokenizer-mode`; None to load with transformers.
+
+    With "auto" this is the first one by name that claims the folder. Raises PluginNotFound for an
+    unknown mode.
     """
     if mode != "auto":
         loader = plugins.load("tokenizers", mode)
@@ -271,7 +272,7 @@ def choose_tokenizer(plugins: PluginManager, folder: Path, mode: str) -> Chosen[
 
 
 def _unless_off(plugins: PluginManager, kind: str, choice: Choice | None) -> Choice | None:
-    """What a plugin chose; who switched that driver off does not want it chosen either."""
+    """Return a hook's choice, or None if `--plugins` excludes the chosen driver."""
     return choice if choice and plugins.switched_off(kind, choice.name) is None else None
 
 
@@ -281,7 +282,7 @@ def _names(plugins: PluginManager, kind: str) -> list[str]:
 
 
 def _ask_one(plugins: PluginManager, kind: str, name: str, question: Question) -> tuple[Any, Any]:
-    """A driver, and what it answers to a question. Raises what loading it or asking it does."""
+    """Load a driver and call `question` on it. Errors of either propagate."""
     declaration = plugins.find(kind, name)
     driver = plugins.load_declared(declaration)
     return driver, ask(declaration, driver, *question)
@@ -290,9 +291,9 @@ def _ask_one(plugins: PluginManager, kind: str, name: str, question: Question) -
 def _ask_all(
     plugins: PluginManager, kind: str, names: Iterable[str], question: Question
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[Verdict, ...]]:
-    """Drivers and their answers by name, in order, and a verdict for each that cannot be used.
+    """Call `question` on drivers; return answers by name, and verdicts for unusable drivers.
 
-    Raises PluginConflict: nobody takes a name that two packages offer.
+    Raises PluginConflict for a name that two packages offer.
     """
     answers, failed = {}, []
     for name in names:
@@ -316,7 +317,7 @@ def _absent(kind: str, name: str) -> Verdict:
 def _requested(
     plugins: PluginManager, subject: str, kind: str, name: str, driver: Any, reason: Any = None
 ) -> Chosen[Any]:
-    """The driver that was asked for; `reason` says why it cannot be used, if it cannot."""
+    """Return the requested driver. reason: why it cannot be used, or None."""
     if reason is not None:
         raise UnsupportedError(f"{find_kind(kind).noun} {name!r} cannot be used: {reason}")
     choice = Choice(name, "asked for by name")

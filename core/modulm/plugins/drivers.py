@@ -1,10 +1,9 @@
-"""What distributions offer, read without importing anything, and the import of one of them.
+"""Lists the drivers that distributions offer, without imports, and imports single ones.
 
-stevedore imports drivers and hook plugins: a `DriverManager` of its own for each, with its callback
-for failures (`extension.py`). Which entry point it gets is decided here, because stevedore knows an
-entry point only by name and target: it cannot say whose it is (a list, a selection, a conflict and
-every message need that), it imports all providers of a name before it looks for a conflict, and its
-cache on disk does not see a package that was installed again within 128 seconds (ADR 0030).
+stevedore imports drivers and hook plugins, with one `DriverManager` for each (`extension.py`). The
+entry point is selected here, because stevedore does not know an entry point's distribution (needed
+for lists, selections, conflicts and messages), imports all providers of a name before it checks for
+conflicts, and has a disk cache that misses reinstallations within 128 seconds (ADR 0030).
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _HEADER = re.compile(r"^(Name|Version):\s*(\S+)", re.MULTILINE)
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    """Name and version from the head of the metadata; parsing all of it takes 50 times longer."""
+    """Read name and version from the metadata's head; parsing all of it is 50 times slower."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     fields = dict(reversed(_HEADER.findall(text)))
     return fields.get("Name", "an unnamed distribution"), fields.get("Version", "?")
 
 
 def installed() -> Iterator[Declaration]:
-    """Every driver and hook plugin that an installed distribution offers, in path order.
+    """Yield every driver and hook plugin of installed distributions, in path order.
 
-    A distribution found twice on the path counts once, as the interpreter imports only the first.
+    Of a distribution that is on the path twice, only the first counts, as for imports.
     """
     seen = set()
     for distribution in distributions():
@@ -58,7 +57,7 @@ def installed() -> Iterator[Declaration]:
 
 
 def import_driver(declaration: Declaration) -> Any:
-    """Import what a declaration points at. Raises PluginBroken, which names the distribution."""
+    """Import the target of a declaration. Raises PluginBroken naming the distribution."""
     if declaration.driver is not None:
         return declaration.driver
     from modulm.plugins.extension import PickedDriver

@@ -1,4 +1,4 @@
-"""stevedore's manager of one driver: imports it, and says whose it is if that fails."""
+"""stevedore manager that imports one driver and names its distribution if that fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["PickedDriver"]
 
 
 class PickedDriver(DriverManager[Any]):
-    """The manager of an entry point that was picked already: allowed, and the only one of its name.
+    """Manager of an entry point that was already selected.
 
-    Its group holds this one point, so stevedore reads no other and imports no other. Raises
-    PluginBroken.
+    Its group contains only this entry point, so stevedore imports no other. Raises PluginBroken.
     """
 
     def __init__(self, picked: Declaration) -> None:

@@ -1,4 +1,4 @@
-"""Plugins in a single file, named on the command line: the file registers what it offers."""
+"""Plugins in single Python files named on the command line, which register drivers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "modulm_file_"
 
 
 def loaded_files() -> tuple[str, ...]:
-    """The files that this process has run."""
+    """Return the plugin files that this process has run."""
     modules = (module for name, module in sys.modules.items() if name.startswith(_PREFIX))
     return tuple(str(module.__file__) for module in modules)
 
@@ -29,8 +29,8 @@ def loaded_files() -> tuple[str, ...]:
 def load_file(flag: str, path: str) -> ModuleType:
     """Run a Python file that calls `modulm.register(kind, name, driver)`, once per process.
 
-    Its hash is logged. Raises ConfigError that names `flag` for a file that is not there, that
-    anybody may write to, or that fails.
+    Its hash is logged. Raises ConfigError naming `flag` if the file is missing, world-writable, or
+    fails.
     """
     file = Path(path).resolve()
     name = f"{_PREFIX}{file.stem}"

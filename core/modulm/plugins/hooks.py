@@ -1,10 +1,10 @@
-"""Hook plugins: registered whole or not at all, called by pluggy, switched off where they fail.
+"""Hook plugins: registered completely or not at all, called by pluggy, disabled when they fail.
 
-pluggy makes every call, so `tryfirst`, `trylast`, `wrapper=True`, `firstresult` and history mean
-what pluggy says. It lets an error of one plugin end the call for all, which is right where raising
-is meant to stop something (`hookspecs.STOPPING`) and wrong anywhere else. So an implementation is
-registered behind a guard that looks at its answers; where it fails, the guard logs the error,
-switches the plugin off and answers nothing or, where that stops something, says whose error it is.
+pluggy makes every call, so `tryfirst`, `trylast`, `wrapper=True`, `firstresult` and historic hooks
+work as documented there. In pluggy an exception of one plugin ends the call for all, which is
+intended only for the hooks in `hookspecs.STOPPING`. So implementations are wrapped in a guard that
+checks their results. On failure the guard logs the error, disables the plugin and returns None; in
+stopping hooks it raises an error that names the plugin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS_OF = {
 
 
 class _Member:
-    """What pluggy is given in place of a plugin: the same implementations, guarded."""
+    """The object registered with pluggy for a plugin: the same implementations, guarded."""
 
     def __init__(self, plugin: object, options: Mapping[str, pluggy.HookimplOpts]) -> None:
         self.plugin = plugin
@@ -45,7 +45,7 @@ class _Member:
 
 
 class _Manager(pluggy.PluginManager):
-    """pluggy's manager; a member's functions keep the marks of its plugin's."""
+    """pluggy's manager; guarded functions keep the options of their originals."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
         if isinstance(plugin, _Member):
@@ -71,10 +71,10 @@ class Hooks:
         return any(member.plugin is plugin for member in self._manager.get_plugins())
 
     def add(self, plugin: object, name: str) -> tuple[Declaration, ...]:
-        """Register a plugin and return what it declares. After an error nothing of it is left.
+        """Register a plugin and return its declarations; on an error nothing stays registered.
 
-        Raises PluginBroken for a misspelt hook or argument, a hook that was not marked, a bad
-        declaration, or anything that the plugin itself raises.
+        Raises PluginBroken for a misspelled hook or argument, an unmarked hook, an invalid
+        declaration, or an exception of the plugin.
         """
         try:
             member = self._member(plugin, name)
@@ -94,9 +94,9 @@ class Hooks:
         self._remove(self._manager.get_plugin(name))
 
     def _member(self, plugin: object, name: str) -> _Member:
-        """The plugin's implementations, its misspelt and its unmarked ones refused.
+        """Wrap the plugin's implementations. Raises PluginBroken for misspelled or unmarked ones.
 
-        pluggy itself would look for misspelt ones only after it has told them of history.
+        pluggy would check names only after calling historic hooks.
         """
         options: dict[str, pluggy.HookimplOpts] = {}
         member = _Member(plugin, options)
@@ -155,8 +155,9 @@ def _check_unmarked(plugin: object, attribute: str) -> None:
 
 
 def _checked(hook: str, name: str, marked: pluggy.HookimplOpts, answer: Any) -> Any:
-    """What an implementation returns if it is what the hook's signature says; a wrapper returns
-    the answers of all. Raises PluginBroken.
+    """Return an implementation's result if it has the type of the hook's signature.
+
+    A wrapper's result contains the results of all. Raises PluginBroken.
     """
     if marked["hookwrapper"]:
         return answer
@@ -168,7 +169,7 @@ def _checked(hook: str, name: str, marked: pluggy.HookimplOpts, answer: Any) -> 
 
 
 def _fitting(hook: str, name: str, answer: Any) -> Any:
-    """One answer, a sequence as a list and a choice with whose it is. Raises PluginBroken."""
+    """Check one result; sequences become lists, and choices record the plugin that made them."""
     stated = getattr(hookspecs, hook).__annotations__["return"].removesuffix(" | None")
     if answer is None or stated == "None":
         return answer
@@ -191,7 +192,7 @@ def _guard(
     checked: Callable[[Any], Any],
     failed: Callable[[BaseException], None],
 ) -> Callable[..., Any]:
-    """The function, answering None where it raises or answers what it must not."""
+    """Wrap a function to return None if it raises or its result is invalid."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -209,9 +210,9 @@ def _guard_wrapper(
     checked: Callable[[Any], Any],
     failed: Callable[[BaseException], None],
 ) -> Callable[..., Generator[None, Any, Any]]:
-    """The wrapper, passing on the result that it was given where it raises or yields wrongly.
+    """Wrap a hook wrapper to pass on its input if it raises or yields incorrectly.
 
-    For both of pluggy's styles: the return value of an old `hookwrapper` is ignored.
+    Supports both of pluggy's styles: the return value of an old `hookwrapper` is ignored.
     """
 
     @wraps(function)

@@ -1,7 +1,6 @@
-"""The packages of this project and what they offer, from `index.txt` (`tests/meta/test_index.py`).
+"""The packages of this project and their drivers, from `index.txt` (`tests/meta/test_index.py`).
 
-Only these are suggested for installation. A package that does not exist could be registered by
-anybody who reads the suggestion.
+Only these are suggested for installation: anybody could register a package that does not exist.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ __all__ = ["install_hint", "is_first_party", "libraries", "normalized", "to_inst
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as package indexes compare it (PEP 503)."""
+    """Normalize a distribution's name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @cache
 def _packages() -> Mapping[str, frozenset[str]]:
-    """Distribution -> what it offers, each as kind/name; "library" for one under core/."""
+    """Return distribution -> its drivers as kind/name, or "library" for those under core/."""
     entries = (line.split() for line in _lines() if not line.startswith("+"))
     return {name: frozenset(offers) for name, *offers in entries}
 
 
 @cache
 def libraries() -> frozenset[str]:
-    """Import packages of the distributions that others are written with, the core apart."""
+    """Return the import packages of libraries, without the core."""
     return frozenset(
         name.replace("-", "_") for name, offers in _packages().items() if "library" in offers
     )
@@ -41,12 +40,12 @@ def _lines() -> list[str]:
 
 
 def is_first_party(distribution: str) -> bool:
-    """Whether a distribution is one of this project's."""
+    """Whether a distribution belongs to this project."""
     return normalized(distribution) in _packages()
 
 
 def to_install(requirement: str) -> str:
-    """`: pip install NAME` for a package in the index, perhaps with extras, else nothing."""
+    """Return `: pip install NAME` for a package in the index, perhaps with extras, else ""."""
     name = normalized(requirement.partition("[")[0])
     if name not in _packages() and f"+{name}" not in _lines():
         return ""
@@ -54,6 +53,6 @@ def to_install(requirement: str) -> str:
 
 
 def install_hint(kind: str, name: str) -> str:
-    """`pip install modulm-foo` for a name that a package of this project offers, else nothing."""
-    homes = (home for home, offers in _packages().items() if f"{kind}/{name}" in offers)
-    return "".join(f"pip install {home}" for home in homes)
+    """Return `pip install modulm-foo` for a driver of this project's packages, else ""."""
+    packages = (package for package, offers in _packages().items() if f"{kind}/{name}" in offers)
+    return "".join(f"pip install {package}" for package in packages)

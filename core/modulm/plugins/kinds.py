@@ -1,7 +1,7 @@
-"""The kinds of drivers: entry-point group, contract, and how their packages are named.
+"""Kinds of drivers: their entry-point groups, contracts, and package names.
 
-A package can bring a kind of its own: an entry point of group `modulm.kinds` whose name is the
-kind's and whose object is a `Kind`. It is imported when its contract is needed.
+A package can add a kind with an entry point of group `modulm.kinds`: its name is the kind's, its
+object a `Kind`. It is imported when its contract is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HOOKS_GROUP", "KINDS", "KINDS_GROUP", "Kind", "find_kind", "kind_nam
 
 #: Entry-point group of hook plugins: modules or objects with `modulm_*` functions.
 HOOKS_GROUP = "modulm"
-#: Entry-point group of kinds that packages bring.
+#: Entry-point group of kinds that packages add.
 KINDS_GROUP = "modulm.kinds"
 
 
@@ -32,10 +32,10 @@ KINDS_GROUP = "modulm.kinds"
 class Kind:
     """One kind of driver.
 
-    `contract` is the path of the abstract class that a driver implements, or None where a driver
-    is a plain object of another library (a command, a router) or a value. `hook` declares
-    drivers of this kind; `short` is how the kind is called in the names of distributions; `part`
-    is the step part that carries what a configured driver of this kind does, if it needs one.
+    contract: path of the abstract class that drivers implement; None if a driver is a value or an
+    object of another library (a command, a router). hook: declares drivers of this kind. short:
+    name of the kind in distribution names. part: the step part that configured drivers need, if
+    any.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Kind:
 
     @property
     def api(self) -> int | None:
-        """The version of the contract that this core has; None where there is no contract."""
+        """The core's version of the contract; None without a contract."""
         if self.contract is None:
             return None
         version: int = import_module(self.contract.partition(":")[0]).API
         return version
 
     def contract_class(self) -> type | None:
-        """The abstract class, imported; None where there is no contract."""
+        """Import and return the abstract class; None without a contract."""
         if self.contract is None:
             return None
         module, _, name = self.contract.partition(":")
@@ -75,7 +75,7 @@ def _core(
     hook: str | None = None,
     part: str = "",
 ) -> Kind:
-    """A kind of the core: its contract is in `modulm.contracts`, its hook has our prefix."""
+    """Create a kind of the core, whose contract is in `modulm.contracts`."""
     path = contract and f"modulm.contracts.{contract}"
     return Kind(name, noun, short, path, hook and f"modulm_{hook}", part)
 
@@ -121,14 +121,14 @@ def _brought() -> Mapping[str, EntryPoint]:
 
 
 def kind_names() -> tuple[str, ...]:
-    """The names of all kinds, the core's first; imports none."""
+    """Return the names of all kinds, the core's first, without imports."""
     return (*KINDS, *(name for name in _brought() if name not in KINDS))
 
 
 def kind_of(group: str) -> str | None:
-    """The kind whose drivers an entry-point group holds, or None for a group of other things.
+    """Return the kind of an entry-point group, or None if it is not a group of drivers.
 
-    There may be no such kind: a misspelt group is not passed over in silence.
+    The kind may not exist, so that misspelled groups are reported.
     """
     if group == HOOKS_GROUP:
         return "hooks"
@@ -138,7 +138,7 @@ def kind_of(group: str) -> str | None:
 
 @cache
 def find_kind(name: str) -> Kind:
-    """The kind called `name`. Raises PluginNotFound with the names there are, or PluginBroken."""
+    """Return the kind `name`. Raises PluginNotFound, with the existing names, or PluginBroken."""
     if name in KINDS:
         return KINDS[name]
     point = _brought().get(name)

@@ -1,4 +1,4 @@
-"""The plugins of this process: what is installed, what may be used, and loading by name."""
+"""Plugin manager: the installed plugins, those that may be used, and loading by name."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ __all__ = [
 
 log = logging.getLogger("modulm.plugins")
 
-#: A name registered at run time by a program stands in for an installed one.
+#: Drivers registered at run time replace installed ones of the same name.
 _REGISTERED_PRIORITY = 100
 
-#: Most names that an error lists.
+#: Maximum number of names that an error lists.
 _FEW = 12
 
 
 @frozen
 class PluginSet:
-    """What a worker process needs to see the same plugins as the process that starts it."""
+    """What a worker process needs to have the same plugins as the process that starts it."""
 
     selection: Selection
     installed: frozenset[tuple[str, str, str, str]]
@@ -67,14 +67,14 @@ class PluginSet:
     hook_modules: tuple[str, ...] = ()
     #: Files that register plugins (`--tool-parser-plugin`).
     files: tuple[str, ...] = ()
-    #: Where the modules may be that were registered, after everything that is installed.
+    #: `sys.path` for modules that were registered at run time.
     path: tuple[str, ...] = ()
 
 
 class PluginManager:
     """One set of plugins. Listing imports nothing; loading imports one plugin.
 
-    Everything is done on first use: making a manager costs nothing.
+    All work is done on first use.
     """
 
     def __init__(self, selection: Selection | None = None) -> None:
@@ -82,7 +82,7 @@ class PluginManager:
         #: Hook plugins that could not be registered: name -> the error.
         self.problems: dict[str, PluginError] = {}
         self._installed: tuple[Declaration, ...] | None = None
-        #: Of what is installed, what the selection permits: many are asked for at each start.
+        #: Installed and permitted plugins by kind, since many are looked up at startup.
         self._installed_by_kind: defaultdict[str, list[Declaration]] = defaultdict(list)
         self._added: dict[tuple[str, str, str], Declaration] = {}
         self._drivers: dict[Declaration, Any] = {}
@@ -93,9 +93,9 @@ class PluginManager:
     # Listing.
 
     def everything(self) -> tuple[Declaration, ...]:
-        """All that is installed or was added, allowed or not, hook plugins included.
+        """Return everything that is installed or was added, including excluded plugins and hooks.
 
-        Raises ConfigError for a name in the allow list that nothing has.
+        Raises ConfigError for a name in the allow list that no plugin has.
         """
         if self._installed is None:
             declarations = tuple(installed())
@@ -106,13 +106,13 @@ class PluginManager:
         return (*self._installed, *self._added.values())
 
     def check_selection(self) -> None:
-        """Raises ConfigError for a name that `--plugins` allows or denies and nothing has."""
+        """Raise ConfigError for a name in `--plugins` that no plugin has."""
         check_terms((*self.selection.allow, *self.selection.deny), self.everything())
 
     def names(self, kind: str) -> tuple[Declaration, ...]:
-        """What may be used of a kind, by name. Imports nothing.
+        """Return the drivers of a kind that may be used, sorted by name, without imports.
 
-        Drivers that a hook plugin declares are among them once hook plugins have been loaded.
+        Drivers declared by hook plugins are included once hook plugins have been loaded.
         """
         return self._allowed(find_kind(kind).name)
 
@@ -128,10 +128,10 @@ class PluginManager:
     # Finding and loading one.
 
     def find(self, kind: str, name: str) -> Declaration:
-        """The one declaration for a name: of the highest priority, if nobody else has the same.
+        """Return the declaration of a name with the highest priority.
 
-        Raises PluginNotFound (ArchitectureNotFound for models) or PluginConflict; for all but
-        commands, which must run where a deny list is stale, what `check_selection` raises.
+        Raises PluginNotFound (ArchitectureNotFound for models), PluginConflict for equal
+        priorities, and errors of `check_selection`, except for commands.
         """
         known = find_kind(kind)
         if kind != "commands":
@@ -151,21 +151,21 @@ class PluginManager:
         return best[0]
 
     def stand_in(self, declaration: Declaration) -> str:
-        """Whose driver it is and whose it stands in for, or nothing where it is alone."""
+        """Describe which distribution's driver replaces which others; "" if it replaces none."""
         offers = [d for d in self.names(declaration.kind) if d.name == declaration.name]
         others = [d.origin for d in offers if d.priority < declaration.priority]
         return f"; {declaration.origin}, in place of {' and '.join(others)}" if others else ""
 
     def switched_off(self, kind: str, name: str) -> Declaration | None:
-        """What `--plugins` keeps from being used under a name that nothing else has."""
+        """Return the driver of this name if `--plugins` excludes all of them, else None."""
         named = [d for d in self.everything() if (d.kind, d.name) == (kind, name)]
         return named[0] if named and not any(map(self._permits, named)) else None
 
     def load(self, kind: str, name: str) -> Any:
-        """The driver of a name, imported, of the right class and contract version.
+        """Import the driver of a name and check its class and contract version.
 
-        Raises what `find` raises, PluginBroken, or PluginIncompatible. A failed import leaves
-        nothing registered.
+        Raises like `find`, PluginBroken, or PluginIncompatible. A failed import leaves nothing
+        registered.
         """
         return self.load_declared(self.find(kind, name))
 
@@ -183,7 +183,7 @@ class PluginManager:
         return driver
 
     def options(self, kind: str, name: str, table: Mapping[str, Any]) -> Any:
-        """A driver's options structured into its `Config`, or None if it has none.
+        """Structure a driver's options into its `Config`; None if it has none.
 
         Raises ConfigError with the path of an unknown, missing or ill-typed key.
         """
@@ -198,9 +198,9 @@ class PluginManager:
         return None
 
     def configured(self, kind: str, tables: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """The driver of a kind that the configuration has a table for, and its options.
+        """Return the configured driver of a kind and its options, or None.
 
-        tables: `--plugin-config`. Raises ConfigError if there are several.
+        tables: `--plugin-config`. Raises ConfigError if it has several drivers of the kind.
         """
         named = tables.get(kind) or {}
         if not named:
@@ -234,11 +234,11 @@ class PluginManager:
     # Adding at run time.
 
     def register(self, kind: str, name: str, driver: object) -> None:
-        """Offer a driver without packaging it; it stands in for an installed one of that name.
+        """Register a driver at run time; it replaces an installed one of the same name.
 
-        `driver` is "package.module:attribute", imported when it is needed, or the object itself.
-        A driver of the same path, as a notebook makes when its cell runs again, takes the place of
-        the one before; another one under the same name raises PluginConflict.
+        driver: "package.module:attribute", imported when it is needed, or the object itself.
+        Registering the same path again, for example by rerunning a notebook cell, replaces the
+        earlier driver; another path under the same name raises PluginConflict.
         """
         known = find_kind(kind)
         declaration = Declaration(
@@ -260,9 +260,9 @@ class PluginManager:
         self._added[kind, name, ""] = declaration
 
     def unregister(self, kind: str, name: str) -> None:
-        """Take back what was registered at run time; `kind` "hooks" is for what `add` added.
+        """Remove a driver registered at run time, or with kind "hooks" a plugin added by `add`.
 
-        Raises PluginNotFound if nothing was.
+        Raises PluginNotFound if there is none.
         """
         if kind == "hooks" and name in self._hook_modules:
             del self._hook_modules[name]
@@ -272,10 +272,10 @@ class PluginManager:
             raise PluginNotFound(f"no {kind} {name!r} was registered at run time")
 
     def add(self, plugin: object, name: str | None = None) -> None:
-        """Register a hook plugin (a module or an object) and take over what it declares.
+        """Register a hook plugin (a module or an object) and the drivers that it declares.
 
-        It is asked before the installed ones. All or nothing; adding an object twice adds it once,
-        and another one of its name takes its place. Raises PluginBroken.
+        It is called before installed ones. Adding an object twice has no effect; another object of
+        the same name replaces it. Raises PluginBroken, with nothing registered.
         """
         self.load_hooks()
         if self._pluggy().has(plugin):
@@ -295,7 +295,7 @@ class PluginManager:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Forget what was registered inside if it raises."""
+        """Undo registrations inside the block if it raises."""
         added = dict(self._added)
         try:
             yield
@@ -312,22 +312,22 @@ class PluginManager:
         return self._pluggy().relay
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Call the hook of this name; an implementation that raises is logged and switched off."""
+        """Call a hook by name; implementations that raise are logged and disabled."""
         getattr(self.hook, hook)(**arguments)
 
     def gather(self, hook: str, **arguments: Any) -> list[Any]:
-        """The items of everybody's answers, e.g. lines of the banner."""
+        """Call a hook and concatenate its results, e.g. lines of the banner."""
         return [item for items in getattr(self.hook, hook)(**arguments) for item in items]
 
     def config_final(self, config: Any) -> None:
-        """Deliver `modulm_config_final`, also to hook plugins that are added later."""
+        """Call `modulm_config_final`, also for hook plugins that are added later."""
         self.hook.modulm_config_final.call_historic(kwargs={"config": config})
 
     def load_hooks(self) -> None:
-        """Import and register the hook plugins that are installed and allowed; once.
+        """Import and register the installed and permitted hook plugins, once.
 
-        One that fails is kept in `problems` and logged; if `--plugins` asks for it by name the
-        error is raised.
+        Failures are logged and stored in `problems`; if `--plugins` names the plugin, they are
+        raised.
         """
         if self._hooks_loaded:
             return
@@ -360,10 +360,9 @@ class PluginManager:
     # Worker processes.
 
     def snapshot(self) -> PluginSet:
-        """What `replay` needs in another process.
+        """Return the plugin set for `replay` in another process.
 
-        Raises PluginError for an object that was registered at run time and cannot be imported
-        there by its path.
+        Raises PluginError for an object registered at run time that cannot be imported by its path.
         """
         registered = [d for d in self._added.values() if d.source == "registered"]
         for declaration in registered:
@@ -386,9 +385,9 @@ class PluginManager:
 
     @classmethod
     def replay(cls, plugins: PluginSet) -> PluginManager:
-        """The same set of plugins in this process.
+        """Create a manager with the same plugins in this process.
 
-        Raises PluginConflict if other distributions or versions are installed here.
+        Raises PluginConflict if installed distributions or versions differ.
         """
         manager = cls(plugins.selection)
         here = manager._fingerprint()
@@ -417,7 +416,7 @@ class PluginManager:
 
 
 def check_api(declaration: Declaration, api: Any, kind: Kind) -> None:
-    """Raises PluginIncompatible unless `api`, a version or a range, holds the core's version."""
+    """Raise PluginIncompatible unless `api`, a version or range, includes the core's version."""
     version = kind.api
     if version is None:
         return
@@ -441,7 +440,7 @@ def _is_version(value: Any) -> bool:
 
 
 def check_driver(declaration: Declaration, driver: Any, kind: Kind) -> None:
-    """Raises PluginBroken for a driver that is not of the contract's class; checks its API."""
+    """Raise PluginBroken for a driver of the wrong class; also checks its API."""
     contract = kind.contract_class()
     if contract is None:
         return
@@ -459,7 +458,7 @@ def _path_of(driver: object) -> str:
 
 
 def _resolve(declaration: Declaration) -> object:
-    """The object at the target, or None if there is none."""
+    """Import the target of a declaration; None if that fails."""
     module, _, path = declaration.target.partition(":")
     if module == "__main__":
         return None
@@ -476,7 +475,7 @@ _current: PluginManager | None = None
 
 
 def current() -> PluginManager:
-    """The plugins of this process; the environment's selection applies on first use."""
+    """Return the plugin manager of this process, created with the environment's selection."""
     global _current
     if _current is None:
         from modulm.config.environ import plugin_selection
@@ -486,7 +485,7 @@ def current() -> PluginManager:
 
 
 def configure(selection: str) -> PluginManager:
-    """Use this selection from now on (`--plugins`); run-time registrations are kept."""
+    """Replace the selection (`--plugins`); run-time registrations are kept."""
     return _replace(PluginManager(Selection.parse(selection)))
 
 
@@ -504,20 +503,20 @@ def _replace(manager: PluginManager) -> PluginManager:
 
 @contextmanager
 def using(manager: PluginManager) -> Iterator[PluginManager]:
-    """Make `manager` the process's plugins for a while (workers, tests)."""
+    """Temporarily make `manager` the process's plugin manager (workers, tests)."""
     global _current
-    before, _current = _current, manager
+    previous, _current = _current, manager
     try:
         yield manager
     finally:
-        _current = before
+        _current = previous
 
 
 def register(kind: str, name: str, driver: object) -> None:
-    """Offer a driver to this process without packaging it; see `PluginManager.register`."""
+    """Register a driver in this process; see `PluginManager.register`."""
     current().register(kind, name, driver)
 
 
 def unregister(kind: str, name: str) -> None:
-    """Take back what `register` offered; see `PluginManager.unregister`."""
+    """Undo `register`; see `PluginManager.unregister`."""
     current().unregister(kind, name)

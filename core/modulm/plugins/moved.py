@@ -1,4 +1,4 @@
-"""Where modules and names of the last release are now, for plugins that were written against it."""
+"""Renamed modules and names, so that plugins written for the last release keep working."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MISSING = re.compile(r"No module named '([\w.]+)'|cannot import name '(\w+)' fr
 
 @cache
 def moved() -> dict[str, str]:
-    """Dotted names of the last release and what they are called now, from `moved.txt`."""
+    """Return dotted names of the last release -> their current names, from `moved.txt`."""
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 
 def new_home(error: BaseException) -> str:
-    """Return where a name went whose import failed, as the end of a message, or ""."""
+    """Return the end of a message with the new location of a failed import, or ""."""
     match = _MISSING.match(str(error)) if isinstance(error, ImportError) else None
     if match is None:
         return ""

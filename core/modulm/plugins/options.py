@@ -1,4 +1,4 @@
-"""A plugin's own options: an open table, structured into its attrs class."""
+"""Options of plugins: tables, structured into the plugin's attrs class."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ T = TypeVar("T")
 
 
 def structure(table: Mapping[str, Any], into: type[T], path: str) -> T:
-    """The table as a value of the attrs class `into`.
+    """Structure a table into the attrs class `into`.
 
-    Values are not converted: "4" is no integer and 1 is no boolean. Raises ConfigError with the
-    path of the first unknown, missing or ill-typed key; `path` is where the table itself stands
-    ("attention.foo"). A class whose tables come with checkpoints, which say more than a reader
-    needs, has a class variable OPEN_ENDED.
+    Values are not converted: "4" is not an integer, 1 not a boolean. path: of the table
+    ("attention.foo"). Raises ConfigError with the path of the first unknown, missing or ill-typed
+    key. Classes with a class variable OPEN_ENDED accept unknown keys, for tables from checkpoints.
     """
     try:
         return structure_table(table, into, open_ended="OPEN_ENDED" in vars(into))

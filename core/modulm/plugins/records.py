@@ -1,4 +1,4 @@
-"""Whether an installed distribution is as it was installed, from its RECORD, without importing it.
+"""Checks whether an installed distribution was altered, by its RECORD, without importing it.
 
 RECORD has a digest of each file (https://packaging.python.org/specifications/recording-installed-packages);
 its own digest stands for the whole. An editable installation records only what points to a folder.
@@ -24,14 +24,14 @@ def _distribution(name: str) -> Distribution | None:
 
 @cache
 def record_digest(name: str) -> str | None:
-    """The sha256 of the RECORD of a distribution, in hex; None where there is none."""
+    """Return the sha256 of a distribution's RECORD in hex, or None if it has none."""
     distribution = _distribution(name)
     text = None if distribution is None else distribution.read_text("RECORD")
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_editable(name: str) -> bool:
-    """Whether the distribution is a folder that somebody works in."""
+    """Whether the distribution is an editable installation."""
     distribution = _distribution(name)
     origin = None if distribution is None else distribution.read_text("direct_url.json")
     return '"editable": true' in (origin or "")
@@ -39,7 +39,7 @@ def is_editable(name: str) -> bool:
 
 @cache
 def altered_files(name: str) -> tuple[str, ...]:
-    """Files that are gone, that are not as RECORD says, and modules that it does not name."""
+    """Return missing and modified files, and modules that RECORD does not list."""
     distribution = _distribution(name)
     listed = [] if distribution is None else distribution.files or []
     wrong, there, folders = [], set(), set()

@@ -14,9 +14,9 @@ from modulm.plugins.records import altered_files, record_digest
 
 __all__ = ["CORE", "FIRST_PARTY", "Selection", "check_terms"]
 
-#: The distribution of the core itself; an allow list never shuts it out.
+#: The core's distribution; allow lists never exclude it.
 CORE = "modulm"
-#: A term of its own: every package of this project.
+#: A term that stands for all packages of this project.
 FIRST_PARTY = "first-party"
 
 
@@ -24,10 +24,10 @@ FIRST_PARTY = "first-party"
 class Selection:
     """An allow list ("a,b": only these), a deny list ("-c": all but this), or both ("a,-c").
 
-    A term is a distribution ("modulm-foo", or "modulm-foo==1.2"), a driver's name, kind/name to
-    be exact, or "first-party" for all packages of this project. "modulm-foo@sha256:" and the digest
-    of its RECORD asks for just these files, unchanged. Without terms everything is allowed. No
-    allow list shuts out commands and flags: they do nothing until typed.
+    A term is a distribution ("modulm-foo" or "modulm-foo==1.2"), a driver's name, kind/name, or
+    "first-party" for all packages of this project. "modulm-foo@sha256:" with the digest of its
+    RECORD requires exactly these files. Without terms everything is allowed. Allow lists do not
+    exclude commands and flags, which do nothing until they are used.
     """
 
     allow: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Read a comma-separated list. Raises ConfigError for a term that is only a minus."""
+        """Parse a comma-separated list. Raises ConfigError for a term that is only a minus."""
         terms = [term.strip() for term in text.split(",") if term.strip()]
         if "-" in terms:
             raise ConfigError("plugins", "a '-' must be followed by a name, as in '-modulm-foo'")
@@ -48,7 +48,7 @@ class Selection:
         return ",".join([*self.allow, *(f"-{term}" for term in self.deny)])
 
     def permits(self, declaration: Declaration) -> bool:
-        """Whether the lists let the plugin be used."""
+        """Whether the plugin may be used."""
         if any(_matches(term, declaration) for term in self.deny):
             return False
         always = declaration.distribution == CORE or declaration.kind in ("commands", "flags")
@@ -56,13 +56,13 @@ class Selection:
         return not self.allow or always or allowed
 
     def names(self, declaration: Declaration) -> bool:
-        """Whether the allow list asks for this plugin, so that its failure must not pass."""
+        """Whether the allow list names this plugin, so that its failure is an error."""
         terms = (term for term in self.allow if term != FIRST_PARTY)
         return any(_matches(term, declaration) for term in terms)
 
 
 def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:
-    """Raises ConfigError for a term that matches nothing known, with the names it is close to."""
+    """Raise ConfigError, with close matches, for a term that matches no plugin."""
     for term in terms:
         if any(_matches(term, declaration) for declaration in known):
             continue
@@ -80,12 +80,12 @@ def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:
 
 
 def _named(term: str) -> str:
-    """A term without what it pins."""
+    """Return a term without its version or digest."""
     return term.partition("@sha256:")[0].partition("==")[0]
 
 
 def _installed(declaration: Declaration) -> str:
-    """What is there in place of what is pinned."""
+    """Describe the installed version or digest that differs from the pinned one."""
     name = declaration.distribution
     changed = ", ".join(altered_files(name)[:3])
     digest = record_digest(name)
