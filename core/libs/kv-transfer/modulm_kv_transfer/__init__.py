@@ -1,4 +1,4 @@
-"""How KV connectors take part in steps: which blocks are loaded and saved, and when."""
+"""KV transfers: the step part that loads and saves blocks with a KV connector."""
 
 from modulm_kv_transfer.part import TransfersPart
 

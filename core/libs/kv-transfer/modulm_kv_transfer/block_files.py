@@ -1,7 +1,7 @@
-"""The files: where a block is, what is in its file, and which files go when there are too many.
+"""Files of blocks: their paths, format, and eviction.
 
-`folder/MODEL/RofN/XX/NAME.kv`: the model's digest, rank and ranks, the block's name in hex. A file
-is a header of one line of JSON and the bytes of the block.
+Paths are `folder/MODEL/RofN/XX/NAME.kv`: the model's digest, rank and number of ranks, and the
+block's name in hex. A file is a one-line JSON header followed by the block's bytes.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = [
     "write",
 ]
 
-#: Where files are if nobody says otherwise.
+#: Default folder.
 FOLDER = "~/.cache/modulm/kv"
 VERSION = 1
-#: Longest header, in bytes.
+#: Maximum size of a header in bytes.
 _HEADER = 4096
-#: Seconds after which a temporary file belongs to a process that is gone.
+#: Age in seconds after which temporary files are considered abandoned.
 _STALE = 600
-#: How the folder of a model is called.
+#: Pattern of a model's folder name.
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
 class BadFile(Exception):
-    """A file is torn, or another's; the text says how."""
+    """A file is damaged or belongs to another block."""
 
 
 @frozen
@@ -57,7 +57,7 @@ class Stored:
 
 
 def block_path(folder: Path, model: str, rank: int, ranks: int, name: bytes) -> Path:
-    """Where a rank's part of a block is."""
+    """Return the path of a rank's part of a block."""
     text = name.hex()
     return folder / model / f"{rank}of{ranks}" / text[:2] / f"{text}.kv"
 
@@ -67,7 +67,7 @@ def _checksum(payload: memoryview) -> str:
 
 
 def write(path: Path, described: Mapping[str, Any], payload: memoryview) -> int:
-    """Write a file whole or not at all; how many bytes it has. Raises OSError."""
+    """Write a file atomically; return its size in bytes. Raises OSError."""
     header = {"modulm": "kv", "version": VERSION, "bytes": len(payload), **described}
     line = json.dumps({**header, "checksum": _checksum(payload)}).encode() + b"\n"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,13 +112,13 @@ def _header(line: bytes) -> Mapping[str, Any]:
 
 
 def models(folder: Path) -> list[str]:
-    """The digests of the models that have files in the folder."""
+    """Return the digests of models with files in the folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(path.name for path in paths if _DIGEST.fullmatch(path.name) and path.is_dir())
 
 
 def scan(folder: Path, model: str | None = None) -> Iterator[Stored]:
-    """The files of a model, or of all. Removes temporary files that nobody writes."""
+    """Return the files of one model, or of all. Removes abandoned temporary files."""
     for name in models(folder) if model is None else [model]:
         for path in (folder / name).glob("*of*/*/*.kv*"):
             with contextlib.suppress(OSError):
@@ -130,8 +130,9 @@ def scan(folder: Path, model: str | None = None) -> Iterator[Stored]:
 
 
 def evict(folder: Path, most: int) -> int:
-    """Remove the files that were used the longest ago until at most `most` bytes are left, which
-    it returns. Engines that share the folder may do so at the same time.
+    """Remove least recently used files until at most `most` bytes are left; return the size.
+
+    Engines that share the folder may call this concurrently.
     """
     files = sorted(scan(folder), key=lambda file: file.used)
     total = sum(file.size for file in files)
@@ -144,8 +145,9 @@ def evict(folder: Path, most: int) -> int:
 
 
 def clear(folder: Path, model: str | None = None) -> int:
-    """Remove the files of one model, or of all; how many bytes they had. Raises ValueError for a
-    name that is no digest of a model.
+    """Remove the files of one model, or of all; return their total size in bytes.
+
+    Raises ValueError for an invalid digest.
     """
     if model is not None and not _DIGEST.fullmatch(model):
         raise ValueError(f"{model!r} is not the digest of a model")

@@ -1,4 +1,4 @@
-"""Which connector flags and tables name."""
+"""Finds the connector that flags and tables name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from modulm_kv_transfer.flags import KVTransferConfig
 
 __all__ = ["CONNECTORS", "connector_tables"]
 
-#: vLLM's names of connectors, and the drivers that do the same.
+#: vLLM's connector names -> the corresponding drivers.
 CONNECTORS: Mapping[str, str] = {
     "OffloadingConnector": "host",
     "ExampleConnector": "disk",
@@ -19,9 +19,9 @@ CONNECTORS: Mapping[str, str] = {
 
 
 def connector_tables(config: Any) -> Mapping[str, Any]:
-    """The tables of drivers as in `--plugin-config`, with the connector that the flags name.
+    """Return the tables of `--plugin-config` with the connector that the flags name.
 
-    Raises ConfigError where two flags name one, or the name is not known.
+    Raises ConfigError if two flags name a connector, or for an unknown name.
     """
     tables: Mapping[str, Any] = config.device.plugin_config
     flags = config.group(KVTransferConfig)
@@ -41,7 +41,7 @@ def connector_tables(config: Any) -> Mapping[str, Any]:
 
 
 def _driver(name: str) -> str:
-    """The driver of that name. Raises ConfigError with the names that are known."""
+    """Return the driver of a connector name. Raises ConfigError listing the valid names."""
     from modulm.plugins import manager
 
     installed = {declared.name for declared in manager.current().names("kv_connectors")}

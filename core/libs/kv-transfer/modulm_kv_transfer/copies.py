@@ -1,6 +1,6 @@
-"""What connectors that keep copies of blocks are written with: the copies, and a thread for them.
+"""Base classes of connectors that store copies of blocks, made in a background thread.
 
-A block is stored as one run of bytes: what each layer's tensors hold for it, one after the other.
+A block is stored as contiguous bytes: its slices of each layer's tensors, concatenated.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from modulm.errors import UnsupportedError
 
 __all__ = ["BlockCopier", "CopyingMover", "TransferFailed"]
 
-#: Blocks that pass through the device's memory at a time.
+#: Number of blocks that are staged in device memory at a time.
 _STAGED = 32
 
 
 class TransferFailed(Exception):
-    """A transfer did not work; the text says why, without a full stop."""
+    """A transfer failed. The message has no final full stop."""
 
 
 class BlockCopier:
     """Copies blocks between caches and bytes in host memory.
 
-    width: bytes of a block over all tensors. layout: a digest of their shapes and dtypes: bytes
-    fit into caches of the same layout. Raises UnsupportedError for a tensor whose blocks are not
-    contiguous.
+    width: bytes of a block over all tensors. layout: digest of their shapes and dtypes; bytes can
+    be loaded into caches with the same layout. Raises UnsupportedError for a tensor whose blocks
+    are not contiguous.
     """
 
     def __init__(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
@@ -60,7 +60,7 @@ class BlockCopier:
         self.staged = self.device != torch.empty(0, device="cpu").device
 
     def save(self, blocks: Sequence[Sequence[int]], into: Sequence[torch.Tensor]) -> None:
-        """Read blocks into `into`: a uint8 tensor [width] for each. blocks: ids per group."""
+        """Copy blocks to `into`, a uint8 tensor [width] for each. blocks: ids per group."""
         if not self.staged:
             for group, start, view in self._views:
                 for block, out in zip(blocks[group], into, strict=True):
@@ -77,7 +77,7 @@ class BlockCopier:
                 out.copy_(row, non_blocking=True)
 
     def load(self, blocks: Sequence[Sequence[int]], stored: Sequence[torch.Tensor]) -> None:
-        """Fill blocks from what `save` read."""
+        """Fill blocks with bytes copied by `save`."""
         if not self.staged:
             for group, start, view in self._views:
                 for block, row in zip(blocks[group], stored, strict=True):
@@ -94,9 +94,7 @@ class BlockCopier:
                 view.index_copy_(0, ids, stage[:, start : start + view.shape[1]])
 
     def buffer(self, blocks: int) -> torch.Tensor:
-        """Host memory for that many blocks: [blocks, width] uint8, pinned where it is copied to
-        and from a device.
-        """
+        """Allocate host memory: [blocks, width] uint8, pinned if the caches are on a device."""
         return torch.empty((blocks, self.width), dtype=torch.uint8, pin_memory=self.staged)
 
 
@@ -105,10 +103,10 @@ def _parts(count: int) -> Iterator[slice]:
 
 
 class CopyingMover(KVMover):
-    """Does transfers one after the other in a thread, on devices in a stream of its own.
+    """Runs transfers one by one in a thread, on devices in a separate stream.
 
-    `save` and `load` run in the thread; both raise TransferFailed (OSError and MemoryError count
-    as well), and say with `forget` which blocks are stored no longer.
+    `save` and `load` run in the thread. They raise TransferFailed, OSError or MemoryError, and call
+    `forget` for blocks that are no longer stored.
     """
 
     def __init__(self) -> None:
@@ -135,7 +133,7 @@ class CopyingMover(KVMover):
         self._thread.start()
 
     def prepare(self) -> None:
-        """Called by `open`, once `copier`, `rank` and `ranks` are there."""
+        """Called by `open`, once `copier`, `rank` and `ranks` are set."""
 
     @abstractmethod
     def save(self, transfer: BlockTransfer) -> None:
@@ -146,7 +144,7 @@ class CopyingMover(KVMover):
         """Fill the transfer's blocks."""
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """These blocks are stored no longer."""
+        """Report blocks that are no longer stored."""
         with self._lock:
             self._removed += names
 
@@ -171,7 +169,7 @@ class CopyingMover(KVMover):
                 self._lock.wait(seconds)
 
     def close(self) -> None:
-        """Drop what waits; return when the transfer under way has ended."""
+        """Drop queued transfers and wait for the current one."""
         self._closed = True
         self._waiting.put(None)
         if self._thread is not None:
@@ -193,7 +191,7 @@ class CopyingMover(KVMover):
                 self._lock.notify_all()
 
     def _move(self, loads: bool, transfer: BlockTransfer, ready: Any) -> str | None:
-        """Do a transfer. Why it failed, if it did."""
+        """Run a transfer; return why it failed, or None."""
         try:
             with self._streamed(ready):
                 (self.load if loads else self.save)(transfer)
@@ -203,7 +201,7 @@ class CopyingMover(KVMover):
 
     @contextlib.contextmanager
     def _streamed(self, ready: Any) -> Iterator[None]:
-        """Work of the mover's stream, behind `ready`; it has ended at the end."""
+        """Run the block's work in the mover's stream, after `ready`, and wait for it."""
         if self._stream is None:
             yield
             return

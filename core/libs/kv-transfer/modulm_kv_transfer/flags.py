@@ -1,4 +1,4 @@
-"""The flags of KV connectors, by vLLM's names."""
+"""Flags of KV connectors, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config")
 
 
 def _transfer(value: Any) -> Mapping[str, Any]:
-    """A table as vLLM's KVTransferConfig. Raises ConfigError for an unknown key or role."""
+    """Read vLLM's KVTransferConfig. Raises ConfigError for an unknown key or role."""
     table = read_mapping("kv_transfer_config", value)
     for key in table:
         if key not in _KEYS:

@@ -1,4 +1,4 @@
-"""The hook that checks the flags of KV connectors before a model is loaded."""
+"""Checks the flags of KV connectors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["modulm_config_final"]
 
 @hookimpl
 def modulm_config_final(config: Any) -> None:
-    """Refuse a connector that is not installed or that does not know its options."""
+    """Raise an error for a connector that is not installed, or for unknown options."""
     found = manager.current().configured("kv_connectors", connector_tables(config))
     if found is not None and config.cache.prefix_caching_hash_algo == "builtin":
         raise ConfigError(

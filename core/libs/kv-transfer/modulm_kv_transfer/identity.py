@@ -1,4 +1,4 @@
-"""What keys and values depend on besides tokens, as a digest."""
+"""Digest of everything besides tokens that keys and values depend on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 __all__ = ["model_digest"]
 
-#: Flags that change keys and values, or how a cache is laid out.
+#: Flags that change keys, values or the cache layout.
 _FLAGS = (
     "attention_backend", "block_size", "code_revision", "decode_context_parallel_size", "device",
     "dtype", "hf_overrides", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "load_format",
     "max_model_len", "pipeline_parallel_size", "prefix_caching_hash_algo", "quantization",
     "revision", "seed", "tensor_parallel_size",
 )  # fmt: skip
-#: Bytes that are read at the beginning, in the middle and at the end of a file.
+#: Size of the samples read at the beginning, middle and end of a file.
 _PIECE = 1 << 16
 
 
 def model_digest(config: Any, plugins: Any) -> str:
-    """A digest of the checkpoint and of the flags that its caches depend on: 32 hex digits.
+    """Return a digest of the checkpoint and of flags that affect its caches: 32 hex digits.
 
-    Of a file's content three pieces count, and its size and time. Raises CheckpointError.
+    Files are identified by three samples of their content, size and time. Raises CheckpointError.
     """
     from modulm.loading import open_checkpoint
 

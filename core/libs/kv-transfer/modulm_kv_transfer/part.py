@@ -1,4 +1,4 @@
-"""The step part of KV connectors (`modulm.kv_connectors`): blocks move beside the steps."""
+"""Step part of KV connectors (`modulm.kv_connectors`): transfers blocks in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TransfersPart"]
 
 
 class TransfersPart(StepPart):
-    """In use where flags or the configuration's tables name a KV connector."""
+    """Step part of KV connectors; on if flags or `--plugin-config` name one."""
 
     name = "transfers"
     api = 1

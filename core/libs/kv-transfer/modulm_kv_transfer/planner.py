@@ -1,8 +1,8 @@
-"""The scheduler's half: which blocks a connector loads and saves beside the steps.
+"""The scheduler's half: decides which blocks a connector loads and saves in the background.
 
-A request whose beginning is stored elsewhere gets a row and blocks, and waits in it until they are
-filled; what could not be loaded is computed. Full blocks are saved. The blocks of a transfer stay
-as they are until it has ended on all ranks, whatever becomes of the row.
+A request whose prefix is stored gets a row and blocks, and waits until the blocks are filled;
+tokens that could not be loaded are computed. Full blocks are saved. The blocks of a transfer are
+pinned until it has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["TransferPlanner"]
 
 log = logging.getLogger("modulm.engine")
 
-#: The null block: what a table has where a row holds none.
+#: The null block, which pads block tables.
 _NULL = 0
-#: More full blocks than a row has.
+#: Larger than any row's number of full blocks.
 _NEVER = 1 << 60
 
 
 @frozen(eq=False)
 class _Load:
-    """A row waits for the blocks of its first `tokens` tokens, of which it had `cached`."""
+    """A row that waits for the blocks of its first `tokens` tokens; `cached` were on the device."""
 
     transfer: BlockTransfer
     row: int
@@ -41,7 +41,7 @@ class _Load:
 
 
 class _Outcome:
-    """What ranks have said of a transfer so far."""
+    """The reports of ranks on a transfer so far."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
@@ -49,8 +49,9 @@ class _Outcome:
 
 
 class TransferPlanner(PartPlanner):
-    """Loads and saves under way. A transfer has ended when all ranks have said so, and has worked
-    if it worked on all.
+    """Plans loads and saves.
+
+    A transfer ends when all ranks have reported it, and succeeds if it succeeded on all of them.
     """
 
     def __init__(self, index: KVIndex, context: PlannerContext) -> None:
@@ -59,7 +60,7 @@ class TransferPlanner(PartPlanner):
         self._table = context.rows
         self._names = context.prefixes
         self._ranks = context.capacity.ranks
-        #: Row -> tokens that need no work, of rows whose load ended and which have not run yet.
+        #: Row -> tokens that need not be computed, of rows whose load ended but have not run yet.
         self._loaded: dict[int, int] = {}
         self._loading: set[int] = set()
         self._loads: dict[int, _Load] = {}
@@ -68,7 +69,7 @@ class TransferPlanner(PartPlanner):
         self._new: tuple[list[BlockTransfer], list[BlockTransfer]] = ([], [])
         #: Row -> full blocks that are saved, or need not be.
         self._saved: dict[int, int] = {}
-        #: Request -> leading blocks that are stored elsewhere.
+        #: Request -> leading blocks that are stored.
         self._stored: dict[str, int] = {}
         self._saving: set[bytes] = set()
         self._count = 0
@@ -99,12 +100,12 @@ class TransferPlanner(PartPlanner):
         return max(cached, min(stored, len(names)) * size)
 
     def admit(self, waiting: WaitingRequest, row: int) -> None:
-        # What is stored elsewhere is not saved again.
+        # Blocks that are already stored are not saved again.
         stored = self._stored.get(waiting.request.id, 0)
         self._saved[row] = _NEVER if self._left_out(waiting.request) else stored
 
     def _left_out(self, request: Request) -> bool:
-        """Whether the request's blocks are neither loaded nor saved: see `KVIndex.durable`."""
+        """Whether the request's blocks are never loaded or saved: see `KVIndex.durable`."""
         return self.index.durable and request.adapter is not None
 
     def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
@@ -122,7 +123,7 @@ class TransferPlanner(PartPlanner):
         return {row: self._loaded.pop(row) for row in rows if row in self._loaded}
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
-        """Save the blocks that are full now and wanted."""
+        """Save full blocks that the connector requests."""
         size = self._cache.sizes[0]
         for row, full in zip(rows.tolist(), (ends // size).tolist(), strict=True):
             done = self._saved.get(row, 0)
@@ -151,7 +152,7 @@ class TransferPlanner(PartPlanner):
     def _transfer(
         self, request: str, row: int, names: tuple[bytes, ...], indices: Sequence[int]
     ) -> BlockTransfer:
-        """A transfer of the row's blocks at `indices`, which are held until it has ended."""
+        """Create a transfer of the row's blocks at `indices`, and pin them until it has ended."""
         self._count += 1
         blocks = tuple(
             tuple(group.tables[row, list(indices)].tolist()) for group in self._cache.groups
@@ -161,8 +162,9 @@ class TransferPlanner(PartPlanner):
         return BlockTransfer(self._count, request, names, blocks)
 
     def plan(self, step: StepDraft, left: int) -> TransferPlan | None:
-        """What to begin. A step without rows has an empty plan where something is under way, so
-        that workers report what has ended.
+        """Return the transfers to start.
+
+        A step without rows gets an empty plan while transfers are running, so that workers report.
         """
         loads, saves = self._new
         undecided, self._undecided = self._undecided, False
@@ -181,14 +183,14 @@ class TransferPlanner(PartPlanner):
             self.index.remove(result.removed)
 
     def fail(self, plan: Plan) -> None:
-        """What the step was to begin has failed."""
+        """Mark the transfers of a failed step as failed."""
         started: TransferPlan | None = plan.parts.get("transfers")
         if started is not None:
             for transfer in (*started.loads, *started.saves):
                 self._end(transfer.id, worked=False)
 
     def _note(self, identity: int, rank: int, fault: str | None = None) -> None:
-        """A rank has ended its part of a transfer. fault: why it failed, if it did."""
+        """Record that a rank has ended its part of a transfer. fault: why it failed, or None."""
         if identity not in self._loads and identity not in self._saves:
             return
         outcome = self._outcomes.setdefault(identity, _Outcome())

@@ -1,4 +1,4 @@
-"""The worker's half: the connector's mover, given what plans begin and asked what has ended."""
+"""The worker's half: passes transfers to the connector's mover and reports completed ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from modulm.contracts.step_part import PartRunner, RunnerContext
 
 __all__ = ["TransferRunner"]
 
-#: Longest wait of a step without rows, in seconds: new requests come in between steps.
+#: Maximum wait in seconds of a step without rows, since new requests are admitted between steps.
 _PAUSE = 0.002
 
 
 class TransferRunner(PartRunner):
-    """Carries transfers to a mover, and what it reports back."""
+    """Passes transfers to a mover and returns its reports."""
 
     def __init__(self, mover: KVMover) -> None:
         self._mover = mover

@@ -1,6 +1,6 @@
-"""What speculators are written with, the flags that choose one, and how much it drafts.
+"""Speculative decoding: base classes of speculators, flags, draft lengths, the step part.
 
-Names are loaded on first use: the flags are read by every command, and need no torch.
+Names are imported on first use: every command reads the flags, which do not need torch.
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
-"""How many tokens to draft, decided while it runs.
+"""Adaptive draft lengths.
 
-A step of n tokens takes a time that is measured, and a drafted token is accepted with a
-probability that is counted. Of all limits on a row's drafts, the one is taken that gives most
-tokens in a second; that is none where a larger batch makes drafting a loss.
+Step times by number of tokens and acceptance rates are measured. The draft length that maximizes
+tokens per second is used; it is 0 if a larger batch makes drafting a loss.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Adaptive", "StepTimes"]
 
-#: Weight of what is new in the averages.
+#: Weight of new values in moving averages.
 _NEW = 0.2
-#: Weight of all rows together in the acceptance of one, in drafted tokens.
+#: Weight of the acceptance rate of all rows in that of one row, in drafted tokens.
 _PRIOR = 4.0
-#: What is assumed of a drafter that has not been tried.
+#: Initial acceptance rate.
 _GUESS = 0.6
-#: Steps without drafts until a drafter that costs something is tried again.
+#: Steps without drafts until a drafter that is not cheap is tried again.
 _PAUSE = 64
-#: A step that took this many times the usual was held up by something else.
+#: Steps that took this many times the usual time are ignored.
 _OUTLIER = 4.0
 
 
 class StepTimes:
-    """Time of a step by its number of tokens, in seconds: measured, between that interpolated.
+    """Step times in seconds by number of tokens, interpolated between measurements.
 
-    Outside of what was measured the lowest is taken that could be, so that it is tried: fewer
-    tokens cost their share, more tokens cost no more.
+    Outside the measured range estimates are optimistic, so that the size is tried: time is
+    proportional for fewer tokens, constant for more.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class StepTimes:
         self._times: dict[int, float] = {}
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Record the time of a step."""
         known = self._times.get(tokens)
         if known is None:
             self._sizes.insert(bisect_left(self._sizes, tokens), tokens)
@@ -57,7 +56,7 @@ class StepTimes:
         self._times[tokens] += _NEW * (min(seconds, _OUTLIER * known) - known)
 
     def of(self, tokens: int) -> float:
-        """What a step of so many tokens is expected to take; 0 if nothing is known."""
+        """Estimate the time of a step of this many tokens; 0 without measurements."""
         place = bisect_left(self._sizes, tokens)
         around = self._sizes[max(place - 1, 0) : place + 1]
         if not around:
@@ -67,7 +66,7 @@ class StepTimes:
 
 
 class _Row:
-    """What is known of a row: its last proposal, and how many of its drafts were right."""
+    """A row's last proposal, and its counts of accepted drafts."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -76,7 +75,7 @@ class _Row:
 
 
 class Adaptive(Drafter):
-    """A speculator that is asked for as many tokens as pay. clock: seconds."""
+    """Wraps a speculator to draft the most profitable number of tokens. clock: in seconds."""
 
     name: ClassVar[str] = "adaptive"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -89,7 +88,7 @@ class Adaptive(Drafter):
         self.most = speculator.most
         self.times = StepTimes()
         self._rows: dict[int, _Row] = {}
-        # By place in a proposal, of all rows: how often it was right, and could have been.
+        # By index in a proposal, over all rows: accepted drafts, and drafts that were compared.
         self._right, self._tried = np.zeros(self.most), np.zeros(self.most)
         self._began: float | None = None
         self._last: tuple[int, ...] = ()
@@ -97,7 +96,7 @@ class Adaptive(Drafter):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """What the speculator needs, and histories."""
+        """The speculator's needs, plus histories."""
         return evolve(self._speculator.needs, histories=True)
 
     @property
@@ -135,14 +134,14 @@ class Adaptive(Drafter):
         return [tokens[:most] for tokens in proposed]
 
     def _measure(self, step: DraftStep) -> None:
-        """Take the time since the last step began, if it decoded the same rows as this one."""
+        """Record the time since the last step started, if it decoded the same rows."""
         now, rows = self._clock(), tuple(step.rows)
         if self._began is not None and rows == self._last:
             self.times.add(len(step.batch.tokens), now - self._began)
         self._began, self._last = now, rows
 
     def _learn(self, row: _Row, history: np.ndarray) -> None:
-        """Count which of the tokens proposed for a row have come."""
+        """Count which tokens proposed for a row were generated."""
         came = history[row.length :][: len(row.proposed)]
         if not len(came):
             return
@@ -157,7 +156,7 @@ class Adaptive(Drafter):
         self._tried[:tried] += 1
 
     def _limit(self, rows: Sequence[_Row], lengths: Sequence[int]) -> int:
-        """How many tokens each row may have at most, where `lengths` could be had."""
+        """Return the draft limit for all rows. lengths: maximum drafts of each row."""
         usual = (self._right + _GUESS) / (self._tried + 1)
         mean = (self._right.sum() + _GUESS) / (self._tried.sum() + 1)
         rates = [(row.right + _PRIOR * mean) / (row.tried + _PRIOR) for row in rows]

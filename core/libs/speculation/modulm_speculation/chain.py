@@ -1,4 +1,4 @@
-"""Token after token of a drafter's own model, for all rows of a step at once."""
+"""Drafts tokens one by one with a drafter's own model, for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HIDDEN", "HiddenChain", "ModelSpeculator", "ends_of"]
 
-#: Name in `Batch.extras` of the hidden states that a head goes on from: [tokens, hidden].
+#: Key in `Batch.extras` of the hidden states that a head continues from: [tokens, hidden].
 HIDDEN = "hidden"
 
 
 class ModelSpeculator(Speculator):
-    """A speculator with a model of its own, whose caches lie in the blocks of the rows."""
+    """A speculator with its own model, whose caches are in the rows' blocks."""
 
     def __init__(self, config: Options, draft: DraftModel) -> None:
         super().__init__(config)
@@ -41,19 +41,21 @@ class ModelSpeculator(Speculator):
         return self.draft.backends
 
     def run(self, batch: Batch, states: Tensor, ahead: int) -> Tensor:
-        """States [tokens, hidden] of a batch over the drafts' caches; states: those of the same
-        rows before; ahead: which draft of the rows its tokens are, from 1, or 0.
+        """Run a batch over the draft's caches and return hidden states [tokens, hidden].
+
+        states: hidden states that the rows continue from. ahead: index of the draft that the
+        batch's tokens are, from 1; 0 for tokens of the target.
         """
         return self.draft.run(batch)
 
     def follow(
         self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
     ) -> list[np.ndarray]:
-        """Drafts of the step's rows, the most probable token each time.
+        """Draft greedily for the step's rows.
 
-        states: [rows, hidden], those that the first draft is chosen from; ends: [rows], the
-        tokens that the target has computed of each; first: how many positions after them the
-        first draft is run, to choose the second.
+        states: [rows, hidden], from which the first draft is chosen. ends: [rows], tokens that the
+        target has computed. first: offset from `ends` of the position at which the first draft is
+        run to choose the second.
         """
         rows = np.asarray(step.rows)
         most = np.clip(self.draft.max_length - ends, 0, step.most)
@@ -76,18 +78,18 @@ class ModelSpeculator(Speculator):
 
 
 class HiddenChain(ModelSpeculator):
-    """A head that goes on from the target's hidden states, and then from its own.
+    """A head that continues from the target's hidden states, then from its own.
 
-    At each position it takes the hidden state there and the token after it, which stands in
-    `Batch.tokens`; the state is `Batch.extras[HIDDEN]`. It sees every step, so that its cache has
-    what the target's has. `draft.run` gives the states that the next position goes on from,
-    `draft.choose` the token of each.
+    Its input at each position is the hidden state there, `Batch.extras[HIDDEN]`, and the token
+    after it, in `Batch.tokens`. It sees every step, so that its cache covers the same tokens as the
+    target's. `draft.run` returns the states that the next position continues from, `draft.choose`
+    the tokens.
     """
 
     needs: ClassVar[Needs] = Needs(histories=False, hidden=True, every=True)
 
     def hidden(self, step: DraftStep) -> Tensor:
-        """What the head takes of the target's states: [tokens of the step, hidden]."""
+        """Return the target's states that the head uses: [tokens of the step, hidden]."""
         if step.hidden is None:
             raise ValueError("the step has no hidden states")
         return step.hidden
@@ -108,7 +110,7 @@ class HiddenChain(ModelSpeculator):
 
 
 def ends_of(step: DraftStep) -> np.ndarray:
-    """[rows of the step] how many tokens of each the target has computed."""
+    """Return how many tokens of each row the target has computed: [rows of the step]."""
     ran = step.ran
     ends = ran.starts + ran.counts + step.lasts - ran.lasts
     places = {row: place for place, row in enumerate(ran.rows.tolist())}
@@ -117,6 +119,6 @@ def ends_of(step: DraftStep) -> np.ndarray:
 
 
 def _singles(rows: np.ndarray, positions: np.ndarray) -> Runs:
-    """One token of each row; which one is known on the device."""
+    """Build runs of one token per row; the tokens are known only on the device."""
     count = len(rows)
     return Runs(rows, positions, np.ones(count, np.int32), np.zeros(count, np.int64))

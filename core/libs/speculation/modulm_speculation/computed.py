@@ -1,7 +1,7 @@
-"""Which tokens of the rows a drafter has computed, where it does not compute all.
+"""Tracks which tokens a drafter has computed, if it does not compute all of them.
 
-Rows find blocks that others filled. Whether the drafter did so as well is remembered by block:
-a block's content begins anew when the target writes its first token.
+Rows reuse blocks that other rows filled. Whether the drafter has filled a block as well is tracked
+by block; it is reset when the target writes the block's first token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Computed"]
 
 
 class Computed:
-    """The tokens that a drafter's caches hold of rows, and the full blocks that it computed."""
+    """The tokens in a drafter's caches by row, and the full blocks that it has computed."""
 
     def __init__(self) -> None:
         self._full = np.ones(1, dtype=bool)  # block 0 stands for those that nobody looks at
@@ -25,12 +25,12 @@ class Computed:
         self._marked: dict[int, int] = {}
 
     def release(self, row: int) -> None:
-        """The row is gone."""
+        """Forget the row."""
         self._counts.pop(row, None)
         self._marked.pop(row, None)
 
     def ran(self, runs: Runs, table: np.ndarray, size: int) -> None:
-        """The target ran these; table: [rows, blocks] of `size` tokens each."""
+        """Record runs of the target. table: [rows, blocks], blocks of `size` tokens."""
         highest = int(table.max(initial=0))
         if highest >= len(self._full):
             self._full = np.append(self._full, np.zeros(highest + 1 - len(self._full), dtype=bool))
@@ -47,11 +47,11 @@ class Computed:
         self._full[0] = True
 
     def count(self, row: int, known: int) -> int:
-        """How many of the row's first `known` tokens are computed, but for the last of them."""
+        """Return how many of the row's first `known - 1` tokens are computed."""
         return min(self._counts.get(row, 0), known - 1)
 
     def put(self, row: int, count: int, known: int, table: np.ndarray, size: int) -> None:
-        """The row has `count` tokens computed, the first of them being those that are `known`."""
+        """Record that `count` tokens of the row are computed, of which `known` are not drafts."""
         self._counts[row] = count
         full, marked = min(count, known - 1) // size, self._marked.get(row, 0)
         if full > marked:

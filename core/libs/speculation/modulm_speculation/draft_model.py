@@ -1,4 +1,4 @@
-"""A drafter's own model: loaded like any other, with its caches in the blocks of the target's."""
+"""Draft models: loaded like any other model, with caches in the target's blocks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftModel", "DraftOptions", "DraftWeights", "load_draft", "stored"]
 
-#: In front of the names of a draft's layers, which may be those of the target's.
+#: Prefix for names of a draft's layers, to distinguish them from the target's.
 _PREFIX = "draft"
 
 
 @frozen
 class DraftWeights:
-    """Where a draft's weights are and how they are read; None: as the target's.
+    """Location and format of a draft's weights; None: as for the target.
 
-    driver: a model class, "module:Class" or the class, instead of the one of its architecture;
-    overrides: keys that replace those of its config.json.
+    driver: a model class, or "module:Class", that replaces the architecture's. overrides: keys
+    that replace those of config.json.
     """
 
     model: str
@@ -51,11 +51,11 @@ class DraftWeights:
 
 @frozen
 class DraftOptions(Options):
-    """Options of what drafts with a model of its own.
+    """Options of speculators with a draft model.
 
-    model: its folder, hub id or the name of an installed checkpoint; quantization, dtype,
-    kv_cache_dtype, revision, enforce_eager: of it, by the meaning of the flags of these names.
-    draft_tensor_parallel_size: 1. needs_model: what is said where none is named.
+    model: folder, hub id or name of an installed checkpoint. quantization, dtype, kv_cache_dtype,
+    revision, enforce_eager: like the flags of these names, for the draft.
+    draft_tensor_parallel_size: must be 1. needs_model: the error message if no model is given.
     """
 
     model: str = ""
@@ -75,7 +75,7 @@ class DraftOptions(Options):
             raise ConfigError("draft_tensor_parallel_size", "only 1: what drafts is not cut")
 
     def weights(self, **more: Any) -> DraftWeights:
-        """Where the weights are; `more`: further fields."""
+        """Return the location of the weights. more: additional fields of `DraftWeights`."""
         return DraftWeights(
             model=self.model,
             quantization=self.quantization,
@@ -88,10 +88,11 @@ class DraftOptions(Options):
 
 
 class DraftModel:
-    """A loaded draft, and the configuration it was loaded with. max_length: positions it has;
-    targets: [vocabulary of the draft] int64, by how much less its tokens are than the target's.
+    """A loaded draft model and its configuration.
 
-    Raises UnsupportedError for a model that keeps states: they would have to go back.
+    max_length: number of positions. targets: [draft vocabulary] int64, offsets from draft token
+    ids to the target's. Raises UnsupportedError for models with recurrent states, which cannot be
+    rolled back.
     """
 
     def __init__(self, config: EngineConfig, loaded: Loaded) -> None:
@@ -103,7 +104,7 @@ class DraftModel:
         if any(group.backend is None for group in loaded.groups):
             raise UnsupportedError(f"{who} keeps recurrent states: such models do not draft")
         kept = [c.spec for c in self.model.caches if isinstance(c.spec, AttentionSpec)]
-        #: Index of a cache that holds all tokens of a row, if one does.
+        #: Index of a cache that stores all tokens of a row, if there is one.
         self.lead = next((at for at, spec in enumerate(kept) if spec.window is None), 0)
         self.caches = tuple(_renamed(spec) for spec in self.model.caches)
         self.backends: dict[AttentionSpec, AttentionBackend] = {}
@@ -117,18 +118,18 @@ class DraftModel:
         self._forward = forward if config.model.enforce_eager else loaded.ops.recorded(forward)
 
     def run(self, batch: Batch) -> Tensor:
-        """Hidden states [tokens, hidden], valid until the next call."""
+        """Compute hidden states [tokens, hidden]; they are valid until the next call."""
         found = self._forward(batch)
         return found if isinstance(found, torch.Tensor) else found[0]
 
     def choose(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden] -> [n] int64, the most probable tokens."""
+        """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
         chosen: Tensor = self.loaded.ops.argmax(self.model.logits(hidden))
         return chosen if self.targets is None else chosen + self.targets[chosen]
 
 
 def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
-    """Load a draft on the target's platform. Raises ConfigError naming what does not fit."""
+    """Load a draft on the target's platform. Raises ConfigError naming a mismatch."""
     plugins = manager.current()
     try:
         config = _config(target, weights)
@@ -140,7 +141,7 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
         try:
             loaded = load_model(config, checkpoint, target.platform, plugins)
         finally:
-            # A class made for this draft is nobody else's, and no other process could import it.
+            # A class created for this draft cannot be imported by other processes.
             for name in config.model.model_class_overrides:
                 with suppress(PluginNotFound):
                     plugins.unregister("models", name)
@@ -151,7 +152,7 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
 
 
 def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """A draft's config.json, and what the tensors in its files are called."""
+    """Return a draft's config.json and the names of its stored tensors."""
     plugins = manager.current()
     try:
         config = _config(target, evolve(weights, driver=None, overrides={}))
@@ -164,7 +165,7 @@ def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], fr
 
 
 def _config(target: Target, weights: DraftWeights) -> EngineConfig:
-    """The target's configuration with the draft in its place."""
+    """Return the target's configuration with the draft as its model."""
     config, of = target.config, weights
     overrides = dict(of.overrides)
     classes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The flags of speculative decoding, by vLLM's names."""
+"""Flags of speculative decoding, with vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks through which flags become a drafter."""
+"""Hooks that create the drafter of `--speculative-config`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["modulm_config_final", "modulm_drafter"]
 
 
-#: Methods that are no speculator's name: a class is given instead.
+#: Methods for which `model` names a class instead of a speculator.
 _CUSTOM = ("custom", "custom_class")
 
 
 def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
-    """(method, options), or None where nothing is to be drafted."""
+    """Return (method, options), or None without speculative decoding."""
     short = {
         "method": flags.spec_method,
         "model": flags.spec_model,
@@ -41,11 +41,14 @@ def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
 
 
 def _registered(table: dict[str, Any]) -> str:
-    """The name of the class that `model` names, "package.module:Class" or with a dot."""
+    """Register the class that `model` names and return its name.
+
+    The form is "package.module:Class", or with a dot instead of the colon.
+    """
     path = table.pop("model", None)
     if not isinstance(path, str) or "." not in path.replace(":", "."):
-        words = "model: the path of a speculator's class is needed, package.module:Class"
-        raise ConfigError("speculative_config", words)
+        message = "model: the path of a speculator's class is needed, package.module:Class"
+        raise ConfigError("speculative_config", message)
     if ":" not in path:
         path = ":".join(path.rsplit(".", 1))
     manager.current().register("speculators", path, path)
@@ -53,7 +56,7 @@ def _registered(table: dict[str, Any]) -> str:
 
 
 def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
-    """(driver, its options, whether how much it drafts adapts), of the flags."""
+    """Return (driver, its options, whether draft lengths adapt), or None."""
     asked = _asked(config.group(SpeculationConfig))
     if asked is None:
         return None
@@ -78,13 +81,13 @@ def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
-    """Refuse before a model is loaded what no speculator takes."""
+    """Validate the speculator's options before a model is loaded."""
     _made(config)
 
 
 @hookimpl
 def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> Drafter | None:
-    """The speculator that the flags name."""
+    """Create the speculator of `--speculative-config`."""
     made = _made(config)
     if made is None:
         return None

@@ -1,4 +1,4 @@
-"""The base of speculators that `--speculative-config` chooses."""
+"""Base class of speculators chosen by `--speculative-config`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Speculator"]
 
-#: Each drafted token makes every step of a row larger, and all rows' buffers.
+#: Upper bound, since each drafted token enlarges the buffers of all rows.
 _MOST = 64
 
 
 @frozen
 class Options:
-    """What every speculator takes. num_speculative_tokens: most that are drafted for a row."""
+    """Options of every speculator. num_speculative_tokens: maximum drafts per row and step."""
 
     num_speculative_tokens: int = 5
 
@@ -30,10 +30,10 @@ class Options:
 
 
 class Speculator(Drafter):
-    """A drafter with options of its own. `Config`: a subclass of `Options`.
+    """A drafter that `--speculative-config` can choose. `Config`: a subclass of `Options`.
 
-    cheap: proposing costs next to nothing beside a step, so it is asked for as much as may be,
-    also when less is verified: what would have been right is then known too.
+    cheap: proposing costs almost nothing compared with a step. The maximum is then always proposed,
+    even if less is verified, to measure which drafts would have been accepted.
     """
 
     api: ClassVar[int | tuple[int, int]] = 1
@@ -46,5 +46,5 @@ class Speculator(Drafter):
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:
-        """Make it for a model that is loaded; what it loads for itself is loaded here."""
+        """Create the speculator for a loaded model, and load its own weights, if any."""
         return cls(config)

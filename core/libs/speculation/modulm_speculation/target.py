@@ -1,4 +1,4 @@
-"""What a speculator is told of the model whose tokens it drafts."""
+"""The target model, as speculators see it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Target"]
 
 @frozen(eq=False)
 class Target:
-    """The model that verifies, as it was loaded. config: with its automatic values resolved."""
+    """The loaded target model, which verifies drafts. config: resolved."""
 
     config: EngineConfig
     loaded: Loaded
@@ -27,13 +27,13 @@ class Target:
 
     @property
     def model(self) -> Model:
-        """The model itself."""
+        """The model."""
         return self.loaded.model
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """tokens: [n] int64 -> [n, hidden] by the model's own table, which is not copied."""
+        """Embed tokens with the target's table: [n] int64 -> [n, hidden]."""
         return self.model.embeddings(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden] -> [n, vocabulary] by the model's own head, which is not copied."""
+        """Compute logits with the target's head: [n, hidden] -> [n, vocabulary]."""
         return self.model.logits(hidden)

@@ -1,4 +1,4 @@
-"""Whether a draft speaks the tokens of its target."""
+"""Checks that a draft and its target have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ __all__ = ["check_vocabulary"]
 
 
 def check_vocabulary(target: Target, draft: DraftModel) -> None:
-    """Raise ConfigError unless token ids mean the same to both.
+    """Raise ConfigError unless token ids have the same meaning for both models.
 
-    Logits may be wider than the vocabulary by different amounts. Where one of the two brings no
-    tokenizer, they have to be equally wide.
+    Logits may be padded differently. If one model has no tokenizer, logits must be equally wide.
     """
     name = draft.config.model.model
     theirs = open_checkpoint(target.config, manager.current()).path

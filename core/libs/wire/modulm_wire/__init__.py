@@ -1,1 +1,1 @@
-"""Values of the engine as bytes: what processes send one another (msgpack, never pickle)."""
+"""Serialization of the engine's values for other processes (msgpack, never pickle)."""

@@ -1,7 +1,7 @@
-"""Frames between processes: msgpack, no pickle; configurations, plugins and errors as plain values.
+"""Frames between processes, and configurations, plugins and errors as plain values.
 
-A frame is four bytes of length (big-endian) and a msgpack array whose first item names it. Arrays
-travel as raw bytes.
+A frame is a length (four bytes, big-endian) and a msgpack array whose first item is its kind.
+numpy arrays are sent as raw bytes.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = [
     "unpack_plugins",
 ]
 
-#: Bytes that a frame may have: nobody makes the other side allocate more.
+#: Maximum size of a frame in bytes, to limit what the receiver allocates.
 LIMIT = 1 << 30
 
 
 def pack(*frame: Any) -> bytes:
-    """A frame as bytes, with its length in front. Raises TypeError for what is not plain."""
+    """Pack a frame, including its length. Raises TypeError for values that are not plain."""
     body = encode(frame)
     return len(body).to_bytes(4, "big") + body
 
 
 def unpack(body: bytes | bytearray) -> list[Any]:
-    """The frame in `body`, which comes without its length."""
+    """Unpack a frame. body: without its length."""
     frame: list[Any] = decode(body)
     return frame
 
 
 def pack_error(error: BaseException | None) -> list[Any] | None:
-    """An error by its class's name; one that is not ours becomes an EngineError."""
+    """Pack an error with its class name; other exceptions than ModulmError become EngineError."""
     if error is None:
         return None
     if isinstance(error, modulm.errors.ConfigError):
@@ -75,7 +75,7 @@ def unpack_error(packed: list[Any] | None) -> ModulmError | None:
 
 
 def pack_config(config: EngineConfig) -> dict[str, Any]:
-    """The flags that differ from their defaults. Raises EngineError for a class among them."""
+    """Pack the flags that differ from their defaults. Raises EngineError for classes as values."""
     flags = config.changed()
     try:
         encode(flags)
@@ -92,7 +92,7 @@ def unpack_config(flags: Mapping[str, Any]) -> EngineConfig:
 
 
 def unpack_description(table: Mapping[str, Any]) -> ModelDescription:
-    """From its fields as plain values."""
+    """Create a description from its fields as plain values."""
     decisions = tuple(
         Decision(**{**found, "candidates": tuple(Verdict(**one) for one in found["candidates"])})
         for found in table["decisions"]
@@ -101,7 +101,7 @@ def unpack_description(table: Mapping[str, Any]) -> ModelDescription:
 
 
 def pack_plugins(plugins: PluginSet) -> list[Any]:
-    """What `PluginManager.replay` needs."""
+    """Pack a plugin set for `PluginManager.replay`."""
     registered = [attrs.asdict(declared, recurse=False) for declared in plugins.registered]
     modules, files, path = plugins.hook_modules, plugins.files, plugins.path
     return [str(plugins.selection), list(plugins.installed), registered, modules, files, path]

@@ -1,6 +1,6 @@
-"""Values of requests, plans and results as bytes: msgpack with arrays, no pickle.
+"""Plain values and numpy arrays as bytes, with msgpack.
 
-Both codecs are made of this: of front ends with an engine, and of an engine with its workers.
+Used by both codecs: between front end and engine, and between engine and workers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _extension(value: Any) -> Any:
 
 
 def _array(code: int, data: memoryview) -> np.ndarray:
-    """A copy, so that it can be written to and lies on a boundary of its type."""
+    """Decode an array as a copy, which is writable and aligned."""
     start = 2 + int.from_bytes(data[:2], "big")
     dtype, shape = _kind(bytes(data[2:start]))
     array: np.ndarray = np.frombuffer(bytearray(data[start:]), dtype=dtype)
@@ -50,14 +50,14 @@ def _array(code: int, data: memoryview) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _head(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """What stands before an array's numbers: its type and shape, after how long that is."""
+    """Encode an array's header: its length, then dtype and shape."""
     head = msgspec.msgpack.encode((dtype.str, shape))
     return len(head).to_bytes(2, "big") + head
 
 
 @lru_cache(maxsize=1024)
 def _kind(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
-    """What `_head` was made of, of what comes after its length."""
+    """Decode dtype and shape from a header without its length."""
     name, shape = msgspec.msgpack.decode(head)
     return np.dtype(name), tuple(shape)
 
@@ -67,17 +67,17 @@ _decoder = msgspec.msgpack.Decoder(ext_hook=_array)
 
 
 def encode(value: Any) -> bytes:
-    """Plain values and arrays as bytes. Raises TypeError for anything else."""
+    """Encode plain values and arrays. Raises TypeError for anything else."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """What was encoded; tuples have become lists."""
+    """Decode a value; tuples become lists."""
     return _decoder.decode(data)
 
 
 def changed(value: Any) -> dict[str, Any]:
-    """The fields of an attrs value that differ from their defaults."""
+    """Return the fields of an attrs value that differ from their defaults."""
     return {
         spec.name: current
         for spec in attrs.fields(type(value))

@@ -1,1 +1,1 @@
-"""How speculative decoding takes part in steps: planner, runner, and what they tell each other."""
+"""Step part of speculative decoding: planner, runner, and the values they exchange."""

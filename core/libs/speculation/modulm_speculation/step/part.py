@@ -1,4 +1,4 @@
-"""The step part of speculative decoding: drafts of one step are verified in the next."""
+"""Step part of speculative decoding: drafts of one step are verified in the next."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ __all__ = ["DraftsPart"]
 
 
 class DraftsPart(StepPart):
-    """drafter: proposes tokens; without one, the drafter that the configuration has a table for, or
-    that a plugin makes (`modulm_drafter`).
+    """Step part of speculative decoding.
+
+    drafter: by default the one in `--plugin-config`, or the one a plugin creates
+    (`modulm_drafter`).
     """
 
     name = "drafts"
@@ -49,7 +51,7 @@ class DraftsPart(StepPart):
         return DraftRunner(drafter)
 
     def _drafter(self, built: BuiltModel) -> Drafter | None:
-        """The drafter of the model, the same one as long as the model is loaded."""
+        """Return the model's drafter, created once per loaded model."""
         if self._configured is None:
             tables = built.config.device.plugin_config
             configured = built.plugins.configured("speculators", tables)

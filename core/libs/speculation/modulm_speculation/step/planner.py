@@ -1,7 +1,7 @@
-"""The scheduler's half: what a drafter proposed for a row is verified in its next step.
+"""The scheduler's half: drafts proposed for a row are verified in its next step.
 
-A row is not planned again before its last result is in, as its drafts come with it. Drafts never
-cost a row its own token: they take what is left of the budget and of the blocks.
+A row is not planned again before its last result has arrived, which contains its drafts. Drafts
+only use what is left of the token budget and of the blocks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["DraftPlanner"]
 
 
 class DraftPlanner(PartPlanner):
-    """Plans drafts within what the runner says of its capacity.
+    """Plans drafts within the runner's capacity.
 
-    drafts: most that a row may have in a step; ahead: tokens beyond a step's for which rows should
-    have blocks.
+    drafts: maximum per row and step. ahead: tokens after a step's last one that rows should have
+    blocks for.
     """
 
     one_at_a_time = True
@@ -40,7 +40,7 @@ class DraftPlanner(PartPlanner):
         self._proposals = report.value
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
-        """Keep what was proposed for rows that go on, up to a token that does not exist."""
+        """Store the drafts of rows that continue, up to the first invalid token id."""
         proposals, self._proposals = self._proposals, {}
         alive = set(owners.tolist()) if proposals else ()
         for row, proposed in proposals.items():
@@ -56,7 +56,7 @@ class DraftPlanner(PartPlanner):
         self._counts[row] = 0
 
     def plan(self, step: StepDraft, left: int) -> None:
-        """Give the step's decoding rows their drafts."""
+        """Add drafts to the step's decoding rows."""
         if not len(step.rows):
             return
         self._add(step, left)

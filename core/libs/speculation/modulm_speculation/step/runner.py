@@ -1,4 +1,4 @@
-"""The worker's half: asks the drafter after each step, and switches it off if it fails."""
+"""The worker's half: calls the drafter after each step, and disables it if it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIRST = 256
 
 
 class DraftRunner(PartRunner):
-    """Asks a drafter after each step. One that raises is not asked again, and nobody is hurt."""
+    """Calls a drafter after each step. A drafter that raises is disabled; requests continue."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter: Drafter | None = drafter
@@ -36,7 +36,7 @@ class DraftRunner(PartRunner):
         self.drafts = drafter.most
         self.ahead = drafter.most if drafter.caches else 0
         self.every = drafter.needs.every
-        #: Of batches with the drafter's own caches alone, if it has any.
+        #: Builds batches with only the drafter's caches, if it has any.
         self._builder: BatchFactory | None = None
         self._context: RunnerContext | None = None
         self._histories: dict[int, tuple[np.ndarray, int]] = {}
@@ -64,7 +64,7 @@ class DraftRunner(PartRunner):
             self._ask(lambda drafter: drafter.release(row))
 
     def after(self, step: RanStep) -> dict[int, np.ndarray] | None:
-        """Row -> the drafts for its next step, as far as its grammar allows them."""
+        """Return row -> drafts for its next step, up to the first one its grammar forbids."""
         context, plan = self._context, step.plan
         for row, tokens in step.tokens.items():
             self._extend(row, tokens)
@@ -95,9 +95,7 @@ class DraftRunner(PartRunner):
     def _with_own(
         self, step: DraftStep, plan: Plan, lasts: np.ndarray, builder: BatchFactory
     ) -> DraftStep:
-        """The step with what a drafter that keeps caches is told beside, and no more drafts than
-        the rows have blocks for.
-        """
+        """Add the fields for drafters with caches, and limit drafts to the rows' free slots."""
         tables = [plan.tables[builder.groups[owner].table] for owner in builder.owners]
         sizes = [builder.groups[owner].block_size for owner in builder.owners]
         firsts = plan.counts.cumsum() - plan.counts
@@ -124,12 +122,12 @@ class DraftRunner(PartRunner):
         )
 
     def _sample(self, runs: Runs) -> np.ndarray:
-        """The places in a drafter's batch that count: all of short runs, which are recorded."""
+        """Return `sample` of a drafter's batch: all indices of short runs, which are recorded."""
         short = int(runs.counts.max(initial=0)) <= self.drafts + 1
         return np.arange(len(runs.tokens)) if short else runs.lasts
 
     def _checked(self, proposed: object, most: Sequence[int]) -> list[np.ndarray]:
-        """As arrays. Raises ValueError for what is none."""
+        """Convert proposals to arrays. Raises ValueError for invalid ones."""
         arrays = [np.asarray(each).astype(np.int64, casting="safe") for each in proposed]  # type: ignore[attr-defined]
         if len(arrays) != len(most) or any(array.ndim != 1 for array in arrays):
             raise ValueError(f"{len(arrays)} proposals for {len(most)} rows, each of one dimension")
@@ -161,14 +159,14 @@ class DraftRunner(PartRunner):
 
 
 def _room(table: np.ndarray, size: int) -> np.ndarray:
-    """[rows]: how many tokens each has blocks for; table: [rows, blocks]."""
+    """Return the tokens that each row has blocks for: [rows]. table: [rows, blocks]."""
     held = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
     room: np.ndarray = np.where(table.any(axis=1), held, 0) * size
     return room
 
 
 def _plan_of(runs: Runs, plan: Plan, places: Mapping[int, int]) -> Plan:
-    """A plan that runs other tokens of rows that are in `plan`."""
+    """Build a plan that runs other tokens of the rows in `plan`."""
     tables = plan.tables
     if runs.rows is not plan.rows:
         at = [places[row] for row in runs.rows.tolist()]
