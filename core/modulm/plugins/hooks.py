@@ -176,12 +176,12 @@ def _fitting(hook: str, name: str, answer: Any) -> Any:
     several = stated.startswith("Sequence[")
     wanted = stated.removeprefix("Sequence[").removesuffix("]")
     if several and (isinstance(answer, str) or not isinstance(answer, Iterable)):
-        raise PluginBroken(f"it answered {answer!r}, which is no list of {wanted}")
+        raise PluginBroken(f"it returned {answer!r}, which is not a list of {wanted}")
     answers = list(answer) if several else [answer]
     for one in answers:
         # by name: the contracts are not imported for this
         if wanted not in {cls.__name__ for cls in type(one).__mro__}:
-            raise PluginBroken(f"it answered {one!r}, which is no {wanted}")
+            raise PluginBroken(f"it returned {one!r}, which is not a {wanted}")
     if isinstance(answer, Choice) and not answer.by:
         return evolve(answer, by=name)
     return answers if several else answer

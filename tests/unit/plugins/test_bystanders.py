@@ -255,7 +255,7 @@ def test_whose_choice_it_is_is_said(install):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("return 'cpu'", "it answered 'cpu', which is no Choice"),
+        ("return 'cpu'", "it returned 'cpu', which is not a Choice"),
         ("return Choice(None, 'why')", "TypeError"),
         ("raise SystemExit(1)", "SystemExit"),
     ],

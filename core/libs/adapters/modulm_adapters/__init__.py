@@ -1,1 +1,1 @@
-"""Adapters beside a model: flags, files, resolvers. What applies them is a plugin."""
+"""LoRA adapters: flags, files, resolvers, the step part. Adapter banks are plugins."""

@@ -1,4 +1,4 @@
-"""The flags of adapters, by vLLM's names."""
+"""Flags of adapters, with vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks through which flags become a bank of adapters."""
+"""Hooks that create the adapter bank of the flags."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["modulm_adapter_bank", "modulm_config_final"]
 
 _BANK = "lora"
-#: Adapters that host memory holds where nobody says how many.
+#: Default number of adapters in host memory.
 _HELD = 32
 
 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
-    """Refuse before a model is loaded what says two things, and a bank that is not installed."""
+    """Check for contradicting flags and a missing bank before a model is loaded."""
     if not config.group(LoRAConfig).enable_lora:
         return
     if config.device.plugin_config.get("adapters"):
@@ -35,7 +35,7 @@ def modulm_config_final(config: EngineConfig) -> None:
 
 @hookimpl
 def modulm_adapter_bank(config: EngineConfig, platform: Platform, ops: Ops) -> AdapterBank | None:
-    """The bank that the flags ask for."""
+    """Create the bank of the flags."""
     flags = config.group(LoRAConfig)
     if not flags.enable_lora:
         return None

@@ -1,4 +1,4 @@
-"""The kind of driver that this package brings: what finds an adapter by its name."""
+"""The kind of driver that this package adds: adapter resolvers."""
 
 from modulm.plugins.kinds import Kind
 

@@ -1,4 +1,4 @@
-"""Low-rank additions to a layer's output, other ones for each group of tokens, in plain torch.
+"""LoRA ops: low-rank additions to a layer's output per group of tokens, in plain torch.
 
 Hu et al., arXiv 2106.09685; many of them in one batch: Chen et al., arXiv 2310.18547.
 """
@@ -14,16 +14,18 @@ from torch import Tensor
 
 __all__ = ["LoraPiece", "LoraTable", "SlotGroups", "add_lora"]
 
-#: Tokens up to which groups stay at one place in memory, whatever came between.
+#: Maximum tokens of steps whose groups are stored at fixed addresses.
 _FIXED = 256
-#: Numbers in an address: rank, address of down, address of up, first output, outputs.
+#: Fields of an address: rank, address of down, address of up, first output, outputs.
 _FIELDS = 5
 
 
 @frozen(eq=False)
 class LoraPiece:
-    """down: [rank, inputs], or [entries, rank] of a table of vectors; up: [rank, outputs]; they
-    change the outputs from `start` on. Both contiguous, of one dtype.
+    """An adapter's weights for some outputs of a layer, starting at `start`.
+
+    down: [rank, inputs], or [entries, rank] for an embedding table. up: [rank, outputs]. Both are
+    contiguous and have the same dtype.
     """
 
     down: Tensor
@@ -32,11 +34,11 @@ class LoraPiece:
 
 
 class LoraTable:
-    """What the adapters in slots 1 ... `slots` add to one layer, at most `most` pieces each.
+    """The adapters in slots 1 ... `slots` of one layer, each with at most `most` pieces.
 
-    inputs: of the layer, or entries of a table of vectors; dtype: of all pieces. addresses:
-    [slots + 1, most, 5] int64 on `device`, where the pieces lie too, in place for good: what
-    kernels read. Pieces of one slot change different outputs.
+    inputs: of the layer, or entries of an embedding table. dtype: of all pieces. addresses:
+    [slots + 1, most, 5] int64 on `device`, read by kernels; it stays in place, as the pieces do.
+    Pieces of one slot change different outputs.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class LoraTable:
         self.pieces: list[tuple[LoraPiece, ...]] = [()] * (slots + 1)
 
     def put(self, slot: int, pieces: Sequence[LoraPiece]) -> None:
-        """Another adapter takes the slot. Raises ValueError for pieces that do not fit."""
+        """Put an adapter into a slot. Raises ValueError for pieces that do not fit."""
         if len(pieces) > self.addresses.shape[1]:
             raise ValueError(
                 f"{len(pieces)} pieces where there is room for {self.addresses.shape[1]}"
@@ -66,10 +68,10 @@ class LoraTable:
 
 
 class SlotGroups:
-    """The tokens of a step sorted by the slots they use.
+    """The tokens of a step sorted by slot.
 
-    spans: int32, how many slots are used, then slot, begin and end of each; order: [tokens] int32,
-    the tokens; both in place for good, for steps of few tokens.
+    spans: int32, the number of used slots, then slot, begin and end of each. order: [tokens] int32,
+    token indices. For small steps both stay in place.
     """
 
     def __init__(self, slots: int) -> None:
@@ -79,12 +81,12 @@ class SlotGroups:
         self.order = self._fixed = torch.zeros(_FIXED, dtype=torch.int32)
 
     def set(self, slots: np.ndarray) -> None:
-        """slots: [tokens] int32, 0 for tokens without an adapter."""
+        """Set the slots: [tokens] int32, 0 for tokens without an adapter."""
         order = np.argsort(slots, kind="stable").astype(np.int32)
-        given = slots[order]
-        begins = np.flatnonzero(np.diff(given, prepend=-1))
-        ends = np.append(begins[1:], len(given))
-        found = zip(given[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ordered = slots[order]
+        begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+        ends = np.append(begins[1:], len(ordered))
+        found = zip(ordered[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
         self.used = [span for span in found if span[0]]
         flat = [len(self.used), *(number for span in self.used for number in span)]
         self.tokens = len(order)
@@ -96,7 +98,7 @@ class SlotGroups:
             self._fixed[: len(order)] = torch.from_numpy(order)
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Each slot that is used, and its tokens, int64."""
+        """Yield each used slot and its token indices, int64."""
         for slot, begin, end in self.used:
             yield slot, self.order[begin:end].long()
 
@@ -104,7 +106,7 @@ class SlotGroups:
 def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:
     """out[t] += up^T (down x[t]) for the tokens t of each slot, in fp32, rounded once.
 
-    out: [T, outputs]; x: [T, inputs], or [T] int64 ids of a table of vectors.
+    out: [T, outputs]; x: [T, inputs], or [T] int64 ids of an embedding table.
     """
     for slot, rows in groups.rows():
         at = rows.to(out.device)

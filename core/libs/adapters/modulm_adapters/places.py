@@ -1,4 +1,4 @@
-"""Adapters as flags name them, and the folders in which their files have to be."""
+"""Adapters named by flags, and the folders that their files must be in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from modulm.errors import CheckpointError, ConfigError
 
 __all__ = ["LoRAModule", "inside", "name_fault", "read_modules"]
 
-#: Characters of an adapter's name.
+#: Maximum length of an adapter's name.
 _LONGEST = 256
 _KEYS = {"name", "path", "base_model_name"}
 
 
 @frozen
 class LoRAModule:
-    """One entry of `--lora-modules`; parent: the model that clients are told it belongs to."""
+    """One entry of `--lora-modules`. parent: its base model, as shown to clients."""
 
     name: str
     path: str
@@ -27,7 +27,7 @@ class LoRAModule:
 
 
 def read_modules(entries: Iterable[str]) -> tuple[LoRAModule, ...]:
-    """Entries `name=path`, or JSON with name, path and base_model_name. Raises ConfigError."""
+    """Parse `name=path`, or JSON with name, path and base_model_name. Raises ConfigError."""
     modules = tuple(map(_module, entries))
     names = [module.name for module in modules]
     for name in names:
@@ -39,11 +39,11 @@ def read_modules(entries: Iterable[str]) -> tuple[LoRAModule, ...]:
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with the name of an adapter, which stands in requests, logs and paths."""
+    """Return why a name is not safe for requests, logs and paths; None if it is."""
     if not 0 < len(name) <= _LONGEST or not name.isprintable():
-        return f"must be of 1 to {_LONGEST} printable characters"
+        return f"must have 1 to {_LONGEST} printable characters"
     if name != name.strip() or ".." in name.replace("\\", "/").split("/"):
-        return "must have no spaces at its ends and no part '..'"
+        return "must not start or end with a space, or have a part '..'"
     return None
 
 
@@ -66,20 +66,20 @@ def _module(entry: str) -> LoRAModule:
 
 
 def inside(path: Path, folders: Sequence[Path]) -> Path:
-    """The folder that `path` leads to, which has to be in one of `folders`, with all its files.
+    """Resolve `path` and check that it and all its files are inside one of `folders`.
 
-    Links are followed first. Raises CheckpointError, which does not say whether there is something
-    elsewhere.
+    Links are followed first. Raises CheckpointError, which does not reveal whether a path outside
+    exists.
     """
     try:
         allowed = [folder.resolve() for folder in folders]
-        found = path.resolve()
-        several = (found.parent / "adapter_config.json").is_file()
-        files = found.parent if several and not found.is_dir() else found
-        if not all(any(one.is_relative_to(a) for a in allowed) for one in (found, files)):
+        target = path.resolve()
+        several = (target.parent / "adapter_config.json").is_file()
+        files = target.parent if several and not target.is_dir() else target
+        if not all(any(one.is_relative_to(a) for a in allowed) for one in (target, files)):
             raise CheckpointError(f"{path} is outside of the folders that adapters may come from")
         if not files.is_dir():
-            raise CheckpointError(f"{path} is no folder")
+            raise CheckpointError(f"{path} is not a folder")
         for file in files.iterdir():
             if not any(file.resolve().is_relative_to(folder) for folder in allowed):
                 raise CheckpointError(
@@ -87,4 +87,4 @@ def inside(path: Path, folders: Sequence[Path]) -> Path:
                 )
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a byte of 0
         raise CheckpointError(f"{str(path)!r} cannot be followed: {error}") from error
-    return found
+    return target

@@ -1,8 +1,8 @@
-"""Adapter resolver: finds an adapter that a request names and that is not loaded (group
-`modulm.adapter_resolvers`).
+"""Adapter resolver: finds adapters that are not loaded (group `modulm.adapter_resolvers`).
 
-A server asks the installed resolvers, by name, for a name that it does not know; the first path is
-loaded and stays. Which names there are is for clients to choose: a resolver takes none for a path.
+If a request names an unknown model, the server calls the installed resolvers in order of their
+names and loads the first path returned; the adapter stays loaded. Names come from clients, so
+resolvers must not use them as paths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ API = 1
 
 
 class AdapterResolver(ABC):
-    """Where adapters are found by name."""
+    """Finds adapters by name."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
@@ -29,15 +29,15 @@ class AdapterResolver(ABC):
     @classmethod
     @abstractmethod
     def of(cls, config: EngineConfig) -> Self | None:
-        """The resolver that the configuration asks for, or None if it asks for none.
+        """Create the resolver from the configuration, or return None if it is off.
 
-        Raises ConfigError for one that cannot be used.
+        Raises ConfigError for invalid options.
         """
 
     @abstractmethod
     def resolve(self, name: str) -> Path | None:
-        """The folder of the adapter called `name`, or None if there is none here.
+        """Return the folder of the adapter `name`, or None if it does not exist here.
 
-        Runs on a thread and may take long. Raises CheckpointError for one that there is and that
-        cannot be had.
+        Runs on a thread and may take long. Raises CheckpointError if the adapter exists but cannot
+        be loaded.
         """

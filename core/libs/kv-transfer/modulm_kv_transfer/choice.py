@@ -26,17 +26,19 @@ def connector_tables(config: Any) -> Mapping[str, Any]:
     tables: Mapping[str, Any] = config.device.plugin_config
     flags = config.group(KVTransferConfig)
     named: dict[str, Mapping[str, Any]] = dict(tables.get("kv_connectors") or {})
-    given = ["plugin_config"] if named else []
+    sources = ["plugin_config"] if named else []
     if flags.kv_offloading_size:
-        given.append("kv_offloading_size")
+        sources.append("kv_offloading_size")
         driver = {"native": "host"}[flags.kv_offloading_backend]
         named[driver] = {"cpu_bytes_to_use": int(flags.kv_offloading_size * (1 << 30))}
     if flags.kv_transfer_config:
-        given.append("kv_transfer_config")
+        sources.append("kv_transfer_config")
         name = _driver(flags.kv_transfer_config["kv_connector"])
         named[name] = flags.kv_transfer_config.get("kv_connector_extra_config", {})
-    if len(given) > 1:
-        raise ConfigError(given[-1], f"{given[0]} names a KV connector as well: give one of both")
+    if len(sources) > 1:
+        raise ConfigError(
+            sources[-1], f"{sources[0]} names a KV connector as well: set only one of them"
+        )
     return {**tables, "kv_connectors": named} if named else tables
 
 

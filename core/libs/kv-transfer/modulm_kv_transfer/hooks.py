@@ -14,8 +14,8 @@ __all__ = ["modulm_config_final"]
 @hookimpl
 def modulm_config_final(config: Any) -> None:
     """Raise an error for a connector that is not installed, or for unknown options."""
-    found = manager.current().configured("kv_connectors", connector_tables(config))
-    if found is not None and config.cache.prefix_caching_hash_algo == "builtin":
+    connector = manager.current().configured("kv_connectors", connector_tables(config))
+    if connector is not None and config.cache.prefix_caching_hash_algo == "builtin":
         raise ConfigError(
             "prefix_caching_hash_algo", "builtin names blocks differently in each process; a KV "
             "connector needs sha256 or xxhash"

@@ -1,1 +1,1 @@
-"""How pooling models take part in steps: rows that give one array instead of tokens."""
+"""Step part of pooling models, whose rows return an array instead of tokens."""

@@ -1,4 +1,4 @@
-"""The step part of pooling models: rows that give one array instead of tokens."""
+"""Step part of pooling models, whose rows return an array instead of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["PoolingPart", "PoolingPlanner", "PoolingRunner"]
 
 
 class PoolingPart(StepPart):
-    """In use where the model was loaded with a pooler."""
+    """Step part of pooling models; on if the model was loaded with a pooler."""
 
     name = "pooling"
     api = 1
@@ -45,10 +45,10 @@ class PoolingPart(StepPart):
 
 
 class PoolingPlanner(PartPlanner):
-    """Ends the rows whose arrays have come."""
+    """Ends rows once their arrays have arrived."""
 
     def __init__(self) -> None:
-        #: Of the step that is being committed: row -> array.
+        #: Row -> array, of the step being committed.
         self._pooled: Mapping[int, np.ndarray] = {}
         self._reported = False
 
@@ -67,11 +67,11 @@ class PoolingPlanner(PartPlanner):
 
 
 class PoolingRunner(PartRunner):
-    """Feeds the hidden states of pooled rows to the model's pooler."""
+    """Feeds hidden states of pooling rows to the model's pooler."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
-        #: Row -> where the second text of a pair begins, or None.
+        #: Row -> first token of a pair's second text, or None.
         self._rows: dict[int, int | None] = {}
         self._model: Model | None = None
         self._platform: Any = None
@@ -105,7 +105,7 @@ class PoolingRunner(PartRunner):
             self.pooler.release(row)
 
     def recording(self, plan: Plan) -> str | None:
-        # The pooler keeps what it is fed, and recorded steps give their result in one place.
+        # Copied, since the pooler keeps it and recorded steps reuse their output buffers.
         return DIRECT if self._rows else None
 
     def watch(self, forward: Forward, plan: Plan) -> Forward:
@@ -119,7 +119,7 @@ class PoolingRunner(PartRunner):
         return evolve(batch, extras={"token_types": self._token_types(plan)})
 
     def _token_types(self, plan: Plan) -> torch.Tensor:
-        """[tokens] int64: 1 for the tokens of a pair's second text, else 0."""
+        """Return token types: [tokens] int64, 1 for tokens of a pair's second text, else 0."""
         types, ends = np.zeros(len(plan.tokens), dtype=np.int64), np.cumsum(plan.counts)
         for i, row in enumerate(plan.rows.tolist()):
             second = self._rows.get(row)

@@ -127,8 +127,8 @@ class Adaptive(Drafter):
             most = self._limit(rows, [len(each) for each in proposed])
         else:
             most = self._limit(rows, step.most)
-            asked = evolve(step, most=[min(most, each) for each in step.most])
-            proposed = self._speculator.propose(asked)
+            limited = evolve(step, most=[min(most, each) for each in step.most])
+            proposed = self._speculator.propose(limited)
         for row, history, tokens in zip(rows, step.histories, proposed, strict=True):
             row.length, row.proposed = len(history), np.asarray(tokens)
         return [tokens[:most] for tokens in proposed]
@@ -169,9 +169,9 @@ class Adaptive(Drafter):
                 tokens += int(going.sum())
                 alive *= np.minimum(usual[most - 1] * better, 1.0)
                 expected += float(alive[going].sum())
-            found = expected / max(self.times.of(tokens), 1e-9)
-            if found > rate:
-                best, rate = most, found
+            speed = expected / max(self.times.of(tokens), 1e-9)
+            if speed > rate:
+                best, rate = most, speed
             if most and not going.any():
                 break
         if best or self._cheap:

@@ -59,10 +59,10 @@ class ModelSpeculator(Speculator):
         """
         rows = np.asarray(step.rows)
         most = np.clip(self.draft.max_length - ends, 0, step.most)
-        found = np.zeros((len(rows), int(most.max(initial=0))), dtype=np.int64)
+        drafts = np.zeros((len(rows), int(most.max(initial=0))), dtype=np.int64)
         chosen: list[tuple[np.ndarray, Tensor]] = []
         at = np.arange(len(rows))
-        for ahead in range(found.shape[1]):
+        for ahead in range(drafts.shape[1]):
             going = most[at] > ahead
             tokens = chosen[-1][1] if chosen else states
             if not going.all():
@@ -73,8 +73,8 @@ class ModelSpeculator(Speculator):
                 states = self.run(evolve(step.own(runs), tokens=tokens), states, ahead)
             chosen.append((at, self.draft.choose(states)))
         for ahead, (at, tokens) in enumerate(chosen):
-            found[at, ahead] = tokens.cpu().numpy()
-        return [row[:count] for row, count in zip(found, most.tolist(), strict=True)]
+            drafts[at, ahead] = tokens.cpu().numpy()
+        return [row[:count] for row, count in zip(drafts, most.tolist(), strict=True)]
 
 
 class HiddenChain(ModelSpeculator):
@@ -105,8 +105,8 @@ class HiddenChain(ModelSpeculator):
         states = self.run(step.own(shifted), self.hidden(step), 0)
         if not any(step.most):
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
-        kept = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(states.device)
-        return self.follow(step, states[kept], ends_of(step), 0)
+        indices = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(states.device)
+        return self.follow(step, states[indices], ends_of(step), 0)
 
 
 def ends_of(step: DraftStep) -> np.ndarray:
@@ -114,8 +114,8 @@ def ends_of(step: DraftStep) -> np.ndarray:
     ran = step.ran
     ends = ran.starts + ran.counts + step.lasts - ran.lasts
     places = {row: place for place, row in enumerate(ran.rows.tolist())}
-    found: np.ndarray = ends[[places[row] for row in step.rows]]
-    return found
+    computed: np.ndarray = ends[[places[row] for row in step.rows]]
+    return computed
 
 
 def _singles(rows: np.ndarray, positions: np.ndarray) -> Runs:

@@ -37,8 +37,8 @@ class Computed:
         starts = np.asarray(runs.starts)
         rows = runs.rows.tolist()
         for place in [at for at, row in enumerate(rows) if row not in self._counts]:
-            found = self._full[table[place, : starts[place] // size]]
-            full = len(found) if found.all() else int(found.argmin())
+            filled = self._full[table[place, : starts[place] // size]]
+            full = len(filled) if filled.all() else int(filled.argmin())
             self._counts[rows[place]] = full * size
             self._marked[rows[place]] = full
         first, end = -(-starts // size), (starts + runs.counts - 1) // size + 1

@@ -103,9 +103,9 @@ class DraftModel:
         who = type(self.model).__name__
         if any(group.backend is None for group in loaded.groups):
             raise UnsupportedError(f"{who} keeps recurrent states: such models do not draft")
-        kept = [c.spec for c in self.model.caches if isinstance(c.spec, AttentionSpec)]
+        specs = [c.spec for c in self.model.caches if isinstance(c.spec, AttentionSpec)]
         #: Index of a cache that stores all tokens of a row, if there is one.
-        self.lead = next((at for at, spec in enumerate(kept) if spec.window is None), 0)
+        self.lead = next((at for at, spec in enumerate(specs) if spec.window is None), 0)
         self.caches = tuple(_renamed(spec) for spec in self.model.caches)
         self.backends: dict[AttentionSpec, AttentionBackend] = {}
         for group in loaded.groups:
@@ -119,8 +119,8 @@ class DraftModel:
 
     def run(self, batch: Batch) -> Tensor:
         """Compute hidden states [tokens, hidden]; they are valid until the next call."""
-        found = self._forward(batch)
-        return found if isinstance(found, torch.Tensor) else found[0]
+        output = self._forward(batch)
+        return output if isinstance(output, torch.Tensor) else output[0]
 
     def choose(self, hidden: Tensor) -> Tensor:
         """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
@@ -147,8 +147,8 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
                     plugins.unregister("models", name)
         return DraftModel(config, loaded)
     except ModulmError as error:
-        words = f"model {weights.model}: {error}"
-        raise ConfigError("speculative_config", words) from error
+        message = f"model {weights.model}: {error}"
+        raise ConfigError("speculative_config", message) from error
 
 
 def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], frozenset[str]]:
@@ -160,8 +160,8 @@ def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], fr
         index = open_loader(config, checkpoint.path, plugins).driver.index()
         return checkpoint.config, frozenset(index)
     except ModulmError as error:
-        words = f"model {weights.model}: {error}"
-        raise ConfigError("speculative_config", words) from error
+        message = f"model {weights.model}: {error}"
+        raise ConfigError("speculative_config", message) from error
 
 
 def _config(target: Target, weights: DraftWeights) -> EngineConfig:

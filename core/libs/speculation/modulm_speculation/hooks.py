@@ -57,10 +57,10 @@ def _registered(table: dict[str, Any]) -> str:
 
 def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     """Return (driver, its options, whether draft lengths adapt), or None."""
-    asked = _asked(config.group(SpeculationConfig))
-    if asked is None:
+    requested = _asked(config.group(SpeculationConfig))
+    if requested is None:
         return None
-    method, table = asked
+    method, table = requested
     adaptive = table.pop("adaptive", True)
     if not isinstance(adaptive, bool):
         raise ConfigError("speculative_config", "adaptive: true or false")

@@ -1,1 +1,1 @@
-"""Structured output: constraints on text, compiled beside the steps, applied to the logits."""
+"""Structured output: constraints on text, compiled in the background, applied to logits."""

@@ -1,4 +1,4 @@
-"""What compiles constraints: the grammar backends, and what a constraint may ask of them."""
+"""Grammar backends, and limits on the constraints that they compile."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["as_request_error", "check_size", "compile_by", "is_ordinary", "open_backends"]
 
 _FIELD = "structured_outputs"
-#: Limits of a JSON schema, and of the counts in a regular expression multiplied out.
+#: Limits of a JSON schema, and of the product of nested counts in a regular expression.
 _MAX_DEPTH = 64
 _MAX_NODES = 20_000
 _MAX_REPEATS = 100_000
-#: Of ordinary schemas: characters, values with references multiplied out, and keywords.
+#: Limits of ordinary schemas: characters, values with references expanded, keywords.
 _ORDINARY_TEXT, _ORDINARY_NODES = 4_096, 256
 _ORDINARY = frozenset({
     "$defs", "$ref", "$schema", "additionalProperties", "anyOf", "const", "default", "definitions",
     "description", "enum", "format", "items", "properties", "required", "title", "type",
 })  # fmt: skip
-#: Parts of structural tags that grow with nothing but their text.
+#: Parts of structural tags whose size is proportional to their text.
 _ORDINARY_PARTS = ("any_text", "const_string", "json_schema", "optional", "or", "repeat",
                    "sequence", "structural_tag")  # fmt: skip
-#: The dry run: tokens per path, and the seconds of CPU that one of them may take.
+#: The dry run: tokens per path, and the CPU seconds that a token may take.
 _DRY_TOKENS = 48
 _DRY_SECONDS = 0.1
 
@@ -50,7 +50,7 @@ def open_backends(
     stop_ids: tuple[int, ...],
     plugins: PluginManager,
 ) -> list[GrammarBackend]:
-    """The grammar backends, preferred ones first. Raises UnsupportedError if there is none."""
+    """Load the grammar backends, preferred ones first. Raises UnsupportedError if there is none."""
     name = config.structured_outputs.backend
     names = [name] if name != "auto" else [d.name for d in plugins.names("grammars")]
     classes: list[type[GrammarBackend]] = [plugins.load("grammars", each) for each in names]
@@ -65,9 +65,9 @@ def open_backends(
 def compile_by(
     backends: Sequence[GrammarBackend], constraint: StructuredOutputs, dry_run: bool = True
 ) -> Grammar:
-    """The grammar that the first backend which takes the constraint makes. Raises RequestError.
+    """Compile with the first backend that accepts the constraint. Raises RequestError.
 
-    dry_run: whether to try it out.
+    dry_run: whether to step through the grammar to check its speed.
     """
     reasons = []
     for backend in backends:
@@ -82,7 +82,7 @@ def compile_by(
 
 
 def is_ordinary(constraint: StructuredOutputs) -> bool:
-    """Whether compiling takes little time and memory for certain, so that it need not be tried."""
+    """Whether compiling is certainly cheap, so that no trial compilation is needed."""
     if constraint.whitespace_pattern is not None:
         return False
     if constraint.choice is not None:
@@ -102,7 +102,7 @@ def is_ordinary(constraint: StructuredOutputs) -> bool:
 
 
 def _left(schema: Any, root: Any, budget: int) -> int:
-    """What is left of the budget of nodes after a schema; 0 if it is not ordinary."""
+    """Return the node budget left after a schema; 0 if it is not ordinary."""
     if isinstance(schema, bool):
         return budget - 1
     if isinstance(schema, dict) and schema.get("type") in _ORDINARY_PARTS:
@@ -115,10 +115,10 @@ def _left(schema: Any, root: Any, budget: int) -> int:
     inner = [schema[key] for key in ("items", "additionalProperties") if key in schema]
     reference, named, several = (schema.get(key) for key in ("$ref", "properties", "anyOf"))
     if isinstance(reference, str):
-        found = root
+        target = root
         for name in reference.split("/")[1:]:
-            found = found.get(name) if isinstance(found, dict) else None
-        inner.append(found)
+            target = target.get(name) if isinstance(target, dict) else None
+        inner.append(target)
     inner += named.values() if isinstance(named, dict) else ()
     inner += several if isinstance(several, list) else ()
     budget -= 1 + len(schema.get("enum", ()))
@@ -128,19 +128,19 @@ def _left(schema: Any, root: Any, budget: int) -> int:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a backend raised, as the request's error."""
+    """Convert an exception of a backend to a RequestError."""
     if isinstance(error, RequestError):
         return error
-    words = str(error) or "it takes more memory than is allowed"
-    return RequestError(f"{_FIELD}: {type(error).__name__}: {words}"[:500], _FIELD)
+    reason = str(error) or "it needs more memory than allowed"
+    return RequestError(f"{_FIELD}: {type(error).__name__}: {reason}"[:500], _FIELD)
 
 
 def _dry_run(grammar: Grammar, vocabulary: int) -> None:
-    """Step through the grammar along two paths; RequestError if no text can satisfy it, or if a
-    step takes too long.
+    """Step through the grammar along two paths.
 
-    An ambiguous grammar, such as the expression (a{0,50}){0,50}b, compiles at once and then takes
-    longer with every token. CPU time is measured, so that a busy machine refuses nothing.
+    Raises RequestError if no text satisfies it, or if a step is too slow. Ambiguous grammars, such
+    as (a{0,50}){0,50}b, compile quickly but get slower with every token. CPU time is measured, so
+    that load on the machine does not matter.
     """
     mask = np.zeros(-(-vocabulary // 32), dtype=np.int32)
     for pick in (0, -1):
@@ -163,14 +163,14 @@ def _dry_run(grammar: Grammar, vocabulary: int) -> None:
 
 
 def check_size(constraint: StructuredOutputs) -> None:
-    """RequestError for what is too large to be worth a compiler's time."""
+    """Raise RequestError for a constraint that is too large."""
     if constraint.regex is not None:
         _check_repeats(constraint.regex)
-    given = constraint.structural_tag if constraint.json is None else constraint.json
-    if given is None:
+    text = constraint.structural_tag if constraint.json is None else constraint.json
+    if text is None:
         return
     try:
-        schema = json.loads(given) if isinstance(given, str) else given
+        schema = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{_FIELD} is not valid JSON: {error}"[:300], _FIELD) from error
     for count, (depth, node) in enumerate(_nodes(schema)):
@@ -183,7 +183,7 @@ def check_size(constraint: StructuredOutputs) -> None:
 
 
 def _nodes(value: Any) -> Iterator[tuple[int, Any]]:
-    """(depth, value) of everything in a JSON value, parents first."""
+    """Yield (depth, value) of everything in a JSON value, parents first."""
     waiting = [(0, value)]
     while waiting:
         depth, node = waiting.pop()
@@ -193,7 +193,7 @@ def _nodes(value: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _check_repeats(pattern: str) -> None:
-    """RequestError if counted repetitions, multiplied along their nesting, are too many."""
+    """Raise RequestError if the product of nested repetition counts is too large."""
     inner = [1]  # most repetitions so far in each open group
     last = 1  # ... in the item that a count would apply to
     for match in _QUANTIFIED.finditer(pattern):

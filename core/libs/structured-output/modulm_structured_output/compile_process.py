@@ -1,9 +1,9 @@
-"""Constraints are compiled first in a process that can be ended: in limited time and memory.
+"""Trial compilation of constraints in separate processes, with limits on time and memory.
 
-What comes through there is compiled again where it is used. Compiled grammars are not handed over:
-written out, xgrammar's have up to hundreds of megabytes and take longer to read than to compile
-(ADR 0039). A process is started when the first constraint needs one, and again after it had to be
-ended.
+Constraints that compile there are compiled again where they are used. Compiled grammars are not
+transferred: serialized, those of xgrammar can be hundreds of megabytes and take longer to read than
+to compile (ADR 0039). Processes are started when they are needed, and replaced after they were
+killed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CompileProcesses"]
 
-#: Seconds that a process gets to import its backends.
+#: Seconds that a process may take to import its backends.
 _STARTING = 120.0
-#: Seconds in which a process whose socket has closed is gone.
+#: Seconds that a process may take to end after its socket was closed.
 _ENDING = 0.5
 
 
 class CompileProcesses:
-    """Processes in which constraints are tried, each by one thread at a time.
+    """Processes for trial compilation, each used by one thread at a time.
 
-    path: of the tokenizer. Seconds and bytes that one constraint may take are flags.
+    path: of the tokenizer. Flags limit the seconds and bytes of a constraint.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class CompileProcesses:
         stop_ids: tuple[int, ...],
         plugins: PluginManager,
     ) -> None:
-        """Raises PluginError where no other process could have the same plugins."""
+        """Raise PluginError if the plugins cannot be used in another process."""
         self._seconds = config.structured_outputs.compile_timeout
         packed = frames.pack_plugins(plugins.snapshot())
-        # Objects of the caller's could not be given away, and none is needed to compile.
+        # Registered objects cannot be sent to other processes and are not needed to compile.
         flags = frames.pack_config(config.with_(logits_processors=None))
         self._told = (flags, packed, path, vocabulary, list(stop_ids))
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
 
     def check(self, constraint: StructuredOutputs) -> None:
-        """Compile the constraint, to see whether it can be. Raises RequestError if not."""
+        """Check that the constraint compiles. Raises RequestError if it does not."""
         reply = self._tried(constraint)
         if reply is None:
             raise RequestError(
@@ -76,7 +76,7 @@ class CompileProcesses:
             raise error
 
     def _tried(self, constraint: StructuredOutputs) -> list[Any] | None:
-        """What a process says of it. One that somebody has killed is replaced, once."""
+        """Compile in a process and return its reply. Retries once if it was killed from outside."""
         for attempt in range(2):
             with self._lock:
                 process = self._idle.pop() if self._idle and not attempt else None
@@ -93,7 +93,7 @@ class CompileProcesses:
         return None
 
     def close(self) -> None:
-        """End the processes that are idle; busy ones end within their limits."""
+        """End idle processes; busy ones end within their limits."""
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
@@ -101,7 +101,7 @@ class CompileProcesses:
 
 
 class _Process:
-    """One process, at the other end of a socket."""
+    """A process connected by a socket."""
 
     def __init__(self, told: tuple[Any, ...]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -120,7 +120,7 @@ class _Process:
             raise error or ModulmError("the process that compiles constraints does not start")
 
     def ask(self, seconds: float, *frame: Any) -> list[Any] | None:
-        """The reply; None if it did not come in time, or the process ended."""
+        """Wait for the reply; None on timeout, or if the process ended."""
         self._socket.settimeout(seconds)
         try:
             self._socket.sendall(frames.pack(*frame))
@@ -129,7 +129,7 @@ class _Process:
             return None
 
     def killed(self) -> bool:
-        """Whether something else than its limits has ended it: these are no SIGKILL."""
+        """Whether it was killed from outside: its limits do not cause SIGKILL."""
         try:
             return self._process.wait(_ENDING) == -signal.SIGKILL
         except subprocess.TimeoutExpired:
@@ -143,7 +143,7 @@ class _Process:
 
 
 def _serve(peer: socket.socket) -> None:
-    """The process: compile what comes, until nobody asks."""
+    """Compile constraints from the socket until it is closed; the body of the process."""
     stream = peer.makefile("rb")
     flags, plugins, path, vocabulary, stops = _next(stream) or sys.exit(0)
     config = frames.unpack_config(flags)
@@ -164,7 +164,7 @@ def _serve(peer: socket.socket) -> None:
             frame = _next(stream)
             if frame is None:
                 return
-            # It ends by itself where nobody is left to end it.
+            # The process ends by itself if its parent is gone.
             used = resource.getrusage(resource.RUSAGE_SELF)
             seconds = used.ru_utime + used.ru_stime + 2 * settings.compile_timeout
             _limit(resource.RLIMIT_CPU, int(seconds) + 1)
@@ -182,7 +182,7 @@ def _limit(what: int, least: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of addresses that this process has."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,9 +1,8 @@
-"""Constraints on text become grammars here: in threads beside the steps, within bounds.
+"""Compiles constraints to grammars in background threads, within limits.
 
-Whatever a request sends, compiling it takes a bounded time of the request's and none of the
-others': limits on size come first, then all but ordinary constraints are compiled in a process
-that is ended when they take too long, and a grammar that turns out too slow to step through is
-refused before any row uses it.
+A request can only delay itself, for a limited time: the size of constraints is limited; all but
+ordinary constraints are first compiled in a process that is killed if it takes too long; grammars
+that are too slow to step through are refused before a row uses them.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ Check = Callable[[StructuredOutputs], None]
 
 
 class GrammarCompiler:
-    """Compiles constraints with the first backend that takes them, and keeps what it made.
+    """Compiles constraints with the first backend that accepts them, and caches grammars.
 
-    check: raises RequestError for what must not be compiled here; asked about all but ordinary
-    constraints, whose cost is small. workers: threads for those; ordinary ones have their own, so
-    that they do not wait for others. seconds: how long a constraint may wait for a thread.
-    entries, size: grammars that are kept, and their bytes; least recently used ones are dropped.
-    waiting: constraints that may wait.
+    check: raises RequestError for constraints that must not be compiled here; called for all but
+    ordinary constraints, which are cheap. workers: threads for these; ordinary ones have separate
+    threads, so that they do not wait for others. seconds: how long a constraint may wait for a
+    thread. entries, size: maximum number and bytes of cached grammars; the least recently used ones
+    are dropped. waiting: maximum number of waiting constraints.
     """
 
     def __init__(
@@ -98,9 +97,9 @@ class GrammarCompiler:
             threading.Thread(target=work, name="modulm-grammars", daemon=True).start()
 
     def __call__(self, constraint: StructuredOutputs) -> Future[Grammar]:
-        """The grammar, sooner or later. A wrong or too complex constraint is its RequestError.
+        """Return a future of the grammar; it fails with RequestError for an invalid constraint.
 
-        Raises QueueFull when too many constraints wait already.
+        Raises QueueFull if too many constraints are waiting.
         """
         try:
             check_size(constraint)
@@ -134,7 +133,7 @@ class GrammarCompiler:
         latest: float,
         check: Check | None,
     ) -> None:
-        """Compile, and give the future its outcome."""
+        """Compile and set the future's result or error."""
         grammar, error = None, None
         try:
             if time.monotonic() > latest:
@@ -164,9 +163,9 @@ def _work(jobs: SimpleQueue[Callable[[], None]]) -> None:
 
 
 class RequestGrammars:
-    """The grammars of the requests that a worker was told of, kept until they are forgotten.
+    """The grammars of prepared requests, until they are forgotten.
 
-    opener: makes the compiler, in a thread, when the first request needs it.
+    opener: creates the compiler, in a thread, for the first request that needs it.
     """
 
     def __init__(self, opener: Callable[[], ConstraintCompiler]) -> None:
@@ -175,7 +174,7 @@ class RequestGrammars:
         self._compiled: dict[str, Future[Grammar]] = {}
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        """Compile beside the steps. Raises QueueFull; any other trouble is the future's."""
+        """Compile in the background. Raises QueueFull; other errors are set on the future."""
         compiled = self._compiled[request] = self._compile(constraint)
         ready: Future[None] = Future()
         compiled.add_done_callback(lambda done: _settle(ready, done.exception(), None))
@@ -186,14 +185,14 @@ class RequestGrammars:
         self._compiled.pop(request, None)
 
     def close(self) -> None:
-        """End what compiles."""
+        """Close the compiler."""
         if self._opened is not None and self._opened.done() and not self._opened.exception():
             processes = self._opened.result().processes
             if processes is not None:
                 processes.close()
 
     def of(self, start: RowStart, constraint: StructuredOutputs) -> Grammar:
-        """The grammar of a row that starts; compiled now if nobody prepared it."""
+        """Return the grammar of a new row; compiles it now if it was not prepared."""
         compiled = self._compiled.get(start.request) or self._compile(constraint)
         grammar = compiled.result()
         opened = self._open().result()
@@ -218,7 +217,7 @@ class RequestGrammars:
 def _compile_into(
     answer: Future[Grammar], opened: Future[ConstraintCompiler], constraint: StructuredOutputs
 ) -> None:
-    """Compile now that the compiler is there; what fails is the request's."""
+    """Compile once the compiler exists; errors are set on the request's future."""
     try:
         compiled = opened.result().compile(constraint)
     except ModulmError as error:
@@ -230,7 +229,7 @@ def _compile_into(
 
 
 def _own(kept: Future[Grammar], own: Future[Grammar] | None = None) -> Future[Grammar]:
-    """A future of the caller's own for one that is kept."""
+    """Copy the result of a cached future to the caller's own."""
     given: Future[Grammar] = Future() if own is None else own
     kept.add_done_callback(
         lambda done: _settle(given, error := done.exception(), error or done.result())
@@ -239,7 +238,7 @@ def _own(kept: Future[Grammar], own: Future[Grammar] | None = None) -> Future[Gr
 
 
 def _settle(target: Future[Any], error: BaseException | None, value: Any) -> None:
-    """Errors are copied: each time that one is raised, its traceback holds more frames."""
+    """Set a future's result or error. Errors are copied, since raising extends their traceback."""
     if error is None:
         target.set_result(value)
     else:
@@ -248,10 +247,10 @@ def _settle(target: Future[Any], error: BaseException | None, value: Any) -> Non
 
 @frozen
 class ConstraintCompiler:
-    """The compiler of `--structured-outputs-config`, whose flags are added to each constraint.
+    """The compiler of `--structured-outputs-config`, whose flags apply to each constraint.
 
-    gate: makes a grammar wait for the end of the reasoning, by the end of a prompt; or None.
-    processes: where constraints are tried first, or None.
+    gate: wraps a grammar to start after the reasoning, given the prompt; or None. processes: for
+    trial compilation, or None.
     """
 
     grammars: GrammarCompiler
@@ -261,7 +260,7 @@ class ConstraintCompiler:
     processes: CompileProcesses | None = None
 
     def compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
-        """Raises QueueFull; any other trouble is the future's."""
+        """Compile a constraint. Raises QueueFull; other errors are set on the future."""
         return self.grammars(evolve(
             constraint,
             disable_any_whitespace=constraint.disable_any_whitespace or self.spaces,

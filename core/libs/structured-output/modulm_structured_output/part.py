@@ -1,4 +1,4 @@
-"""The step part of structured output: what a request's text is held to, for the sampler."""
+"""Step part of structured output: provides the grammars of requests to the sampler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ __all__ = ["GrammarRunner", "StructuredOutputPart"]
 
 
 class StructuredOutputPart(StepPart):
-    """Always in use; grammar backends and the tokenizer are loaded for the first constraint."""
+    """Step part of structured output, always on.
+
+    Grammar backends and the tokenizer are loaded for the first constraint.
+    """
 
     name = "structured_output"
     api = 1
@@ -52,7 +55,10 @@ class StructuredOutputPart(StepPart):
         self._grammars.close()
 
     def _open_compiler(self) -> ConstraintCompiler:
-        """Raises RequestError without a tokenizer, UnsupportedError without a backend."""
+        """Create the compiler.
+
+        Raises RequestError without a tokenizer, UnsupportedError without a backend.
+        """
         from modulm.engine.sampling.end_ids import end_ids
         from modulm.loading import open_checkpoint
         from modulm_structured_output.compiler import open_compiler
@@ -69,7 +75,7 @@ class StructuredOutputPart(StepPart):
 
 
 class GrammarRunner(PartRunner):
-    """Gives the sampler the grammars of rows."""
+    """Provides the grammars of rows to the sampler."""
 
     def __init__(self, grammars: RequestGrammars) -> None:
         self._grammars = grammars

@@ -1,4 +1,4 @@
-"""A grammar that waits until the model has finished thinking."""
+"""Grammars that start after the model's reasoning."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["AfterReasoning", "Gate", "breaks_of", "gate_for", "openers_of"]
 
-#: A grammar and a prompt [tokens] int64 -> a grammar.
+#: (grammar, prompt [tokens] int64) -> grammar.
 Gate = Callable[[Grammar, np.ndarray], Grammar]
 _ParserMaker = Callable[[ParseContext], ReasoningParser]
-#: Prompt tokens whose text says whether the template has opened the reasoning already.
+#: Number of final prompt tokens that show whether the template has opened the reasoning.
 _TAIL = 32
-#: A text that ends no thought.
+#: A text that does not end the reasoning.
 _THOUGHT = "Hm"
 
 
 class AfterReasoning(Grammar):
-    """Anything goes while the reasoning parser says that the model thinks; then the grammar.
+    """Allows any token during the reasoning, as detected by the reasoning parser, then a grammar.
 
-    Where the prompt leaves it open, the first token decides: one that opens the reasoning
-    (`openers`) is allowed beside those of the grammar. A token that ends the reasoning by being
-    part of the answer (`breaks`: the marker of a call) is the grammar's first one, or not allowed.
+    If the prompt does not open the reasoning, the first token decides: tokens that open it
+    (`openers`) are allowed in addition to the grammar's. A token that ends the reasoning and is
+    part of the answer (`breaks`: the marker of a tool call) must be accepted by the grammar.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class AfterReasoning(Grammar):
 def gate_for(
     config: EngineConfig, tokenizer: Tokenizer, vocabulary: int, plugins: PluginManager
 ) -> Gate | None:
-    """What turns a grammar, and a prompt, into one that waits for the reasoning's end.
+    """Return the function that delays a grammar until the end of the reasoning.
 
-    None where no reasoning parser is set, or where the reasoning is held to the grammar as well.
+    None if no reasoning parser is set, or if the grammar applies to the reasoning as well.
     """
     settings = config.structured_outputs
     if not settings.reasoning_parser or settings.enable_in_reasoning:
@@ -75,28 +75,28 @@ def gate_for(
 
 
 def _reasoning_start(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray) -> ParseContext:
-    """What a reasoning parser may know before the first token."""
+    """Return the context of a reasoning parser, with the end of the prompt."""
     tail = [int(token) for token in prompt[-_TAIL:]]
     text = tokenizer.decode(tail, skip_special_tokens=False)
     return ParseContext(prompt_tail=text, tokenizer=tokenizer)
 
 
 def openers_of(make: _ParserMaker, tokenizer: Tokenizer, vocabulary: int) -> tuple[int, ...]:
-    """Added tokens that, as the first thing said, begin the reasoning."""
-    found = []
+    """Return added tokens that start the reasoning if they come first."""
+    openers = []
     for text, index in sorted(tokenizer.added_tokens.items(), key=lambda item: item[1]):
         bare = len(text) < 3 or not (text.startswith(("<", "[")) and text.endswith((">", "]")))
         if bare or index >= vocabulary:
             continue
         if _opens(make(ParseContext(prompt_tail="", tokenizer=tokenizer)), index, text):
-            found.append(index)
-    return tuple(found)
+            openers.append(index)
+    return tuple(openers)
 
 
 def breaks_of(
     make: _ParserMaker, tokenizer: Tokenizer, vocabulary: int, openers: Sequence[int]
 ) -> tuple[int, ...]:
-    """Added tokens that end the reasoning and are themselves text of the answer."""
+    """Return added tokens that end the reasoning and are part of the answer."""
 
     def thinking() -> ReasoningParser | None:
         parser = make(ParseContext(tokenizer=tokenizer))
@@ -105,24 +105,27 @@ def breaks_of(
         parser.feed(_THOUGHT, tokenizer.encode(_THOUGHT, False))
         return parser if parser.reasoning else None
 
-    found = []
+    breaks = []
     for text, index in tokenizer.added_tokens.items():
         parser = thinking() if index < vocabulary else None
         if parser is not None:
             events = parser.feed(text, [index])
             if not parser.reasoning and any(isinstance(event, Content) for event in events):
-                found.append(index)
-    return tuple(found)
+                breaks.append(index)
+    return tuple(breaks)
 
 
 def _opens(parser: ReasoningParser, token: int, text: str) -> bool:
-    """Whether `token`, said first, begins the reasoning."""
+    """Whether `token` starts the reasoning if it comes first."""
     parser.feed(text, [token])
     return parser.reasoning
 
 
 class _GatedMatcher(Matcher):
-    """Free while thinking, then the inner matcher. `_taken` tells, token by token, which it was."""
+    """Allows any token during reasoning, then follows the inner matcher.
+
+    `_taken` records for each token which of the two accepted it.
+    """
 
     def __init__(self, of: AfterReasoning) -> None:
         self._of = of
@@ -164,7 +167,7 @@ class _GatedMatcher(Matcher):
                 mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
 
     def _unbroken(self, mask: np.ndarray) -> np.ndarray:
-        """A mask without the breaks with which the grammar does not begin."""
+        """Remove the breaks that the grammar does not accept first from a mask."""
         if self._banned is None:
             begins = np.empty_like(mask)
             self._inner.fill(begins)
@@ -176,7 +179,7 @@ class _GatedMatcher(Matcher):
         return self._banned
 
     def rollback(self, tokens: int) -> None:
-        """Inside the grammar directly; the thought is taken back by thinking it again."""
+        """Roll back the inner matcher; tokens of the reasoning are replayed from its start."""
         inside = min(tokens, self._held)
         self._inner.rollback(inside)
         self._held -= inside

@@ -1,1 +1,1 @@
-"""How adapters take part in steps: planner, runner, and what they tell each other."""
+"""Step part of adapters: planner, runner, and the values they exchange."""

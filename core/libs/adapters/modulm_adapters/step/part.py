@@ -1,4 +1,4 @@
-"""The step part of adapters: each row may use another one."""
+"""Step part of adapters: each row may use a different one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AdaptersPart"]
 
 
 class AdaptersPart(StepPart):
-    """In use where the model was loaded with an adapter bank."""
+    """Step part of adapters; on if the model was loaded with an adapter bank."""
 
     name = "adapters"
     api = 1

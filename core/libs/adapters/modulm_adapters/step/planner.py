@@ -1,4 +1,4 @@
-"""The scheduler's half: which adapters a step can use, and which one gives way to another."""
+"""The scheduler's half: assigns adapters to slots and evicts idle ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AdapterPlanner", "AdapterSlots", "NoAdapters"]
 
 
 class NoAdapters(PartPlanner):
-    """Of an engine that has none."""
+    """Refuses adapters, for engines without them."""
 
     def check(self, request: Request) -> None:
         if request.adapter is not None:
@@ -23,14 +23,14 @@ class NoAdapters(PartPlanner):
 
 
 class AdapterPlanner(PartPlanner):
-    """Gives the adapters of requests slots, in which steps find them."""
+    """Assigns slots to the adapters of requests."""
 
     def __init__(self, context: PlannerContext) -> None:
         self.slots = AdapterSlots(int(context.values["slots"]))
         self._rows = context.limits.rows
 
     def defers(self, waiting: WaitingRequest, before: Sequence[WaitingRequest]) -> bool:
-        """Requests that find no slot let as many others overtake them as there are rows."""
+        """Defer requests without a free slot; at most as many others as rows overtake them."""
         adapter, fits = waiting.request.adapter, self.slots.fits
         if adapter is None:
             return False
@@ -63,10 +63,9 @@ class AdapterPlanner(PartPlanner):
 
 
 class AdapterSlots:
-    """Slots 1 ... `most`, each with the adapter it was last given to.
+    """Slots 1 ... `most`, each with the adapter it was last assigned to.
 
-    The adapters of running rows keep theirs; of the others the one that was used longest ago gives
-    way.
+    Adapters of running rows keep their slots; of the others the least recently used one is evicted.
     """
 
     def __init__(self, most: int) -> None:
@@ -77,13 +76,13 @@ class AdapterSlots:
         self._changes: dict[int, str] = {}
 
     def fits(self, adapter: str | None) -> bool:
-        """Whether a row with the adapter can run beside those that run."""
+        """Whether a row with the adapter can run together with the running rows."""
         if adapter is None or adapter in self._slots:
             return True
         return len(self._slots) < self.most or len(self._users) < self.most
 
     def take(self, adapter: str | None) -> None:
-        """A row with the adapter begins."""
+        """Start a row with the adapter."""
         if adapter is None:
             return
         slot = self._slots.pop(adapter, None)
@@ -101,7 +100,7 @@ class AdapterSlots:
         return self._slots.pop(idle)
 
     def release(self, adapter: str | None) -> None:
-        """A row with the adapter is gone."""
+        """Release a row with the adapter."""
         if adapter is None:
             return
         self._users[adapter] -= 1
@@ -109,14 +108,14 @@ class AdapterSlots:
             del self._users[adapter]
 
     def restore(self, fills: SlotFills) -> None:
-        """The step that was to fill these slots failed: they are filled again."""
+        """Fill these slots again, since the step that should have filled them failed."""
         self._changes |= {slot: name for slot, name in fills if self._slots.get(name) == slot}
 
     def forget(self) -> None:
-        """The slots that no row uses are empty."""
+        """Empty the slots that no row uses."""
         self._slots = {name: slot for name, slot in self._slots.items() if name in self._users}
 
     def take_changes(self) -> SlotFills:
-        """(slot, adapter) of those that took a slot since the last call."""
+        """Return (slot, adapter) for the slots assigned since the last call."""
         changes, self._changes = self._changes, {}
         return tuple(changes.items())

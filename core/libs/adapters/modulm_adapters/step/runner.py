@@ -28,16 +28,16 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class AdapterRunner(PartRunner):
-    """The adapters of rows by name, and the slots that plans have given to names."""
+    """Tracks the adapters of rows and the slots that plans assign to them."""
 
     def __init__(self, bank: AdapterBank, staging: Staging) -> None:
         self.bank = bank
         self._staging = staging
-        #: Slots as plans gave them, and those of them that hold what they should.
+        #: Slots as assigned by plans, and those that were filled.
         self._assigned: dict[int, str] = {}
         self._filled: dict[str, int] = {}
-        #: Rows that use an adapter: the slot of each row, and the first token that uses it. The
-        #: last entry is that of padding, row -1.
+        #: The slot of each row, and the first token that uses it. The last entry is for padding,
+        #: row -1.
         self._users: set[int] = set()
         self._slots = np.zeros(1, dtype=np.int32)
         self._firsts = np.full(1, _NEVER)
@@ -51,9 +51,7 @@ class AdapterRunner(PartRunner):
         self._firsts = np.full(context.rows + 1, _NEVER)
 
     def prepare(self, plan: Plan, value: SlotFills | None) -> None:
-        """Put adapters into the slots that the plan gives them; one that is gone leaves its slot
-        empty until a row asks for it.
-        """
+        """Fill slots as planned. The slot of a removed adapter stays empty until a row needs it."""
         for slot, name in value or ():
             self._filled = {other: at for other, at in self._filled.items() if at != slot}
             self._assigned[slot] = name
@@ -65,7 +63,7 @@ class AdapterRunner(PartRunner):
         self._filled[name] = slot
 
     def admit(self, start: RowStart, value: AdapterRow | None) -> None:
-        """Raises what `AdapterBank.fill` does if the row's adapter cannot be used."""
+        """Start a row. Raises like `AdapterBank.fill` if its adapter cannot be used."""
         if value is None:
             return
         if value.name not in self._filled:
@@ -96,7 +94,7 @@ class AdapterRunner(PartRunner):
         if self._users and rows is not None and positions is not None:
             slots = np.where(positions >= self._firsts[rows], self._slots[rows], 0)
             slots = slots.astype(np.int32) if slots.any() else None
-        # What is sent is only valid until the next time, and the batch is sent after this.
+        # Staged tensors are valid only until the next call, and the batch is sent after this.
         self._sent = None if slots is None else self._staging.send((slots,))[0].clone()
         self.bank.begin_known(slots, self._sent)
 

@@ -1,4 +1,4 @@
-"""What planner and runner of adapters tell each other."""
+"""Values that planner and runner of adapters exchange."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from attrs import frozen
 
 __all__ = ["AdapterRow", "SlotFills"]
 
-#: (slot, adapter) of adapters that take a slot in a step, before anything runs; slots count from 1.
+#: (slot, adapter) to fill before the step runs; slots count from 1.
 SlotFills: TypeAlias = tuple[tuple[int, str], ...]
 
 
 @frozen
 class AdapterRow:
-    """The adapter of a row, and the first of its tokens that it applies to."""
+    """A row's adapter, and the first token that it applies to."""
 
     name: str
     first: int = 0

@@ -160,8 +160,8 @@ class DraftRunner(PartRunner):
 
 def _room(table: np.ndarray, size: int) -> np.ndarray:
     """Return the tokens that each row has blocks for: [rows]. table: [rows, blocks]."""
-    held = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
-    room: np.ndarray = np.where(table.any(axis=1), held, 0) * size
+    used = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
+    room: np.ndarray = np.where(table.any(axis=1), used, 0) * size
     return room
 
 
