@@ -77,7 +77,25 @@ FAMILIES = {
         True,
     ),
 }
-GRID = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
+
+
+def sampled(layouts):
+    """The layouts of a family that `make test` tries: the one of most kinds, and one of stages."""
+    longest = max(layouts, key=lambda layout: (len(layout), layout))
+    staged = [layout for layout in layouts if "pp" in layout]
+    return {longest, *([] if "pp" in longest else staged[-1:])}
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("everything")
+        grid = [
+            (name, layout)
+            for name, family in FAMILIES.items()
+            for layout in family.layouts
+            if everything or layout in sampled(family.layouts)
+        ]
+        metafunc.parametrize(("name", "layout"), grid)
 
 
 def answers(folder, lora=None, prompts=PROMPTS, **flags):
@@ -161,7 +179,6 @@ def made():
     return {}
 
 
-@pytest.mark.parametrize(("name", "layout"), GRID)
 def test_ranks_give_what_one_gives(plugins, made, tmp_path_factory, name, layout):
     if name not in made:
         made[name] = Made(plugins, tmp_path_factory.mktemp("family"), FAMILIES[name])

@@ -109,6 +109,16 @@ NATIVE = (
     "Starcoder2ForCausalLM",
     "YoutuForCausalLM",
 )
+#: Of those `make test` compares these and every third; the others with `--everything`. One of each
+#: kind of attention and block.
+KINDS = {
+    "DeepseekV3ForCausalLM",
+    "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+}
 #: Take the sizes above.
 WITH_SIZES = (
     "AriaTextForCausalLM",
@@ -190,9 +200,16 @@ def write(path, architecture):
     return make_tiny(path, architecture, **{**SMALL, **settings})
 
 
-@pytest.mark.parametrize("architecture", sorted((*NATIVE, *WITH_LATENT, *WITH_SIZES, *PLAIN)))
-def test_runs_as_in_transformers(architecture, tmp_path):
-    folder = write(tmp_path, architecture)
+def pytest_generate_tests(metafunc):
+    if "bridged" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("everything")
+        native = NATIVE if everything else KINDS.union(NATIVE[::3])
+        names = sorted((*native, *WITH_LATENT, *WITH_SIZES, *PLAIN))
+        metafunc.parametrize("bridged", names)
+
+
+def test_runs_as_in_transformers(bridged, tmp_path):
+    folder = write(tmp_path, bridged)
     check_equals_transformers(folder, steps=8, model_impl="transformers", attention_backend="sdpa")
 
 
