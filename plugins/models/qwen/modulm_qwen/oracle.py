@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-__all__ = ["AsQwen2"]
+from modulm_layers.testing import Converted
+
+__all__ = ["AsQwen2", "QWenAsQwen2"]
 
 
 class AsQwen2:
@@ -46,3 +48,32 @@ def _model(config: Mapping[str, Any]) -> Any:
         reference_config, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()
+
+
+_QWEN = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.gate_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.c_proj",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+}
+
+
+class QWenAsQwen2(Converted):
+    """transformers' Qwen 2 with weights of Qwen 1."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, "model_type": "qwen2", "intermediate_size": 96}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = dict(weights)
+        for name in [name for name in weights if ".q_proj." in name]:
+            parts = [stored.pop(name.replace("q_proj", f"{n}_proj")) for n in "qkv"]
+            stored[name.replace("self_attn.q_proj", "attn.c_attn")] = torch.cat(parts)
+        return self.renamed(stored, _QWEN)

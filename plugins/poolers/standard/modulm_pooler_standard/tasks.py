@@ -25,6 +25,8 @@ _DECODERS = (_CAUSAL, _SEEING)
 _REWARD, _PROCESS = "ForRewardModel", "ForProcessRewardModel"
 #: What the architectures of a decoder's family are used for, by the end of their names.
 _ENDINGS = {_PROCESS: "reward", _REWARD: "reward", _CLASSIFIER: "classify", _BARE: "embed"}
+#: Reward models whose heads are not two layers called `score`.
+_OTHER_HEADS = {"InternLM2ForRewardModel"}
 _KINDS = ("embed", "classify", "reward")
 _TASKS = {"classify": ("classify", "token_classify"), "reward": ("reward", "token_classify")}
 
@@ -45,6 +47,8 @@ def conversion(
     wanted, name = config.model.convert, names[0]
     if wanted not in ("auto", "none", *_KINDS):
         raise UnsupportedError(f"convert: {wanted} is not supported yet; use {', '.join(_KINDS)}")
+    if name in _OTHER_HEADS:
+        return None
     if wanted == "none" or any(n in installed and not n.endswith(_DECODERS) for n in names):
         return None
     if name.endswith(_DECODERS):

@@ -1,0 +1,92 @@
+"""Oracles for families whose files name or arrange the weights of a model that transformers has.
+
+class AsLlama(Converted):  # in modulm_foo/oracle.py, which serving does not import
+    def settings(self, config):  # config.json as transformers' class has it
+        return {"model_type": "llama", **config, "num_hidden_layers": config["num_layers"]}
+
+    def store(self, config, weights):  # its weights as the family's files have them
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Converted", "stack_heads"]
+
+
+class Converted:
+    """transformers' model of the same mathematics (`modulm.testing.oracles.Oracle`)."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return config.json of transformers' model, with `model_type`."""
+        raise NotImplementedError
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return transformers' weights by the family's names, rearranged but not computed with."""
+        raise NotImplementedError
+
+    def renamed(
+        self, weights: Mapping[str, Tensor], names: Mapping[str, str]
+    ) -> Mapping[str, Tensor]:
+        """Return the weights with parts of their names replaced, in order."""
+        stored = {}
+        for name, tensor in weights.items():
+            for theirs, own in names.items():
+                name = name.replace(theirs, own)  # noqa: PLW2901
+            stored[name] = tensor
+        return stored
+
+    def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Random ones, of about unit gain for each map."""
+        from modulm.testing.checkpoints import _randomise
+
+        model = self._model(config)
+        with torch.no_grad():
+            _randomise(model)
+        stored = self.store(config, model.state_dict())
+        return {name: tensor.contiguous().clone() for name, tensor in stored.items()}
+
+    def logits(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
+    ) -> Tensor:
+        """[tokens, vocabulary] in fp32."""
+        model = self._model(config)
+        self._read(config, model, weights)
+        logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
+        return logits
+
+    def _read(self, config: Mapping[str, Any], model: Any, weights: Mapping[str, Tensor]) -> None:
+        """Fill the model. Where each number is stored is found by storing numbers that count."""
+        state, first, places = model.state_dict(), 0, {}
+        for name, tensor in state.items():
+            places[name] = torch.arange(first, first + tensor.numel()).view(tensor.shape)
+            first += tensor.numel()
+        numbers = torch.zeros(first)
+        for name, where in self.store(config, places).items():
+            numbers[where.flatten()] = weights[name].float().flatten()
+        sizes = [tensor.numel() for tensor in state.values()]
+        parts = zip(state.items(), numbers.split(sizes), strict=True)
+        model.load_state_dict({name: part.view(tensor.shape) for (name, tensor), part in parts})
+
+    def _model(self, config: Mapping[str, Any]) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        settings = dict(self.settings(config))
+        theirs = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        model: Any = AutoModelForCausalLM.from_config(
+            theirs, dtype=torch.float32, attn_implementation="eager"
+        )
+        return model.eval()
+
+
+def stack_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+    """Stack q, k and v by key head: its query heads, the key head, its value head."""
+    grouped = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
+    return torch.cat(grouped, dim=1).flatten(0, 1)

@@ -1,0 +1,49 @@
+"""What tests compare Baichuan with: transformers' Llama, told where alibi is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modulm_layers.testing import Converted
+
+__all__ = ["AsLlama"]
+
+
+class AsLlama(Converted):
+    """transformers' Llama; with alibi it gets no positions, and distances in its mask."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, "model_type": "llama"}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = dict(weights)
+        for name in [name for name in weights if ".q_proj." in name]:
+            parts = [stored.pop(name.replace("q_proj", f"{n}_proj")) for n in "qkv"]
+            stored[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+        return stored
+
+    def logits(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
+    ) -> Tensor:
+        if "BaiChuanForCausalLM" in config["architectures"]:
+            return super().logits(config, weights, tokens)
+        model = self._model(config)
+        self._read(config, model, weights)
+        model.lm_head.weight.data = F.normalize(model.lm_head.weight.data)
+        at, heads = torch.arange(len(tokens)), config["num_attention_heads"]
+        slopes = 2.0 ** (-8 * (torch.arange(heads) + 1) / heads)
+        mask = slopes[:, None, None] * (at[None, :] - at[:, None])
+        mask = mask.masked_fill(at[None, :] > at[:, None], torch.finfo(torch.float32).min)
+        logits: Tensor = model(
+            torch.tensor([list(tokens)]),
+            attention_mask=mask[None],
+            position_ids=torch.zeros(1, len(tokens), dtype=torch.int64),
+        ).logits[0]
+        return logits

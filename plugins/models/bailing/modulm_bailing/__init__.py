@@ -1,0 +1,1 @@
+"""Ling and Ring for modulm."""

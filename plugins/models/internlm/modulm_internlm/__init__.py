@@ -1,0 +1,1 @@
+"""InternLM 2 for modulm."""

@@ -1,0 +1,1 @@
+"""Orion for modulm."""

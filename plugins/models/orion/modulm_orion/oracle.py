@@ -1,0 +1,26 @@
+"""What tests compare Orion with: transformers' StableLM with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from modulm_layers.testing import Converted
+
+__all__ = ["AsStableLm"]
+
+
+class AsStableLm(Converted):
+    """transformers' StableLM, whose heads turn whole."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+        eps = config["rms_norm_eps"]
+        return {**config, "model_type": "stablelm", "layer_norm_eps": eps, "rope_parameters": rope}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return weights
