@@ -17,7 +17,7 @@ from modulm.testing import queued
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 
-PROMPTS = [[5, 99, 7, 300], [*range(20, 90)]]
+PROMPTS = [[5, 99, 7, 300], [*range(20, 54)]]
 GREEDY = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 2
 DRAWN = [
     SamplingParams(temperature=0.9, seed=6, max_tokens=4, top_k=20, top_p=0.9, min_p=0.02,
@@ -61,7 +61,7 @@ def answers(folder, params, device, loras=None, **flags):
     with manager.using(PluginManager()) as plugins:
         plugins.register("platforms", "queued", Device)
         with modulm.LLM(
-            str(folder), device=device, num_gpu_blocks_override=40, max_num_batched_tokens=80,
+            str(folder), device=device, num_gpu_blocks_override=40, max_num_batched_tokens=40,
             max_model_len=128, max_num_seqs=4,
             attention_backend="sdpa" if device == "cpu" else "triton",
             **{"dtype": "float32", **flags},
