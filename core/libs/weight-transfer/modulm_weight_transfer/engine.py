@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from modulm.errors import EngineError, EngineStalled, ModulmError, RequestError, UnsupportedError
 from modulm_weight_transfer import functions
+from modulm_weight_transfer.pause import hold, release
 
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
 
-__all__ = ["OPERATIONS", "EngineWeights", "WeightState"]
+__all__ = ["OPERATIONS", "PAUSES", "EngineWeights", "WeightState"]
 
 log = logging.getLogger("modulm.weights")
 
@@ -27,11 +28,16 @@ class WeightState:
 
     weight_version: how often they were updated, or what `update_weight_version` has set.
     updating: whether an update is open. broken: why they cannot be used, None if they can.
+    paused: the mode of a pause (one of `PAUSES`), None while requests are run. asleep: the level of
+    sleep, None if the engine is awake. busy: whether requests were in the engine when it was asked.
     """
 
     weight_version: int = 0
     updating: bool = False
     broken: str | None = None
+    paused: str | None = None
+    asleep: int | None = None
+    busy: bool = False
 
 
 class EngineWeights:
@@ -52,7 +58,7 @@ class EngineWeights:
         if operation not in OPERATIONS:
             raise RequestError(f"{operation!r} is no operation on weights", "operation")
         getattr(self, operation)(**arguments)
-        return asdict(self.state)
+        return asdict(evolve(self.state, busy=self._core.loop.busy))
 
     def info(self) -> None:
         """Do nothing: the state is the answer."""
@@ -93,14 +99,17 @@ class EngineWeights:
         if streams:
             self._change(functions.receive)
 
-    def finish(self) -> None:
-        """Put everything in place. The version rises, and cached prefixes are forgotten."""
+    def finish(self, weight_version: int | None = None) -> None:
+        """Put everything in place. The version rises, or becomes `weight_version`, and cached
+        prefixes are forgotten.
+        """
         if not self.state.updating:
             raise RequestError("no update is open: call start_weight_update first")
         if any(self._call(functions.complete)):
             self._change(functions.finish)
             self._core.reset_prefix_cache(uuid4().bytes)
-            self._set(weight_version=self.state.weight_version + 1, broken=None)
+            raised = self.state.weight_version + 1
+            self._set(weight_version=max(raised, weight_version or 0), broken=None)
         else:
             self._call(functions.cancel)
         self._set(updating=False)
@@ -115,8 +124,12 @@ class EngineWeights:
     def release(self, level: int) -> None:
         """The engine was put to sleep. Level 2 gives up weights, and what came of an update."""
         self._released |= level > 1
-        if self.state.updating:
-            self._set(updating=False)
+        self._set(updating=self.state.updating and level < 2, asleep=level)
+
+    def doze(self) -> None:
+        """Sleep at level 0: nothing is scheduled, and all memory is kept."""
+        hold(self._core)
+        self._set(asleep=0)
 
     def reload(self) -> None:
         """The engine is awake again; weights that were released are the checkpoint's."""
@@ -125,12 +138,33 @@ class EngineWeights:
             self._core.reset_prefix_cache(b"")
             self._set(weight_version=self.state.weight_version + 1, broken=None)
         self._released = False
+        if self.state.paused != "keep":
+            release(self._core)
+        self._set(asleep=None)
 
     def set_version(self, weight_version: int) -> None:
         """Give the weights another number."""
         if type(weight_version) is not int or weight_version < 0:
             raise RequestError("must be a whole number, 0 or more", "weight_version")
         self._set(weight_version=weight_version)
+
+    def pause(self, mode: str) -> None:
+        """Front ends keep new requests back. abort: those that run are ended, wait: they go on,
+        keep: they stand still.
+        """
+        if mode not in PAUSES:
+            raise RequestError(f"must be one of {', '.join(PAUSES)}", "mode")
+        if mode == "keep":
+            hold(self._core)
+        elif self.state.asleep != 0:
+            release(self._core)
+        self._set(paused=mode)
+
+    def resume(self) -> None:
+        """End a pause."""
+        if self.state.asleep != 0:
+            release(self._core)
+        self._set(paused=None)
 
     def check(self) -> None:
         """Raise EngineStalled if the weights cannot be used."""
@@ -160,4 +194,9 @@ class EngineWeights:
 
 
 #: What front ends may ask for, by their methods here.
-OPERATIONS = ("info", "init", "shutdown", "start", "update", "finish", "cancel", "set_version")
+OPERATIONS = (
+    "info", "init", "shutdown", "start", "update", "finish", "cancel", "set_version", "pause",
+    "resume", "doze",
+)  # fmt: skip
+#: What becomes of running requests when an engine is paused.
+PAUSES = ("abort", "wait", "keep")

@@ -136,6 +136,12 @@ class ServerConfig(FlagGroup):
     sse_keep_alive_interval: float = flag(
         0, "Idle time after which a stream sends a comment; 0: never.", unit="s", least=0
     )
+    sleeping_requests: str = flag(
+        "refuse",
+        "What becomes of requests while the engine sleeps at level 1 or 2; wait: they are run once "
+        "it is awake.",
+        choices=("refuse", "wait"),
+    )
     server_dev_mode: bool = flag(
         False, "Serve development routes: /reset_prefix_cache, /sleep, /collective_rpc ..."
     )

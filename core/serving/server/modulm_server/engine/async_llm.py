@@ -48,8 +48,10 @@ from modulm_server.engine.core_client import (
     WorkerCall,
 )
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
+from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
-from modulm_server.flags import WatchdogConfig
+from modulm_server.flags import ServerConfig, WatchdogConfig
+from modulm_weight_transfer.engine import WeightState
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -60,7 +62,9 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM"]
 
 #: Items that the engine's client posts.
-_Item: TypeAlias = StepEvents | ReplicaEvents | ReplicaLost | EngineDead | EngineStalled
+_Item: TypeAlias = (
+    StepEvents | ReplicaEvents | ReplicaLost | EngineDead | EngineStalled | WeightState
+)
 
 #: Seconds between retries of an accepted beam search while the queue is full.
 _AGAIN = 0.05
@@ -165,6 +169,9 @@ class AsyncLLM(EngineClient):
         self._beam_searches: dict[str, BeamSearchRequest] = {}
         self._numbers = count()
         self._idle: asyncio.Event | None = None
+        #: Set while the engine is not paused.
+        self._running = asyncio.Event()
+        self._running.set()
 
     def _attach(self, core: EngineCoreClient) -> None:
         self._core = core
@@ -186,7 +193,10 @@ class AsyncLLM(EngineClient):
         self._output_processor = OutputProcessor(each[0], listeners)
         self._interval = info.config.scheduler.stream_interval
         self._ends_waiting = info.config.group(WatchdogConfig).action != "report"
+        sleeping = info.config.group(ServerConfig).sleeping_requests
+        self._keeps_back = partial(keeps_back, sleeping == "wait")
         self._watchdog = Watchdog(core, self._post_stall, self._post_death)
+        core.weights_changed = self._post_weights
 
     # Called by users.
 
@@ -262,6 +272,8 @@ class AsyncLLM(EngineClient):
         await super().check_health()
         if (error := self._core.down) is not None:
             raise error
+        if (broken := self._core.weights.broken) is not None:
+            raise EngineStalled(broken)
 
     async def refresh_adapters(self) -> None:
         await asyncio.wrap_future(self._core.refresh_adapters())
@@ -300,13 +312,17 @@ class AsyncLLM(EngineClient):
         return True
 
     async def sleep(self, level: int = 1) -> None:
-        await asyncio.wrap_future(self._core.sleep(level))
+        if level == 0:
+            await self.run_weights("doze")
+        else:
+            await asyncio.wrap_future(self._core.sleep(level))
 
     async def wake_up(self) -> None:
         await asyncio.wrap_future(self._core.wake_up())
 
     async def is_sleeping(self) -> bool:
-        return await asyncio.wrap_future(self._core.is_sleeping())
+        dozing = self._core.weights.asleep == 0
+        return dozing or await asyncio.wrap_future(self._core.is_sleeping())
 
     async def start_profile(self) -> None:
         await asyncio.wrap_future(self._core.start_profile())
@@ -330,6 +346,21 @@ class AsyncLLM(EngineClient):
             raise
         except TimeoutError as error:
             raise EngineTimeout(f"{method}: no answer within {timeout:g} s") from error
+
+    @property
+    def weight_version(self) -> int:
+        return self._core.weights.weight_version
+
+    async def is_paused(self) -> bool:
+        return self._core.weights.paused is not None
+
+    async def run_weights(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        if self.dead is not None:
+            raise self.dead
+        self._loop = asyncio.get_running_loop()
+        if operation == "finish":
+            arguments["weight_version"] = self.weight_version + 1
+        return await asyncio.wrap_future(self._core.run_weights(operation, arguments))
 
     def report_by(self, report: Callable[[], str]) -> None:
         self._core.report = report
@@ -395,6 +426,7 @@ class AsyncLLM(EngineClient):
     ) -> AsyncGenerator[Any, None]:
         """Submit a request and yield its outputs. Leaving the generator aborts the request."""
         pending = await prepare()
+        await self._resumed()
         state, changed = pending.state, asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._output_processor.add(state)
@@ -414,6 +446,15 @@ class AsyncLLM(EngineClient):
             del self._requests[state.id]
             self._restartable.pop(state.id, None)
             self._wake_drain()
+
+    async def _resumed(self) -> None:
+        """Wait while the engine is paused, also if it was another front end that paused it."""
+        self._loop = asyncio.get_running_loop()
+        while self._keeps_back(self._core.weights):
+            self._running.clear()
+            if self._keeps_back(self._core.weights):  # it was not resumed meanwhile
+                await self._running.wait()
+        await self.check_health()
 
     def _submit(self, state: RequestState, requests: Sequence[Request]) -> None:
         if len(self._each) > 1:
@@ -473,6 +514,9 @@ class AsyncLLM(EngineClient):
             self._core.give_up(error)
             self._post(error)
 
+    def _post_weights(self) -> None:
+        self._post(self._core.weights)
+
     def _post(self, item: _Item) -> None:
         self._inbox.append(item)
         loop = self._loop
@@ -492,6 +536,9 @@ class AsyncLLM(EngineClient):
                 continue
             if isinstance(item, ReplicaLost):
                 self._restart_lost(item)
+                continue
+            if isinstance(item, WeightState):
+                self._weights_news(item)
                 continue
             if isinstance(item, ReplicaEvents):
                 self._count_for(item.replica)
@@ -527,6 +574,20 @@ class AsyncLLM(EngineClient):
                     continue
             self._output_processor.fail(state, ReplicaDied(f"its replica is gone: {lost.error}"))
             self._requests[state.id][1].set()
+
+    def _weights_news(self, state: WeightState) -> None:
+        """End requests that must not go on, and let those that wait begin."""
+        for metrics in self._each:
+            metrics.set_weight_version(state.weight_version)
+        if state.broken is not None:
+            self._end_waiting(EngineStalled(state.broken))
+        elif state.paused == "abort":
+            for search in list(self._beam_searches.values()):
+                self._abort_search(search)
+            for request, changed in list(self._requests.values()):
+                self._abort(request, changed)
+        if not self._keeps_back(state):
+            self._running.set()
 
     def _end_waiting(self, error: EngineStalled) -> None:
         """Fail every request, and abort it in case the engine recovers."""

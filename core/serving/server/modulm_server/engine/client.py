@@ -12,6 +12,7 @@ from attrs import frozen
 
 from modulm.errors import EngineDead, EngineStalled, NotFound, UnsupportedError
 from modulm_frontend.worker_calls import run_on_model
+from modulm_server.engine.training import Training
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -41,7 +42,7 @@ class ReplicaHealth:
     restarts: int = 0
 
 
-class EngineClient(ABC):
+class EngineClient(Training, ABC):
     """Many callers on one event loop, one engine behind them.
 
     info: what the engine is. tokenizer: None on an engine without one. metrics: for a registry of
@@ -155,7 +156,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the caches, with level 2 that of the weights as well.
+        """Give back the memory of the caches, with level 2 that of the weights as well; with level
+        0 nothing: requests stand still.
 
         Requests are refused until it is woken. Raises UnsupportedError without
         --enable-sleep-mode, RequestError while requests run.
@@ -199,6 +201,12 @@ class EngineClient(ABC):
         raised, and EngineTimeout. Requests run on in each case.
         """
         raise UnsupportedError("this engine has no workers to call")
+
+    async def run_weights(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        raise UnsupportedError("the weights of this engine cannot be updated")
+
+    async def is_paused(self) -> bool:
+        return False
 
     async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model of every worker, its rank's part, and return the answers

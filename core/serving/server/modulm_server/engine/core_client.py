@@ -26,6 +26,7 @@ from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 from modulm_tokenizers.tokenizer import open_tokenizer
+from modulm_weight_transfer.engine import EngineWeights, WeightState
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -33,7 +34,15 @@ if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient", "WorkerCall"]
+__all__ = [
+    "EngineCoreClient",
+    "ReplicaEvents",
+    "ReplicaLost",
+    "ThreadCoreClient",
+    "WorkerCall",
+    "sleep",
+    "wake_up",
+]
 
 #: Seconds between two checks whether the thread has ended.
 _GRACE = 0.5
@@ -66,6 +75,18 @@ class WorkerCall:
     timeout: float | None = None
 
 
+def sleep(registry: AdapterRegistry, weights: EngineWeights, level: int) -> None:
+    """Put an engine to sleep, with its adapters; between two steps."""
+    registry.sleep(level)
+    weights.release(level)
+
+
+def wake_up(core: EngineCore, weights: EngineWeights) -> None:
+    """Wake an engine up; between two steps."""
+    core.wake_up()
+    weights.reload()
+
+
 class EngineCoreClient(ABC):
     """A connection to one engine core. Its step events and its end are reported on any thread."""
 
@@ -78,6 +99,9 @@ class EngineCoreClient(ABC):
     ranks: Sequence[int] = ()
     #: Which of the engine's front ends this is.
     number: int = 0
+    #: What the engine says of its weights, and whom to call, on any thread, when it changes.
+    weights: WeightState = WeightState()
+    weights_changed: Callable[[], None] = staticmethod(lambda: None)
     #: This front end's report (its metrics) for another one. Called on any thread.
     report: Callable[[], str] = staticmethod(lambda: "")
 
@@ -145,6 +169,10 @@ class EngineCoreClient(ABC):
     def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
         """See `Executor.call`; between two steps. Raises RequestError if it cannot be sent."""
 
+    @abstractmethod
+    def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """See `EngineWeights.run`; between two steps."""
+
     def reports(self) -> Future[list[str]]:
         """The reports of the engine's other front ends, gone ones included."""
         answer: Future[list[str]] = Future()
@@ -200,6 +228,7 @@ class ThreadCoreClient(EngineCoreClient):
         self._registry = AdapterRegistry(self.core, events, self._adapters_changed)
         self._watch = StepWatch.of(self.core)
         self._profile = StepProfile(self.core)
+        self._weights = EngineWeights(self.core, self._weights_news)
 
     def _run(self, config: EngineConfig, plugins: PluginManager, ready: Future[EngineCore]) -> None:
         from modulm.engine.core.engine_core import EngineCore
@@ -222,6 +251,10 @@ class ThreadCoreClient(EngineCoreClient):
     def _adapters_changed(self, adapters: Sequence[Adapter]) -> None:
         self.adapters = {adapter.name: adapter for adapter in adapters}
 
+    def _weights_news(self, state: WeightState) -> None:
+        self.weights = state
+        self.weights_changed()
+
     def submit(self, requests: Sequence[Request]) -> None:
         self._registry.submit(requests)
 
@@ -239,10 +272,10 @@ class ThreadCoreClient(EngineCoreClient):
         return self.core.loop.call(self.core.reset_prefix_cache)
 
     def sleep(self, level: int) -> Future[None]:
-        return self.core.loop.call(partial(self._registry.sleep, level))
+        return self.core.loop.call(partial(sleep, self._registry, self._weights, level))
 
     def wake_up(self) -> Future[None]:
-        return self.core.loop.call(self.core.wake_up)
+        return self.core.loop.call(partial(wake_up, self.core, self._weights))
 
     def is_sleeping(self) -> Future[bool]:
         return self.core.loop.call(self.core.is_sleeping)
@@ -258,6 +291,9 @@ class ThreadCoreClient(EngineCoreClient):
         return self.core.loop.call(
             partial(execute, call.function, call.args, call.kwargs, call.timeout)
         )
+
+    def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        return self.core.loop.call(partial(self._weights.run, operation, arguments))
 
     def trouble(self) -> str | None:
         return self._watch.look()

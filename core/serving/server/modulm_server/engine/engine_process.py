@@ -39,7 +39,9 @@ from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
+from modulm_server.engine.core_client import sleep, wake_up
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
+from modulm_weight_transfer.engine import EngineWeights, WeightState
 from modulm_wire import frames
 
 if TYPE_CHECKING:
@@ -191,6 +193,7 @@ class _SocketServer:
         self._core: EngineCore | None = None
         self._registry: AdapterRegistry | None = None
         self._profile: StepProfile | None = None
+        self._weights: EngineWeights | None = None
         self._thread = threading.Thread(
             target=self._run, args=(owner,), name="modulm-sockets", daemon=True
         )
@@ -229,6 +232,7 @@ class _SocketServer:
         self._registry = AdapterRegistry(
             core, partial(self._later, self._deliver), partial(self._later, self._adapters_changed)
         )
+        self._weights = EngineWeights(core, partial(self._later, self._weights_changed))
         self._loop.call_soon_threadsafe(self._open, core)
 
     def refuse(self, error: BaseException) -> None:
@@ -282,6 +286,13 @@ class _SocketServer:
             raise EngineError("there is no engine yet")
         return self._registry
 
+    @property
+    def weights(self) -> EngineWeights:
+        """Raises EngineError before there is an engine."""
+        if self._weights is None:
+            raise EngineError("there is no engine yet")
+        return self._weights
+
     def _request(self, core: EngineCore, peer: _FrontEnd, kind: str, arguments: list[Any]) -> None:
         if kind == "submit":
             self._submit(peer, arguments[0])
@@ -330,8 +341,9 @@ class _SocketServer:
 
         operations: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
-            "sleep": self.adapters.sleep,
-            "wake_up": core.wake_up,
+            "sleep": partial(sleep, self.adapters, self.weights),
+            "wake_up": partial(wake_up, core, self.weights),
+            "weights": self.weights.run,
             "is_sleeping": core.is_sleeping,
             "start_profile": lambda: self._profiled(core).start(),
             "stop_profile": lambda: self._profiled(core).stop(),
@@ -402,10 +414,14 @@ class _SocketServer:
     def _greet(self, peer: _FrontEnd) -> None:
         if self._core is not None:
             adapters = list(map(attrs.astuple, self.adapters.adapters))
-            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info), adapters))
+            info, state = codec.pack_info(self._core.info), attrs.asdict(self.weights.state)
+            peer.send(frames.pack("info", peer.number, info, adapters, state))
 
     def _adapters_changed(self, adapters: tuple[Adapter, ...]) -> None:
         self._broadcast(frames.pack("adapters", list(map(attrs.astuple, adapters))))
+
+    def _weights_changed(self, state: WeightState) -> None:
+        self._broadcast(frames.pack("weights", attrs.asdict(state)))
 
     def _greet_all(self, data: bytes) -> None:
         self._hello = data

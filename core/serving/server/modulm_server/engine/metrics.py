@@ -67,6 +67,7 @@ _GAUGES = {
     "num_requests_running": "Sequences that have a row.",
     "num_requests_waiting": "Sequences that wait for one.",
     "kv_cache_usage_perc": "Share of cache blocks in use, 0 to 1.",
+    "weight_version": "How often the weights were updated, or the number that a trainer set.",
 }
 
 
@@ -149,6 +150,10 @@ class Metrics(Collector):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights have another version."""
+        self._gauges["weight_version"] = version
 
     def step(self, stats: StepStats) -> None:
         """Count a step of the engine."""

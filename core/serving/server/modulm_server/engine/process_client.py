@@ -16,7 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -33,6 +33,7 @@ from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient, WorkerCall
 from modulm_server.engine.spawn import EngineProcess, connect
 from modulm_server.flags import ServerConfig
+from modulm_weight_transfer.engine import WeightState
 from modulm_wire import frames
 
 __all__ = ["ProcessCoreClient"]
@@ -83,6 +84,7 @@ class ProcessCoreClient(EngineCoreClient):
             raise frames.unpack_error(frame[1]) or EngineDead("the engine did not start")
         self.number, self.info = frame[1], codec.unpack_info(frame[2])
         self._adapters_changed(frame[3])
+        self.weights = WeightState(**frame[4])
         self._timeout = self.info.config.group(ServerConfig).engine_heartbeat_timeout
         self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
         self._thread.start()
@@ -140,6 +142,9 @@ class ProcessCoreClient(EngineCoreClient):
                 "call_workers", number, name, call.args, call.kwargs, call.timeout
             )
         )
+
+    def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        return self._call("weights", operation, dict(arguments))
 
     def reports(self) -> Future[list[str]]:
         return self._call("gather")
@@ -256,6 +261,9 @@ class ProcessCoreClient(EngineCoreClient):
             self._answer(*frame[1:])
         elif frame[0] == "adapters":
             self._adapters_changed(frame[1])
+        elif frame[0] == "weights":
+            self.weights = WeightState(**frame[1])
+            self.weights_changed()
         elif frame[0] == "tell":
             with suppress(EngineDead):
                 self._send(frames.pack("told", frame[1], self.report()))

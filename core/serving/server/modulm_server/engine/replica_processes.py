@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from modulm.errors import ConfigError, EngineStalled
 from modulm_fleet.router import Router
@@ -21,6 +21,7 @@ from modulm_server.engine.engine_calls import call_all, of_replica, then
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
 from modulm_server.flags import ServerConfig
+from modulm_weight_transfer.engine import WeightState
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -34,10 +35,14 @@ __all__ = [
     "Replica",
     "call_workers",
     "check_alike",
+    "close_all",
+    "common_weights",
     "listening",
     "make_router",
     "replica_config",
+    "run_weights",
     "start_again",
+    "trouble_of",
 ]
 
 #: Fields of `EngineInfo` that all replicas must share.
@@ -106,22 +111,81 @@ def make_router(info: EngineInfo, replicas: int) -> Router:
     )  # fmt: skip
 
 
-def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[Any]]:
-    """Call the workers of all replicas: their answers, those of the first replica first.
-
-    Raises EngineStalled if a replica does not take calls now, and what a client raises.
-    """
+def _all_clients(replicas: Sequence[Replica]) -> list[tuple[int, ProcessCoreClient]]:
+    """The ranks and clients of all replicas. Raises EngineStalled if one is not up."""
     clients: list[tuple[int, ProcessCoreClient]] = []
     for replica in replicas:
         if not replica.up or replica.client is None:
             health = replica.health
             raise EngineStalled(f"replica {health.rank} is {health.status}; calls go to all")
-        replica.client.check_call(call)
         clients.append((replica.address.rank, replica.client))
+    return clients
+
+
+def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[Any]]:
+    """Call the workers of all replicas: their answers, those of the first replica first.
+
+    Raises EngineStalled if a replica does not take calls now, and what a client raises.
+    """
+    clients = _all_clients(replicas)
+    for _, client in clients:
+        client.check_call(call)
     answers = call_all(clients, lambda one: of_replica(one[0], one[1].call_workers(call)))
     if answers is None:
         raise EngineStalled("no replica takes requests")
     return then(answers, lambda each: list(chain.from_iterable(each)))
+
+
+def run_weights(
+    replicas: Sequence[Replica], operation: str, arguments: Mapping[str, Any]
+) -> Future[dict[str, Any]]:
+    """Run an operation of `EngineWeights` on all replicas: the state of one, `busy` if any is.
+
+    Raises EngineStalled as `call_workers` does.
+    """
+    clients = [client for _, client in _all_clients(replicas)]
+    answers = call_all(clients, lambda client: client.run_weights(operation, arguments))
+    if answers is None:
+        raise EngineStalled("no replica takes requests")
+    return then(answers, lambda states: {**states[0], "busy": any(s["busy"] for s in states)})
+
+
+def close_all(replicas: Sequence[Replica]) -> None:
+    """Close the clients of all replicas at the same time."""
+    clients = [replica.client for replica in replicas if replica.client is not None]
+    ending = [threading.Thread(target=client.close) for client in clients]
+    for thread in ending:
+        thread.start()
+    for thread in ending:
+        thread.join()
+
+
+def trouble_of(replicas: Sequence[Replica]) -> str | None:
+    """Why no replica works, if none does and one is known to have stalled."""
+    if any(replica.up for replica in replicas):
+        return None
+    return next((replica.reason for replica in replicas if replica.stalled is not None), None)
+
+
+def common_weights(
+    replicas: Sequence[Replica], joining: ProcessCoreClient | None = None
+) -> WeightState:
+    """What replicas that are up say of their weights. One that was restarted has those of the
+    checkpoint: then none is used before the next update.
+    """
+    clients = [replica.client for replica in replicas if replica.up and replica.client is not None]
+    states = [client.weights for client in (*clients, joining) if client is not None]
+    if not states:
+        return WeightState()
+    last = max(states, key=lambda state: state.weight_version)
+    broken = next((state.broken for state in states if state.broken is not None), None)
+    updating = any(state.updating for state in states)
+    if broken is None and not updating and len({s.weight_version for s in states}) > 1:
+        broken = (
+            "replicas have weights of different versions, because one was restarted: send a "
+            "complete update"
+        )
+    return evolve(last, updating=updating, broken=broken)
 
 
 def listening(placed: Placement, host: str) -> list[socket.socket]:

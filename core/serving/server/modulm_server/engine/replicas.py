@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -38,9 +38,13 @@ from modulm_server.engine.replica_processes import (
     Replica,
     call_workers,
     check_alike,
+    close_all,
+    common_weights,
     make_router,
     replica_config,
+    run_weights,
     start_again,
+    trouble_of,
 )
 from modulm_server.engine.shared_experts import SharedExperts, reach_all
 from modulm_server.engine.spawn import EngineProcess
@@ -221,11 +225,12 @@ class ReplicaSet(EngineCoreClient):
             replica.address.where, partial(self._handle_events, index),
             partial(self._handle_death, index, ended), owned, replica.address.secret_file,
         )  # fmt: skip
-        client.report = self._make_report
+        client.report, client.weights_changed = self._make_report, self._weights_news
         try:
             if self._router is not None:
                 check_alike(self.info, client.info, replica.address.rank)
                 self._catch_up(index, client)
+                self.weights = common_weights(self._replicas, client)
         except BaseException:
             client.close()
             raise
@@ -243,11 +248,8 @@ class ReplicaSet(EngineCoreClient):
             while adapter.name not in client.adapters and adapter.name in self.adapters:
                 if self._ended.wait(_LOOK):
                     return
-        if replica.start is not None and self._asleep():
+        if replica.start is not None and self.weights.asleep:
             client.sleep(1).result()
-
-    def _asleep(self) -> bool:
-        return any(client.is_sleeping().result() for _, client in self._available())
 
     def _attach(self, index: int, client: ProcessCoreClient, ended: threading.Event) -> None:
         """Send requests to a replica from now on."""
@@ -552,16 +554,23 @@ class ReplicaSet(EngineCoreClient):
     def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
         return call_workers(self._replicas, call)
 
+    def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        if operation == "finish":
+            with self._lock:
+                self.router.forget_prefixes()
+        return run_weights(self._replicas, operation, arguments)
+
+    def _weights_news(self) -> None:
+        self.weights = common_weights(self._replicas)
+        self.weights_changed()
+
     def reports(self) -> Future[list[str]]:
         for _, client in self._available():  # each knows all front ends
             return client.reports()
         return super().reports()
 
     def trouble(self) -> str | None:
-        if any(replica.up for replica in self._replicas):
-            return None
-        reasons = [r.reason for r in self._replicas if r.stalled is not None]
-        return reasons[0] if reasons else None
+        return trouble_of(self._replicas)
 
     def forget_silence(self) -> None:
         for _, client in self._available():
@@ -588,15 +597,7 @@ class ReplicaSet(EngineCoreClient):
             self._announced.close()
         if self._group is not None:
             self._group.close()
-        ending = [
-            threading.Thread(target=replica.client.close)
-            for replica in self._replicas
-            if replica.client is not None
-        ]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        close_all(self._replicas)
 
 
 def _forget_adapter(name: str, client: ProcessCoreClient) -> None:

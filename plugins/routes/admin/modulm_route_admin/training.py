@@ -1,0 +1,189 @@
+"""Routes for trainers: pauses and weight updates, as vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from modulm.errors import EngineDead, EngineError, EngineStalled
+from modulm_server.errors import ApiError
+from modulm_server.flags import ServerConfig
+from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.openapi import response_docs
+from modulm_server.route import RouteFamily
+
+__all__ = ["Training"]
+
+
+class Paused(TypedDict):
+    """Whether new requests are kept back."""
+
+    is_paused: bool
+
+
+class Message(TypedDict):
+    """What was done, and the number of the weights afterwards."""
+
+    message: str
+    weight_version: int
+
+
+class WeightInfo(TypedDict):
+    """The number of the weights."""
+
+    weight_version: int
+
+
+class WorldSize(TypedDict):
+    """How many workers there are."""
+
+    world_size: int
+
+
+class InitRequest(msgspec.Struct):
+    """init_info: what the backend of --weight-transfer-config needs to meet the trainer."""
+
+    init_info: dict[str, Any] = {}
+
+
+class StartRequest(msgspec.Struct):
+    """partial: tensors that do not come stay as they are."""
+
+    is_checkpoint_format: bool = True
+    partial: bool = False
+
+
+class UpdateRequest(msgspec.Struct):
+    """update_info: what the backend needs to take tensors."""
+
+    update_info: dict[str, Any]
+
+
+class VersionRequest(msgspec.Struct):
+    """weight_version: the number of the weights from now on."""
+
+    weight_version: int
+
+
+class Training(RouteFamily):
+    """With --server-dev-mode: `/pause`, `/resume`, `/is_paused`, `/init_weight_transfer_engine`,
+    `/start_weight_update`, `/update_weights`, `/finish_weight_update`,
+    `/shutdown_weight_transfer_engine`, `/update_weight_version`, `/weight_info`, `/get_world_size`.
+    """
+
+    name = "training"
+    api = 2
+
+    def absent(self) -> str | None:
+        if self.context.config.group(ServerConfig).server_dev_mode:
+            return None
+        return "--server-dev-mode is not set"
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["Training"])
+        for path, answer, schema in (
+            ("/is_paused", self.is_paused, Paused),
+            ("/weight_info", self.weight_info, WeightInfo),
+            ("/get_world_size", self.get_world_size, WorldSize),
+        ):
+            docs = response_docs(schema)
+            router.add_api_route(path, answer, methods=["GET"], responses=docs)
+        for path, operation, body in (
+            ("/pause", self.pause, None),
+            ("/resume", self.resume, None),
+            ("/init_weight_transfer_engine", self.init_weight_transfer_engine, InitRequest),
+            ("/start_weight_update", self.start_weight_update, StartRequest),
+            ("/update_weights", self.update_weights, UpdateRequest),
+            ("/finish_weight_update", self.finish_weight_update, None),
+            ("/shutdown_weight_transfer_engine", self.shutdown_weight_transfer_engine, None),
+            ("/update_weight_version", self.update_weight_version, VersionRequest),
+        ):
+            extra = None if body is None else request_docs(body)
+            router.add_api_route(
+                path,
+                operation,
+                methods=["POST"],
+                responses=response_docs(Message),
+                openapi_extra=extra,
+            )
+        return router
+
+    def _done(self, message: str) -> Response:
+        answer: Message = {"message": message, "weight_version": self.context.engine.weight_version}
+        return json_response(answer)
+
+    async def pause(self, mode: str = "abort", clear_cache: bool = True) -> Response:
+        """Keep new requests back. mode: abort, wait or keep says what becomes of running ones."""
+        await self.context.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        return self._done("paused")
+
+    async def resume(self) -> Response:
+        """Run requests again."""
+        await self.context.engine.resume_generation()
+        return self._done("resumed")
+
+    async def is_paused(self) -> Response:
+        """Whether new requests are kept back."""
+        answer: Paused = {"is_paused": await self.context.engine.is_paused()}
+        return json_response(answer)
+
+    async def weight_info(self) -> Response:
+        """The number of the weights."""
+        answer: WeightInfo = {"weight_version": await self.context.engine.get_weight_version()}
+        return json_response(answer)
+
+    async def get_world_size(self) -> Response:
+        """How many workers the engine and its replicas have."""
+        parallel = self.context.config.parallel
+        answer: WorldSize = {"world_size": parallel.ranks * parallel.data_parallel_size}
+        return json_response(answer)
+
+    async def init_weight_transfer_engine(self, request: Request) -> Response:
+        """Have the workers meet the trainer."""
+        body = await read(request, InitRequest)
+        await _whole(self.context.engine.init_weight_transfer_engine(body.init_info))
+        return self._done("connected")
+
+    async def start_weight_update(self, request: Request) -> Response:
+        """Begin an update of the weights."""
+        has_body = await request.body()
+        body = await read(request, StartRequest) if has_body else StartRequest()
+        engine = self.context.engine
+        await _whole(engine.start_weight_update(body.is_checkpoint_format, body.partial))
+        return self._done("started")
+
+    async def update_weights(self, request: Request) -> Response:
+        """Take tensors of an update."""
+        body = await read(request, UpdateRequest)
+        await _whole(self.context.engine.update_weights(body.update_info))
+        return self._done("taken")
+
+    async def finish_weight_update(self) -> Response:
+        """Use the new weights."""
+        await _whole(self.context.engine.finish_weight_update())
+        return self._done("updated")
+
+    async def shutdown_weight_transfer_engine(self) -> Response:
+        """Leave the trainer."""
+        await _whole(self.context.engine.shutdown_weight_transfer_engine())
+        return self._done("disconnected")
+
+    async def update_weight_version(self, request: Request) -> Response:
+        """Give the weights another number."""
+        body = await read(request, VersionRequest)
+        await self.context.engine.update_weight_version(body.weight_version)
+        return self._done("updated")
+
+
+async def _whole(operation: Any) -> None:
+    """Await an operation; errors of workers are shown in full."""
+    try:
+        await operation
+    except (EngineDead, EngineStalled):
+        raise
+    except EngineError as error:
+        raise ApiError(500, str(error), code="engine_error") from error
