@@ -1,8 +1,8 @@
-"""What builds models and takes in their weights: the `Builder`, the modules that it makes, names.
+"""Building blocks of models: the `Builder`, the modules that it creates, and weight slots.
 
-A model file states the mathematics with the layers of modulm-layers; the `Builder` that its
-modules are made with knows dtype, device, ranks, quantization, attention backend and the names of
-the weights. The layers' names are found here too, where callers of release 0.1 have them.
+A model file defines the computation with the layers of modulm-layers. The `Builder` provides dtype,
+device, ranks, quantization, attention backend and weight names. The layers' names can be imported
+from here as well, as in release 0.1.
 """
 
 from typing import Any

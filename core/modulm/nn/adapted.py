@@ -1,4 +1,4 @@
-"""The seam of adapters: a quantization method with what a bank does around one of its layers."""
+"""Adapters: wraps a layer's quantization method in an adapter bank's changes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["adapted", "bypassed", "same_method"]
 def adapted(
     method: QuantizationMethod, spec: LinearSpec, bank: AdapterBank | None
 ) -> QuantizationMethod:
-    """The method itself, unless a bank wants to be around the layer."""
+    """Return the method, wrapped if the bank adapts the layer."""
     around = None if bank is None else bank.layer(spec)
     return method if around is None else _Adapted(method, around)
 
 
 def same_method(one: QuantizationMethod, other: QuantizationMethod) -> bool:
-    """Whether two layers are held by one method, whatever is around them."""
+    """Whether two layers have the same method, ignoring adapters."""
     return _base(one) is _base(other)
 
 
 def bypassed(method: QuantizationMethod) -> None:
-    """The weight of a layer is used otherwise than by applying it, which a bank cannot change."""
+    """Report that a layer's weight is used without `apply`, so adapters cannot change it."""
     if isinstance(method, _Adapted):
         method.around.bypass()
 
@@ -43,7 +43,7 @@ def _base(method: QuantizationMethod) -> QuantizationMethod:
 
 
 class _Adapted(QuantizationMethod):
-    """Holds a layer as `base` does and lets `around` change what it gives."""
+    """Stores a layer like `base`; `around` changes its results."""
 
     name = "adapted"
     Config = object

@@ -1,4 +1,4 @@
-"""The builder: makes layers; knows dtype, device, ranks, quantization, attention, weight names."""
+"""Builder: creates a model's layers for a dtype, device, ranks, quantization and attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Builder", "Parts", "Shared"]
 
-#: Outputs of a layer: a number, or the numbers of the parts it was fused from, by their names.
+#: Outputs of a layer: a number, or part name -> number for fused layers.
 Parts = int | Mapping[str, int]
 Least = int | Sequence[int | None] | None
 FusedExperts = Callable[..., Tensor]
@@ -45,13 +45,13 @@ L = TypeVar("L", bound=Linear | Embedding)
 
 @frozen(eq=False)
 class Shared:
-    """What a model's builders have in common: its settings and what has been made so far.
+    """State shared by all builders of a model: settings, and what was created so far.
 
-    `choose_method` gives the quantization method of a layer, `choose_backend` the attention
-    backend of a spec; both remember why. `max_length` is the longest sequence admitted. Without
-    `windows` every layer sees all of it. With `spans` layers take `StepLayout.spans`; "windows":
-    those that have one. With `masks` layers take `StepLayout.masks`. `config`: the engine's, for
-    flags of a model's package.
+    choose_method: returns a layer's quantization method. choose_backend: returns a spec's attention
+    backend. Both record the reason. max_length: maximum sequence length. windows: whether sliding
+    windows apply. spans: whether layers use `StepLayout.spans`; "windows": only those with a
+    window. masks: whether layers use `StepLayout.masks`. config: the engine's, for flags of a
+    model's package.
     """
 
     dtype: torch.dtype
@@ -68,36 +68,36 @@ class Shared:
     spans: bool | Literal["windows"] = False
     masks: bool = False
     adapters: AdapterBank | None = None
-    #: The same, told only of layers that another stage has.
+    #: Bank that is only notified of layers in other pipeline stages.
     told: AdapterBank | None = None
     config: EngineConfig | None = None
-    #: The method of layers that are stored as they are.
+    #: The method of unquantized layers.
     plain: QuantizationMethod | None = None
     units: list[Unit] = field(factory=list)
     caches: list[CacheSpec] = field(factory=list)
     ropes: dict[RotaryKind, RotaryTable] = field(factory=dict)
     elsewhere: list[Unit] = field(factory=list)
-    #: Stored names of scales that layers take, whatever the method says of them.
+    #: Stored names of scales that layers use, even if the method does not need them.
     scales: set[str] = field(factory=set)
 
 
 @frozen(eq=False)
 class Builder:
-    """Makes the layers of a model under a prefix of weight names.
+    """Creates a model's layers under a prefix of weight names.
 
-    `at("layers.0")` is a builder for what lies below. Modules are made without memory (on the
-    meta device); each parameter is recorded with the names of the checkpoint tensors it takes.
+    `at("layers.0")` returns the builder for a nested prefix. Modules are created on the meta
+    device; each parameter is recorded with the names of its checkpoint tensors.
     """
 
     shared: Shared
     prefix: str = ""
 
     def at(self, path: str) -> Builder:
-        """The builder for the part of the model called `path`, seen from here."""
+        """Return the builder for `path` below this prefix."""
         return evolve(self, prefix=self.name(path))
 
     def stage(self, here: bool) -> Builder:
-        """This builder, or for what another pipeline stage has one that only learns its names."""
+        """Return this builder, or for other pipeline stages one that only records names."""
         if here:
             return self
         units, away = self.shared.units, self.shared.elsewhere
@@ -105,7 +105,7 @@ class Builder:
         return evolve(self, shared=evolve(shared, adapters=None, told=self.shared.adapters))
 
     def name(self, path: str) -> str:
-        """The full weight name of `path`."""
+        """Return the full weight name of `path`."""
         return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
 
     @property
@@ -115,12 +115,12 @@ class Builder:
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype that activations have."""
+        """The name of the activations' dtype."""
         return str(self.shared.dtype).removeprefix("torch.")
 
     @property
     def ranks(self) -> int:
-        """How many ranks share each layer."""
+        """Number of ranks that share each layer."""
         return self.shared.mesh.tensor.size
 
     # Linear layers.
@@ -135,17 +135,16 @@ class Builder:
         split: bool = True,
         least: Least = None,
     ) -> Linear:
-        """A linear layer, cut by outputs between ranks unless `split` is false; least: as in
-        `ProcessGroup.shard`, of every part or one for each.
+        """Create a linear layer, split by outputs over ranks unless `split` is False.
 
-        With several parts the checkpoint may hold them one by one, under their names beside
-        `name`, or the whole under `name`.
+        least: as in `ProcessGroup.shard`, for all parts or one for each. The checkpoint may store
+        several parts separately, under their names next to `name`, or fused under `name`.
         """
         spec = self._spec(name, inputs, outputs, bias=bias, split=split, least=least)
         return self._weights(Linear(spec, self._method(spec), None))
 
     def row_linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-        """A linear layer cut by inputs: each rank multiplies its share and the sums are added."""
+        """Create a linear layer split by inputs, whose partial sums are added over ranks."""
         group = self.shared.mesh.tensor
         share = group.shard(inputs, self.name(name))
         spec = self._spec(name, share.size, outputs, bias=bias, input_shard=share)
@@ -155,26 +154,24 @@ class Builder:
     def pieces(
         self, name: str, inputs: int, sizes: Sequence[int], least: Least = None, **more: Any
     ) -> Linear:
-        """A linear layer that is stored whole and whose outputs are several things side by side,
-        each of which is cut by itself.
-        """
+        """Create a linear layer that is stored fused and whose parts are split separately."""
         whole: Parts = sum(sizes)
         if self.ranks > 1:
             whole = {f"{name}.{index}": size for index, size in enumerate(sizes)}
         return self.linear(name, inputs, whole, least=least if self.ranks > 1 else None, **more)
 
     def share(self, total: int, least: int | None = None) -> int:
-        """This rank's share of `total` heads or channels of the layer at this prefix."""
+        """Return this rank's number of `total` heads or channels at this prefix."""
         return self.shard(total, least).size
 
     def shard(self, total: int, least: int | None = None) -> Shard:
-        """Where that share lies."""
+        """Return the position of this rank's share of `total`."""
         return self.shared.mesh.tensor.shard(total, self.prefix, least)
 
     def router(
         self, name: str, inputs: int, experts: int, *, bias: bool = False, wide: bool = False
     ) -> Router:
-        """What rates experts, on every rank; computed in fp32 if `wide`, whatever the model is."""
+        """Create a router, replicated on every rank; it computes in fp32 if `wide`."""
         dtype = "float32" if wide else self.dtype
         spec = self._spec(name, inputs, experts, bias=bias, kind=LinearKind.ROUTER, dtype=dtype)
         return self._weights(Router(spec, self._method(spec), None))
@@ -190,14 +187,14 @@ class Builder:
         bias: str | None = None,
         rows: bool = False,
     ) -> Linear:
-        """`experts` linear maps stacked, which `fused_experts` applies; cut by outputs between
-        ranks, or (`rows`) by inputs: what the op gives is then a part of a sum (`reduce`). Where
-        experts are spread a rank has some of them whole.
+        """Create stacked linear layers for the op `fused_experts`.
 
-        `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
-        "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under
-        `name`, or one for each part. `bias` is the stored name of biases [experts, outputs], if
-        there are any.
+        They are split by outputs over ranks, or by inputs if `rows`; the op then returns partial
+        sums (`reduce`). With expert parallelism a rank has whole experts instead.
+
+        stored: name of an expert's tensor below this prefix, with {expert} and {part}:
+        "experts.{expert}.{part}". The checkpoint may also store the stack [experts, outputs,
+        inputs] under `name`, or one per part. bias: stored name of biases [experts, outputs].
         """
         parts = {name: outputs} if isinstance(outputs, int) else outputs
         paths = tuple(self.name(stored.replace("{part}", part)) for part in parts)
@@ -228,7 +225,7 @@ class Builder:
         return layer
 
     def fused_experts(self, gate_up: Linear, down: Linear) -> FusedExperts:
-        """The op `fused_experts` for two stacks, with what adapters change of it."""
+        """Return the op `fused_experts` for two stacks, including adapters."""
         bank = self.shared.adapters
         changed = None if bank is None else bank.experts(gate_up.spec, down.spec)
         plain: FusedExperts = self.ops.fused_experts
@@ -244,7 +241,7 @@ class Builder:
     # Tables, norms, single tensors.
 
     def embedding(self, name: str, rows: int, hidden: int, *, scale: float = 1.0) -> Embedding:
-        """A table of vectors [rows, hidden]; every rank holds all of it."""
+        """Create an embedding table [rows, hidden], replicated on every rank."""
         spec = self._spec(name, hidden, rows, kind=LinearKind.EMBEDDING)
         return self._weights(Embedding(spec, self._method(spec), scale))
 
@@ -260,8 +257,9 @@ class Builder:
         cap: float = 0.0,
         instead: Sequence[str] = (),
     ) -> Head:
-        """The layer that gives logits; `tied` to an embedding it uses that table as its weight.
-        instead: full names of layers one of which is read where nothing is stored for this one.
+        """Create the LM head. tied: the embedding whose table is its weight, or None.
+
+        instead: full names of layers to read if nothing is stored for this one.
         """
         group = self.shared.mesh.tensor
         split = vocabulary % group.size == 0 and (tied is None or _by_rows(tied))
@@ -278,19 +276,19 @@ class Builder:
         return head
 
     def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
-        """An RMS norm whose weight is stored less `offset`."""
+        """Create an RMS norm; its stored weight excludes `offset`."""
         norm = RMSNorm(self.ops, eps, offset)
         self._unit(name, norm, weight=(size,))
         return norm
 
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
-        """A layer norm."""
+        """Create a layer norm."""
         norm = LayerNorm(self.ops, eps)
         self._unit(name, norm, weight=(size,), **({"bias": (size,)} if bias else {}))
         return norm
 
     def parameters(self, name: str, module: Module, **shapes: tuple[int, ...]) -> None:
-        """Give `module` plain parameters, stored under `name` and their attribute's name."""
+        """Add unquantized parameters to `module`, stored under `name` and the attribute's name."""
         self._unit(name, module, **shapes)
 
     def parameter(
@@ -301,7 +299,7 @@ class Builder:
         shape: tuple[int, ...],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Give `module` one parameter whose stored name is all of `name`."""
+        """Add a parameter to `module`. name: its full stored name."""
         stored_dtype = dtype or self.shared.dtype
         _register(module, attribute, shape, stored_dtype)
         slot = Slot(module, attribute, shape, stored_dtype, ((Part(self.name(name), shape),),))
@@ -318,7 +316,7 @@ class Builder:
         *,
         before: tuple[int, ...] = (),
     ) -> None:
-        """The same, [*before, n, *rest], of which this rank holds `shards`, one after the other."""
+        """Add a parameter [*before, n, *rest], of which this rank stores `shards`, concatenated."""
         stored_dtype, path = dtype or self.shared.dtype, self.name(name)
         whole = (*before, sum(shard.whole for shard in shards), *rest)
         shape = (*before, sum(shard.size for shard in shards), *rest)
@@ -333,22 +331,22 @@ class Builder:
         self.shared.units.append(Unit(path, module, [slot]))
 
     def after(self, layer: Module, then: Callable[[], None]) -> None:
-        """Call `then` once the weights of `layer` are loaded and its method has finished it."""
+        """Call `then` once `layer` is loaded and finished."""
         source = self._unit_of(layer)
         self.shared.units.append(Unit(f"{source.path}.after", layer, [], then, source))
 
     # What layers share.
 
     def rope(self, rope: RotaryKind) -> RotaryTable:
-        """The table of a kind of rotary positions, one for all layers; filled while loading."""
+        """Return the table of a kind of rotary positions, shared by all layers."""
         return self.shared.ropes.setdefault(rope, rope.table())
 
     def attention_cache(
         self, spec: AttentionSpec, *, follows: str | None = None, copies: int = 1
     ) -> tuple[int, AttentionBackend]:
-        """Register a layer that keeps keys and values: its cache's index and its backend.
+        """Register the KV cache of the layer at this prefix; return its index and backend.
 
-        `follows`: see CacheSpec. copies: how many ranks would keep the same.
+        follows: see CacheSpec. copies: number of ranks that would store the same.
         """
         if not self.shared.windows:
             spec = evolve(spec, window=None)
@@ -364,9 +362,9 @@ class Builder:
         return self.cache(spec, follows=follows), self.shared.choose_backend(spec)
 
     def cache(self, spec: AttentionSpec | StateSpec, *, follows: str | None = None) -> int:
-        """Register the layer at this prefix as one that keeps something; its cache's index.
+        """Register a cache of the layer at this prefix; return its index.
 
-        Raises UnsupportedError for a state where tokens of a step are masked from one another.
+        Raises UnsupportedError for recurrent states in models whose steps may have masks.
         """
         if self.shared.masks and not isinstance(spec, AttentionSpec):
             raise UnsupportedError(f"{self.prefix}: a recurrent state sees all tokens in order")
@@ -406,7 +404,7 @@ class Builder:
         )
 
     def _method(self, spec: LinearSpec) -> QuantizationMethod:
-        """What holds and applies a layer: every one passes here, and adapters with it."""
+        """Return a layer's quantization method, wrapped by adapters. All layers pass here."""
         if self.shared.told is not None:
             self.shared.told.elsewhere(spec)
         return adapted(self.shared.choose_method(spec), spec, self.shared.adapters)
@@ -423,13 +421,13 @@ class Builder:
         self.shared.units.append(unit)
 
     def _slot(self, module: Module, attribute: str, shape: tuple[int, ...], stored: str) -> Slot:
-        """A parameter that is stored as it is."""
+        """Create the slot of an unquantized parameter."""
         _register(module, attribute, shape, self.shared.dtype)
         part = Part(self.name(stored), shape)
         return Slot(module, attribute, shape, self.shared.dtype, ((part,),))
 
     def _weights(self, layer: L, paths: Sequence[str] = (), instead: Sequence[str] = ()) -> L:
-        """Slots for what the layer's method wants, and for the bias; paths: as the parts lie."""
+        """Create the slots of the method's parameters and the bias. paths: of the parts."""
         spec, method = layer.spec, layer.method
         unit = Unit(spec.name, layer, finish=partial(method.finish, layer, spec))
         wanted = dict(method.create(spec))
@@ -456,7 +454,7 @@ def _own_experts(
     *stacks: object,
     **more: Any,
 ) -> Tensor:
-    """What this rank's experts add: the others have no weight in it."""
+    """Run this rank's experts, with zero weights for the others."""
     places = ids - own.start
     here = (places >= 0) & (places < own.size)
     return fused(x, weights * here, places.where(here, 0), *stacks, **more)
@@ -471,15 +469,13 @@ def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _by_rows(table: Embedding) -> bool:
-    """Whether all that a table holds is cut where its rows are."""
+    """Whether all parameters of a table are split along its rows."""
     wanted = table.method.create(table.spec).values()
     return all(param.axes[:1] == (OUTPUTS,) for param in wanted)
 
 
 def _tie(head: Head, table: Embedding, spec: LinearSpec) -> None:
-    """Give the head the table's weight, or this rank's rows of it, and let its method repack what
-    it then holds.
-    """
+    """Copy the table's weight, or this rank's rows of it, to the head and repack it."""
     (shard,) = spec.shards
     whole = shard.size == shard.whole
     for name, tensor in table.named_parameters(recurse=False):

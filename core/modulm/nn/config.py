@@ -1,4 +1,4 @@
-"""config.json of a checkpoint as the value that its model is built from."""
+"""Reads a checkpoint's config.json into the config class of its model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ __all__ = ["model_keys", "read_config"]
 
 T = TypeVar("T")
 
-#: Beyond any model there is: a key whose name ends so, and any other.
+#: Upper bounds of numbers: for keys with this suffix, and for all others.
 _MOST = {"layers": 4096, "experts": 2**16}
 _MOST_OF_ALL = 2**40
 _LARGEST = 1e30
 
 
 def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.json") -> T:
-    """config.json structured into a model's config class.
+    """Structure config.json into a model's config class.
 
-    Numbers are not converted from strings. Where the file leaves a key out, the default of its
-    model type counts (`model_keys` of the class's package), else the class's own. null is false
-    for what is true or false, and else stands for the class's own default. A class may have
-    `ALIASES`, the family's own spellings of its keys, or a method `from_table`, which reads the
-    table itself. Raises CheckpointError that names the file and the key.
+    Numbers are not converted from strings. A missing key gets the default of the model type
+    (`model_keys` of the class's package), else the class's. null means False for booleans, else the
+    class's default. A class may define `ALIASES`, alternative names of keys, or a method
+    `from_table` that reads the table. Raises CheckpointError naming the file and the key.
     """
     own = getattr(into, "from_table", None)
     if own is not None:
@@ -64,8 +63,9 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
 
 @cache
 def model_keys(package: str) -> Mapping[str, Any]:
-    """keys.json of a package: for each model type the `defaults` of keys that a file leaves out,
-    and the keys that are `unknown` to it, by which a file means nothing."""
+    """Read a package's keys.json: for each model type, `defaults` of missing keys, and `unknown`
+    keys that are ignored.
+    """
     spec = getattr(sys.modules.get(package), "__spec__", None)
     if spec is None or spec.submodule_search_locations is None:  # a script, a notebook, one module
         return {}
@@ -75,7 +75,7 @@ def model_keys(package: str) -> Mapping[str, Any]:
 
 
 def _check_number(key: str, value: Any) -> None:
-    """Raises ValueError for a number that no model has."""
+    """Raise ValueError for an implausible number."""
     if isinstance(value, dict):
         for inner, item in value.items():
             _check_number(f"{key}.{inner}", item)
@@ -89,7 +89,7 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _as_written(problem: str, aliases: Mapping[str, str], table: Mapping[str, Any]) -> str:
-    """A problem whose key is called as the file calls it."""
+    """Return a problem with the key's name as in the file."""
     key, colon, words = problem.partition(":")
     own = next((own for own, common in aliases.items() if common == key and own in table), key)
     return f"{own}{colon}{words}"

@@ -19,9 +19,9 @@ __all__ = ["Embedding", "Head", "softcap"]
 
 
 class Embedding(Module):
-    """Token vectors, times `scale`; where a batch brings vectors of its own, those instead.
+    """Token embeddings, times `scale`, or the batch's own embeddings (`Batch.embeds`).
 
-    scales_given: whether those are scaled too, in families whose own embedding does not do it.
+    scales_given: whether `Batch.embeds` are scaled as well.
     """
 
     scales_given = False
@@ -33,7 +33,7 @@ class Embedding(Module):
         self.factor = 1.0 if scale == 1.0 else stored.item()
 
     def forward(self, batch: Batch) -> Tensor:
-        """[tokens, hidden] for the batch's tokens."""
+        """Embed the batch's tokens: [tokens, hidden]."""
         x = self.lookup(batch.tokens)
         if batch.embeds is None or batch.embeds_mask is None:
             return x
@@ -43,7 +43,7 @@ class Embedding(Module):
         return torch.where(batch.embeds_mask[:, None], embeds, x)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """ids: [tokens] int64 -> [tokens, hidden]; the scale is rounded to the table's dtype."""
+        """Embed ids: [tokens] int64 -> [tokens, hidden]. Rounds the scale to the table's dtype."""
         return self._scaled(self.method.embed(self, ids))
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Embedding(Module):
 
 
 class Head(Linear):
-    """Logits: [n, hidden] -> [n, vocabulary], gathered from all ranks, then scaled and capped."""
+    """LM head: [n, hidden] -> [n, vocabulary], gathered from all ranks, scaled and soft-capped."""
 
     def __init__(
         self,
@@ -76,5 +76,5 @@ class Head(Linear):
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap): bounds without a corner (Gemma 2, arXiv 2408.00118)."""
+    """Return cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
     return cap * torch.tanh(x / cap)

@@ -1,4 +1,4 @@
-"""Linear layers; the quantization method keeps and applies the weight."""
+"""Linear layers; the quantization method stores and applies the weight."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Linear", "Router"]
 
 
 class Linear(Module):
-    """y = x W^T + b, made by `Builder.linear`; x: [tokens, inputs] -> [tokens, outputs].
+    """y = x W^T + b, created by `Builder.linear`; x: [tokens, inputs] -> [tokens, outputs].
 
-    `reduce` is the group over which the partial sums of a row-parallel layer are added.
+    reduce: the group over which partial sums of a row-parallel layer are added.
     """
 
     bias: Tensor | None
@@ -42,15 +42,16 @@ class Linear(Module):
         return self.reduce.all_reduce(self.method.apply(self, x, bias))
 
     def dequantize(self) -> Tensor:
-        """The weight [outputs, inputs] in the layer's dtype; for layers whose weight is used
-        otherwise than by `forward`. Raises UnsupportedError if the method cannot give it back.
+        """Return the weight [outputs, inputs] in the layer's dtype, for uses besides `forward`.
+
+        Raises UnsupportedError if the quantization method cannot.
         """
         bypassed(self.method)
         return self.method.dequantize(self, self.spec)
 
 
 class Router(Linear):
-    """Logits of experts: [tokens, hidden] -> [tokens, experts], in its own dtype."""
+    """Computes router logits: [tokens, hidden] -> [tokens, experts], in the router's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = getattr(torch, self.spec.dtype)

@@ -1,4 +1,4 @@
-"""Norms over the hidden dimension, plain or together with the residual addition before them."""
+"""Norms over the hidden dimension, alone or fused with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ __all__ = ["LayerNorm", "Norm", "RMSNorm"]
 
 
 class Norm(Module):
-    """A norm. Layers call it as `norm(x)` or, before a branch of the residual stream, as `add`.
+    """Base class of norms: `norm(x)`, or `norm.add(x, residual)` in a residual stream.
 
-    One that takes `add` from here sets `ops`.
+    Subclasses that inherit `add` must set `ops`.
     """
 
     ops: Ops
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(residual + x), residual + x), both [tokens, hidden].
+        """Return (norm(residual + x), residual + x), both [tokens, hidden].
 
-        `residual` is None at the first layer and may be overwritten afterwards. It may be fp32
-        where the norm is an RMS norm.
+        residual: None at the first layer; may be overwritten; may be fp32 for RMS norms.
         """
         if residual is None:
             return self(x), x
@@ -34,9 +33,9 @@ class Norm(Module):
 
 
 class RMSNorm(Norm):
-    """Zhang and Sennrich, arXiv 1910.07467. The weight is stored less `offset`.
+    """RMS norm (Zhang and Sennrich, arXiv 1910.07467). The stored weight excludes `offset`.
 
-    `Builder.rms_norm` makes one with a weight; made by itself it has none.
+    `Builder.rms_norm` creates one with a weight; created directly it has none.
     """
 
     weight: Tensor | None
@@ -59,7 +58,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Ba et al., arXiv 1607.06450, with or without a bias."""
+    """Layer norm (Ba et al., arXiv 1607.06450), with or without a bias."""
 
     weight: Tensor
     bias: Tensor | None

@@ -1,4 +1,4 @@
-"""Rotary positions as the builder and the loader know them; modulm-layers computes the angles."""
+"""Tables of rotary positions, shared by layers; modulm-layers computes the angles."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["RotaryKind", "RotaryTable"]
 
 
 class RotaryTable(Protocol):
-    """A table [positions, size] fp32 of cosines, then sines, that layers of one kind share.
+    """A table [positions, size] fp32 of cosines, then sines, shared by layers of one kind.
 
-    It is empty until the loader knows how long sequences can get and calls `fill`.
+    It is empty until the loader knows the maximum sequence length and calls `fill`.
     """
 
     cos_sin: torch.Tensor
 
     def of_step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(table, [tokens] rows of it) of a step, whose positions may be on several axes."""
+        """Return (table, row indices [tokens]) for a step; positions may have several axes."""
 
     def fill(self, rows: int, length: int, device: torch.device) -> None:
-        """Make `rows` positions; `length` is the longest sequence admitted."""
+        """Compute `rows` positions. length: maximum sequence length."""
 
 
 class RotaryKind(Protocol):
-    """One kind of rotary positions, a frozen value: layers with equal ones share a table."""
+    """A kind of rotary positions, a frozen value; layers with equal kinds share a table."""
 
     @property
     def size(self) -> int:
-        """Numbers in a row of the table."""
+        """Length of a row of the table."""
 
     def table(self) -> RotaryTable:
-        """A table of this kind, without rows yet."""
+        """Create an empty table of this kind."""

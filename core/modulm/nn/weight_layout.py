@@ -1,4 +1,4 @@
-"""Which checkpoint tensors hold a parameter, and which stretch of each goes where on this rank."""
+"""Maps checkpoint tensors to regions of parameters on this rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALL = slice(None)
 def layout(
     param: ParamSpec, stored: str, spec: LinearSpec, paths: Sequence[str]
 ) -> tuple[tuple[Part, ...], ...]:
-    """The ways in which a checkpoint may hold `param` of the layer `spec`, most usual first.
+    """Return the ways in which a checkpoint may store `param` of a layer, most common first.
 
-    `stored` is the parameter's name in the file, `paths` are those of the parts, with {expert} in
-    a stack of experts. Raises UnsupportedError where this rank's share cannot be cut out.
+    stored: the parameter's name in the file. paths: of the parts, with {expert} for stacked
+    experts. Raises UnsupportedError if this rank's share cannot be sliced.
     """
     if param.part is not None:
         spec, paths = spec.only(param.part), paths[param.part : param.part + 1]
@@ -57,7 +57,7 @@ def layout(
 
 @frozen
 class _Piece:
-    """A fused part as one stored tensor has it: `shard` of its outputs go to `at` and beyond.
+    """A fused part in a stored tensor: `shard` of its outputs are copied to offset `at`.
 
     On an axis of parts the tensor has `stored` entries, of which `source` is this part's.
     """
@@ -70,7 +70,7 @@ class _Piece:
 
 
 def _alone(spec: LinearSpec) -> list[_Piece]:
-    """The parts where each is a tensor."""
+    """Return the parts if each is stored as a tensor."""
     starts = accumulate(spec.parts, initial=0)
     return [
         _Piece(shard, at, slice(i, i + 1))
@@ -79,7 +79,7 @@ def _alone(spec: LinearSpec) -> list[_Piece]:
 
 
 def _joined(spec: LinearSpec, stored: int) -> list[_Piece]:
-    """The parts where one tensor holds all, with `stored` entries for what each has of its own."""
+    """Return the parts if one tensor stores all, with `stored` entries on axes of parts."""
     total = sum(shard.whole for shard in spec.shards)
     begins = accumulate((shard.whole for shard in spec.shards), initial=0)
     return [
@@ -102,7 +102,7 @@ def _way(
     *,
     stacked: bool = False,
 ) -> tuple[Part, ...]:
-    """One tensor or stretch of it for each piece; stacked: with all experts in front."""
+    """Build a way from one tensor region per piece. stacked: experts are a leading dimension."""
     parts: list[Part] = []
     shared = len(pieces) > 1 and not any(axis.along in ("outputs", "parts") for axis in param.axes)
     for name, piece in zip(names, pieces, strict=True):
@@ -122,7 +122,7 @@ def _way(
 def _place(
     axis: Axis, spec: LinearSpec, piece: _Piece
 ) -> tuple[int, slice | tuple[int, ...], slice]:
-    """(entries that the file has along `axis`, which of them this rank takes, where they go)."""
+    """Return (stored entries along `axis`, this rank's source region, its target region)."""
     if axis.along == "parts":
         return piece.stored, piece.source, piece.place
     if axis.along == "":

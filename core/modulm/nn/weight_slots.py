@@ -1,7 +1,7 @@
-"""Where checkpoint tensors go: one slot per parameter of the model, filled while loading.
+"""Weight slots: one per parameter of the model, filled with checkpoint tensors while loading.
 
-Modules are made on the meta device: a slot gives its parameter memory when its first tensor
-arrives, and the module is finished (repacked, originals dropped) when all of its own are there.
+Modules are created on the meta device. A slot allocates its parameter when the first tensor
+arrives, and a module is finished (repacked, originals dropped) when all its slots are filled.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 __all__ = ["Part", "Region", "Slot", "Unit"]
 
-#: What is taken of each dimension: a stretch, or entries by number.
+#: The part of each dimension: a slice, or indices.
 Region = tuple[slice | tuple[int, ...], ...]
 
 
 @frozen
 class Part:
-    """A checkpoint tensor that fills (a region of) a parameter.
+    """A checkpoint tensor that fills a parameter, or a region of it.
 
-    `shape` is what the file must hold, after `transform` and but for dimensions of size one; of
-    that, `source` is what this rank takes and `target` is where it goes. `shared`: several parts
-    go there, and must be equal.
+    shape: required shape after `transform`, ignoring dimensions of size one. source: this rank's
+    region of the tensor. target: its region of the parameter. shared: several parts have the same
+    target and must be equal.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
     shared: bool = False
 
     def view(self, stored: Tensor) -> Tensor:
-        """A stored tensor in this part's shape. Raises ValueError or RuntimeError if not to be."""
+        """Return a stored tensor in this part's shape. Raises ValueError or RuntimeError."""
         changed = stored if self.transform is None else self.transform(stored)
         if changed.shape == self.shape:
             return changed
@@ -46,9 +46,9 @@ class Part:
 
 @frozen(eq=False)
 class Slot:
-    """One parameter. Each of `ways` is a set of parts that fills it: the checkpoint holds one.
+    """One parameter. Each of `ways` is a set of parts that fills it; a checkpoint has one of them.
 
-    A fused layer may be stored in parts or in one piece, a stack of experts one by one or as such.
+    For example, a fused layer may be stored fused or in parts, experts stacked or one by one.
     """
 
     module: torch.nn.Module
@@ -62,9 +62,9 @@ class Slot:
     def fill(self, part: Part, tensor: Tensor, device: torch.device) -> None:
         """Copy one tensor into place, converting its dtype.
 
-        On one thread: memory is no faster with more, and torch's others, which wait for their
-        next work without sleep, would be in the way of kernels that then repack the weight.
-        Raises ValueError where other values than these are there already.
+        Uses one thread: more are not faster, and torch's threads, which wait actively, would slow
+        down kernels that repack the weight afterwards. Raises ValueError if a shared target already
+        has other values.
         """
         parameter: Tensor = getattr(self.module, self.attribute)
         if parameter.is_meta:
@@ -88,9 +88,9 @@ class Slot:
 
 @mutable(eq=False)
 class Unit:
-    """A module with its slots and what to do once they are all filled.
+    """A module, its slots, and what to do once they are all filled.
 
-    `after` runs later still: modules that use this one's weight (a tied head) copy it there.
+    after: runs last; modules that share this one's weight (a tied head) copy it there.
     """
 
     path: str
@@ -101,7 +101,7 @@ class Unit:
 
 
 def _take(tensor: Tensor, region: Region) -> Tensor:
-    """The region of a tensor, dimension by dimension."""
+    """Select a region of a tensor, dimension by dimension."""
     for dim, wanted in enumerate(region):
         if isinstance(wanted, slice):
             tensor = tensor[(slice(None),) * dim + (wanted,)]
@@ -111,5 +111,5 @@ def _take(tensor: Tensor, region: Region) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """What tells two tensors of one dtype apart, whatever the dtype."""
+    """View a tensor as bytes, to compare tensors of any dtype bit by bit."""
     return tensor.reshape(-1).view(torch.uint8)
