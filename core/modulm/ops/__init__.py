@@ -1,4 +1,4 @@
-"""Operations: what each one means (the twins) and which kernel computes it here (the table)."""
+"""Ops: their specification (twins) and the table that binds each to a kernel."""
 
 from modulm.ops.table import OpTable, bind
 

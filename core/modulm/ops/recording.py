@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedInputs", "signature"]
 
-#: Columns that a recorded block table has at least; more come as powers of two.
+#: Minimum width of recorded block tables; wider ones are powers of two.
 _COLUMNS = 16
 
 StepT = TypeVar("StepT", bound="Recordable")
@@ -24,9 +24,9 @@ def _room(width: int) -> int:
 
 
 def signature(step: Recordable, room: Callable[[int], int] = _room) -> Hashable | None:
-    """Equal for steps of which one recording serves all; None if the step cannot be recorded.
+    """Return a key that is equal for steps that can share a recording; None: cannot be recorded.
 
-    room: how wide a recorded block table is, given the width of the step's.
+    room: maps the width of a step's block table to that of the recorded one.
     """
     key = step.key()
     if key is None:
@@ -36,10 +36,9 @@ def signature(step: Recordable, room: Callable[[int], int] = _room) -> Hashable 
 
 
 class FixedInputs(Generic[StepT]):
-    """A step over buffers of its own, into which later steps of equal signature are copied.
+    """A step over fixed buffers, into which later steps of equal signature are copied.
 
-    `zeros` makes a buffer of a shape and dtype, in memory that stays in place; `room` as in
-    `signature`.
+    zeros: allocates a buffer of a shape and dtype that stays in place. room: as in `signature`.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class FixedInputs(Generic[StepT]):
         self.put(step)
 
     def put(self, step: StepT) -> None:
-        """Take the numbers of another step of the same signature."""
+        """Copy the values of another step of the same signature."""
         torch._foreach_copy_(self._tensors, list(step.tensors()), non_blocking=True)
         for index, (held, given) in enumerate(zip(self._tables, step.tables(), strict=True)):
             width, before = given.shape[1], self._widths[index]

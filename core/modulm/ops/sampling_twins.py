@@ -1,6 +1,6 @@
 """Sampling in plain torch: the specification of the sampling ops that kernels may replace.
 
-Every op works row by row: what a row gets does not depend, to the bit, on the rows beside it.
+Every op works row by row: a row's result does not depend, to the bit, on the other rows.
 Sums over the vocabulary are running sums in fp64 in token order, because a plain `sum` is split
 over threads differently for one row and for many.
 """
@@ -21,7 +21,7 @@ __all__ = [
     "uniforms",
 ]
 
-#: How many of the best logits are looked at first for top-p; widened where they do not reach p.
+#: Initial number of best logits to consider for top-p; widened if they do not reach p.
 _FIRST_LOOK = 128
 
 
@@ -92,9 +92,9 @@ def sample_blind(
     min_p: torch.Tensor | None,
     uniform: torch.Tensor,
 ) -> torch.Tensor:
-    """`sample` for devices with a queue: the host looks at no value, so it does not wait for any.
+    """`sample` for devices that queue work: the host reads no values, so it does not wait.
 
-    A filter is None where it is off for all rows.
+    A filter that is off for all rows is None.
     """
     chosen = argmax(logits)
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -127,7 +127,7 @@ def filter_logits(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits divided by the temperature, with -inf for what min-p, top-k and top-p drop.
+    """Divide logits by the temperature and set those dropped by min-p, top-k and top-p to -inf.
 
     Arguments as in `sample`, temperatures > 0 -> [rows, vocabulary] fp32, new. The three filters
     are thresholds, applied in this order; tokens that equal the last one kept are kept as well.
@@ -147,7 +147,7 @@ def filter_logits(
 
 
 def _top_k_floor(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """[rows]: the k-th greatest value of each row, -inf where top-k is off."""
+    """Return the k-th greatest value of each row: [rows], -inf if top-k is off."""
     vocabulary = scaled.shape[-1]
     limits = torch.where(top_k > 0, top_k.clamp(max=vocabulary), 1).long()
     best = scaled.topk(int(limits.max()), dim=-1).values
@@ -156,7 +156,7 @@ def _top_k_floor(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _top_p_floor(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows]: the smallest value among the fewest best tokens whose probabilities reach p."""
+    """Return the smallest value among the fewest best tokens that reach probability p: [rows]."""
     vocabulary = scaled.shape[-1]
     peak = scaled.amax(dim=-1, keepdim=True)
     total = _weights(scaled).cumsum(dim=-1)[:, -1]
@@ -173,7 +173,7 @@ def _top_p_floor(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(scaled: torch.Tensor) -> torch.Tensor:
-    """Probabilities up to a factor per row: [rows, vocabulary] fp64, the best token has 1."""
+    """Return unnormalized probabilities: [rows, vocabulary] fp64, 1 for the best token."""
     return (scaled - scaled.amax(dim=-1, keepdim=True)).double().exp()
 
 
@@ -215,7 +215,7 @@ def apply_bitmask(logits: torch.Tensor, places: torch.Tensor, mask: torch.Tensor
 def top_logprobs(
     values: torch.Tensor, chosen: torch.Tensor, k: int, normalise: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The chosen token and the k best of each row.
+    """Return the chosen token and the k best ones of each row.
 
     values: [rows, vocabulary] fp32, logits; chosen: [rows] int64 ->
     (ids [rows, 1 + k] int64, values [rows, 1 + k] fp32, rank [rows] int64), the chosen token in

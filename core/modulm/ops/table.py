@@ -18,18 +18,18 @@ __all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
 
 log = logging.getLogger("modulm")
 
-#: Ops that hand each other values in a format of their provider's own.
+#: Ops that exchange values in a private format of their provider.
 BUNDLES = (("linear", "pack_linear", "unpack_linear"), ("fused_experts", "pack_experts"))
 
-#: Who computes an op that no provider has.
+#: Provider name of twins.
 TWIN = "torch"
 
 
 class OpTable:
-    """Ops by attribute: `ops.rms_norm(x, weight, eps)` calls the callable bound at start.
+    """Ops by attribute: `ops.rms_norm(x, weight, eps)` calls the implementation bound at startup.
 
-    `providers` names who computes each op, `refusals` says why a better provider did not get one.
-    `modulm.contracts.ops.Ops` declares the ops that are always there.
+    providers: op -> its provider. refusals: op -> why a better provider was not used.
+    `modulm.contracts.ops.Ops` declares the ops.
     """
 
     providers: Mapping[str, str]
@@ -53,11 +53,11 @@ class OpTable:
         return name in self._ops
 
     def find(self, name: str) -> Op | None:
-        """The op of this name, or None if no provider has it."""
+        """Return the op of this name, or None if no provider has it."""
         return self._ops.get(name)
 
     def recorded(self, forward: Forward) -> Forward:
-        """`forward` as the best provider, or else the platform, records and repeats it."""
+        """Wrap `forward` so that steps are recorded and replayed, if a provider or platform can."""
         for recorder in self._recorders:
             made = recorder(forward)
             if made is not forward:
@@ -71,7 +71,7 @@ class OpTable:
 
 
 def twin_ops() -> Mapping[str, Op]:
-    """Every op by name, as its plain-torch twin: the core's, and those of group `modulm.ops`."""
+    """Return the twins of all ops by name: the core's, and those of group `modulm.ops`."""
     modules = (twins, sampling_twins)
     own = {name: getattr(module, name) for module in modules for name in module.__all__}
     plugins, brought = manager.current(), {}
@@ -90,11 +90,10 @@ def bind(
 ) -> Ops:
     """Bind every op to the first provider that has it and does not reject `facts`.
 
-    `providers` are ordered best first and already known to run on the platform. `facts` are what
-    holds for the whole model (dtype="bfloat16"). An op that only a provider knows, without a
-    twin, is bound too: attention and quantization drivers may ask for it by name. The ops of a
-    bundle share a private format and come from one provider. recorder: the platform's, asked after
-    those of the providers.
+    providers: best first; all run on the platform. facts: properties of the whole model
+    (dtype="bfloat16"). Ops without a twin are bound as well, for attention and quantization drivers
+    that look them up by name. Ops of a bundle share a private format and come from one provider.
+    recorder: the platform's, used if no provider records steps.
     """
     ops = dict(twin_ops())
     chosen = dict.fromkeys(ops, TWIN)
