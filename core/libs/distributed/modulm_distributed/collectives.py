@@ -41,7 +41,7 @@ class Members:
 
 
 class Collectives(ABC):
-    """Connects the ranks of a group."""
+    """A way to connect the ranks of a group."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]

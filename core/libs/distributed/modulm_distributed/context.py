@@ -1,10 +1,10 @@
-"""Ranks that share out the cached tokens of a sequence (context parallel for decode).
+"""Decode context parallelism: ranks share the cached tokens of a sequence.
 
-Where there are fewer heads of keys than ranks, or one latent for all heads, several ranks would
-keep the same. Instead each of `n` neighbours keeps every n-th run of `neighbours` tokens: a block
-of the pool has n times the tokens that its memory on one rank holds. Each rank attends with the
-heads of all of them to its own tokens, and the parts are merged by the log of the sum of their
-exponents (Milakov and Gimelshein, arXiv 1805.02867), in the order of the ranks.
+With fewer KV heads than ranks, or a single latent for all heads, several ranks would cache the
+same. Instead each of `n` ranks caches every n-th run of `interleave_tokens` tokens, so a block of
+the pool covers n times the tokens that one rank stores. Each rank attends to its tokens with the
+heads of all `n` ranks, and the results are merged by their log-sum-exp (Milakov and Gimelshein,
+arXiv 1805.02867), in the order of ranks.
 """
 
 from __future__ import annotations

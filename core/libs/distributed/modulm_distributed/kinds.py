@@ -1,4 +1,4 @@
-"""The kind of driver that this package brings: how ranks exchange tensors."""
+"""The kind of driver that this package adds: collectives."""
 
 from modulm.plugins.kinds import Kind
 

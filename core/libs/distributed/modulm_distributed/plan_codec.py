@@ -1,4 +1,4 @@
-"""Plans and results as bytes, for executors whose workers are in other processes."""
+"""Serializes plans and results for workers in other processes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["PlanCodec"]
 
 
 class PlanCodec:
-    """Packs the core's fields itself, and values of step parts as the parts say."""
+    """Packs the core's fields, and values of step parts with the parts' methods."""
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = {part.name: part for part in parts}
-        #: Parts whose reports are wanted of all ranks.
+        #: Parts whose planners need reports of all ranks.
         self.of_all_ranks = frozenset(name for name, part in self._parts.items() if part.all_ranks)
 
     def encode_plan(self, plan: Plan) -> bytes:
-        """Raises TypeError for what is not plain data in a request's parameters."""
+        """Encode a plan. Raises TypeError for parameters of a request that are not plain data."""
         table = _table(plan, Plan)
         if plan.admit:
             table["admit"] = [self._pack_start(start) for start in plan.admit]
@@ -76,9 +76,7 @@ class PlanCodec:
         return StepResult(**table)
 
     def encode_reports(self, result: StepResult) -> bytes | None:
-        """The reports that the planners want of a rank whose result nobody else looks at; None if
-        there are none.
-        """
+        """Encode the reports of a rank other than the output rank; None if there are none."""
         reports = [self._pack_report(r) for r in result.parts if r.part in self.of_all_ranks]
         return encode(reports) if reports else None
 
@@ -86,11 +84,11 @@ class PlanCodec:
         return tuple(map(self._unpack_report, decode(data)))
 
     def pack_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of `Plan.parts`."""
+        """Pack values of `Plan.parts`."""
         return self._map(values, lambda part: part.pack_plan)
 
     def pack_row_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of `RowStart.parts`."""
+        """Pack values of `RowStart.parts`."""
         return self._map(values, lambda part: part.pack_row)
 
     def _map(
@@ -122,7 +120,7 @@ class PlanCodec:
 
 
 def _table(value: Any, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
-    """The fields that hold something."""
+    """Return the fields that are not empty."""
     return {
         name: content
         for name in _names(kind)

@@ -1,4 +1,4 @@
-"""TLS 1.3 between machines that share a secret, without certificates that anybody has to manage.
+"""TLS 1.3 between machines that share a secret, without certificates to manage.
 
 The secret is the private key of a certificate authority. Each process signs a certificate for
 itself with it, and accepts a peer only if the same key has signed the peer's: servers and clients
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Readable", "TlsContexts", "TlsSession", "tls_contexts"]
 
-#: Bytes that are read at once.
+#: Bytes to read at once.
 _PIECE = 1 << 16
-#: Most bytes of a TLS record.
+#: Maximum size of a TLS record in bytes.
 _RECORD = 1 << 14
-#: Cost of trying another secret: n, r, p and the memory that takes (RFC 7914).
+#: scrypt parameters n, r, p, and the memory they need (RFC 7914).
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "maxmem": 1 << 26}
 _SALT = b"modulm certificate authority 1"
 #: The order of P-256's group (FIPS 186-4, D.1.2.3).
@@ -39,17 +39,17 @@ _FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=
 
 @frozen(eq=False)
 class TlsContexts:
-    """What a process accepts connections with, and what it connects with."""
+    """The TLS contexts of a process, for accepting connections and for connecting."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
     def accept(self, peer: socket.socket) -> ssl.SSLSocket:
-        """The server's side of a connection, for one thread. Raises OSError for strangers."""
+        """Create the server side of a connection. Raises OSError for unauthenticated peers."""
         return _wrapped(self.server, peer, server_side=True)
 
     def connect(self, peer: socket.socket) -> ssl.SSLSocket:
-        """The client's side of a connection, for one thread. Raises OSError for strangers."""
+        """Create the client side of a connection. Raises OSError for unauthenticated peers."""
         return _wrapped(self.client, peer, server_side=False)
 
 
@@ -66,7 +66,7 @@ def _refusal(error: ssl.SSLError) -> ConnectionRefusedError:
 
 @lru_cache(maxsize=4)
 def tls_contexts(secret: bytes) -> TlsContexts:
-    """The contexts of this process for everybody who knows `secret`."""
+    """Create this process's contexts for peers that know `secret`."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
     seed = hashlib.scrypt(secret, salt=_SALT, dklen=48, **_SCRYPT)
@@ -80,7 +80,7 @@ def tls_contexts(secret: bytes) -> TlsContexts:
 
 
 def _context(kind: int, authority: Certificate, authority_key: object) -> ssl.SSLContext:
-    """A context with a new certificate for one of the two sides."""
+    """Create a context with a new certificate for one side."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -105,7 +105,7 @@ def _context(kind: int, authority: Certificate, authority_key: object) -> ssl.SS
 
 
 def _certificate(key: object, signed_by: object, usage: object | None) -> Certificate:
-    """A certificate for `key`; usage: which side may use it, None for the authority's own."""
+    """Create a certificate for `key`. usage: the side that may use it; None for the authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import NameOID
@@ -148,8 +148,9 @@ def _certificate(key: object, signed_by: object, usage: object | None) -> Certif
 
 
 class TlsSession:
-    """One side of a TLS connection, without its socket: bytes in, bytes out. Any thread may use it;
-    what two threads seal has to be sent in the order in which it was sealed.
+    """One side of a TLS connection, without its socket: bytes in, bytes out.
+
+    It is thread-safe, but sealed data must be sent in the order in which it was sealed.
     """
 
     def __init__(self, contexts: TlsContexts, server: bool = False) -> None:
@@ -188,9 +189,10 @@ class TlsSession:
             return self._sealed.read()
 
     def open(self, piece: bytes) -> bytes:
-        """The peer's data up to this piece of what was received; b"" while a record is incomplete.
-        Call it once with b"" after the handshake, whose last piece may hold data too. Raises
-        OSError for what the peer has not sealed.
+        """Decrypt a received piece; returns b"" while a record is incomplete.
+
+        Call it once with b"" after the handshake, whose last piece may contain data. Raises OSError
+        for data that the peer has not sealed.
         """
         with self._lock:
             received, tls = self._received, self._tls
@@ -210,7 +212,7 @@ class TlsSession:
 
 @frozen(eq=False)
 class Connection:
-    """A stream socket; with a TLS session where it leads to another machine."""
+    """A stream socket, with a TLS session if it leads to another machine."""
 
     socket: socket.socket
     session: TlsSession | None = None
@@ -220,7 +222,7 @@ class Connection:
         return data if self.session is None else self.session.seal(data)
 
     def reader(self) -> Readable:
-        """What the peer sends, as a file."""
+        """Return the peer's data as a file."""
         if self.session is None:
             return self.socket.makefile("rb")
         return _SessionReader(self.socket, self.session)
@@ -230,11 +232,11 @@ class Readable(Protocol):
     """A file that is read to its end."""
 
     def read(self, size: int, /) -> bytes:
-        """The next `size` bytes; fewer at the end. Raises OSError, ValueError."""
+        """Read `size` bytes; fewer at the end. Raises OSError, ValueError."""
 
 
 class _SessionReader:
-    """What a peer sends in a session. For one thread."""
+    """Reads a peer's data in a session. Not thread-safe."""
 
     def __init__(self, peer: socket.socket, session: TlsSession) -> None:
         self._socket, self._session = peer, session

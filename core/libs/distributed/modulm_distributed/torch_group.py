@@ -1,8 +1,8 @@
 """Collectives over torch.distributed's backends, without its global state.
 
-Sums are made in the order of the ranks from what was gathered, in fp32, rounded once: a backend's
-own all-reduce adds in an order that depends on how long a tensor is, and an answer would depend on
-what else is in its batch.
+Tensors are gathered and summed in the order of ranks, in fp32, rounded once. A backend's all-reduce
+adds in an order that depends on the tensor's length, so a request's output would depend on the rest
+of its batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gloo", "Nccl", "TorchGroup"]
 
-#: Most dimensions of a tensor that is passed on.
+#: Maximum dimensions of a tensor passed to the next stage.
 _DIMENSIONS = 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
@@ -87,7 +87,7 @@ class TorchGroup(ProcessGroup):
         return torch.empty(sizes, dtype=_DTYPES[dtype], device=self.device)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in their order."""
+        """Gather the tensors of all ranks, in order."""
         data = x.contiguous()
         gathered = [torch.empty_like(data) for _ in range(self.size)]
         self.backend.allgather([list(map(_bytes, gathered))], [_bytes(data)]).wait()

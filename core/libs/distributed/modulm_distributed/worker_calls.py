@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class TimedCalls:
-    """Calls into a worker of this process. A caller may stop waiting for one; it goes on.
+    """Calls into a worker of this process, with timeouts after which the call continues.
 
-    Whoever uses the worker next calls `wait` first.
+    Call `wait` before using the worker again.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,10 @@ class TimedCalls:
         self._overdue: Future[Any] | None = None
 
     def run(self, name: str, call: Callable[[], T], timeout: float | None) -> T:
-        """Return what `call` gives. timeout: seconds; then it runs in another thread, and
-        EngineTimeout is raised if it takes longer.
+        """Run `call` and return its result.
+
+        timeout: in seconds; if given, the call runs in another thread and EngineTimeout is raised
+        if it takes longer.
         """
         self.wait()
         if timeout is None:
@@ -47,7 +49,7 @@ class TimedCalls:
             raise EngineTimeout(f"{name}: no answer within {timeout:g} s") from error
 
     def wait(self) -> None:
-        """Wait until a call that took too long has ended; what it gives is lost."""
+        """Wait until a call that timed out has ended; its result is discarded."""
         overdue = self._overdue
         if overdue is not None:
             overdue.exception()
@@ -61,7 +63,7 @@ class TimedCalls:
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
-    """What another process finds a function by: "module:name" for a function itself.
+    """Return a name by which other processes find a function; "module:name" for a function object.
 
     Raises RequestError for one that cannot be imported, such as a lambda.
     """

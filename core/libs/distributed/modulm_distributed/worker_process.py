@@ -15,7 +15,7 @@ executor                              worker
 On one machine plans and results go through shared memory (`Ring`); those too long for it, and
 calls of functions, go over the stream, and an empty frame in the ring says when it is their turn.
 
-The worker ends when its connection does, so it never outlives its executor.
+The worker ends when its connection closes, so it never outlives its executor.
 """
 
 from __future__ import annotations
