@@ -144,6 +144,7 @@ def tab(browser: Browser, page: Live, tool: str) -> Iterator[Browser]:
     browser.screen(1200, 800)
     browser.open(page.url)
     yield browser
+    browser.run("sessionStorage.clear()")
     assert browser.run("faults") == []
     assert not browser.elsewhere(page.url, page.url.replace("127.0.0.1", "plain.test"), tool)
 

@@ -369,3 +369,54 @@ def test_samplers_of_packages_get_their_settings(live: Live, path: str) -> None:
         answer = http.post("/v1/completions", json=beams)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "typical_p"
+
+
+MORE = {
+    "min_p": 0.1, "logit_bias": {"5": 1.5}, "stop_token_ids": [7], "ignore_eos": True,
+    "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "spaces_between_special_tokens": False, "cache_salt": "salt", "xtc_probability": 0.5,
+    "vllm_xargs": {"own": 1}, "structured_outputs": {"choice": ["a", "b"]},
+}  # fmt: skip
+
+
+def test_responses_take_vllms_fields(live: Live) -> None:
+    with live.client() as http:
+        answer = http.post("/v1/responses", json={"input": "hello", **MORE})
+        assert answer.status_code == 200, answer.text
+        params = live.engine.seen[-1][1]
+        assert (params.min_p, params.stop_token_ids, params.ignore_eos) == (0.1, (7,), True)
+        assert params.include_stop_str_in_output
+        assert not params.skip_special_tokens
+        assert not params.spaces_between_special_tokens
+        assert params.extra_args == {"own": 1, "xtc_probability": 0.5}
+        assert params.structured_outputs.choice == ["a", "b"]
+        assert dict(params.logit_bias) in ({"5": 1.5}, {5: 1.5})
+        assert live.engine.salts[-1].endswith("salt")
+        for wrong in ({"min_p": 2}, {"priority": 3}, {"structured_outputs": {}}):
+            answer = http.post("/v1/responses", json={"input": "hello", **wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == next(iter(wrong))
+        both = {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}
+        assert http.post("/v1/responses", json={"input": "hello", **both}).status_code == 400
+
+
+def test_messages_take_vllms_fields(live: Live) -> None:
+    fields = {"cache_salt": "salt", "vllm_xargs": {"own": 1}, "dry_multiplier": 0.8}
+    body = {
+        "model": "M",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hello"}],
+        **fields,
+    }
+    with live.client() as http:
+        answer = http.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        assert live.engine.seen[-1][1].extra_args == {"own": 1, "dry_multiplier": 0.8}
+        assert live.engine.salts[-1].endswith("salt")
+        counted = {}
+        for thinks in (True, False):
+            kwargs = {"chat_template_kwargs": {"enable_thinking": thinks}}
+            count = {"model": "M", "messages": body["messages"], **kwargs}
+            answer = http.post("/v1/messages/count_tokens", json=count)
+            counted[thinks] = answer.json()["input_tokens"]
+    assert counted[True] != counted[False]

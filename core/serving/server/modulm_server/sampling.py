@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -14,12 +14,19 @@ from modulm_samplers import SAMPLERS, sampler_arguments
 from modulm_server.json_body import bad_field
 from modulm_server.request_guard import RequestLimits
 
+if TYPE_CHECKING:
+    from modulm.contracts.config import EngineConfig
+
 __all__ = [
     "LIMITS",
     "Budget",
+    "Priority",
+    "Salt",
+    "SamplerFields",
     "SamplingFields",
     "StreamOptions",
     "StructuredFields",
+    "check_priority",
     "check_schema",
     "reject_unsupported",
     "sampling_params",
@@ -32,7 +39,8 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_SALT = r"^[A-Za-z0-9_.:=+/-]{1,256}$"
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Salt = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:=+/-]{1,256}$")]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -57,7 +65,32 @@ class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
 
 
-class SamplingFields(Struct, kw_only=True):
+class SamplerFields(Struct, kw_only=True):
+    """Fields for logits processors: of any in `vllm_xargs`, of samplers by llama.cpp's names."""
+
+    vllm_xargs: dict[str, Any] | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+
+    def arguments(self) -> dict[str, Any] | None:
+        """`SamplingParams.extra_args`: the settings of samplers that are on, and vllm_xargs."""
+        samplers = sampler_arguments({name: getattr(self, name) for name in _SAMPLER_FIELDS})
+        return {**(self.vllm_xargs or {}), **samplers} or None
+
+
+class SamplingFields(SamplerFields, kw_only=True):
     """The common fields of completions and chat: OpenAI's, and vLLM's additional ones."""
 
     model: str | UnsetType = UNSET
@@ -97,12 +130,11 @@ class SamplingFields(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     request_id: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
-    cache_salt: Annotated[str, Meta(pattern=_SALT)] | None = None
+    cache_salt: Salt | None = None
     user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
     speculative: bool | Annotated[int, Meta(ge=0)] | None = None
-    vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -111,20 +143,16 @@ class SamplingFields(Struct, kw_only=True):
     repetition_detection: dict[str, Any] | None = None
     logits_processors: list[Any] | None = None
     thinking_token_budget: Budget | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    top_n_sigma: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
+
+
+def check_priority(config: EngineConfig, priority: int | None) -> int:
+    """Validate a request's priority. Raises ApiError(400) if the scheduler ignores priorities."""
+    if priority and config.scheduler.scheduling_policy == "fcfs":
+        raise bad_field(
+            "priority", "priority is not enabled: start the server with "
+            "--scheduling-policy priority"
+        )  # fmt: skip
+    return priority or 0
 
 
 def reject_unsupported(body: Struct, *names: str) -> None:
@@ -170,7 +198,6 @@ def sampling_params(
         raise bad_field("length_penalty", "length_penalty needs use_beam_search: true")
     if body.stream and (body.best_of or 0) > (body.n or 1):
         raise bad_field("best_of", "best_of greater than n cannot be streamed")
-    samplers = sampler_arguments({name: getattr(body, name) for name in _SAMPLER_FIELDS})
     values = {name: getattr(body, name) for name in _PLAIN}
     chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
@@ -182,7 +209,7 @@ def sampling_params(
         bad_words=body.bad_words,
         structured_outputs=constraint,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        extra_args={**(body.vllm_xargs or {}), **samplers} or body.vllm_xargs,
+        extra_args=body.arguments(),
     )
 
 

@@ -138,6 +138,7 @@ class Anthropic(RouteFamily):
             calls_by_grammar=forced_calls.in_model_format,
             reasoning=shows_thinking(body),
             template_kwargs=variables,
+            cache_salt=body.cache_salt,
             fields={
                 "thinking_token_budget": "thinking",
                 "stop": "stop_sequences",

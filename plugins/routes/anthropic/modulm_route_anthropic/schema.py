@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from attrs import evolve
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
@@ -17,7 +17,7 @@ from modulm_server.constraints import (
 )
 from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
-from modulm_server.sampling import LIMITS
+from modulm_server.sampling import LIMITS, Salt, SamplerFields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-class _Conversation(Struct, kw_only=True):
+class _Conversation(SamplerFields, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=LIMITS.messages)]
     model: str | UnsetType = UNSET
     system: str | list[dict[str, Any]] | None = None
@@ -44,6 +44,7 @@ class _Conversation(Struct, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CountRequest(_Conversation, kw_only=True):
@@ -51,7 +52,7 @@ class CountRequest(_Conversation, kw_only=True):
 
 
 class MessagesRequest(_Conversation, kw_only=True):
-    """`POST /v1/messages`."""
+    """`POST /v1/messages`: Anthropic's fields, and vLLM's additional ones."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
@@ -63,6 +64,7 @@ class MessagesRequest(_Conversation, kw_only=True):
     service_tier: str | None = None
     context_management: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    cache_salt: Salt | None = None
 
 
 def messages_of(body: _Conversation) -> list[dict[str, Any]]:
@@ -262,7 +264,10 @@ def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str,
         raise bad_field(
             "output_config", f"output_config.effort must be one of {', '.join(_EFFORTS)}"
         )
-    return thinking_variables(reasoning_parser, effort if thinks is not False else None, thinks)
+    variables = thinking_variables(
+        reasoning_parser, effort if thinks is not False else None, thinks
+    )
+    return {**variables, **(body.chat_template_kwargs or {})}
 
 
 def budget_of(body: _Conversation) -> int | None:
@@ -326,6 +331,7 @@ def params_of(
             "stop": body.stop_sequences,
             "structured_outputs": constraint,
             "thinking_token_budget": budget,
+            "extra_args": body.arguments(),
             "output_kind": OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         }
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import modulm
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import bad_field
 from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
 from modulm_server.request_guard import safe_id
 
@@ -31,7 +30,6 @@ __all__ = [
     "StreamUsage",
     "answer_id",
     "chat_logprobs",
-    "check_priority",
     "completion_logprobs",
     "draft_metrics",
     "fingerprint",
@@ -69,16 +67,6 @@ def fingerprint(config: Any, engine: Any) -> str | None:
         return None
     full = f"modulm-{modulm.__version__}-{engine.info.dtype}"
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
-
-
-def check_priority(config: Any, priority: int | None) -> int:
-    """Validate a request's priority. Raises ApiError(400) if the scheduler ignores priorities."""
-    if priority and config.scheduler.scheduling_policy == "fcfs":
-        raise bad_field(
-            "priority", "priority is not enabled: start the server with "
-            "--scheduling-policy priority"
-        )  # fmt: skip
-    return priority or 0
 
 
 def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:

@@ -15,7 +15,6 @@ from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
     chat_logprobs,
-    check_priority,
     draft_metrics,
     fingerprint,
     paced,
@@ -34,7 +33,7 @@ from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
 from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompts import ChatOptions
-from modulm_server.sampling import reject_unsupported, sampling_params
+from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
 
 if TYPE_CHECKING:

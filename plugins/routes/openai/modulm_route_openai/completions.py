@@ -13,7 +13,6 @@ from modulm_frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
-    check_priority,
     completion_logprobs,
     draft_metrics,
     fingerprint,
@@ -29,7 +28,7 @@ from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
 from modulm_server.request_cost import check_cost
-from modulm_server.sampling import LIMITS, sampling_params
+from modulm_server.sampling import LIMITS, check_priority, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
 
 if TYPE_CHECKING:

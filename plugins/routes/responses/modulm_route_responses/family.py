@@ -45,6 +45,7 @@ from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
+from modulm_server.sampling import check_priority
 from modulm_server.sse import EventStream, event
 
 if TYPE_CHECKING:
@@ -284,6 +285,8 @@ class Responses(RouteFamily):
             reasoning=body.include_reasoning is not False,
             tokens=wants_logprobs(body),
             template_kwargs=variables,
+            priority=check_priority(self.context.config, body.priority),
+            cache_salt=body.cache_salt,
             fields={
                 "prompt": "input",
                 "messages": "input",

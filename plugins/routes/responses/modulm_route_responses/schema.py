@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource, part_kind, source_of
@@ -13,10 +13,18 @@ from modulm_server.constraints import (
     allowed_tools,
     check_tools,
     from_response_format,
+    from_structured,
 )
 from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
-from modulm_server.sampling import LIMITS, Budget
+from modulm_server.sampling import (
+    LIMITS,
+    Budget,
+    Priority,
+    Salt,
+    SamplerFields,
+    StructuredFields,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,8 +55,8 @@ Metadata = Annotated[
 Name = Annotated[str, Meta(max_length=LIMITS.name)]
 
 
-class ResponsesRequest(Struct, kw_only=True):
-    """`POST /v1/responses`."""
+class ResponsesRequest(SamplerFields, kw_only=True):
+    """`POST /v1/responses`: OpenAI's fields, and vLLM's additional ones."""
 
     input: Any = None
     model: str | UnsetType = UNSET
@@ -88,6 +96,16 @@ class ResponsesRequest(Struct, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Budget | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: StructuredFields | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
 
 
 def effort_of(body: ResponsesRequest) -> str | None:
@@ -288,15 +306,26 @@ def constraint_of(
         raise bad_field("text", "text.format must be an object")
     if format_.get("type") == "json_schema":
         format_ = {"type": "json_schema", "json_schema": format_}
-    return forced_calls.combine(text=from_response_format(format_, "text"))
+    constraints = {"text": from_response_format(format_, "text")}
+    if body.structured_outputs is not None:
+        structured = from_structured(body.structured_outputs, "structured_outputs")
+        constraints["structured_outputs"] = structured
+    return forced_calls.combine(**constraints)
 
 
 _SAMPLING = (
     "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
     "presence_penalty",
     "repetition_penalty",
     "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
     "stop",
+    "stop_token_ids",
     "temperature",
     "thinking_token_budget",
     "top_k",
@@ -317,6 +346,7 @@ def params_of(
             **chosen,
             **({} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}),
             "structured_outputs": constraint,
+            "extra_args": body.arguments(),
             "logprobs": (body.top_logprobs or 0) if wants_logprobs(body) else None,
             "output_kind": OutputKind.DELTA if in_pieces(body) else OutputKind.FINAL_ONLY,
         }
