@@ -1,11 +1,10 @@
-"""The questions and notices that plugins may answer. One module, one docstring each.
+"""The hooks that plugins may implement.
 
-A hook plugin is a module (or object) named in the entry-point group `modulm` whose functions are
-marked with `modulm.plugins.hookimpl`. An implementation may leave out arguments it does not need.
-pluggy calls them: the plugin that was registered last is asked first, unless `tryfirst`, `trylast`
-or `wrapper=True` say otherwise. An implementation that raises is reported and its plugin switched
-off, and the others' answers count, except in the hooks of `STOPPING`. No hook is called per token
-or per layer.
+A hook plugin is a module (or object) in the entry-point group `modulm` whose functions are marked
+with `modulm.plugins.hookimpl`. Implementations may omit arguments that they do not need. pluggy
+calls them, the plugin registered last first, unless `tryfirst`, `trylast` or `wrapper=True` change
+the order. If an implementation raises, this is logged and its plugin disabled, and the other
+results are used, except in the hooks of `STOPPING`. No hook is called per token or per layer.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ __all__ = [
     "modulm_step_finished",
 ]
 
-#: Hooks in which raising stops what they are told of.
+#: Hooks in which an exception stops the operation.
 STOPPING = frozenset(
     {
         "modulm_adapter_bank",
@@ -80,50 +79,50 @@ hookspec = pluggy.HookspecMarker("modulm")
 hookimpl = pluggy.HookimplMarker("modulm")
 
 
-# What there is: declared once, when the hook plugins are loaded.
+# Declarations: called once, when the hook plugins are loaded.
 
 
 @hookspec
 def modulm_models() -> Sequence[Declaration]:  # type: ignore[empty-body]
-    """Model architectures that the plugin offers beside its entry points.
+    """Declare model architectures in addition to those in entry points.
 
-    Called once, when hook plugins are loaded. The declarations of one plugin are checked and
-    taken over together or, if one is malformed, not at all.
+    Called once, when hook plugins are loaded. If one declaration of a plugin is malformed, none of
+    its declarations is used.
     """
 
 
 @hookspec
 def modulm_attention() -> Sequence[Declaration]:  # type: ignore[empty-body]
-    """Attention backends that the plugin offers. Called once, as `modulm_models` is."""
+    """Declare attention backends. Called once, like `modulm_models`."""
 
 
 @hookspec
 def modulm_quantization() -> Sequence[Declaration]:  # type: ignore[empty-body]
-    """Quantization methods that the plugin offers. Called once, as `modulm_models` is."""
+    """Declare quantization methods. Called once, like `modulm_models`."""
 
 
 @hookspec
 def modulm_platforms() -> Sequence[Declaration]:  # type: ignore[empty-body]
-    """Platforms that the plugin offers. Called once, as `modulm_models` is."""
+    """Declare platforms. Called once, like `modulm_models`."""
 
 
 @hookspec
 def modulm_parsers() -> Sequence[Declaration]:  # type: ignore[empty-body]
-    """Tool and reasoning parsers that the plugin offers; each declaration states its `kind`.
+    """Declare tool and reasoning parsers; each declaration must set `kind`.
 
-    Called once, as `modulm_models` is.
+    Called once, like `modulm_models`.
     """
 
 
-# Which one: asked when the user left the choice open; the first answer that is not None counts.
+# Choices: called if the user left the choice open; the first result that is not None is used.
 
 
 @hookspec(firstresult=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
-    """Choose the driver that runs a checkpoint, e.g. an own variant for one fine-tune.
+    """Choose the driver that runs a checkpoint, for example a variant for one fine-tune.
 
-    `architectures` are the names in config.json, `config` is that whole file. First result. Asked
-    once per engine, before the first architecture that is installed is taken.
+    `architectures` are the names in config.json, `config` is the whole file. First result. Called
+    once per engine. By default the first installed architecture is used.
     """
 
 
@@ -131,9 +130,9 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
 def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -> Choice | None:
     """Choose the attention backend for the layers of one spec.
 
-    `spec` is the `AttentionSpec`, `platform` the platform in use, `ops` the table of operations
-    that the model runs on. First result. Asked once per distinct spec, when `--attention-backend`
-    is not given; the chosen backend must still accept the spec.
+    `spec` is the `AttentionSpec`, `platform` the platform in use, `ops` the model's ops. First
+    result. Called once per distinct spec if `--attention-backend` is not set; the chosen backend
+    must still accept the spec.
     """
 
 
@@ -141,18 +140,18 @@ def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -
 def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -> Choice | None:
     """Choose the quantization method of a checkpoint.
 
-    `checkpoint` is its `CheckpointInfo`, `platform` the platform in use. First result. Asked
-    once per engine, when `--quantization` is not given, before the methods are asked whether
-    they claim the checkpoint.
+    `checkpoint` is its `CheckpointInfo`, `platform` the platform in use. First result. Called once
+    per engine if `--quantization` is not set. By default the method that claims the checkpoint is
+    used.
     """
 
 
 @hookspec(firstresult=True)
 def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
-    """Choose the platform, given what each installed one says about this machine.
+    """Choose the platform, given the probe of each installed one.
 
-    `probes` maps names to `Probe`s. First result. Asked once per process, when `--device` is
-    "auto", before the highest score is taken.
+    `probes` maps names to `Probe`s. First result. Called once per process if `--device` is "auto".
+    By default the highest score is used.
     """
 
 
@@ -161,14 +160,14 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
     """Choose the parser for a model's output.
 
     `kind` is "tool_parsers" or "reasoning_parsers", `checkpoint` the model's `CheckpointInfo`.
-    First result. Asked once per served model and kind, when the flag is not given; with no answer
-    the parser is taken that fits best by what its package declares (`fits.toml`).
+    First result. Called once per served model and kind if the flag is not set. By default the best
+    match by the packages' declarations (`fits.toml`) is used.
     """
 
 
 @hookspec(firstresult=True)
 def modulm_pooling(checkpoint: Any, config: Any) -> PoolingRecipe | None:
-    """Read what a checkpoint's files say of pooling, in the format of one library or another.
+    """Read pooling settings from a checkpoint's files.
 
     `checkpoint` is a `modulm.contracts.checkpoint.Checkpoint` (its folder in `path`, config.json in
     `config`), `config` the EngineConfig. First result. Called when an engine starts, unless
@@ -184,17 +183,16 @@ def modulm_config_proposals(config: Any) -> Sequence[Proposal] | None:
     """Propose values for flags that the user left open.
 
     `config` is the draft EngineConfig, in which an open flag is None. Called once per engine,
-    before defaults are computed. Two plugins that propose different values for one flag are an
-    error that names both.
+    before defaults are computed. Different proposals of two plugins for one flag are an error.
     """
 
 
 @hookspec(historic=True)
 def modulm_config_final(config: Any) -> None:
-    """The engine's configuration is complete; it does not change after this.
+    """Called when the engine's configuration is final.
 
-    `config` is the frozen EngineConfig. Historic: a plugin that is registered later is still
-    told. Raising stops the engine from starting.
+    `config` is the frozen EngineConfig. Historic: plugins that are registered later are called as
+    well. Raising stops the engine from starting.
     """
 
 
@@ -203,7 +201,7 @@ def modulm_config_final(config: Any) -> None:
 
 @hookspec
 def modulm_model_built(model: Any, config: Any) -> None:
-    """The model's modules exist and hold no weights yet.
+    """Called when the model's modules exist but have no weights yet.
 
     `model` is a `modulm.contracts.model.Model`, `config` the EngineConfig. Called in the process
     that runs the model. Raising stops the load.
@@ -212,7 +210,7 @@ def modulm_model_built(model: Any, config: Any) -> None:
 
 @hookspec
 def modulm_model_loaded(model: Any, config: Any) -> None:
-    """The model's weights are in place and repacked; called before the first step.
+    """Called when the model's weights are loaded and repacked, before the first step.
 
     Arguments and process as in `modulm_model_built`. Raising stops the load.
     """
@@ -220,39 +218,38 @@ def modulm_model_loaded(model: Any, config: Any) -> None:
 
 @hookspec(firstresult=True)
 def modulm_drafter(config: Any, model: Any, platform: Any, loaded: Any) -> Drafter | None:
-    """Make the `modulm.contracts.drafter.Drafter` that proposes tokens for the model to verify.
+    """Create the `modulm.contracts.drafter.Drafter` that proposes tokens for the model to verify.
 
-    `config` is the EngineConfig, `model` the loaded `modulm.contracts.model.Model`, `platform` the
-    `Platform` that it is on, `loaded` the `modulm.loading.Loaded` that it is part of. First result.
-    Asked in the process that runs the model, when its weights are in place, unless
-    `--plugin-config` has a table for a speculator. Raising stops the start.
+    `config` is the EngineConfig, `model` the loaded `modulm.contracts.model.Model`, `platform` its
+    `Platform`, `loaded` its `modulm.loading.Loaded`. First result. Called in the process that runs
+    the model, after its weights are loaded, unless `--plugin-config` has a table for a speculator.
+    Raising stops the start.
     """
 
 
 @hookspec(firstresult=True)
 def modulm_adapter_bank(config: Any, platform: Any, ops: Any) -> AdapterBank | None:
-    """Make the `modulm.contracts.adapter.AdapterBank` that is put around the model's layers.
+    """Create the `modulm.contracts.adapter.AdapterBank` of the model.
 
-    `config` is the EngineConfig, `platform` the `Platform` that the model is built for, `ops` the
-    table of operations that it runs on. First result. Asked in the process that runs the model,
-    before its layers are built, unless `--plugin-config` has a table for a bank. Raising stops the
-    start.
+    `config` is the EngineConfig, `platform` the model's `Platform`, `ops` its ops. First result.
+    Called in the process that runs the model, before its layers are built, unless `--plugin-config`
+    has a table for a bank. Raising stops the start.
     """
 
 
 @hookspec
 def modulm_engine_started(config: Any) -> None:
-    """The engine is ready for requests. `config`: EngineConfig. Notice, in the engine's process."""
+    """Called when the engine is ready, in its process. `config`: EngineConfig. Notice."""
 
 
 @hookspec
 def modulm_engine_stopping() -> None:
-    """The engine is about to stop; requests that still run will be aborted. Notice."""
+    """Called before the engine stops; running requests will be aborted. Notice."""
 
 
 @hookspec
 def modulm_engine_failed(error: BaseException) -> None:
-    """The engine cannot go on because of `error`. Notice; nothing can be repaired here."""
+    """Called when the engine has failed because of `error`. Notice."""
 
 
 # Requests and steps.
@@ -260,16 +257,16 @@ def modulm_engine_failed(error: BaseException) -> None:
 
 @hookspec
 def modulm_request_admitted(request: str, params: SamplingParams | PoolingParams) -> None:
-    """A request got its row and will run in this step.
+    """Called when a request is admitted and runs in this step.
 
-    `request` is its id, `params` how its tokens are chosen. Called again when a preempted
-    request comes back. Notice, in the engine's loop: be quick.
+    `request` is its id, `params` its sampling or pooling parameters. Called again when a preempted
+    request is readmitted. Notice, in the engine's loop: must be fast.
     """
 
 
 @hookspec
 def modulm_request_finished(request: str, reason: str) -> None:
-    """The request with id `request` has ended.
+    """Called when the request with id `request` has ended.
 
     `reason` is "stop", "length", "abort" or "error". Notice.
     """
@@ -277,16 +274,16 @@ def modulm_request_finished(request: str, reason: str) -> None:
 
 @hookspec
 def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcessor]:  # type: ignore[empty-body]
-    """Logits processors that every request of the engine passes through.
+    """Return logits processors for all requests of the engine.
 
     `config` is the EngineConfig, `vocabulary` the width of the logits. Called once, when the
-    sampler is built; the objects are then called directly by it, in the order of the answers.
+    sampler is built, which then calls the processors in order.
     """
 
 
 @hookspec
 def modulm_step_finished(stats: Any) -> None:
-    """One engine step is done. `stats`: `modulm.contracts.requests.StepStats`. Be quick."""
+    """Called after each step. `stats`: `modulm.contracts.requests.StepStats`. Must be fast."""
 
 
 # Front ends.
@@ -294,18 +291,18 @@ def modulm_step_finished(stats: Any) -> None:
 
 @hookspec
 def modulm_request_listeners(config: Any) -> Sequence[RequestListener]:  # type: ignore[empty-body]
-    """Who is told of each request that has ended: its times, parameters, tokens and origin.
+    """Return listeners that are called for each request that has ended.
 
-    `config` is the EngineConfig; a listener gets a `modulm.contracts.outputs.Finished`, whose
-    `origin` is what `modulm_frontend.origin.request_origin` was where the request was made. Called
-    once per front end, when it starts; listeners are then called directly, where outputs are handed
-    out: be quick. One that raises is not called again. Raising stops the start.
+    `config` is the EngineConfig. A listener gets a `modulm.contracts.outputs.Finished`; its
+    `origin` is the value of `modulm_frontend.origin.request_origin` when the request was made.
+    Called once per front end, when it starts. Listeners must be fast; one that raises is not called
+    again. Raising in the hook stops the start.
     """
 
 
 @hookspec
 def modulm_app_created(app: Any, config: Any) -> None:
-    """The HTTP application is built and not yet served: add routes, middleware, exception handlers.
+    """Extend the HTTP application before it is served: routes, middleware, exception handlers.
 
     `app` is a FastAPI object, `config` the EngineConfig. Raising stops the server.
     """
@@ -313,12 +310,12 @@ def modulm_app_created(app: Any, config: Any) -> None:
 
 @hookspec
 def modulm_report_header(config: Any) -> Sequence[str]:  # type: ignore[empty-body]
-    """Lines for the banner that `modulm serve` prints and for `modulm collect-env`.
+    """Return lines for the banner of `modulm serve` and for `modulm collect-env`.
 
-    `config` is the EngineConfig, or None where there is none.
+    `config` is the EngineConfig, or None.
     """
 
 
 @hookspec
 def modulm_doctor_checks() -> Sequence[Check]:  # type: ignore[empty-body]
-    """Checks for `modulm plugins doctor`: is what the plugin needs there, and does it work?"""
+    """Return checks for `modulm plugins doctor` of the plugin's requirements."""
