@@ -7,7 +7,7 @@ this holds as they are; on plain torch with `--batch-invariant`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -151,6 +151,14 @@ def workloads(draw: st.DrawFn) -> list[dict[str, Any]]:
 Benches = dict[str, Bench]
 
 
+def _arrangements(request: pytest.FixtureRequest, engines: Iterable[str]) -> tuple[str, ...]:
+    """All, for the first engine and for `make test-all`; for others chunks and one in turn."""
+    number = list(engines).index(request.param)
+    if number == 0 or request.config.getoption("--everything"):
+        return tuple(ARRANGEMENTS)
+    return "chunks", ("crowd", "preempted", "ahead")[number % 3]
+
+
 @contextmanager
 def _benches(folder: Path, engine: tuple[str, dict[str, Any]], *names: str) -> Iterator[Benches]:
     architecture, flags = engine
@@ -167,14 +175,20 @@ def _benches(folder: Path, engine: tuple[str, dict[str, Any]], *names: str) -> I
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def on_kernels(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
-    with _benches(tmp_path_factory.mktemp("exact") / "tiny", KERNELS[request.param]) as made:
+def on_kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Benches]:
+    folder, names = tmp_path_factory.mktemp("exact") / "tiny", _arrangements(request, KERNELS)
+    with _benches(folder, KERNELS[request.param], *names) as made:
         yield made
 
 
 @pytest.fixture(scope="module", params=TORCH)
-def on_torch(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
-    with _benches(tmp_path_factory.mktemp("exact") / "tiny", TORCH[request.param]) as made:
+def on_torch(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Benches]:
+    folder, names = tmp_path_factory.mktemp("exact") / "tiny", _arrangements(request, TORCH)
+    with _benches(folder, TORCH[request.param], *names) as made:
         yield made
 
 
