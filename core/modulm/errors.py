@@ -1,27 +1,27 @@
-"""Every error that modulm raises on purpose, and what a caller can do about it.
+"""The exceptions that modulm raises.
 
 ModulmError
 ├── ConfigError               a flag, YAML key or keyword has a wrong value
 ├── PluginError               a plugin cannot be used
-│   ├── PluginNotFound        nobody offers the name
+│   ├── PluginNotFound        no installed package offers the name
 │   │   └── ArchitectureNotFound
 │   ├── PluginConflict        two distributions offer one name
-│   ├── PluginBroken          importing or registering it raised
+│   ├── PluginBroken          importing or registering it failed
 │   └── PluginIncompatible    it was written for another contract version
-├── UnsupportedError          understood, but nothing installed can do it
+├── UnsupportedError          valid, but nothing installed supports it
 ├── CheckpointError           files on disk are missing, truncated or inconsistent
-├── RequestError              one request is wrong; it ends, nothing else does
-│   ├── ContextLengthExceeded prompt and answer do not fit into the model's context
+├── RequestError              one request is invalid; others are not affected
+│   ├── ContextLengthExceeded prompt and output do not fit into the model's context
 │   ├── QueueFull             try again later
 │   └── NotFound              the request names something that does not exist
 └── EngineError               the engine failed a step
-    ├── RowError              one row of a step failed; the others are unhurt
-    ├── ReplicaDied           the one of several engines that ran a request is gone
-    ├── EngineStalled         the engine does not answer; it may come back
+    ├── RowError              one row of a step failed; others are not affected
+    ├── ReplicaDied           the replica that ran a request has died
+    ├── EngineStalled         the engine does not respond; it may recover
     ├── EngineTimeout         a call into workers took longer than its timeout
-    └── EngineDead            the engine cannot go on
+    └── EngineDead            the engine cannot continue
 
-A message says what is wrong, names the field or file, and says what to do.
+Messages say what is wrong, name the field or file, and say what to do.
 """
 
 __all__ = [
@@ -49,11 +49,11 @@ __all__ = [
 
 
 class ModulmError(Exception):
-    """Base of all errors that modulm raises on purpose."""
+    """Base class of modulm's exceptions."""
 
 
 class ConfigError(ModulmError):
-    """A configuration value is wrong. `field` is the flag's name with underscores."""
+    """A configuration value is invalid. `field` is the flag's name with underscores."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -77,11 +77,11 @@ class ArchitectureNotFound(PluginNotFound):
 
 
 class PluginConflict(PluginError):
-    """Two distributions offer one name and nothing says which one to take."""
+    """Two distributions offer the same name with equal priority."""
 
 
 class PluginBroken(PluginError):
-    """Importing or registering a plugin raised; the cause is chained."""
+    """Importing or registering a plugin failed; the cause is chained."""
 
 
 class PluginIncompatible(PluginError):
@@ -89,7 +89,7 @@ class PluginIncompatible(PluginError):
 
 
 class UnsupportedError(ModulmError):
-    """The input is understood, but nothing installed can carry it out."""
+    """The input is valid, but nothing installed supports it."""
 
 
 class CheckpointError(ModulmError):
@@ -97,7 +97,7 @@ class CheckpointError(ModulmError):
 
 
 class RequestError(ModulmError):
-    """One request is wrong. `param` is the request field that is to blame, if one is."""
+    """A request is invalid. `param` is the field that caused it, if a single one did."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -109,11 +109,11 @@ class RequestError(ModulmError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt, with the least that must be generated, is longer than the model's context."""
+    """The prompt and the minimum output do not fit into the model's context."""
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its bound; `retry_after` is a hint in seconds."""
+    """The waiting queue is full; `retry_after` is a hint in seconds."""
 
     retry_after: float = 1.0
 
@@ -123,24 +123,24 @@ class NotFound(RequestError):
 
 
 class EngineError(ModulmError):
-    """The engine failed while it ran a step."""
+    """The engine failed a step."""
 
 
 class RowError(EngineError):
-    """One row of a step failed (bad grammar, bad processor, NaN logits); the others are unhurt."""
+    """One row of a step failed (grammar, logits processor, NaN logits); others are not affected."""
 
 
 class ReplicaDied(EngineError):
-    """The one of several engines that ran a request cannot go on; the others do."""
+    """The replica that ran a request has died; other replicas continue."""
 
 
 class EngineStalled(EngineError):
-    """The engine has not shown for a while that it works; calls raise this until it does."""
+    """The engine does not respond; calls raise this until it recovers."""
 
 
 class EngineTimeout(EngineError, TimeoutError):
-    """A call into workers took longer than its timeout; it goes on there."""
+    """A call into workers took longer than its timeout; it continues there."""
 
 
 class EngineDead(EngineError):
-    """The engine cannot go on; every later call raises this."""
+    """The engine cannot continue; all later calls raise this."""

@@ -1,8 +1,8 @@
-"""Plain data as typed values, by one cattrs converter: flags, options of plugins, config.json.
+"""Structures plain data into typed values with cattrs: flags, plugin options, config.json.
 
-Numbers of a table are taken as JSON has them: "4" is no integer and 1 is no boolean, an integer
-may stand for a float and 4.0 for 4. What a person writes (a command line, a YAML file, the
-environment) is read by the same converter with more forms: `8k`, `yes`, a list as one word.
+Tables are read strictly: "4" is not an integer and 1 not a boolean, but integers are valid floats
+and 4.0 is a valid integer. Values written by people (command line, YAML, environment) may have more
+forms: `8k`, `yes`, a list as one word.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Problem", "parse_int", "structure_table", "structure_written"]
 
 T = TypeVar("T")
 
-#: JSON has no word for these; transformers writes {"__float__": "Infinity"}.
+#: JSON has no infinities; transformers writes {"__float__": "Infinity"}.
 _INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Problem(ValueError):
-    """What is wrong with a table: for each fault the path of its field ("" for the whole)."""
+    """Faults of a table: (path, message) of each; the path "" is the table itself."""
 
     def __init__(self, faults: list[tuple[str, str]]) -> None:
         super().__init__("; ".join(f"{path}: {text}" if path else text for path, text in faults))
@@ -37,8 +37,9 @@ class Problem(ValueError):
 
 
 def structure_table(table: Mapping[str, Any], into: type[T], *, open_ended: bool = False) -> T:
-    """The table as a value of the attrs class `into`; keys that it has not are an error, unless
-    the table is `open_ended`. Raises Problem.
+    """Structure a table into the attrs class `into`. Raises Problem.
+
+    open_ended: ignore unknown keys.
     """
     from cattrs import transform_error
     from cattrs.errors import BaseValidationError
@@ -52,12 +53,12 @@ def structure_table(table: Mapping[str, Any], into: type[T], *, open_ended: bool
 
 
 def structure_written(value: Any, kind: Any) -> Any:
-    """A value as a person writes it, as the type `kind`. Raises ValueError or TypeError."""
+    """Structure a value written by a person into `kind`. Raises ValueError or TypeError."""
     return _written().structure(value, kind)
 
 
 def _fault(line: str) -> tuple[str, str]:
-    """cattrs' "message @ .path" as path and message; what a class itself says has no path."""
+    """Split cattrs' "message @ .path" into path and message; errors of classes have no path."""
     message, _, path = line.rpartition(" @ ")
     return (path.lstrip("."), message) if message else ("", line)
 
