@@ -19,6 +19,7 @@ replay = importlib.import_module("modulm_kernels_cpu.replay")
 
 #: Why a model's steps run call by call; docs/performance.md says the same.
 CALL_BY_CALL = {
+    "DiffLlamaForCausalLM": "values of two heads at once",
     "Gemma3nForCausalLM": "vectors of a layer's own, an average of several streams",
     "Gemma4ForCausalLM": "vectors of a layer's own",
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",

@@ -180,6 +180,7 @@ OWN = {
     },
 }
 REFUSED_BUT_NATIVE = (
+    "DiffLlamaForCausalLM",
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Llama4ForCausalLM",

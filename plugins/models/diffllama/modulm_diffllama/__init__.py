@@ -1,0 +1,1 @@
+"""DiffLlama for modulm."""
