@@ -189,6 +189,32 @@ def test_embedding_with_a_model_that_generates_says_what_to_do(llm: LLM) -> None
         llm.embed("hi")
 
 
+def test_enqueued_requests_run_together(llm: LLM) -> None:
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    first = llm.enqueue(PROMPTS[:2], GREEDY)
+    with pytest.raises(RequestError, match="temperature"):
+        llm.enqueue("a", GREEDY.with_(temperature=-1.0))
+    ids = [*first, *llm.enqueue(PROMPTS[2:], GREEDY)]
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert repr(llm) == f"LLM({llm.info.config.model.model!r})"
+
+
+def test_classes_of_pydantic_are_schemas(llm: LLM) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        yes: bool
+
+    params = SamplingParams(
+        max_tokens=40, temperature=0, structured_outputs=StructuredOutputs(json=Answer)
+    )
+    (output,) = llm.generate("Is it?", params, use_tqdm=False)
+    assert isinstance(Answer.model_validate_json(output.outputs[0].text).yes, bool)
+
+
 def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
     class Stop(Exception):
         """Raised by a progress bar, as Ctrl-C would be."""

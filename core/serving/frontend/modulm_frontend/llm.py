@@ -102,6 +102,7 @@ class LLM(WeightUpdates):
         self._weights = EngineWeights(self._core)
         self._numbers = count()
         self._done: list[RequestState] = []
+        self._enqueued: list[PendingRequest] = []
         self._open_now = True
         self._end = "shut down"
         self._interrupts = Interrupts(self._interrupted_within_step)
@@ -148,6 +149,46 @@ class LLM(WeightUpdates):
         CheckpointError for an invalid adapter, both before anything runs. A failure while running
         shows in that output's finish_reason.
         """
+        pending = self._pending(
+            prompts, sampling_params, lora_request, priority=priority, cache_salt=cache_salt
+        )
+        return self._run(pending, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[str]:
+        """Check requests and keep them for `wait_for_completion`; returns their ids.
+
+        Arguments and errors are those of `generate`.
+        """
+        pending = self._pending(
+            prompts, sampling_params, lora_request, priority=priority, cache_salt=cache_salt
+        )
+        self._enqueued += pending
+        return [request.state.id for request in pending]
+
+    def wait_for_completion(
+        self, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Run all enqueued requests together; returns their outputs in the order of `enqueue`."""
+        pending, self._enqueued = self._enqueued, []
+        return self._run(pending, use_tqdm)
+
+    def _pending(
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        lora_request: Any,
+        *,
+        priority: Sequence[int] | None,
+        cache_salt: str | None,
+    ) -> list[PendingRequest]:
         listed = _listed(prompts)
         params = _spread(sampling_params, len(listed), self.info.default_params())
         finals = [
@@ -167,7 +208,7 @@ class LLM(WeightUpdates):
                 zip(listed, finals, adapters, strict=True)
             )
         ]
-        return self._run(list(map(self._adapters.apply, pending, adapters)), use_tqdm)
+        return list(map(self._adapters.apply, pending, adapters))
 
     def chat(
         self,
@@ -418,6 +459,10 @@ class LLM(WeightUpdates):
         """Release the model. The LLM cannot be used afterwards; a second call does nothing."""
         self._open_now = False
         self._core.stop()
+
+    def __repr__(self) -> str:
+        state = "" if self._open_now else f", {self._end}"
+        return f"{type(self).__name__}({self.info.config.model.model!r}{state})"
 
     def __enter__(self) -> Self:
         return self

@@ -85,8 +85,9 @@ def check(
     if bias:
         bias = {_id(key): float(value) for key, value in bias.items()}
         check_ids("logit_bias", bias, vocabulary)
-    if params.structured_outputs is not None:
-        _check_constraint(params.structured_outputs)
+    constraint = _with_schema(params.structured_outputs)
+    if constraint is not None:
+        _check_constraint(constraint)
     for processor in processors:
         processor.validate_for(params, config)
     served = {name for processor in processors for name in processor.fields}
@@ -97,6 +98,7 @@ def check(
     return evolve(
         params,
         logit_bias=bias or None,
+        structured_outputs=constraint,
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
@@ -282,6 +284,14 @@ def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
             "truncate_prompt_tokens",
             "prompt",
         )
+
+
+def _with_schema(constraint: Any) -> Any:
+    """The constraint with a JSON schema in place of a class of pydantic."""
+    kind = getattr(constraint, "json", None)
+    if isinstance(kind, type) and callable(getattr(kind, "model_json_schema", None)):
+        return evolve(constraint, json=kind.model_json_schema())
+    return constraint
 
 
 def _check_constraint(constraint: Any) -> None:

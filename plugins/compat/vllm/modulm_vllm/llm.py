@@ -74,6 +74,32 @@ class LLM(frontend.LLM):
                 cache_salt=cache_salt,
             )
 
+    def enqueue(  # type: ignore[override]
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Keep requests for `wait_for_completion`; returns their ids."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        with as_vllm():
+            return super().enqueue(
+                prompts,
+                native(sampling_params),
+                lora_request=native_adapter(lora_request),
+                priority=priority,
+            )
+
+    def wait_for_completion(  # type: ignore[override]
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Run all enqueued requests. output_type: requests that generate have one type."""
+        with as_vllm():
+            return super().wait_for_completion(use_tqdm=use_tqdm)
+
     def chat(  # type: ignore[override]
         self,
         messages: Any,
