@@ -207,9 +207,10 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_sounds_are_heard_as_by_transformers(architecture, tmp_path):
+def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
-    check_images(SoundFamily(driver(architecture), tokens, processor, **more), tmp_path)
+    family = SoundFamily(driver(architecture), tokens, processor, **more)
+    check_images(family, tmp_path, separately=pytestconfig.getoption("everything"))
 
 
 @pytest.mark.parametrize(

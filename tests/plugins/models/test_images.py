@@ -612,11 +612,12 @@ def test_other_shapes_of_families(shape, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_images_are_read_as_by_transformers(architecture, tmp_path):
+def test_images_are_read_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)
     flags = {"mm_processor_kwargs": family.options()} if isinstance(family, Omni) else {}
-    check_images(family, tmp_path, **flags)
+    separately = pytestconfig.getoption("everything")
+    check_images(family, tmp_path, separately=separately, **flags)
 
 
 def test_the_sounds_of_videos_leave_no_placeholders():

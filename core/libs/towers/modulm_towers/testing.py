@@ -55,8 +55,6 @@ __all__ = [
 FIRST = 480
 TOLERANCE = 1e-3
 _ANSWER = 6
-#: Tokens per block where rows are preempted.
-_SMALL = 4
 #: How many log probabilities of a token are compared once all have been with transformers.
 _LIKELIEST = 8
 
@@ -239,11 +237,14 @@ def write_family(family: ImageFamily, folder: Path) -> Path:
     return folder
 
 
-def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
+def check_images(
+    family: ImageFamily, folder: Path, *, separately: bool = True, **flags: Any
+) -> None:
     """Compare answers with transformers.
 
     Covers one and several items, mixed batches, prompts and encoders in pieces, cached prefixes,
-    and preemption. Raises AssertionError with the difference.
+    and preemption. separately: pieces are also tried without preemption. Raises AssertionError with
+    the difference.
     """
     write_family(family, folder)
     reference = _Reference(family, folder)
@@ -258,19 +259,34 @@ def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
         if family.reuses:
             assert any(answer.num_cached_tokens for answer in again), "no prefix was reused"
         _same(again, answers, "after prefixes were reused")
-    settings["enable_prefix_caching"] = False
-    settings |= {"mm_encoder_chunk": 1}
-    with modulm.LLM(str(folder), **settings, long_prefill_token_threshold=family.chunk) as llm:
-        _same(_ask(llm, family, prompts), answers, f"in pieces of {family.chunk}")
-    # All prompts fit into the cache together, but not with their answers; windows need less.
-    # Answers grow by three blocks, which are small, so that they need not be long.
-    settings |= {"block_size": _SMALL}
-    blocks = sum(-(-len(answer.prompt_token_ids) // _SMALL) for answer in answers)
-    for spare in (2, -1, -4):
-        with modulm.LLM(str(folder), **settings, num_gpu_blocks_override=blocks + spare) as llm:
+    settings |= {"enable_prefix_caching": False, "mm_encoder_chunk": 1}
+    pieces = {"long_prefill_token_threshold": family.chunk}
+    if separately:
+        with modulm.LLM(str(folder), **settings, **pieces) as llm:
+            _same(_ask(llm, family, prompts), answers, f"in pieces of {family.chunk}")
+    _check_preempted(
+        family, folder, prompts, answers, settings if separately else settings | pieces
+    )
+
+
+def _check_preempted(
+    family: ImageFamily,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Any],
+    settings: Mapping[str, Any],
+) -> None:
+    """Check answers where rows are preempted: all prompts fit into the cache together, but not with
+    their answers, which grow by three blocks. Small blocks need few tokens; with windows rows are
+    preempted only where answers are longer and the cache smaller.
+    """
+    for size, spare in ((4, 2), (16, 2), (16, -1), (16, -4)):
+        blocks = sum(-(-len(answer.prompt_token_ids) // size) for answer in answers)
+        small = {**settings, "block_size": size, "num_gpu_blocks_override": blocks + spare}
+        with modulm.LLM(str(folder), **small) as llm:
             counted = _Counted()
             llm.count_by(counted)
-            _same(_ask(llm, family, prompts, most=3 * _SMALL), answers, "after rows were preempted")
+            _same(_ask(llm, family, prompts, most=3 * size), answers, "after rows were preempted")
         if counted.preempted:
             return
     raise AssertionError("nothing was preempted")
