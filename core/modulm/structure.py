@@ -47,7 +47,7 @@ def structure_table(table: Mapping[str, Any], into: type[T], *, open_ended: bool
     try:
         value: T = _tables(open_ended).structure(dict(table), into)
     except (BaseValidationError, ValueError, TypeError) as error:
-        lines = transform_error(error, path="", format_exception=_words)
+        lines = transform_error(error, path="", format_exception=_message)
         raise Problem([_fault(line) for line in lines]) from error
     return value
 
@@ -63,7 +63,7 @@ def _fault(line: str) -> tuple[str, str]:
     return (path.lstrip("."), message) if message else ("", line)
 
 
-def _words(error: BaseException, kind: type | None) -> str:
+def _message(error: BaseException, kind: type | None) -> str:
     from cattrs.errors import ForbiddenExtraKeysError
 
     if isinstance(error, ForbiddenExtraKeysError):

@@ -68,7 +68,7 @@ _NOTHING = Runs(*[np.zeros(0, dtype=np.int64)] * 4)
 
 
 def _no_batch(runs: Runs) -> Batch:
-    raise UnsupportedError("a drafter without caches has no batches of its own")
+    raise UnsupportedError("a drafter without caches cannot build batches")
 
 
 @frozen(eq=False)

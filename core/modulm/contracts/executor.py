@@ -339,4 +339,4 @@ class Executor(ABC):
         """Release everything; may be called twice."""
 
     def _lacks(self, operation: str) -> UnsupportedError:
-        return UnsupportedError(f"executor {self.name} does not support this: {operation}")
+        return UnsupportedError(f"executor {self.name} does not support: {operation}")

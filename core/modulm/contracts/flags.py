@@ -247,9 +247,9 @@ def _check_range(spec: Flag, value: float) -> None:
     if value != value:
         raise ConfigError(spec.name, "is not a number")
     if spec.least is not None and value < spec.least:
-        raise ConfigError(spec.name, f"{value} is below the least value {spec.least}{unit}")
+        raise ConfigError(spec.name, f"{value} is below the minimum {spec.least}{unit}")
     if spec.most is not None and value > spec.most:
-        raise ConfigError(spec.name, f"{value} is above the largest value {spec.most}{unit}")
+        raise ConfigError(spec.name, f"{value} is above the maximum {spec.most}{unit}")
 
 
 def suggest(word: str, known: tuple[str, ...] | list[str]) -> str:

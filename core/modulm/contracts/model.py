@@ -226,7 +226,7 @@ class Model(ABC):
         There may be additional columns; they arrive in `Batch.embeds`. Kinds may be mixed. Items of
         one call may be computed together.
         """
-        raise UnsupportedError(f"{type(self).__name__} takes no images, video or sound")
+        raise UnsupportedError(f"{type(self).__name__} accepts no images, video or audio")
 
     def encode_in_pieces(
         self, items: Sequence[MediaItem]
@@ -249,18 +249,18 @@ class Model(ABC):
 
         layers: indices from 0. A layer's output is the residual stream after it.
         """
-        raise UnsupportedError(f"{type(self).__name__} does not show states of single layers")
+        raise UnsupportedError(f"{type(self).__name__} does not return states of single layers")
 
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed tokens as inputs of the first layer: [n] int64 -> [n, hidden]."""
-        raise UnsupportedError(f"{type(self).__name__} does not show its embedding")
+        raise UnsupportedError(f"{type(self).__name__} does not provide its token embedding")
 
     def carry(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Run a pipeline stage that is not the last one, in place of `forward`.
 
         Returns the next stage's `Batch.carried`: tensors [tokens, hidden].
         """
-        raise UnsupportedError(f"{type(self).__name__} in pipeline stages: not yet")
+        raise UnsupportedError(f"{type(self).__name__} does not support pipeline parallelism yet")
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

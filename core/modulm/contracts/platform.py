@@ -184,14 +184,14 @@ class Platform(ABC):
         Called before `start`, once per worker. Raises ConfigError for processors or nodes that
         this process may not use.
         """
-        raise UnsupportedError(f"numa_bind: platform {self.name} cannot bind its workers: not yet")
+        raise UnsupportedError(f"numa_bind: platform {self.name} cannot bind workers yet")
 
     def take_share(self, rank: int, ranks: int) -> None:
         """Select the device, or the share of a device, of worker `rank` of `ranks` on this host.
 
         Called before `bind` and `start`. Raises ConfigError if there are fewer devices.
         """
-        raise UnsupportedError(f"platform {self.name} has one worker on a host: not yet")
+        raise UnsupportedError(f"platform {self.name} supports only one worker per host")
 
     def start(self, *, threads: int | None = None) -> None:
         """Prepare the process for running models (threads, streams). Called once per worker."""
@@ -231,7 +231,7 @@ class Platform(ABC):
 
     def peak_memory(self) -> int:
         """Return the maximum bytes in use by tensors since `reset_peak_memory`."""
-        raise UnsupportedError(f"platform {self.name} does not count memory")
+        raise UnsupportedError(f"platform {self.name} does not measure memory")
 
     def step_sizes(self, rows: int, tokens: int) -> StepSizes | None:
         """Return sizes to pad steps to, up to `rows` and `tokens`; None: steps are not padded.

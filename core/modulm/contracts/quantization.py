@@ -330,7 +330,7 @@ class QuantizationMethod(ABC):
         of one expert. Experts that move between ranks are a tensor [experts, ...] or a
         `MovableStack`.
         """
-        raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
+        raise UnsupportedError(f"quantization method {self.name} does not support experts yet")
 
     def embed(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of a layer of `kind == "embedding"`. ids: [tokens] int64."""
@@ -339,4 +339,4 @@ class QuantizationMethod(ABC):
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
         """Return the weight [outputs, inputs] in the layer's dtype (for absorbed attention)."""
-        raise UnsupportedError(f"quantization method {self.name} cannot give its weights back")
+        raise UnsupportedError(f"quantization method {self.name} cannot dequantize its weights")

@@ -85,11 +85,11 @@ def _check_number(key: str, value: Any) -> None:
         whole = isinstance(value, int)
         most = next((n for ending, n in _MOST.items() if key.endswith(ending)), _MOST_OF_ALL)
         if not (-1 if whole else 0) <= value <= (most if whole else _LARGEST):
-            raise ValueError(f"{key}: {value} is no number that a model can have")
+            raise ValueError(f"{key}: {value} is not a plausible number for a model")
 
 
 def _as_written(problem: str, aliases: Mapping[str, str], table: Mapping[str, Any]) -> str:
     """Return a problem with the key's name as in the file."""
-    key, colon, words = problem.partition(":")
+    key, colon, message = problem.partition(":")
     own = next((own for own, common in aliases.items() if common == key and own in table), key)
-    return f"{own}{colon}{words}"
+    return f"{own}{colon}{message}"

@@ -68,8 +68,8 @@ class Slot:
         """
         parameter: Tensor = getattr(self.module, self.attribute)
         if parameter.is_meta:
-            held = torch.empty(self.shape, dtype=self.dtype, device=device)
-            parameter = torch.nn.Parameter(held, requires_grad=False)
+            memory = torch.empty(self.shape, dtype=self.dtype, device=device)
+            parameter = torch.nn.Parameter(memory, requires_grad=False)
             setattr(self.module, self.attribute, parameter)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

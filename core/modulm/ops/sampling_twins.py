@@ -75,10 +75,10 @@ def sample(
     drawn = ((temperature > 0) & (chosen >= 0)).nonzero().flatten()
     if len(drawn) == 0:
         return chosen
-    kept = filter_logits(
+    filtered = filter_logits(
         logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn]
     )
-    running = _weights(kept).cumsum(dim=-1)
+    running = _weights(filtered).cumsum(dim=-1)
     target = uniform[drawn, None] * running[:, -1:]
     chosen[drawn] = torch.searchsorted(running, target, right=True).flatten()
     return chosen

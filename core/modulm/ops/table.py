@@ -111,6 +111,6 @@ def bind(
                 ops[name], chosen[name] = op, provider.name
             else:
                 refusals[name] = f"{provider.name}: {reason}"
-    found = (*(provider.recorded for provider in providers), recorder)
-    recorders = [each for each in found if each is not None]
+    candidates = (*(provider.recorded for provider in providers), recorder)
+    recorders = [each for each in candidates if each is not None]
     return cast("Ops", OpTable(ops, chosen, refusals, recorders))

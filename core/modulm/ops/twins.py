@@ -287,9 +287,9 @@ def moe_route(
     if groups > 1:
         grouped = torch.unflatten(ranking, -1, (groups, -1))
         best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool)
-        kept.scatter_(1, best.topk(top_groups, dim=-1).indices, True)
-        ranking = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        selected = torch.zeros_like(best, dtype=torch.bool)
+        selected.scatter_(1, best.topk(top_groups, dim=-1).indices, True)
+        ranking = grouped.masked_fill(~selected.unsqueeze(-1), -torch.inf).flatten(1)
     ids = ranking.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if renormalise:
@@ -336,8 +336,8 @@ def fused_experts(
         )
         gate, up = both.chunk(2, dim=-1)
         inner = _gated(gate, up, act, alpha, limit)
-        found = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
-        total.index_add_(0, rows, found.float() * weights[rows, choices, None])
+        output = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+        total.index_add_(0, rows, output.float() * weights[rows, choices, None])
     return total.to(x.dtype)
 
 

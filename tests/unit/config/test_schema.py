@@ -212,7 +212,7 @@ def test_a_package_brings_flags() -> None:
     assert EngineConfig().with_parts(config.changed()) == config
     assert config.with_(dice=1, sides=6) == EngineConfig()
     assert EngineConfig.from_keywords(dice_config={"number": 3}).group(Dice).dice == 3
-    with pytest.raises(ConfigError, match="below the least"):
+    with pytest.raises(ConfigError, match="below the minimum"):
         EngineConfig.from_keywords(dice=0)
 
 

@@ -61,7 +61,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each. Raises EngineError if fewer are free."""
         if count > self.free:
-            raise EngineError(f"{count} blocks were asked for, {self.free} are free")
+            raise EngineError(f"{count} blocks were requested, {self.free} are free")
         link, refs, cached = self._next, self._refs, self._cached
         taken = []
         block = link[NULL]

@@ -38,7 +38,7 @@ class TokenRuns:
         drafted = step.plan.drafted
         most = 1 if drafted is None else 1 + drafted[step.plan.samples]
         if len(accepted) != len(sampled) or (accepted > most).any():
-            raise EngineError(f"step {step.plan.step} gave more tokens than were asked for")
+            raise EngineError(f"step {step.plan.step} returned more tokens than requested")
         ends = step.ends
         if drafted is not None:
             ends = ends.copy()

@@ -535,7 +535,7 @@ def _check(config: EngineConfig, model: Model) -> tuple[int, int]:
         raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
     if config.model.enable_prompt_embeds and not model.takes_embeds:
         who = type(model).__name__
-        raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
+        raise ConfigError("enable_prompt_embeds", f"{who} needs token ids besides embeddings")
     return rows, tokens
 
 
