@@ -111,6 +111,10 @@ def first(llm: LLM) -> Answer:
         ({"model.norm.weight": None}, r"missing weights: model\.norm\.weight"),
         ({"model.norm.weight": torch.full((64,), torch.nan)}, r"model\.norm\.weight has NaN"),
         ({"model.norm.weight": torch.full((64,), torch.inf)}, r"model\.norm\.weight has inf"),
+        (
+            {"model.norm.weight": torch.tensor([-torch.inf, *[1.0] * 63], dtype=torch.bfloat16)},
+            r"model\.norm\.weight has inf",
+        ),
         ({"model.layers.0.self_attn.k_proj.weight": None}, r"missing.*self_attn\.k_proj\.weight"),
     ],
 )

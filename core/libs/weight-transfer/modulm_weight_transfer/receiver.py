@@ -357,10 +357,30 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise RequestError if a value is not finite."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
         return
-    least, most = torch.aminmax(tensor)
-    if not (least.isfinite() and most.isfinite()):
-        what = "NaN" if least.isnan() or most.isnan() else "infinite values"
+    if not _is_finite(tensor):
+        what = "NaN" if tensor.isnan().any() else "infinite values"
         raise RequestError(f"{name} has {what}", "update_info")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite. Infinity and NaN have the largest bits of their sign, so on
+    a CPU two maxima of integers tell: that is three times as fast as torch's of floats.
+    """
+    found = _INFINITY.get(tensor.dtype)
+    if found is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return bool(torch.isfinite(tensor).all())
+    integers, unsigned, infinity = found
+    bits = tensor.view(integers).numpy()
+    sign = 1 << (8 * bits.itemsize - 1)
+    return int(bits.max()) < infinity and int(bits.view(unsigned).max()) < infinity | sign
+
+
+#: By dtype: signed and unsigned integers of its size, and the bits of infinity.
+_INFINITY: Mapping[torch.dtype, tuple[torch.dtype, str, int]] = {
+    torch.bfloat16: (torch.int16, "uint16", 0x7F80),
+    torch.float16: (torch.int16, "uint16", 0x7C00),
+    torch.float32: (torch.int32, "uint32", 0x7F800000),
+}
 
 
 def _touched(unit: Unit, names: set[str]) -> bool:
