@@ -2,7 +2,8 @@
 
 The keys are those of transformers' configuration classes and of ours; values come from their
 types. Weights are drawn from the names of the parameters, so that two models share what both have.
-One test is one architecture, since making its first model is what takes time.
+One test is one architecture, since making its first model is what takes time. `--everything` tries
+all keys, `make test` those of `sampled`.
 """
 
 from __future__ import annotations
@@ -329,14 +330,26 @@ def quiet():
     transformers.utils.logging.set_verbosity(level)
 
 
+def sampled(case: SimpleNamespace, key: str) -> bool:
+    """Whether `make test` tries the key: all that are the architecture's own, and a fourth of those
+    that it shares with others, different ones for each architecture.
+    """
+    inherited = {f.name for f in attrs.fields(case.driver.config_type) if f.inherited}
+    shared = inherited | {f.name for f in fields(transformers.PreTrainedConfig)}
+    return key not in shared or zlib.crc32(f"{case.name}.{key}".encode()) % 4 == 0
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_key_gives_transformers_numbers_or_is_refused_by_name(architecture, tmp_path):
+def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
+    architecture, tmp_path, pytestconfig
+):
+    everything = pytestconfig.getoption("everything")
     case = family(architecture)
     _, model, expected = reference(case, case.table)
     assert ours(case, case.table, model, tmp_path).allclose(expected, rtol=1e-4, atol=1e-4)
     wrong, tried = [], 0
     for key in keys(case):
-        if f"{architecture}.{key}" in RIGHT:
+        if f"{architecture}.{key}" in RIGHT or not (everything or sampled(case, key)):
             continue
         legal = 0
         if key in case.table:
@@ -359,7 +372,8 @@ def test_every_key_gives_transformers_numbers_or_is_refused_by_name(architecture
             if type(table[key]) in (int, float) or legal == 2 or key in case.unknown:
                 break
     assert not wrong, "\n".join(wrong)
-    assert tried > 10, f"only {tried} files were legal"
+    least = 10 if everything else 0
+    assert tried > least, f"only {tried} files were legal"
 
 
 def test_keys_json_is_what_transformers_says():
