@@ -260,7 +260,7 @@ def check_images(
             assert any(answer.num_cached_tokens for answer in again), "no prefix was reused"
         _same(again, answers, "after prefixes were reused")
     settings |= {"enable_prefix_caching": False, "mm_encoder_chunk": 1}
-    pieces = {"long_prefill_token_threshold": family.chunk}
+    pieces: dict[str, Any] = {"long_prefill_token_threshold": family.chunk}
     if separately:
         with modulm.LLM(str(folder), **settings, **pieces) as llm:
             _same(_ask(llm, family, prompts), answers, f"in pieces of {family.chunk}")
