@@ -66,6 +66,8 @@ def fingerprint(config: Any, engine: Any) -> str | None:
     if server.fingerprint_mode == "none":
         return None
     full = f"modulm-{modulm.__version__}-{engine.info.dtype}"
+    if engine.weight_version:
+        full = f"{full}-w{engine.weight_version}"
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
 
 
