@@ -10,6 +10,7 @@ MODULM_FUZZ: then they draw others, by that seed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import TEMPLATES
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -56,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="also what make test samples: whole grids of the kernels at every level",
+        help="whole grids of kernels, keys, layouts and workloads, of which make test runs samples",
     )
 
 
@@ -106,9 +108,24 @@ class FileTimes:
                 terminalreporter.write_line(f"{seconds:7.1f}s {file}")
 
 
+@pytest.fixture
+def own_interpreters() -> Iterator[None]:
+    """Processes start from nothing: for tests of what is imported, of memory and of signals."""
+    TEMPLATES.enabled = False
+    yield
+    TEMPLATES.enabled = True
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    TEMPLATES.install()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FileTimes(), "file times")
+
+
+def pytest_collection_finish() -> None:
+    """Engines collect garbage when they are made and closed: not through all tests and modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,10 @@
 """What `make wheels` builds, installed by plain pip into an environment that has nothing of this
 repository, as a person does who has no checkout. (Third-party packages are borrowed, so that the
-suite downloads none; the kernels are those that set-up compiled. `make wheels` compiles them.)"""
+suite downloads none; the kernels are those that set-up compiled. `make wheels` compiles them.)
+
+`make test` builds five wheels, one for each kind of content; `make test-all` builds and installs
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from zipfile import ZipFile
 
 import httpx
@@ -33,8 +38,20 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+#: Folders of wheels that hold more than Python modules, and of the compiled kernels.
+FIVE = (
+    ".",
+    "plugins/routes/chat_page",
+    "plugins/parsers/qwen",
+    "plugins/models/demo",
+    "kernels/cpu",
+)
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not request.config.getoption("--everything"):
+        pytest.skip("all wheels are built by make test-all")
     folder = tmp_path_factory.mktemp("wheels")
     run(sys.executable, ROOT / "tools/wheels.py", folder, "--kernels", "built", cwd=folder)
     return folder
@@ -86,14 +103,26 @@ def test_a_wheel_of_each_distribution(wheels: Path) -> None:
     assert {version for _, version, *_ in names} == {modulm.__version__}
 
 
-def test_wheels_hold_what_is_no_python(wheels: Path) -> None:
+def test_wheels_hold_what_is_no_python(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        import wheels
+        for folder in sys.argv[2:]:
+            path = wheels.ROOT / folder
+            out = Path(sys.argv[1])
+            wheels.pack_kernels(out) if path == wheels.COMPILED else wheels.build(path, out)
+    """
+    run(sys.executable, "-c", dedent(code), tmp_path, *FIVE, cwd=ROOT / "tools")
+
     def names(start: str) -> set[str]:
-        (wheel,) = wheels.glob(f"{start}-*.whl")
+        (wheel,) = tmp_path.glob(f"{start}-*.whl")
         return {Path(name).name for name in ZipFile(wheel).namelist()}
 
     assert {"index.txt", "known_flags.toml", "py.typed", "LICENSE"} <= names("modulm")
     assert "chat.html" in names("modulm_route_chat_page")
     assert "fits.toml" in names("modulm_parser_qwen")
+    assert "model.safetensors" in names("modulm_demo")
     assert "libmodulm_cpu_scalar.so" in names("modulm_kernels_cpu")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,75 +17,23 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A block that is a file, which those of later sections import.
 NAMED = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-#: Runs each command in a fork of a process that has imported what most pages import. A request is
-#: a line of JSON; the answer is the exit status. Only modules are shared: no plugin manager, no
-#: engine and no thread exists in the parent.
-_FORK_SERVER = """
-import json, os, runpy, sys, threading, traceback
-import click, pytest, tokenizers, torch, transformers
-import modulm, modulm.cli.main, modulm.engine.worker.worker, modulm_frontend.llm, modulm_server.app
-assert threading.active_count() == 1, threading.enumerate()
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(status, flush=True)
-else:
-    sys.exit()
-nothing = os.open(os.devnull, os.O_RDONLY)
-output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-for source, target in ((nothing, 0), (output, 1), (output, 2)):
-    os.dup2(source, target)
-os.chdir(request["folder"])
-os.environ["PYTHONPATH"] = os.pathsep.join(request["paths"])
-sys.path[:0] = [request["folder"], *request["paths"]]
-first, *rest = request["arguments"]
-status = 0
-try:
-    if first == "-m":
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [first, *rest]
-        runpy.run_path(first, run_name="__main__")
-except SystemExit as stop:
-    status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-except BaseException:
-    traceback.print_exc()
-    status = 1
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
-"""
-
 #: Arguments of Python, the folder to run in, folders to import from -> exit status and output.
 RunPython = Callable[[list[str], Path, list[str]], tuple[int, str]]
 
 
 @pytest.fixture(scope="session")
-def run_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
-    """Runs Python programs in forks of one process, so that torch is imported once."""
-    output = tmp_path_factory.mktemp("forked") / "output"
-    server = subprocess.Popen(
-        [sys.executable, "-c", _FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert server.stdin
-    assert server.stdout
-    requests, answers = server.stdin, server.stdout
+def run_python() -> RunPython:
+    """Runs Python programs, in forks of a process that has imported torch (`forked_python`)."""
 
     def run_one(arguments: list[str], folder: Path, paths: list[str]) -> tuple[int, str]:
-        request = {
-            "arguments": arguments, "folder": str(folder), "paths": paths, "output": str(output)
-        }  # fmt: skip
-        requests.write(json.dumps(request) + "\n")
-        requests.flush()
-        return int(answers.readline()), output.read_text(encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, text=True, errors="replace", check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        return done.returncode, done.stdout
 
-    with server:
-        yield run_one
+    return run_one
 
 
 def arguments_of(line: str) -> list[str]:

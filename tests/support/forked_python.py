@@ -1,0 +1,301 @@
+"""Python processes of tests as forks of one that has imported torch.
+
+Importing takes most of the time of a short server's life, and the suite starts hundreds. Here
+`subprocess.Popen` asks a *template* process for a fork instead, where the command is `modulm`, one
+of the project's modules or a script. The fork runs the command from the beginning, in its own
+environment, folder and file descriptors; only modules are shared. It is a true child of its caller:
+an intermediate parent ends at once, and the kernel hands its child to the next subreaper above,
+which the caller is for that moment (prctl(2), PR_SET_CHILD_SUBREAPER). A fork has a template of its
+own for the processes that it starts.
+
+Commands whose environment matters while modules are imported get an interpreter of their own, as
+do tests with the fixture `own_interpreters`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+#: Variables that are read while modules are imported, or by the interpreter itself.
+_READ_AT_IMPORT = (
+    "ATEN_", "CUDA_", "GOMP_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHON",
+    "SSL_", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_",
+)  # fmt: skip
+#: These are set in the fork.
+_SET_IN_FORK = frozenset({"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
+#: Modules that may run in a fork. Helpers that bound their memory start from nothing.
+_MODULES = frozenset(
+    {
+        "modulm",
+        "modulm.cli.main",
+        "modulm_command_plugins.doctor",
+        "modulm_distributed.testing",
+        "modulm_distributed.worker_process",
+        "modulm_server.api_worker",
+        "modulm_server.engine.engine_process",
+        "torch.distributed.run",
+    }
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_SCRIPT = str(Path(sys.executable).with_name("modulm"))
+_MAX_MESSAGE = 1 << 20
+_MAX_FDS = 200
+#: Bytes of a fork's command line in the process table; a longer one is cut.
+_MAX_TITLE = 4000
+
+#: How the code of a worker of pytest-xdist begins.
+_WORKER = "import sys;exec("
+#: What commands and tests import most.
+_IMPORTED = (
+    "anthropic", "openai", "tokenizers", "torch", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "modulm.cli.main", "modulm.engine.worker.worker",
+    "modulm_frontend.llm", "modulm_server.app",
+)  # fmt: skip
+
+_execute: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+#: Set in a fork, which has a template already.
+_INSTALLED = getattr(_execute, "templates", None)
+_SIGNATURE = inspect.signature(_execute)
+
+
+class Templates:
+    """The template of this process, started when it is first needed."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self.enabled = True
+        self._connection = connection
+        self._environment: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        """Let `subprocess.Popen` fork where it can; the environment is the template's from now."""
+        if self is _INSTALLED:
+            return
+        self._environment = dict(os.environ)
+
+        def execute_child(process: Any, *args: Any) -> None:
+            call = SimpleNamespace(**_SIGNATURE.bind(process, *args).arguments)
+            request = self.enabled and _request(call, self._environment)
+            if request:
+                self._fork(process, call, request)
+            else:
+                _execute(process, *args)
+
+        execute_child.templates = self  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+    def _fork(self, process: Any, call: Any, request: dict[str, Any]) -> None:
+        """Start `process` as a fork."""
+        streams = (call.p2cread, call.c2pwrite, call.errwrite)
+        standard = [own if fd == -1 else fd for own, fd in enumerate(streams)]
+        with self._lock:
+            if self._connection is None:
+                self._connection = _start(self._environment)
+            with _subreaper():
+                message = json.dumps(request).encode()
+                socket.send_fds(self._connection, [message], [*standard, *call.pass_fds])
+                process.pid = int(self._connection.recv(64))
+        process._child_created = True
+        process._close_pipe_fds(
+            call.p2cread, call.p2cwrite, call.c2pread, call.c2pwrite, call.errread, call.errwrite
+        )
+
+
+def _request(call: Any, template: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a template has to know of a call of Popen's; none if it cannot fork for it.
+
+    template: the environment in which the template imported its modules.
+    """
+    command = _command(call.args)
+    env = os.environ if call.env is None else call.env
+    env = {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()}
+    if command is None or _read_at_import(env) != _read_at_import(template):
+        return None
+    if call.preexec_fn or call.executable or call.shell or not call.close_fds:
+        return None
+    if (call.gid, call.gids, call.uid, call.umask, call.process_group) != (
+        None,
+        None,
+        None,
+        -1,
+        -1,
+    ):
+        return None
+    return {
+        "command": command,
+        "title": [os.fsdecode(arg) for arg in call.args],
+        "env": env,
+        "cwd": os.path.abspath(os.fsdecode(call.cwd or ".")),
+        "from_cwd": "-m" in call.args[1:3] and not env.get("PYTHONSAFEPATH"),
+        "session": call.start_new_session,
+        "targets": [0, 1, 2, *call.pass_fds],
+    }
+
+
+TEMPLATES: Templates = _INSTALLED or Templates()
+
+
+def _command(args: Any) -> list[str] | None:
+    """`[module or script, *arguments]` of a command that may be forked."""
+    if isinstance(args, (str, bytes, os.PathLike)):
+        return None
+    first, *rest = (os.fsdecode(arg) for arg in args)
+    if first == _SCRIPT:
+        return ["modulm.cli.main", *rest]
+    if first != sys.executable:
+        return None
+    rest = rest[rest[:1] == ["-u"] :]
+    if rest[:1] == ["-c"] and rest[1].startswith(_WORKER):
+        return rest
+    if rest and rest[0].endswith(".py"):
+        return rest
+    return rest[1:] if rest[:1] == ["-m"] and rest[1] in _MODULES else None
+
+
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that decide which modules are imported, or with which settings."""
+    return {
+        key: value
+        for key, value in env.items()
+        if key.startswith(_READ_AT_IMPORT) and key not in _SET_IN_FORK
+    }
+
+
+def _start(environment: dict[str, str]) -> socket.socket:
+    """The connection to a new template, an interpreter that imports what most commands do."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno()), " " * _MAX_TITLE],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+    return ours
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """While this lasts, orphans among the descendants become this process's children."""
+    _set_subreaper(1)
+    try:
+        yield
+    finally:
+        _set_subreaper(0)
+
+
+def _set_subreaper(value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a template: fork for each request, until the caller has ended. Forks run the request."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, _MAX_FDS)
+        if not data:
+            return
+        reading, writing = os.pipe()
+        between = os.fork()
+        if not between:
+            child = os.fork()
+            if child:
+                os.write(writing, b"%d" % child)
+                os._exit(0)
+            connection.detach()  # its descriptor is closed, and its number given out again
+            run(json.loads(data), fds)
+            return
+        for fd in (*fds, writing):
+            os.close(fd)
+        os.waitpid(between, 0)
+        connection.send(os.read(reading, 64))
+        os.close(reading)
+
+
+def run(request: dict[str, Any], fds: list[int]) -> None:
+    """Do what an interpreter does with the command, from its beginning."""
+    if request["session"]:
+        os.setsid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        nothing = os.open(os.devnull, os.O_RDWR)
+        place([nothing, nothing, nothing, theirs.detach()], [0, 1, 2, 3])
+        ours.detach()
+        serve(socket.socket(fileno=3))
+        return
+    theirs.close()
+    targets = request["targets"]
+    place([*fds, ours.detach()], [*targets, max(targets) + 1])
+    connection = socket.socket(fileno=max(targets) + 1)
+    connection.set_inheritable(False)
+    Templates(connection).install()
+
+    set_title(request["title"])
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [*([request["cwd"]] if request["from_cwd"] else []), *paths]
+    sys.argv = request["command"]
+    main = sys.argv[0]
+    if main == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    elif main.endswith(".py"):
+        sys.path[0:0] = [os.path.dirname(os.path.abspath(main))]
+        runpy.run_path(main, run_name="__main__")
+    else:
+        sys.modules.pop(main, None)
+        runpy.run_module(main, run_name="__main__", alter_sys=True)
+
+
+def set_title(command: list[str]) -> None:
+    """Show the command in the process table, instead of the template's own arguments."""
+    # The 48th and 49th field of proc_pid_stat(5); the second is a name in parentheses.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[45:47])
+    title = "\0".join(command).encode(errors="surrogateescape")[: end - start - 1]
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(title.ljust(end - start, b"\0"))
+
+
+def place(fds: list[int], targets: list[int]) -> None:
+    """Give descriptors these numbers, and close all others."""
+    free = max(*targets, *fds) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, free) for fd in fds]
+    for fd, target in zip(moved, targets, strict=True):
+        os.dup2(fd, target)
+    low = 0
+    for target in (*sorted(targets), os.sysconf("SC_OPEN_MAX")):
+        if low < target:  # closerange(0, 0) closes everything
+            os.closerange(low, target)
+        low = target + 1
+
+
+if __name__ == "__main__":
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    if threading.active_count() != 1:
+        raise RuntimeError(f"threads do not survive a fork: {threading.enumerate()}")
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))
