@@ -72,7 +72,7 @@ class Converted:
         for name, where in self.store(config, places).items():
             numbers[where.flatten()] = weights[name].float().flatten()
         sizes = [tensor.numel() for tensor in state.values()]
-        parts = zip(state.items(), numbers.split(sizes), strict=True)
+        parts = zip(state.items(), torch.split(numbers, sizes), strict=True)
         model.load_state_dict({name: part.view(tensor.shape) for (name, tensor), part in parts})
 
     def _model(self, config: Mapping[str, Any]) -> Any:
