@@ -317,10 +317,57 @@ def unsupported_models() -> str:
     return text
 
 
+# What vLLM has and modulm has not, by tools/absent.toml.
+
+
+def absent(section: str) -> dict[str, Any]:
+    """Return a section of tools/absent.toml."""
+    table = tomllib.loads((ROOT / "tools/absent.toml").read_text(encoding="utf-8"))
+    section_table: dict[str, Any] = table[section]
+    return section_table
+
+
+def absent_rows(head: str, reasons: dict[str, list[str]], known: set[str]) -> str:
+    """Return a table of reasons and names. Exits for a name that is known."""
+    found = sorted(name for names in reasons.values() for name in names if name in known)
+    if found:
+        raise SystemExit(f"tools/absent.toml: modulm has {', '.join(found)}")
+    rows = (
+        cells(reason, ", ".join(f"`{name}`" for name in names)) for reason, names in reasons.items()
+    )
+    return f"| feature | {head} |\n|---|---|\n" + "".join(rows)
+
+
+def absent_routes() -> str:
+    """The table of routes."""
+    return absent_rows("routes", absent("routes"), set(described()["paths"]))
+
+
+def absent_fields() -> str:
+    """A table of fields per route."""
+    document, text = described(), []
+    for path, reasons in absent("fields").items():
+        operation = document["paths"][path]["post"]
+        known = {name for name, *_ in fields_of(operation, document["components"]["schemas"])}
+        text.append(absent_rows(f"fields of `{path}`", reasons, known))
+    return "\n".join(text)
+
+
+def absent_metrics() -> str:
+    """The table of metrics."""
+    known = {str(family.name).removeprefix("modulm:") for family in families()}
+    return absent_rows("metrics", absent("metrics"), known)
+
+
 PAGES = {"cli": cli_page, "http-api": http_page, "metrics": metrics_page}
 #: Page -> its generated parts, by the names in their markers.
 PARTS = {
-    "from-vllm": {"unsupported flags": unsupported_flags},
+    "from-vllm": {
+        "unsupported flags": unsupported_flags,
+        "absent routes": absent_routes,
+        "absent fields": absent_fields,
+        "absent metrics": absent_metrics,
+    },
     "models": {
         "architectures on other code": with_transformers,
         "unsupported architectures": unsupported_models,
