@@ -306,6 +306,7 @@ def test_calls_into_workers(demo) -> None:
     assert demo.collective_rpc(lambda worker, by: worker.rank + by, args=(2,)) == [2]
     with pytest.raises(ValueError, match="nothing"):
         demo.collective_rpc("nothing")
+    assert demo.apply_model(lambda model: type(model).__name__) == ["Qwen3ForCausalLM"]
 
 
 def test_adapters(llama: Path) -> None:
@@ -419,6 +420,12 @@ def test_an_engine_on_an_event_loop(llama: Path) -> None:
                 async for _ in engine.generate("x " * 500, params, request_id="long"):
                     pass
             await engine.check_health()
+            await engine.pause_generation(mode="wait")
+            assert await engine.is_paused()
+            await engine.resume_generation()
+            assert not await engine.is_paused()
+            with pytest.raises(ValueError, match="weight-transfer-config"):
+                await engine.init_weight_transfer_engine({"init_info": {}})
         finally:
             engine.shutdown()
 

@@ -225,6 +225,47 @@ class AsyncLLMEngine:
         with as_vllm():
             return await self._engine.collective_rpc(method, timeout, args, kwargs)
 
+    async def apply_model(self, func: Any) -> list[Any]:
+        """Call a function with the model of every worker; answers by rank."""
+        with as_vllm():
+            return await self._engine.apply_model(func)
+
+    # For trainers.
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Keep new requests back; mode says what becomes of those that run."""
+        with as_vllm():
+            await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Run requests again."""
+        with as_vllm():
+            await self._engine.resume_generation()
+
+    async def is_paused(self) -> bool:
+        """Whether requests are kept back."""
+        return await self._engine.is_paused()
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Have the workers meet the trainer."""
+        with as_vllm():
+            await self._engine.init_weight_transfer_engine(request)
+
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin an update of the weights."""
+        with as_vllm():
+            await self._engine.start_weight_update(is_checkpoint_format)
+
+    async def update_weights(self, request: Any) -> None:
+        """Take tensors of an update."""
+        with as_vllm():
+            await self._engine.update_weights(request)
+
+    async def finish_weight_update(self) -> None:
+        """Use the new weights."""
+        with as_vllm():
+            await self._engine.finish_weight_update()
+
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
         return await self._engine.is_sleeping()
