@@ -40,7 +40,8 @@ class TimedCalls:
             return call()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-calls")
-        future = self._overdue = self._thread.submit(call)
+        future: Future[T] = self._thread.submit(call)
+        self._overdue = future
         try:
             return future.result(timeout)
         except TimeoutError as error:
