@@ -34,7 +34,7 @@ def number(
             raise RequestError(message, attribute.name)
         return int(value) if whole else float(value)
 
-    converter = attrs.Converter(convert, takes_field=True)  # type: ignore[call-overload]
+    converter = attrs.Converter(convert, takes_field=True)
     return attrs.field(default=default, converter=converter)
 
 

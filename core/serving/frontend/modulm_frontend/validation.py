@@ -288,10 +288,9 @@ def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
 
 def _with_schema(constraint: Any) -> Any:
     """The constraint with a JSON schema in place of a class of pydantic."""
-    kind = getattr(constraint, "json", None)
-    if isinstance(kind, type) and callable(getattr(kind, "model_json_schema", None)):
-        return evolve(constraint, json=kind.model_json_schema())
-    return constraint
+    kind: Any = getattr(constraint, "json", None)
+    make_schema = getattr(kind, "model_json_schema", None) if isinstance(kind, type) else None
+    return constraint if make_schema is None else evolve(constraint, json=make_schema())
 
 
 def _check_constraint(constraint: Any) -> None:

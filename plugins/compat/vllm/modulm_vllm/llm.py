@@ -93,7 +93,7 @@ class LLM(frontend.LLM):
                 priority=priority,
             )
 
-    def wait_for_completion(  # type: ignore[override]
+    def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
         """Run all enqueued requests. output_type: requests that generate have one type."""
