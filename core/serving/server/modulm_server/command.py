@@ -38,8 +38,9 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
     termination = _Termination()
     several = not draft.config.parallel.disable_frontend_multiprocessing
-    process = EngineProcess() if several else None
+    process = None
     try:
+        process = EngineProcess() if several else None
         code = _serve(draft, process, termination)
     except _Terminated:
         for number in _ENDINGS:
