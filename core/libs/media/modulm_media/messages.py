@@ -55,7 +55,9 @@ def part_kind(part: Any) -> MediaKind | None:
     """The kind of media in a content part, None for text."""
     if isinstance(part, MediaSource):
         return part.kind
-    return _KINDS.get(_type_of(part)) if isinstance(part, Mapping) else None
+    if type(part) is not dict and not isinstance(part, Mapping):  # the first is ten times as fast
+        return None
+    return _KINDS.get(_type_of(part))
 
 
 def _type_of(part: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -473,6 +474,8 @@ def _array(ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
     """Convert plain integers to an int64 array; leave anything else for `check_prompt`."""
     if isinstance(ids, np.ndarray):
         return ids.copy() if ids.ndim == 1 else list(ids)
+    if isinstance(ids, array) and ids.typecode == "q":
+        return np.array(ids)
     if set(map(type, ids)) != {int}:
         return ids
     try:

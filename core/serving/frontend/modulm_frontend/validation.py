@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,11 @@ def check(
     _check_limits(params, max_model_len, max_temperature, max_n)
     for name in ("logprobs", "prompt_logprobs"):
         _check_logprobs(name, getattr(params, name), max_logprobs)
+    if len(params.allowed_token_ids or ()) > vocabulary:
+        raise RequestError(
+            f"allowed_token_ids has more entries than the model has tokens ({vocabulary})",
+            "allowed_token_ids",
+        )
     for name in ("stop_token_ids", "allowed_token_ids"):
         check_ids(name, getattr(params, name) or (), vocabulary)
     bias = params.logit_bias
@@ -131,11 +137,8 @@ def check_prompt(
     if not len(ids):
         raise RequestError("the prompt is empty; give at least one token", "prompt")
     _check_length(len(ids), max_model_len, room)
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
-        wrong = ids[(ids < 0) | (ids >= vocabulary)][:1].tolist()
-    else:
-        wrong = [i for i in ids if not _is_int(i) or not 0 <= i < vocabulary][:1]
-    if wrong:
+    wrong = _out_of_vocabulary(ids, vocabulary)
+    if wrong is not None:
         raise RequestError(
             f"prompt holds token id {wrong[0]!r:.40}, which is out of vocabulary: the model has "
             f"ids 0 to {vocabulary - 1}",
@@ -210,13 +213,26 @@ def bad_word_ids(
 
 def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
     """Raise RequestError unless all are token ids of the model."""
-    for token in ids:
-        if not _is_int(token) or not 0 <= token < vocabulary:
-            raise RequestError(
-                f"{name} holds {token!r:.40}, which is not a token id of the model "
-                f"(0 to {vocabulary - 1})",
-                name,
-            )
+    wrong = _out_of_vocabulary(ids, vocabulary)
+    if wrong is not None:
+        raise RequestError(
+            f"{name} holds {wrong[0]!r:.40}, which is not a token id of the model "
+            f"(0 to {vocabulary - 1})",
+            name,
+        )
+
+
+def _out_of_vocabulary(ids: Collection[Any], vocabulary: int) -> tuple[Any] | None:
+    """The first of the ids that the model lacks, or that is no integer; None if there is none."""
+    values: np.ndarray | None = None
+    if isinstance(ids, np.ndarray):
+        values = ids
+    elif isinstance(ids, array):
+        values = np.frombuffer(ids, dtype=ids.typecode)
+    if values is not None and values.dtype.kind in "iu":
+        wrong = values[(values < 0) | (values >= vocabulary)][:1].tolist()
+        return (wrong[0],) if wrong else None
+    return next(((i,) for i in ids if not _is_int(i) or not 0 <= i < vocabulary), None)
 
 
 def _check_limits(

@@ -26,6 +26,7 @@ from modulm_server.auth import current_owner
 from modulm_server.errors import ApiError, model_error
 from modulm_server.flags import ServerConfig
 from modulm_server.media_service import MediaService
+from modulm_server.pacing import Turns
 from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_cost import check_cost
@@ -47,6 +48,8 @@ __all__ = ["GenerationService", "Running", "ServedModel", "merged"]
 
 #: Size of a tool in characters, and of work that is slow whatever its length.
 _TOOL, _SLOW = 256, 10_000
+#: Prompts of one request that start in one turn of the event loop.
+_TOGETHER = 8
 #: Maximum length of an adapter name to load.
 _NAME = 256
 #: Seconds without an error after which a request counts as accepted.
@@ -82,6 +85,7 @@ class GenerationService:
     closing: bool = False
     adapter_finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
     work: TextWork = field(init=False)
+    _turns: Turns = field(factory=lambda: Turns(_TOGETHER), init=False)
     media: MediaService = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -176,6 +180,15 @@ class GenerationService:
         prompts: tuple[Prompt, ...] = await self.work.run(sum(map(len, texts)), read)
         return prompts
 
+    async def from_ids(self, *prompts: Sequence[int]) -> tuple[Prompt, ...]:
+        """Prompts of token ids, in arrays if they are integers of 64 bits."""
+
+        def read() -> tuple[Prompt, ...]:
+            return tuple(Prompt(_array(ids)) for ids in prompts)
+
+        read_prompts: tuple[Prompt, ...] = await self.work.run(sum(map(len, prompts)), read)
+        return read_prompts
+
     async def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> Prompt:
@@ -205,7 +218,7 @@ class GenerationService:
         work = self.work.run if renderer is None else self.work.render
         ids, text = await work(
             max(size, _SLOW) if parts or media else size,
-            encode_chat,
+            _encode_chat,
             messages if parts is None else parts.messages,
             tokenizer=self.tokenizer,
             encode=None if parts is None else parts.encode,
@@ -278,6 +291,7 @@ class GenerationService:
         Returns once the engine has accepted the request, so that errors are raised before the
         response begins.
         """
+        await self._turns.wait()
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
         engine_prompt = prompt.engine_prompt()
@@ -295,10 +309,20 @@ class GenerationService:
         log = partial(self.request_log.answer, name, delta=streamed)
         return await Running.start(source, log, fields or {})
 
+    async def last_outputs(self, runs: Sequence[Running]) -> list[RequestOutput]:
+        """Run all to their ends, a few per turn of the event loop; returns their last outputs."""
+
+        async def last(run: Running) -> RequestOutput:
+            await self._turns.wait()
+            return await run.last()
+
+        return await asyncio.gather(*map(last, runs))
+
     async def encode(
         self, prompt: Prompt, params: PoolingParams, priority: int = 0, adapter: str | None = None
     ) -> PoolingRequestOutput:
         """Pool a prompt. adapter: from `find_model`."""
+        await self._turns.wait()
         self.check_open()
         engine_prompt = {**prompt.engine_prompt(), "prompt": None}
         more = _adapter_keyword(adapter)
@@ -308,6 +332,22 @@ class GenerationService:
         if not results:
             raise EngineError("the engine returned no output")
         return results[-1]
+
+
+def _encode_chat(*args: Any, **options: Any) -> tuple[Sequence[int], str]:
+    """Encode a conversation, into an array of token ids."""
+    ids, text = encode_chat(*args, **options)
+    return _array(ids), text
+
+
+def _array(ids: Sequence[int]) -> Sequence[int]:
+    """An array of plain integers, which is checked faster; others as they are, for the check."""
+    if set(map(type, ids)) != {int}:
+        return ids
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return ids
 
 
 def _adapter_keyword(adapter: str | None) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from modulm_server.errors import ApiError, escape
 from modulm_server.request_guard import RequestLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from starlette.requests import Request
 
 __all__ = [
     "bad_field",
     "check_counts",
+    "convert",
     "decode",
     "json_response",
     "read",
@@ -39,6 +40,7 @@ __all__ = [
 log = logging.getLogger("modulm_server")
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+_Result = TypeVar("_Result")
 _PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*)`$")
 _DEPTH = 128
 _LIMITS = RequestLimits()
@@ -70,6 +72,13 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
     if len(body) < _LARGE:
         return decode(body, schema)
     return await asyncio.get_running_loop().run_in_executor(_thread(), decode, body, schema)
+
+
+async def convert(request: Request, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Call a function that reads the decoded body of a request; in a thread if it is large."""
+    if len(await request.body()) < _LARGE:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_thread(), function, *args)
 
 
 @lru_cache(maxsize=1)

@@ -206,7 +206,7 @@ class ScriptedEngine(EngineClient):
             embeds: Any = prompt["prompt_embeds"]
             check_embeds(embeds, params)
         ids, text = self._ids(prompt)
-        ids = list(truncated(ids, params.truncate_prompt_tokens, self.info.max_model_len))
+        ids = truncated(ids, params.truncate_prompt_tokens, self.info.max_model_len)
         check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=self.info.max_model_len)
         params = check(
             params,
@@ -222,8 +222,8 @@ class ScriptedEngine(EngineClient):
         running = self._running[request_id] = _Running(request_id)
         whole = False
         try:
-            prompt_text = text if text is not None else self.tokenizer.decode(ids, False)
-            play = _Play(self, ids, text, params, self.reply(prompt_text, params), running)
+            prompt_text = await self._text(text, ids)
+            play = _Play(self, list(ids), text, params, self.reply(prompt_text, params), running)
             async for output in play.outputs():
                 whole = output.finished
                 yield output
@@ -268,11 +268,11 @@ class ScriptedEngine(EngineClient):
             max_model_len=self.info.max_model_len,
         )
         self.used.append(adapter)
-        await self._pause(request_id, text if text is not None else self.tokenizer.decode(ids))
+        await self._pause(request_id, await self._text(text, ids))
         vector = np.zeros(self.info.hidden, dtype=np.float32)
-        np.add.at(vector, np.array(ids) % len(vector), 1.0)
+        vector += np.bincount(np.array(ids) % len(vector), minlength=len(vector))
         vector = vector[: params.dimensions] / np.linalg.norm(vector[: params.dimensions])
-        yield PoolingRequestOutput(request_id, PoolingOutput(vector), ids)
+        yield PoolingRequestOutput(request_id, PoolingOutput(vector), list(ids))
 
     async def _pause(self, request_id: str, text: str) -> None:
         """Wait for the scripted delay before a vector."""
@@ -288,11 +288,17 @@ class ScriptedEngine(EngineClient):
         finally:
             del self._running[request_id]
 
-    def _ids(self, prompt: PromptLike) -> tuple[list[int], str | None]:
+    async def _text(self, text: str | None, ids: Sequence[int]) -> str:
+        """The text of a prompt, from its token ids if need be, off the loop."""
+        if text is not None:
+            return text
+        return await asyncio.to_thread(lambda: self.tokenizer.decode(list(ids), False))
+
+    def _ids(self, prompt: PromptLike) -> tuple[Sequence[int], str | None]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt), prompt
         table: Any = prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": prompt}
-        return list(table["prompt_token_ids"]), table.get("prompt")
+        return table["prompt_token_ids"], table.get("prompt")
 
 
 @define(eq=False)

@@ -26,11 +26,12 @@ __all__ = ["Live", "error_of", "serve_in_thread"]
 
 @define(eq=False)
 class Live:
-    """A running server."""
+    """A running server. loop: the event loop of its thread."""
 
     url: str
     engine: Any
     served: Served
+    loop: asyncio.AbstractEventLoop
 
     def client(self, **options: Any) -> httpx.Client:
         """Create a client of this server. Close it, or use it in a `with` statement.
@@ -98,13 +99,15 @@ def serve_in_thread(
         served = evolve(served, app=watch(served))
     sock = open_socket(config.group(ServerConfig))
     server = make_server(served, config.group(ServerConfig))
+    loops: list[asyncio.AbstractEventLoop] = []
+    server.announce = lambda: loops.append(asyncio.get_running_loop())
     thread = threading.Thread(target=server.serve_on, args=(sock,), name="test-server")
     thread.start()
     try:
-        while not server.started and thread.is_alive():
+        while not loops and thread.is_alive():
             threading.Event().wait(0.01)
         url = "http://localhost" if isinstance(sock.getsockname(), str) else _url(sock)
-        yield Live(url, engine, served)
+        yield Live(url, engine, served, loops[0])
     finally:
         server.should_exit = True
         thread.join(300)

@@ -141,15 +141,20 @@ def characters(messages: Sequence[Mapping[str, Any]], enough: int) -> int:
     """Estimate the characters in messages; stops counting beyond `enough`."""
     total = 0
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = message.get("content") if _is_object(message) else None
         total += _PART
         if isinstance(content, str):
             total += len(content)
         for part in content if isinstance(content, list) else ():
-            text = part.get("text") if isinstance(part, Mapping) else part
+            text = part.get("text") if _is_object(part) else part
             total += _PART + (len(text) if isinstance(text, str) else 0)
             if total > enough:
                 return total
         if total > enough:
             return total
     return total
+
+
+def _is_object(value: Any) -> bool:
+    """Like isinstance, which takes ten times as long for Mapping."""
+    return type(value) is dict or isinstance(value, Mapping)

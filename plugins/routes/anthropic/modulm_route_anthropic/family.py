@@ -26,7 +26,7 @@ from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
-from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.json_body import convert, json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
@@ -101,7 +101,8 @@ class Anthropic(RouteFamily):
             constraint_of(body, self._forced_calls(tools, choice, parallel))
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
-            prompt = await self.context.generation.from_messages(messages_of(body), options)
+            messages = await convert(request, messages_of, body)
+            prompt = await self.context.generation.from_messages(messages, options)
             counted: TokenCount = {"input_tokens": len(prompt.ids)}
             return json_response(counted)
         except Exception as error:
@@ -124,7 +125,8 @@ class Anthropic(RouteFamily):
         turn = ChatTurn(
             generation=generation,
             prompt=await generation.from_messages(
-                messages_of(body), ChatOptions(tools=tools, variables=variables)
+                await convert(request, messages_of, body),
+                ChatOptions(tools=tools, variables=variables),
             ),
             params=params_of(
                 body,

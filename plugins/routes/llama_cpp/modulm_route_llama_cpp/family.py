@@ -233,7 +233,7 @@ class LlamaCpp(RouteFamily):
                 add_generation_prompt=body.add_generation_prompt,
             ),
         )
-        rendered: Tokens = {"prompt": self._text(prompt.text, prompt.ids)}
+        rendered: Tokens = {"prompt": await self._text(prompt.text, prompt.ids)}
         return json_response(rendered)
 
     async def embedding(self, request: Request) -> Response:
@@ -291,7 +291,10 @@ class LlamaCpp(RouteFamily):
             raise bad_field("id_slot", f"id_slot must be -1 or a slot from 0 to {slots - 1}")
         settings = Settings.of(body, info.defaults)
         constraint = constraint_of(body)
-        bias = biases(body.logit_bias, self.context.generation.tokenizer)
+        generation = self.context.generation
+        bias = await generation.work.run(
+            _size_of(body.logit_bias), biases, body.logit_bias, generation.tokenizer
+        )
         params = params_of(body, settings, None if constraint is None else constraint[0], bias)
         server = self.context.config.group(ServerConfig)
         check_cost(params, [len(prompt.ids) for prompt in prompts], info, server)
@@ -366,24 +369,28 @@ class LlamaCpp(RouteFamily):
                     await run.aclose()
             raise
 
-    def _text(self, text: str | None, ids: Sequence[int]) -> str:
+    async def _text(self, text: str | None, ids: Sequence[int]) -> str:
         if text is not None:
             return text
-        return str(self.context.generation.tokenizer.decode(list(ids), False))
+        generation = self.context.generation
+        decoded = await generation.work.run(
+            len(ids), lambda: generation.tokenizer.decode(list(ids), False)
+        )
+        return str(decoded)
 
     async def _whole(self, job: _Job, runs: Sequence[Running]) -> Any:
         answers = job.answers()
         async with AsyncExitStack() as stack:
             for run in runs:
                 stack.push_async_callback(run.aclose)
-            outputs = await asyncio.gather(*(run.last() for run in runs))
+            outputs = await self.context.generation.last_outputs(runs)
         completions = []
         for prompt_index, output in enumerate(outputs):
             for choice in output.outputs:
                 answer = answers[prompt_index * job.params.n + choice.index]
                 if output.metrics is not None and output.metrics.first_token_time is not None:
                     answer.first = output.metrics.first_token_time
-                prompt = self._text(output.prompt, output.prompt_token_ids)
+                prompt = await self._text(output.prompt, output.prompt_token_ids)
                 completion = answer.end(answer.piece(output, choice), output, choice, prompt)
                 completions.append(chosen_fields(completion, job.body.response_fields))
         return completions[0] if len(completions) == 1 else completions
@@ -396,10 +403,10 @@ class LlamaCpp(RouteFamily):
             async for prompt_index, output in merged(runs):
                 for choice in output.outputs:
                     answer = answers[prompt_index * job.params.n + choice.index]
-                    for part in self._pieces(job, answer, output, choice):
+                    for part in await self._pieces(job, answer, output, choice):
                         yield frame(part)
 
-    def _pieces(
+    async def _pieces(
         self, job: _Job, answer: Answer, output: Any, choice: Any
     ) -> list[Mapping[str, Any]]:
         """The stream parts of an output: its text, and the end if it is finished."""
@@ -416,11 +423,16 @@ class LlamaCpp(RouteFamily):
         if piece["content"] or piece["tokens"]:
             parts.append(piece)
         if choice.finish_reason is not None:
-            prompt = self._text(output.prompt, output.prompt_token_ids)
+            prompt = await self._text(output.prompt, output.prompt_token_ids)
             last: Piece = {**_plain(piece), "content": "", "tokens": []}
             ended = answer.end(last, output, choice, prompt)
             parts.append(chosen_fields(ended, job.body.response_fields))
         return parts
+
+
+def _size_of(bias: Any) -> int:
+    """About how many characters of text are as much work as these biases."""
+    return 16 * len(bias) if isinstance(bias, list | dict) else 0
 
 
 def _plain(piece: Chunk) -> Piece:

@@ -28,6 +28,8 @@ _MIDDLE = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>"
            "<|code_middle|>", "[MIDDLE]")  # fmt: skip
 _REPOSITORY = ("<|repo_name|>", "<|fim_repo|>", "<fim-repo>", "<reponame>", "<repo_name>")
 _FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
+#: About how many characters of text are as much work as one part of a list.
+_PART = 16
 
 
 @frozen
@@ -62,11 +64,20 @@ class Gap:
 
 async def prompts_of(prompt: Any, generation: GenerationService) -> tuple[Prompt, ...]:
     """Read prompts: texts, token ids, mixed lists, or lists of these. Raises ApiError(400)."""
-    is_list = isinstance(prompt, list) and _holds_prompts(prompt)
-    many = prompt if is_list else [prompt]
+    many = await generation.work.run(_size(prompt), _several, prompt)
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("prompt", f"prompt must have 1 to {LIMITS.prompts} prompts")
     return tuple([await _prompt(one, generation) for one in many])
+
+
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a request, each in any form."""
+    return prompt if isinstance(prompt, list) and _holds_prompts(prompt) else [prompt]
+
+
+def _size(prompt: Any) -> int:
+    """About how much work it is to look through a prompt."""
+    return len(prompt) if isinstance(prompt, list | str) else 1
 
 
 def _holds_prompts(items: Sequence[Any]) -> bool:
@@ -87,18 +98,28 @@ async def _prompt(source: Any, generation: GenerationService) -> Prompt:
         raise bad_field(
             "prompt", "prompt must be text, a list of token ids and texts, or a list of these"
         )
-    if all(_is_id(item) for item in source):
-        return Prompt(source)
-    ids: list[int] = []
+    size = await generation.work.run(len(source), _mixed_size, source)
+    generation.work.check(size)
+    tokenizer = generation.tokenizer
+
+    def read() -> list[int]:
+        ids: list[int] = []
+        for index, item in enumerate(source):
+            ids += [item] if _is_id(item) else tokenizer.encode(item, not index)
+        return ids
+
+    (prompt,) = await generation.from_ids(await generation.work.run(size, read))
+    return prompt
+
+
+def _mixed_size(source: Sequence[Any]) -> int:
+    """The characters and token ids in a list of both. Raises ApiError(400) for anything else."""
+    size = 0
     for index, item in enumerate(source):
-        if _is_id(item):
-            ids.append(item)
-        elif isinstance(item, str):
-            (part,) = await generation.tokenize(item, add_special_tokens=not index, whole=True)
-            ids += part.ids
-        else:
+        if not isinstance(item, str) and not _is_id(item):
             raise bad_field("prompt", f"prompt[{index}] must be a token id or text")
-    return Prompt(ids)
+        size += len(item) if isinstance(item, str) else 1
+    return size
 
 
 def _is_id(value: Any) -> bool:
@@ -112,29 +133,39 @@ async def infill_prompt(body: InfillRequest, generation: GenerationService) -> P
     if body.prompt is not None and not isinstance(body.prompt, str):
         raise bad_field("prompt", "prompt must be text")
 
-    async def ids(text: str) -> list[int]:
-        if not text:
-            return []
-        (part,) = await generation.tokenize(text, add_special_tokens=False, whole=True)
-        return list(part.ids)
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
-    extra = _extra(body)
-    known: list[int] = []
-    if extra and gap.repository is not None and gap.file is not None:
-        known += [gap.repository, *await ids("myproject\n")]
-        for name, text in extra:
-            known += [gap.file, *await ids(f"{name}\n{text}\n")]
-        known += [gap.file, *await ids("filename\n")]
-    else:
-        for _, text in extra:
-            known += await ids(text)
-    before = [gap.prefix, *await ids(body.input_prefix)]
-    after = [gap.suffix, *await ids(body.input_suffix)]
-    last = await ids(body.prompt or "")
-    begin = _begin(tokenizer)
-    if gap.middle is None:
-        return Prompt([*begin, *known, *after, *before, *last])
-    return Prompt([*begin, *known, *before, *after, gap.middle, *last])
+    def read() -> list[int]:
+        before = [gap.prefix, *ids(body.input_prefix)]
+        after = [gap.suffix, *ids(body.input_suffix)]
+        known: list[int] = []
+        extra = _extra(body)
+        if extra and gap.repository is not None and gap.file is not None:
+            known += [gap.repository, *ids("myproject\n")]
+            for name, text in extra:
+                known += [gap.file, *ids(f"{name}\n{text}\n")]
+            known += [gap.file, *ids("filename\n")]
+        else:
+            for _, text in extra:
+                known += ids(text)
+        last = ids(body.prompt or "")
+        begin = _begin(tokenizer)
+        if gap.middle is None:
+            return [*begin, *known, *after, *before, *last]
+        return [*begin, *known, *before, *after, gap.middle, *last]
+
+    fields = (body.input_prefix, body.input_suffix, body.prompt or "")
+    size = sum(map(len, fields)) + await generation.work.run(
+        _PART * len(body.input_extra or ()), _extra_size, body
+    )
+    generation.work.check(size)
+    (prompt,) = await generation.from_ids(await generation.work.run(size, read))
+    return prompt
+
+
+def _extra_size(body: InfillRequest) -> int:
+    return sum(len(name) + len(text) + _PART for name, text in _extra(body))
 
 
 def _extra(body: InfillRequest) -> list[tuple[str, str]]:

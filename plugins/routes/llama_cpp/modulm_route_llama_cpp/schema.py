@@ -92,7 +92,7 @@ class CompletionRequest(Struct, kw_only=True):
     n_keep: int | None = None
     n_discard: int | None = None
     n_cache_reuse: int | None = None
-    response_fields: list[str] | None = None
+    response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
     sse_ping_interval: float | None = None
     lora: list[dict[str, Any]] | None = None
 
@@ -192,6 +192,7 @@ def _samplers(names: Sequence[str] | None) -> Sequence[str]:
     """The enabled samplers, in the engine's order. Samplers not listed are off."""
     if names is None:
         return SAMPLERS
+    names = [_ALIASES.get(name, name) for name in names]
     for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
             raise bad_field(

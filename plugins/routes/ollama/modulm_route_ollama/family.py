@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -46,7 +46,7 @@ from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import force_calls
-from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
@@ -219,7 +219,8 @@ class Ollama(RouteFamily):
         constraint = forced_calls.combine(format=constraint_of(body.format))
         variables = variables_of(body.think, self._parsers.reasoning)
         prompt = await generation.from_messages(
-            messages_of(body.messages), ChatOptions(tools=tools, variables=variables)
+            await convert(request, messages_of, body.messages),
+            ChatOptions(tools=tools, variables=variables),
         )
         turn = self._turn(
             body,
@@ -273,7 +274,8 @@ class Ollama(RouteFamily):
             (prompt,) = await generation.tokenize(text, whole=True)
         if not body.context:
             return prompt
-        return Prompt([*body.context, *prompt.ids], prompt.text)
+        (whole,) = await generation.from_ids([*body.context, *prompt.ids])
+        return evolve(whole, text=prompt.text)
 
     def _turn(self, body: AnyRequest, prompt: Prompt, constraint: Any, **options: Any) -> ChatTurn:
         info = self.context.engine.info

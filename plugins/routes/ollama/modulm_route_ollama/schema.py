@@ -36,6 +36,9 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Think = bool | Literal["low", "medium", "high", "max"]
 
+#: Images of one message; the model has a lower limit.
+_MAX_IMAGES = 1_024
+
 
 class Options(Struct, kw_only=True):
     """`options`. num_predict: -1 and -2 for as many as fit. Options of the process that runs the
@@ -243,6 +246,8 @@ def with_images(text: str, images: Any, where: str) -> Any:
         return text
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
         raise bad_field(where.partition("[")[0], f"{where} must be a list of base64 files")
+    if len(images) > _MAX_IMAGES:
+        raise bad_field(where.partition("[")[0], f"{where} has more than {_MAX_IMAGES} images")
     sources = [
         MediaSource(kind="image", field=f"{where}[{index}]", data=data)
         for index, data in enumerate(images)

@@ -31,7 +31,7 @@ from modulm_server.constraints import (
 )
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
-from modulm_server.json_body import bad_field, json_response
+from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.prompts import ChatOptions
 from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
@@ -117,7 +117,8 @@ class Chat:
         tools = check_tools(body.tools)
         choice, allowed = allowed_tools(body.tool_choice or ("auto" if tools else "none"), tools)
         fewer = len(allowed) < len(tools)
-        forced_calls = force_calls(
+        forced = partial(
+            force_calls,
             choice,
             allowed,
             self._parsers,
@@ -125,6 +126,7 @@ class Chat:
             parallel=body.parallel_tool_calls is not False,
             restricted=fewer,
         )
+        forced_calls = await convert(request, forced)
         origin, params = self._params(body, forced_calls)
         variables = self._variables(body)
         turn = ChatTurn(

@@ -24,7 +24,7 @@ from modulm_route_openai.rendering import rendered
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
-from modulm_server.json_body import bad_field, json_response
+from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
 from modulm_server.request_cost import check_cost
@@ -123,7 +123,7 @@ class Completions:
         if body.prompt_embeds is not None:
             prompts = await self._embeds(body.prompt_embeds)
         else:
-            prompts = await self._prompts(body)
+            prompts = await self._prompts(request, body)
         server = self._context.config.group(ServerConfig)
         check_cost(params, [len(one.ids) for one in prompts], self._context.engine.info, server)
         return _Job(
@@ -158,20 +158,14 @@ class Completions:
             params = params.with_(prompt_logprobs=body.logprobs)
         return params
 
-    async def _prompts(self, body: CompletionRequest) -> tuple[Prompt, ...]:
-        value = body.prompt
-        many = value if isinstance(value, list) and not _is_ids(value) else [value]
+    async def _prompts(self, request: Request, body: CompletionRequest) -> tuple[Prompt, ...]:
+        many = await convert(request, _several, body.prompt)
         if not 0 < len(many) <= LIMITS.prompts:
             raise bad_field("prompt", f"prompt must have 1 to {LIMITS.prompts} prompts")
-        for item in many:
-            if not isinstance(item, str) and not _is_ids(item):
-                raise bad_field(
-                    "prompt", "prompt must be a string, a list of token ids, or a list of either"
-                )
         if len({isinstance(item, str) for item in many}) > 1:
             raise bad_field("prompt", "prompt must be either texts or lists of token ids, not both")
         if not isinstance(many[0], str):
-            return tuple(map(Prompt, many))
+            return await self._generation.from_ids(*many)
         return await self._generation.tokenize(
             *many,
             add_special_tokens=body.add_special_tokens is not False,
@@ -223,7 +217,7 @@ class Completions:
         async with AsyncExitStack() as stack:
             for run in runs:
                 stack.push_async_callback(run.aclose)
-            outputs = await asyncio.gather(*(run.last() for run in runs))
+            outputs = await self._generation.last_outputs(runs)
         indexed_choices = [
             (output, choice, prompt_index * job.n + choice.index)
             for prompt_index, output in enumerate(outputs)
@@ -361,6 +355,16 @@ class Completions:
             if first:
                 choice_object["prompt_token_ids"] = list(output.prompt_token_ids)
         return choice_object
+
+
+def _several(value: Any) -> list[Any]:
+    """The prompts of a request: texts or lists of token ids. Raises ApiError(400)."""
+    many = value if isinstance(value, list) and not _is_ids(value) else [value]
+    if not all(isinstance(item, str) or _is_ids(item) for item in many[: LIMITS.prompts]):
+        raise bad_field(
+            "prompt", "prompt must be a string, a list of token ids, or a list of either"
+        )
+    return many
 
 
 def _is_ids(value: Any) -> bool:

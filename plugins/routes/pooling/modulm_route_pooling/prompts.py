@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -52,19 +53,16 @@ async def prompts_of(
             mm_processor_kwargs=body.mm_processor_kwargs,
         )
         return [(await generation.from_messages(body.messages, options), params)]
-    value = body.input
-    many = value if isinstance(value, list) and not _is_ids(value) else [value]
+    many = await generation.work.run(_amount(body.input), _several, body.input)
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("input", f"input must have 1 to {LIMITS.prompts} texts")
-    if not all(isinstance(one, str) or _is_ids(one) for one in many):
-        raise bad_field("input", "input must be text, a list of token ids, or a list of either")
     if len({isinstance(one, str) for one in many}) > 1:
         raise bad_field("input", "input must be either texts or lists of token ids, not both")
     special = body.add_special_tokens is not False
 
     def read() -> list[Part]:
         return [
-            texts.read(one, params, special) if isinstance(one, str) else (one, params)
+            texts.read(one, params, special) if isinstance(one, str) else (array("q", one), params)
             for one in many
         ]
 
@@ -163,6 +161,22 @@ def shown_document(document: Any, whole: bool) -> Document:
     texts = [text_of("documents", part) for part in content if part_kind(part) is None]
     text = "\n".join(texts)
     return {"text": text, "multi_modal": content} if whole else {"text": text}
+
+
+def _amount(value: Any) -> int:
+    """The characters or token ids of an input of any form."""
+    if not isinstance(value, list):
+        return len(value) if isinstance(value, str) else 0
+    some = value[: LIMITS.prompts]
+    return len(value) + sum(len(one) for one in some if isinstance(one, list | str))
+
+
+def _several(value: Any) -> list[Any]:
+    """The inputs of a request: texts or lists of token ids. Raises ApiError(400)."""
+    many = value if isinstance(value, list) and not _is_ids(value) else [value]
+    if not all(isinstance(one, str) or _is_ids(one) for one in many[: LIMITS.prompts]):
+        raise bad_field("input", "input must be text, a list of token ids, or a list of either")
+    return many
 
 
 def _is_ids(value: Any) -> bool:

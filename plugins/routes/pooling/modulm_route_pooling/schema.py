@@ -101,7 +101,9 @@ class CohereEmbedRequest(Struct, kw_only=True):
     inputs: Annotated[list[dict[str, Any]], Meta(max_length=LIMITS.prompts)] | None = None
     images: list[str] | None = None
     input_type: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
-    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    embedding_types: (
+        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Meta(max_length=16)] | None
+    ) = None
     output_dimension: Annotated[int, Meta(ge=1)] | None = None
     truncate: Literal["END", "START", "NONE"] = "END"
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

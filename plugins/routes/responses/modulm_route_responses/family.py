@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +41,7 @@ from modulm_server.constraints import tool_names
 from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import force_calls
-from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
@@ -208,13 +209,14 @@ class Responses(RouteFamily):
                 )
         earlier = conversation.items if conversation is not None else []
         new_messages = messages_of([*earlier, *prompt_messages], needed=False)
+        read_messages = partial(messages_of, body.input, needed=not new_messages)
         earlier_messages = before.messages if before else []
         messages = [
             *earlier_messages,
             *new_messages,
-            *messages_of(body.input, needed=not new_messages),
+            *await convert(request, read_messages),
         ]
-        input_items = [*items_of(prompt_messages), *items_of(body.input)]
+        input_items = [*items_of(prompt_messages), *await convert(request, items_of, body.input)]
         earlier_items: list[Any] = [*before.items, *before.body["output"]] if before else []
         items = [*earlier_items, *earlier, *input_items]
         turn, params = await self._turn(body, messages, model)
