@@ -159,7 +159,7 @@ def test_loaded_anew_it_says_something_else(client: openai.OpenAI, folder: Path)
 @pytest.mark.parametrize(
     ("name", "why"),
     [("wide", "rank"), ("shaped", "255"), ("broken", "lora_A"), ("bare", "adapter_config.json"),
-     ("nowhere", "no folder"), ("../sql", "outside")],
+     ("nowhere", "not a folder"), ("../sql", "outside")],
 )  # fmt: skip
 def test_a_bad_one_is_named_and_the_others_go_on(
     client: openai.OpenAI, folder: Path, name: str, why: str
