@@ -111,7 +111,7 @@ def test_keys_that_a_model_type_does_not_know_mean_nothing_and_aliases_are_follo
 
 def test_a_problem_is_told_by_the_file_s_own_name_of_the_key():
     table = {key: value for key, value in GOOD.items() if key != "num_hidden_layers"}
-    with pytest.raises(CheckpointError, match=r"n_layer: 1000000 is no number"):
+    with pytest.raises(CheckpointError, match=r"n_layer: 1000000 is not a plausible number"):
         read_config({**table, "n_layer": 10**6}, Aliased)
 
 

@@ -1,8 +1,8 @@
-"""A worker's half of weight updates: what comes is checked, packed and put in place.
+"""The worker's half of weight updates: tensors are checked, repacked and copied into the model.
 
-The model is built once more without memory. Each module of that one is loaded as at the start, by
-the checkpoint's names, cut for the rank and quantized, and then refills the module that runs. Of
-the second model only the module that is being loaded has memory.
+The model is built a second time without memory. Each of its modules is loaded as at startup (by the
+checkpoint's names, sharded and quantized) and then copied into the running module. Only the module
+that is being loaded takes memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RECEIVERS: WeakKeyDictionary[Worker, WeightReceiver] = WeakKeyDictionary()
 
 
 def receiver_of(worker: Worker) -> WeightReceiver:
-    """The receiver of a worker. Raises RequestError if it is not connected."""
+    """Return a worker's receiver. Raises RequestError if it is not connected."""
     found = _RECEIVERS.get(worker)
     if found is None:
         message = "weight transfer is not set up: call init_weight_transfer_engine first"
@@ -52,7 +52,7 @@ def receiver_of(worker: Worker) -> WeightReceiver:
 
 
 class _Arrived(WeightLoader):
-    """The tensors of an update, as a checkpoint."""
+    """The tensors of an update, as a weight loader."""
 
     name = "update"
     api = 1
@@ -73,9 +73,9 @@ class _Arrived(WeightLoader):
 
 
 class _BlankModel:
-    """The model of a worker without weights; each module that is loaded refills the one that runs.
+    """A copy of the worker's model without weights; each loaded module refills the running one.
 
-    replaced: whether something could not be refilled in place.
+    replaced: whether a value could not be refilled in place.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -99,11 +99,11 @@ class _BlankModel:
             raise UnsupportedError("this model loads its weights itself: they cannot be updated")
         self.replaced, self.changed = False, False
         self._baselines: dict[int, Baseline] = {}
-        #: Units that are put in place together, by the one that the others wait for: how many, and
-        #: the modules of those that are loaded.
+        #: Groups of units that are applied together, keyed by the one that the others wait for:
+        #: their number, and the modules loaded so far.
         self._families: dict[int, int] = {}
         self._loaded: dict[int, list[tuple[Module, Module, Unit]]] = {}
-        #: Which family fills a parameter.
+        #: Parameter -> the group of units that fills it.
         self._owners: dict[tuple[int, str], int] = {}
         self._keeps: set[tuple[int, str]] = set()
         for unit, running in zip(self.units, live, strict=True):
@@ -116,7 +116,7 @@ class _BlankModel:
             unit.finish = partial(self._put, unit, running, unit.finish)
 
     def named(self, index: Mapping[str, StoredTensor]) -> dict[str, str]:
-        """The model's name of each tensor, with its own."""
+        """Map each of the model's names to the tensor's own name."""
         table = self.built.model.weights(self.built.settings)
         names: dict[str, str] = {}
         for stored in index.values():
@@ -130,8 +130,9 @@ class _BlankModel:
         return names
 
     def plan(self, loader: _Arrived, wanted: Callable[[Unit, set[str]], bool] | None) -> Any:
-        """Match tensors with modules: with all, or with those that are `wanted`, of which it says
-        so by their names. Raises CheckpointError naming missing, unknown and unfitting tensors.
+        """Match tensors with all modules, or with those that `wanted` selects by their names.
+
+        Raises CheckpointError naming missing, unknown and mismatched tensors.
         """
         shared, units = self.built.shared, self.units
         if wanted is not None:
@@ -144,7 +145,7 @@ class _BlankModel:
         return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
 
     def fill(self, plan: Any, loader: _Arrived) -> None:
-        """Load what is planned, module by module."""
+        """Load the planned modules one by one."""
         self._keeps = {
             (id(slot.module), slot.attribute)
             for unit in plan.units
@@ -154,8 +155,8 @@ class _BlankModel:
         fill(plan, loader, device=self.worker.platform.device, progress=False)
 
     def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
-        """Finish a module as loading does, and refill the one that runs once those that wait for
-        this one are finished as well.
+        """Finish a module as loading does; refill the running one once all modules that wait for
+        this one are finished.
         """
         sources = modules_of(unit.module, finish)
         targets = modules_of(running.module, running.finish)
@@ -170,7 +171,7 @@ class _BlankModel:
 
     @torch.inference_mode()
     def _refill(self, family: int) -> None:
-        """Put the modules of a family in place, and give the memory of the loaded ones back."""
+        """Refill the running modules of a family, and free the loaded ones."""
         self.changed = True
         loaded = self._loaded.pop(family)
         for source, target, _ in loaded:
@@ -187,7 +188,7 @@ class _BlankModel:
 
 
 def _first(unit: Unit) -> Unit:
-    """The unit that it waits for, and that waits for none."""
+    """Follow the units that this one waits for to the first."""
     while unit.waits_for is not None:
         unit = unit.waits_for
     return unit
@@ -198,7 +199,7 @@ def _given(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
 
 
 def _renew_adapters(unit: Unit) -> None:
-    """What is around a layer knows facts about its weight (DoRA)."""
+    """Update adapters that depend on the weight of the layer they wrap (DoRA)."""
     method: Any = getattr(unit.module, "method", None)
     if (around := getattr(method, "around", None)) is not None:
         layer: Any = unit.module
@@ -217,7 +218,7 @@ class WeightReceiver:
 
     @classmethod
     def connect(cls, worker: Worker, info: Mapping[str, Any]) -> None:
-        """Make the receiver of a worker and meet the trainer; takes the place of an earlier one."""
+        """Create a worker's receiver and connect it to the trainer; replaces an earlier one."""
         chosen = chosen_backend(worker.config)
         if chosen is None:
             raise UnsupportedError(
@@ -235,25 +236,25 @@ class WeightReceiver:
 
     @classmethod
     def disconnect(cls, worker: Worker) -> None:
-        """Forget the receiver of a worker, if there is one."""
+        """Close a worker's receiver, if there is one."""
         receiver = _RECEIVERS.pop(worker, None)
         if receiver is not None:
             receiver.cancel()
             receiver._backend.close()
 
     def start(self, partial_update: bool) -> None:
-        """Begin an update; what came of an unfinished one is dropped."""
+        """Begin an update; discards an unfinished one."""
         self.cancel()
         self._partial, self._blank = partial_update, _BlankModel(self._worker)
 
     def cancel(self) -> None:
-        """Drop what came of an update that was not finished."""
+        """Discard an unfinished update."""
         for number in list(self._sources):
             self.drop(number)
         self._blank = None
 
     def drop(self, number: int) -> None:
-        """Drop what one `update_weights` brought, if it was taken."""
+        """Discard the tensors of one `update_weights`, if it was accepted."""
         source = self._sources.pop(number, None)
         if source is not None:
             source.close()
@@ -265,8 +266,9 @@ class WeightReceiver:
         return self._blank
 
     def check(self, number: int, info: Mapping[str, Any]) -> bool:
-        """Check what one `update_weights`, by its number, brings; changes no weight. Whether it
-        must be received now, because it comes as a stream.
+        """Check the tensors of `update_weights` call `number`; no weight changes.
+
+        Returns whether it must be received now, because it is a stream.
         """
         blank, source = self._model, self._backend.open(info)
         try:
@@ -290,14 +292,14 @@ class WeightReceiver:
         return streams
 
     def _check_finite(self, source: TensorSource) -> None:
-        """Raise RequestError for a value that is not finite. The ranks share the work."""
+        """Raise RequestError for a value that is not finite. The ranks divide the tensors."""
         world = self._worker.mesh.world
         for number, (name, tensor) in enumerate(source.read()):
             if number % world.size == world.rank:
                 _check_finite(name, tensor)
 
     def receive(self) -> None:
-        """Put in place what comes as a stream."""
+        """Apply tensors as they arrive from a stream."""
         _, source = self._sources.popitem()
         loader, blank = _Arrived([_Finite(source)]), self._model
         plan = blank.plan(_Arrived([source]), _touched if self._partial else None)
@@ -307,7 +309,9 @@ class WeightReceiver:
             source.close()
 
     def complete(self) -> bool:
-        """Check that nothing is missing. Raises RequestError; whether there is something to do."""
+        """Check that no tensor is missing; returns whether there is anything to apply. Raises
+        RequestError.
+        """
         if self._backend.streams:
             return self._model.changed
         loader = _Arrived(list(self._sources.values()))
@@ -320,7 +324,7 @@ class WeightReceiver:
         return True
 
     def finish(self) -> None:
-        """Put all in place, and see that the model still gives finite logits."""
+        """Apply the update, and check that the model's logits are still finite."""
         blank, loader = self._model, _Arrived(list(self._sources.values()))
         if self._sources:
             blank.fill(blank.plan(loader, _touched if self._partial else None), loader)
@@ -336,7 +340,7 @@ class WeightReceiver:
 
 
 class _Finite:
-    """A source whose values are checked as they come."""
+    """A source that checks its values as they are read."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -363,35 +367,16 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. Infinity and NaN have the largest bits of their sign, so on
-    a CPU two maxima of integers tell: that is three times as fast as torch's of floats.
+    """Whether all values are finite. Infinity and NaN have the largest bit patterns of their sign,
+    so in host memory two integer maxima suffice, three times as fast as torch's check of floats.
     """
-    found = _INFINITY.get(tensor.dtype)
-    if found is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    layout = _INFINITY.get(tensor.dtype)
+    if layout is None or not tensor.is_contiguous():
         return bool(torch.isfinite(tensor).all())
-    integers, unsigned, infinity = found
-    bits = tensor.view(integers).numpy()
+    integers, unsigned, infinity = layout
+    try:
+        bits = tensor.view(integers).numpy()
+    except TypeError:  # not in host memory
+        return bool(torch.isfinite(tensor).all())
     sign = 1 << (8 * bits.itemsize - 1)
     return int(bits.max()) < infinity and int(bits.view(unsigned).max()) < infinity | sign
-
-
-#: By dtype: signed and unsigned integers of its size, and the bits of infinity.
-_INFINITY: Mapping[torch.dtype, tuple[torch.dtype, str, int]] = {
-    torch.bfloat16: (torch.int16, "uint16", 0x7F80),
-    torch.float16: (torch.int16, "uint16", 0x7C00),
-    torch.float32: (torch.int32, "uint32", 0x7F800000),
-}
-
-
-def _touched(unit: Unit, names: set[str]) -> bool:
-    """Whether an update has something of a module."""
-    return any(part.name in names for slot in unit.slots for way in slot.ways for part in way)
-
-
-def _complete(unit: Unit, names: set[str]) -> bool:
-    """Whether an update has all of a module."""
-    return all(
-        any(all(part.name in names for part in way) for way in slot.ways)
-        for slot in unit.slots
-        if not slot.optional
-    )
