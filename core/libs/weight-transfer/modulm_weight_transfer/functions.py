@@ -1,15 +1,16 @@
-"""What `EngineWeights` calls in each worker. Refusals are answers: errors of calls lose their type
-between processes.
+"""Functions that `EngineWeights` calls in each worker.
+
+RequestError and UnsupportedError are returned as values, because exceptions lose their type between
+processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modulm.errors import ModulmError, RequestError, UnsupportedError
-from modulm_weight_transfer.receiver import WeightReceiver, receiver_of
 
 __all__ = [
     "cancel",
@@ -23,6 +24,9 @@ __all__ = [
     "start",
     "value_of",
 ]
+
+if TYPE_CHECKING:
+    from modulm_weight_transfer.receiver import WeightReceiver
 
 T = TypeVar("T")
 
@@ -40,8 +44,15 @@ def _answers(function: Callable[..., T]) -> Callable[..., list[Any]]:
     return call
 
 
+def _receiver(worker: Any) -> WeightReceiver:
+    """The receiver of a worker; imports torch, which front ends do not."""
+    from modulm_weight_transfer.receiver import receiver_of
+
+    return receiver_of(worker)
+
+
 def value_of(answer: list[Any]) -> Any:
-    """What a function has returned, from its answer. Raises what it has refused with."""
+    """Unpack a function's answer: return its value or raise its error."""
     kind, *values = answer
     if kind is None:
         return values[0]
@@ -52,6 +63,8 @@ def value_of(answer: list[Any]) -> Any:
 @_answers
 def connect(worker: Any, info: Mapping[str, Any]) -> None:
     """See `WeightReceiver.connect`."""
+    from modulm_weight_transfer.receiver import WeightReceiver
+
     WeightReceiver.connect(worker, info)
 
 
@@ -64,40 +77,40 @@ def disconnect(worker: Any) -> None:
 @_answers
 def start(worker: Any, partial_update: bool) -> None:
     """See `WeightReceiver.start`."""
-    receiver_of(worker).start(partial_update)
+    _receiver(worker).start(partial_update)
 
 
 @_answers
 def check(worker: Any, number: int, info: Mapping[str, Any]) -> bool:
     """See `WeightReceiver.check`."""
-    return receiver_of(worker).check(number, info)
+    return _receiver(worker).check(number, info)
 
 
 @_answers
 def drop(worker: Any, number: int) -> None:
     """See `WeightReceiver.drop`."""
-    receiver_of(worker).drop(number)
+    _receiver(worker).drop(number)
 
 
 @_answers
 def receive(worker: Any) -> None:
     """See `WeightReceiver.receive`."""
-    receiver_of(worker).receive()
+    _receiver(worker).receive()
 
 
 @_answers
 def complete(worker: Any) -> bool:
     """See `WeightReceiver.complete`."""
-    return receiver_of(worker).complete()
+    return _receiver(worker).complete()
 
 
 @_answers
 def finish(worker: Any) -> None:
     """See `WeightReceiver.finish`."""
-    receiver_of(worker).finish()
+    _receiver(worker).finish()
 
 
 @_answers
 def cancel(worker: Any) -> None:
     """See `WeightReceiver.cancel`."""
-    receiver_of(worker).cancel()
+    _receiver(worker).cancel()

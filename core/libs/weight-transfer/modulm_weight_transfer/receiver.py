@@ -380,3 +380,25 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return bool(torch.isfinite(tensor).all())
     sign = 1 << (8 * bits.itemsize - 1)
     return int(bits.max()) < infinity and int(bits.view(unsigned).max()) < infinity | sign
+
+
+#: By dtype: signed and unsigned integers of its size, and the bits of infinity.
+_INFINITY: Mapping[torch.dtype, tuple[torch.dtype, str, int]] = {
+    torch.bfloat16: (torch.int16, "uint16", 0x7F80),
+    torch.float16: (torch.int16, "uint16", 0x7C00),
+    torch.float32: (torch.int32, "uint32", 0x7F800000),
+}
+
+
+def _touched(unit: Unit, names: set[str]) -> bool:
+    """Whether an update has something of a module."""
+    return any(part.name in names for slot in unit.slots for way in slot.ways for part in way)
+
+
+def _complete(unit: Unit, names: set[str]) -> bool:
+    """Whether an update has all of a module."""
+    return all(
+        any(all(part.name in names for part in way) for way in slot.ways)
+        for slot in unit.slots
+        if not slot.optional
+    )
