@@ -1,1 +1,1 @@
-"""Several replicas of a model: flags, the router between them, and who may connect."""
+"""Several replicas of a model: flags, placement, announcements, routing, and the shared secret."""

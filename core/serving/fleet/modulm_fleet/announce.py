@@ -1,8 +1,8 @@
-"""How a front end learns of replicas on other machines: they announce themselves.
+"""Replicas on other machines announce themselves to the front end.
 
-A machine without a front end connects to `--data-parallel-address`, sends what is installed there
-and which replicas it has, and is accepted or refused. Replica N listens on the address that this
-connection comes from, at the port of announcements + 1 + N. Connections are TLS.
+A machine without a front end connects to `--data-parallel-address`, sends its installed packages
+and its replicas, and is accepted or refused. Replica N listens on the address that this connection
+comes from, at the port of announcements + 1 + N. Connections are TLS.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["Announcement", "Announcements", "address_of_rank", "announce"]
 
 log = logging.getLogger("modulm.fleet")
 
-#: Most bytes of an announcement.
+#: Maximum bytes of an announcement.
 _MAX_BYTES = 4 << 20
-#: Seconds that a machine has for its announcement.
+#: Seconds in which a machine must send its announcement.
 _TIMEOUT = 10.0
 #: Seconds between two attempts to reach the front end, and between two log lines about it.
 _RETRY, _LOG_INTERVAL = 1.0, 15.0
@@ -57,23 +57,23 @@ class Announcement:
 
     @classmethod
     def of(cls, config: EngineConfig, placement: Placement, plugins: PluginManager) -> Announcement:
-        """This machine's announcement."""
+        """Create this machine's announcement."""
         installed = frozenset(plugins.snapshot().installed)
         size = config.parallel.data_parallel_size
         return cls(version("modulm"), installed, size, placement.here)
 
     def pack(self) -> list[Any]:
-        """As a frame's plain values."""
+        """Pack into plain values of a frame."""
         return [self.version, sorted(self.installed), self.size, self.ranks.start, self.ranks.stop]
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> Announcement:
-        """The announcement in a frame's plain values."""
+        """Unpack from plain values of a frame."""
         release, installed, size, start, stop = packed
         return cls(release, frozenset(map(tuple, installed)), size, range(start, stop))
 
     def refuses(self, other: Announcement, elsewhere: range) -> str | None:
-        """Why replicas of another machine do not fit, by name; None if they do."""
+        """Why replicas of another machine do not fit; None if they do."""
         if other.version != self.version:
             return f"modulm is {other.version} there and {self.version} here"
         differing = sorted({entry[0] for entry in self.installed ^ other.installed})
@@ -127,7 +127,7 @@ class Announcements:
             ]
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting announcements."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -50,8 +50,9 @@ class PrefixHasher:
         return names, ends
 
     def hash_text(self, data: bytes, extra: bytes) -> tuple[list[bytes], list[int]]:
-        """The same for a prompt of which only the text is known: four bytes of `data` stand for a
-        token. extra: what else the cached content depends on.
+        """Hash a prompt of which only the text is known: four bytes of `data` stand for a token.
+
+        extra: what else the cached content depends on.
         """
         length, names, parent, start = len(data) // 4, [], b"", 0
         ends = self._until(length)

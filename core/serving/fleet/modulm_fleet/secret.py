@@ -1,4 +1,4 @@
-"""The secret that machines share: who knows it may connect, over TLS (`modulm_distributed.tls`)."""
+"""The secret that machines share; clients that know it may connect over TLS."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from modulm.errors import ConfigError
 
 __all__ = ["keep_alive", "read_secret", "secret_file"]
 
-#: Fewest bytes of a secret.
+#: Minimum bytes of a secret.
 _LEAST = 16
 _FLAG = "data_parallel_secret_file"
 
 
 def secret_file(host: str, file: str | None) -> str:
-    """The file with the secret: `file`, or one of this user's own where only this machine reaches
-    the address. It is made if there is none. Raises ConfigError.
+    """The file with the secret: `file`, or this user's own if only this machine reaches the
+    address.
+
+    Creates the file if it does not exist. Raises ConfigError.
     """
     if file is not None:
         read_secret(file)
@@ -41,7 +43,7 @@ def secret_file(host: str, file: str | None) -> str:
 
 
 def read_secret(file: str) -> bytes:
-    """The secret in a file. Raises ConfigError for one that is of no use."""
+    """Read the secret from a file. Raises ConfigError if it is unusable."""
     try:
         secret = Path(file).read_bytes().strip()
     except OSError as error:
@@ -52,7 +54,7 @@ def read_secret(file: str) -> bytes:
 
 
 def _own_file() -> Path:
-    """This user's file, which nobody else may read or write. Raises OSError, ConfigError."""
+    """This user's file, readable only by the user. Raises OSError, ConfigError."""
     cache = variables().get("XDG_CACHE_HOME")
     folder = (Path(cache) if cache else Path.home() / ".cache") / "modulm"
     file = folder / "data-parallel-secret"
@@ -63,7 +65,7 @@ def _own_file() -> Path:
         try:
             with os.fdopen(descriptor, "w") as sink:
                 sink.write(secrets.token_hex(32))
-            with suppress(FileExistsError):  # another process of this user was first
+            with suppress(FileExistsError):  # created by another process of this user
                 os.link(draft, file)
         finally:
             draft.unlink()
@@ -77,7 +79,7 @@ def _own_file() -> Path:
 
 
 def keep_alive(peer: socket.socket) -> None:
-    """Notice when the other machine is gone, and send small frames at once."""
+    """Set socket options: detect a dead peer, and send small frames immediately."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):

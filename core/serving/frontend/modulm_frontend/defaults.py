@@ -1,7 +1,7 @@
-"""Sampling defaults: what a request gets where it says nothing.
+"""Sampling defaults for fields that a request omits.
 
-They come from the checkpoint's generation_config.json, as its authors recommend, and from
-`--override-generation-config`; both use the names of transformers' GenerationConfig.
+They come from the checkpoint's generation_config.json and from `--override-generation-config`; both
+use the names of transformers' GenerationConfig.
 """
 
 from __future__ import annotations

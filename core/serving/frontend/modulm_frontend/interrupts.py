@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: an interrupt within one would leave the engine's bookkeeping half done."""
+"""Delays Ctrl-C until a step ends, since interrupting one corrupts the engine's state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 __all__ = ["Interrupts"]
 
-#: Interrupts that one step is allowed to outlast. The next is raised at once.
+#: Interrupts to delay within one step. The next one is raised immediately.
 _PATIENCE = 3
 
 
 class Interrupts:
-    """Delays SIGINT while a step runs, and delivers it to the handler that was there before.
+    """Delays SIGINT during steps and then calls the previous handler.
 
-    broken: called before an interrupt is delivered within a step, because the user insists and the
-    step does not end.
+    broken: called before an interrupt is raised within a step.
     """
 
     def __init__(self, broken: Callable[[], None]) -> None:
@@ -30,7 +29,7 @@ class Interrupts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Handle SIGINT within this context, if the caller is on the thread that gets it."""
+        """Handle SIGINT within this context, if called on the main thread."""
         previous = signal.getsignal(signal.SIGINT)
         nested = previous == self._handle
         is_main = threading.current_thread() is threading.main_thread()

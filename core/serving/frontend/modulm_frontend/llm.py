@@ -394,7 +394,9 @@ class LLM(WeightUpdates):
         return self._pool([job], use_tqdm, [lora_request])
 
     def count_by(self, statistics: Statistics) -> None:
-        """Tell `statistics` of every step and request; `modulm_server` has one for Prometheus."""
+        """Report every step and request to `statistics`, such as `modulm_server`'s Prometheus
+        metrics.
+        """
         self._output_processor.statistics = statistics
 
     def start_profile(self) -> None:
@@ -402,7 +404,7 @@ class LLM(WeightUpdates):
         self._profile.start()
 
     def stop_profile(self) -> None:
-        """Write what was recorded to the folder of profiler_config."""
+        """Stop recording and write the trace to the folder of profiler_config."""
         self._profile.stop()
 
     @cached_property
@@ -416,24 +418,25 @@ class LLM(WeightUpdates):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function in every worker, and return the answers by rank.
+        """Call a function in every worker; returns the results by rank.
 
-        method: the name of a worker function (entry-point group `modulm.worker_functions`), of a
-        method that `worker_cls` adds to the worker, or a function that takes the worker first;
-        workers in other processes import it by its name. Between processes arguments and answers
-        are plain values: numbers, strings, bytes, lists, dicts and numpy arrays. timeout: seconds
-        to wait; what was called goes on afterwards, and the next step waits for it.
+        method: the name of a worker function (entry-point group `modulm.worker_functions`) or of a
+        method that `worker_cls` adds, or a function whose first argument is the worker. Workers in
+        other processes import functions by name; arguments and results are then plain values:
+        numbers, strings, bytes, lists, dicts and numpy arrays. timeout: seconds to wait; the call
+        itself continues, and the next step waits for it.
 
-        Raises NotFound for an unknown name, EngineError that names the rank on which the function
-        raised, and EngineTimeout. The model runs on in each case.
+        Raises NotFound for an unknown name, EngineError naming the rank whose function raised, and
+        EngineTimeout. The model stays usable in each case.
         """
         self._check_open()
         check_call(method, timeout)
         return self._core.executor.call(method, args, kwargs, timeout)
 
     def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        """Call a function with the model of every worker, its rank's part, and return the answers
-        by rank. Functions and answers are as in `collective_rpc`.
+        """Call a function with the model of every worker; returns the results by rank.
+
+        Restrictions on functions and results are those of `collective_rpc`.
         """
         return self.collective_rpc(run_on_model, args=(function,))
 
@@ -533,7 +536,7 @@ class LLM(WeightUpdates):
             bar.close()
 
     def _withdraw(self, pending: Sequence[PendingRequest]) -> None:
-        """Abort what is left of the requests, because the caller stopped waiting."""
+        """Abort unfinished requests, because the caller stopped waiting."""
         for request in pending:
             for identity in self._output_processor.abort(request.state):
                 self._core.loop.abort(identity)
@@ -541,7 +544,7 @@ class LLM(WeightUpdates):
             pass  # steps that were submitted already
 
     def _interrupted_within_step(self) -> None:
-        """The step under way is lost, and with it the state of the engine."""
+        """Close: the interrupted step has left the engine in an unknown state."""
         self._open_now, self._end = False, "interrupted within a step"
 
 

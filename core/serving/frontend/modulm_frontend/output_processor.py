@@ -71,7 +71,7 @@ class Choice:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         self._scanner = StopScanner(params.stop, params.include_stop_str_in_output)
-        # What `delta` has returned: counts of pieces and tokens, and whether the end was among it.
+        # What `delta` has returned: counts of pieces and tokens, and whether it returned the end.
         self._handed_out = (0, 0, False)
 
     @property

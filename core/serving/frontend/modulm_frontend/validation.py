@@ -1,7 +1,7 @@
-"""Checks of what a request asks for, at the edge, against the engine's real numbers.
+"""Validates request parameters against the engine's limits.
 
-Token ids are checked against the width of the logits, not the length of the tokenizer: an id that
-the tokenizer knows and the model does not have would otherwise end the step.
+Token ids are checked against the width of the logits, not the tokenizer's length: an id that only
+the tokenizer knows would make the step fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "truncated",
 ]
 
-#: Limits on lists and texts, so that no request costs more to check than to run.
+#: Limits on lists and texts, which bound the cost of checking a request.
 MAX_CHOICES = 16_384
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 4_096
@@ -66,12 +66,11 @@ def check(
     processors: Sequence[type[LogitsProcessor]] = (),
     config: EngineConfig | None = None,
 ) -> SamplingParams:
-    """The parameters with numbers in their normal form, `max_tokens` cut to the context.
+    """Validate and normalize parameters; `max_tokens` is limited to what fits the context.
 
-    vocabulary: width of the logits. prompt_len: tokens of the prompt, where known already.
-    max_logprobs: -1 allows the whole vocabulary. processors: those of the engine, whose
-    configuration is `config`. Raises RequestError that names the field;
-    ContextLengthExceeded where the prompt leaves no room.
+    vocabulary: width of the logits. prompt_len: tokens of the prompt, if known. max_logprobs: -1
+    allows the whole vocabulary. processors: those of the engine with the configuration `config`.
+    Raises RequestError naming the field, ContextLengthExceeded if the prompt leaves no room.
     """
     for name in _FIELDS:
         words = problem(name, getattr(params, name))
@@ -111,7 +110,7 @@ def check(
 
 
 def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProcessor]]) -> None:
-    """Raise RequestError for a sampler that is on, but not installed."""
+    """Raise RequestError if a sampler is enabled but not installed."""
     served: set[str] = set()
     for processor in processors:
         if issubclass(processor, SettingsProcessor):
@@ -123,16 +122,16 @@ def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProc
 
 
 def problem(name: str, value: Any) -> str | None:
-    """What is wrong with a value of one field, whatever the model and the other fields."""
+    """Describe what is wrong with a field's value, apart from the model and other fields."""
     return _FIELDS[name](value)
 
 
 def check_prompt(
     ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int, room: int = 1
 ) -> None:
-    """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks.
+    """Raise RequestError if a prompt is empty, too long, or contains ids outside the vocabulary.
 
-    room: tokens that must fit after it; pooling needs none.
+    room: tokens that must fit after it; 0 for pooling.
     """
     if not len(ids):
         raise RequestError("the prompt is empty; give at least one token", "prompt")
@@ -149,10 +148,9 @@ def check_prompt(
 def truncated(
     ids: Sequence[int], limit: int | None, max_model_len: int, room: int = 1
 ) -> Sequence[int]:
-    """`limit` tokens of a prompt (truncate_prompt_tokens); -1 means what fits.
+    """Truncate a prompt to `limit` tokens (truncate_prompt_tokens); -1 means as many as fit.
 
-    The last ones, where an answer follows (`room`), else the first: a text's beginning says most
-    of what it is about, and pairs of texts stay where they were.
+    Keeps the last tokens if an answer follows (`room`), else the first ones.
     """
     if limit is None:
         return ids
@@ -169,10 +167,10 @@ def check_pooling(
     max_model_len: int,
     offered: Collection[int] = (),
 ) -> None:
-    """Raise RequestError for a pooling request that the model cannot serve.
+    """Raise RequestError if the model cannot serve a pooling request.
 
-    tasks: what the model is for; hidden: width of its vectors; offered: widths they may be cut
-    to, if not all.
+    tasks: the model's. hidden: width of its vectors. offered: the allowed dimensions, empty for
+    any.
     """
     if params.task not in (known := sorted({*tasks} - {"generate"})):
         message = f"task {params.task!r:.40} is not one that the model has: "
@@ -200,7 +198,7 @@ def check_pooling(
 def bad_word_ids(
     words: Sequence[str], tokenizer: Tokenizer, vocabulary: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Token sequences for `RowStart.bad_words`: each word as it stands and after a space."""
+    """Token sequences for `RowStart.bad_words`: each word with and without a preceding space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
@@ -212,7 +210,7 @@ def bad_word_ids(
 
 
 def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
-    """Raise RequestError unless all are token ids of the model."""
+    """Raise RequestError unless all ids are token ids of the model."""
     wrong = _out_of_vocabulary(ids, vocabulary)
     if wrong is not None:
         raise RequestError(
@@ -223,7 +221,7 @@ def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
 
 
 def _out_of_vocabulary(ids: Collection[Any], vocabulary: int) -> tuple[Any] | None:
-    """The first of the ids that the model lacks, or that is no integer; None if there is none."""
+    """The first id that is not an integer or is outside the vocabulary, in a tuple, or None."""
     values: np.ndarray | None = None
     if isinstance(ids, np.ndarray):
         values = ids
@@ -278,7 +276,7 @@ def _check_logprobs(name: str, value: int | None, most: int) -> None:
 
 
 def _room(params: SamplingParams, max_model_len: int, prompt_len: int | None) -> int | None:
-    """max_tokens, at most what the context leaves after the prompt."""
+    """`max_tokens`, limited to the context that the prompt leaves."""
     if prompt_len is None:
         return params.max_tokens
     _check_length(prompt_len, max_model_len, max(params.min_tokens, 1))
@@ -303,7 +301,7 @@ def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
 
 
 def _with_schema(constraint: Any) -> Any:
-    """The constraint with a JSON schema in place of a class of pydantic."""
+    """The constraint, with a pydantic class converted to its JSON schema."""
     kind: Any = getattr(constraint, "json", None)
     make_schema = getattr(kind, "model_json_schema", None) if isinstance(kind, type) else None
     return constraint if make_schema is None else evolve(constraint, json=make_schema())
@@ -388,7 +386,7 @@ def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> _Ru
 
 
 def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> _Rule:
-    """A finite number in [low, high], or in (low, high]."""
+    """A rule for finite numbers in [low, high], or in (low, high]."""
     start = f"above {low:g}" if open_low else f"of at least {low:g}"
     words = f"must be a number {start}" + ("" if high == math.inf else f" and at most {high:g}")
 
@@ -437,7 +435,7 @@ def _bias(value: Any) -> str | None:
 
 
 def _id(key: Any) -> Any:
-    """A token id given as an integer or, as in JSON, in decimal digits; None if it is neither."""
+    """Convert a token id, an integer or a string of digits as in JSON; None for anything else."""
     if isinstance(key, str):
         return int(key) if key.isascii() and key.isdigit() and len(key) < 20 else None
     return key if _is_int(key) else None
@@ -459,8 +457,8 @@ def _table(value: Any) -> str | None:
     return None if value is None or isinstance(value, Mapping) else "must be an object"
 
 
-#: Field -> what is wrong with a value of it, None if nothing is; what depends on the model or on
-#: other fields follows in `check`.
+#: Field -> function that describes what is wrong with a value, or returns None. What depends on the
+#: model or other fields is checked in `check`.
 _FIELDS: dict[str, _Rule] = {
     "n": _whole(1),
     "best_of": _whole(1, optional=True),

@@ -1,4 +1,4 @@
-"""Calls into workers, as front ends take them."""
+"""Calls of functions in workers, for all front ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ __all__ = ["check_call", "run_on_model"]
 
 
 def check_call(method: str | Callable[..., Any], timeout: float | None) -> None:
-    """Raise RequestError for what cannot be called. A text is a name and never imports anything:
-    it may come from a stranger.
-    """
+    """Raise RequestError for an invalid call. Strings never import: they may come from clients."""
     if isinstance(method, str) and (":" in method or not method):
         raise RequestError(
             f"{method!r} is not the name of a worker function or method; to call a function of a "
@@ -31,8 +29,10 @@ def check_call(method: str | Callable[..., Any], timeout: float | None) -> None:
 
 
 def run_on_model(worker: WorkerHandle, function: str | Callable[..., Any]) -> Any:
-    """Call a function with the worker's model; a worker function. Between processes the function
-    is sent by its name, "module:name"; only functions themselves are called by such names.
+    """Call a function with the worker's model; itself a worker function.
+
+    Functions cross process boundaries by name, "module:name". Only callers that pass a function
+    object can use such names.
     """
     called = resolve_name(function) if isinstance(function, str) else function
     return called(worker.model)

@@ -99,7 +99,7 @@ def _adapter_name(adapter: str) -> bytes:
 class Affinity:
     """What one ingress replica knows of a deployment's replicas, by name. Thread-safe.
 
-    slots: most replicas, including ending ones. shared: whether there are more ingress replicas.
+    slots: maximum replicas, including ending ones. shared: whether there are more ingress replicas.
     """
 
     slots: int

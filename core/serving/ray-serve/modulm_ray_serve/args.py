@@ -41,9 +41,9 @@ class ModelArgs(BaseModel):
     deployment: dict[str, Any] = Field(default_factory=dict)
 
     def flags(self) -> dict[str, Any]:
-        """The flags by their names with underscores, `model` among them.
+        """The flags by name with underscores, including `model`.
 
-        Raises ConfigError for those that have no meaning behind Ray Serve.
+        Raises ConfigError for flags that have no meaning behind Ray Serve.
         """
         known = catalog()
         values: dict[str, Any] = {"model": self.model}

@@ -58,7 +58,7 @@ class Served:
     """A model of the application.
 
     names: its names, of which the first is shown. adapters: name -> folder. keys: number of API
-    keys. apart: whether each key has a prefix cache of its own. limit: most bytes of a body.
+    keys. apart: whether each key has a separate prefix cache. limit: maximum bytes of a body.
     """
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class Front:
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await self._answer(scope, receive, send)
 
-        return application  # uvicorn takes a bound method for an application of ASGI 2
+        return application  # uvicorn takes a bound method for an ASGI 2 application
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -187,7 +187,7 @@ class Front:
                 return bytes(body)
 
     async def _call_workers(self, path: str, scope: Scope, receive: Receive) -> Any:
-        """The answers of the workers of all replicas of a model, those of one replica together."""
+        """Call the workers of all replicas of a model; results are grouped by replica."""
         body = await self._body(receive)
         _, index = self._model_index(await _fields(scope, body))
         handle = self._plain[index]

@@ -80,7 +80,7 @@ class ModelReplica:
         self._adapters = dict(adapters)
         capacity = lora.max_cpu_loras or max(_DEFAULT_ADAPTERS, lora.max_loras)
 
-        async def load(name: str) -> _Loaded:  # Ray Serve keeps a function's models with it
+        async def load(name: str) -> _Loaded:  # Ray Serve counts models per function
             return await self._adapter(name)
 
         self._load = serve.multiplexed(max_num_models_per_replica=capacity)(load)

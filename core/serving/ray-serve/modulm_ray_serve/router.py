@@ -29,7 +29,7 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
     """
 
     def initialize_state(self, slots: int = 64, shared: bool = False) -> None:
-        """slots: most replicas. shared: whether there are other ingress replicas."""
+        """Create the router's state. slots: maximum replicas. shared: other ingress replicas exist."""
         self._affinity = Affinity(slots, shared)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

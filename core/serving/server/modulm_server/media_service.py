@@ -126,7 +126,7 @@ class MediaService:
         """Fetch the media of several prompts and put them into their token ids.
 
         Opens all media first, each once and within the limits of one request. Raises RequestError,
-        or QueueFull where all requests hold too many bytes.
+        or QueueFull if the media in progress exceed the memory limit.
         """
         reader = self.reader
         if reader is None:

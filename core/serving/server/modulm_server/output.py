@@ -83,7 +83,7 @@ class Outlet:
             with self._changed:
                 while not self._waiting:
                     self._changed.wait()
-                self._busy = True  # before nothing waits any more: `flush` looks at both
+                self._busy = True  # set before the queue is empty: `flush` checks both
                 data = self._take()
             self._write(data)
             self._busy = False
@@ -112,7 +112,7 @@ class Outlet:
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
-            except OSError:  # nobody will ever read it
+            except OSError:  # the reader is gone
                 self._drop(bytes(view))
                 return
             else:

@@ -72,7 +72,7 @@ class _Transfer:
 
 @define(eq=False)
 class _BodyBytes:
-    """Total bytes of the bodies of all requests in progress."""
+    """Counts the bytes of the bodies of all requests in progress."""
 
     limit: int
     bytes: int = 0

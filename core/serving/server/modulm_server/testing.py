@@ -54,7 +54,7 @@ class Live:
         return received
 
     def abandon(self, path: str, *, requests: int = 1, **content: Any) -> None:
-        """POST and go away once the engine works on `requests` requests of it."""
+        """POST and disconnect once the engine runs `requests` requests of it."""
 
         async def ask() -> None:
             async with httpx.AsyncClient(base_url=self.url, timeout=300, verify=_NOBODY) as client:

@@ -76,8 +76,8 @@ class TextWork:
     async def render(
         self, size: int, function: Callable[..., Any], *args: Any, **keywords: Any
     ) -> Any:
-        """Like `run`, for a function that waits for the process of a chat template: always in a
-        thread, and one that no other text needs.
+        """Like `run`, for a function that waits for a template process: always in a separate
+        thread.
         """
         return await self._in_thread(self._rendering, size, function, args, keywords)
 

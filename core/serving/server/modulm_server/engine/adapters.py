@@ -99,7 +99,7 @@ class AdapterRegistry:
         with self._lock:
             return tuple(version.adapter for version in self._current.values())
 
-    # Adapters come and go.
+    # Loading and unloading.
 
     def load(self, adapter: Adapter, replace: bool = False) -> Future[None]:
         """Load an adapter for new requests. replace: reload it if the name is loaded.
@@ -201,7 +201,7 @@ class AdapterRegistry:
         if version is None or self._needed(version):
             return
         self._versions.pop(version.key, None)
-        with suppress(RuntimeError):  # nothing is read any more
+        with suppress(RuntimeError):  # the readers are shut down
             self._readers.submit(self._remove, version.key)
 
     def _remove(self, key: str) -> None:
@@ -256,11 +256,11 @@ class AdapterRegistry:
             self._deliver(StepEvents(finished=ends))
 
     def _hold(self, version: _Version) -> None:
-        """Load a version into host memory. Raises RequestError if its files have become bad."""
+        """Load a version into host memory. Raises RequestError if its files have become invalid."""
         executor = self._core.executor
         try:
             if version.loaded:
-                with suppress(UnsupportedError):  # then the step reads what it needs
+                with suppress(UnsupportedError):  # the step then reads the files
                     executor.prepare_adapter(version.key)
             else:
                 executor.add_adapter(version.key, Path(version.adapter.path))

@@ -1,8 +1,8 @@
-"""AsyncLLM: many callers on an event loop, one engine beside it.
+"""AsyncLLM: many callers on an event loop share one engine.
 
-The engine core runs in a thread or in a process of its own; here prompts are tokenized, tokens
-become text and outputs are handed out. A caller that reads slowly finds what came meanwhile merged
-into one output; a caller that goes away takes its request with it.
+The engine core runs in a thread or a separate process. This module tokenizes prompts, detokenizes
+outputs and distributes them. Outputs that a slow caller has not read are merged into one. If a
+caller stops iterating, its request is aborted.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ _Item: TypeAlias = (
 
 #: Seconds between retries of an accepted beam search while the queue is full.
 _AGAIN = 0.05
-#: Longest prompt (characters) to tokenize on the event loop; for it a thread costs more.
+#: Longest prompt (characters) to tokenize on the event loop, where it is cheaper than in a thread.
 _INLINE = 20_000
-#: Times that a request may be started on replicas that die, before it fails.
+#: Maximum times a request is started on replicas that die, before it fails.
 _BEGINNINGS = 2
 
 
 class AsyncLLM(EngineClient):
     """An engine for servers.
 
-    Keywords are the flags of `modulm serve` with underscores. Use it from one event loop.
-    Raises ConfigError, CheckpointError or PluginError where it cannot start.
+    Keywords are the flags of `modulm serve` with underscores. Use it from one event loop. Raises
+    ConfigError, CheckpointError or PluginError if the engine cannot start.
     """
 
     def __init__(self, model: str = "demo", **flags: Any) -> None:
@@ -91,7 +91,7 @@ class AsyncLLM(EngineClient):
         process: EngineProcess | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> AsyncLLM:
-        """An engine with a complete configuration. process: a waiting engine process to use.
+        """Create an engine from a complete configuration. process: a waiting engine process to use.
 
         `meanwhile` is called while the process loads the model.
         """
@@ -101,8 +101,8 @@ class AsyncLLM(EngineClient):
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
-        """Another front end of a running engine or of its replicas. address: the `address` of their
-        first front end.
+        """Connect another front end to a running engine or its replicas. address: the `address` of
+        their first front end.
         """
         from modulm_server.engine.process_client import ProcessCoreClient
         from modulm_server.engine.replicas import ReplicaSet
@@ -387,7 +387,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def active(self) -> int:
-        """Open requests; a beam search counts once."""
+        """The number of unfinished requests; a beam search counts once."""
         requests = sum(state.parent is None for state, _ in self._requests.values())
         return requests + len(self._beam_searches)
 
@@ -448,11 +448,11 @@ class AsyncLLM(EngineClient):
             self._wake_drain()
 
     async def _resumed(self) -> None:
-        """Wait while the engine is paused, also if it was another front end that paused it."""
+        """Wait while the engine is paused, possibly by another front end."""
         self._loop = asyncio.get_running_loop()
         while self._keeps_back(self._core.weights):
             self._running.clear()
-            if self._keeps_back(self._core.weights):  # it was not resumed meanwhile
+            if self._keeps_back(self._core.weights):  # not resumed meanwhile
                 await self._running.wait()
         await self.check_health()
 
@@ -462,7 +462,7 @@ class AsyncLLM(EngineClient):
         self._core.submit(requests)
 
     async def _next_beams(self, search: BeamSearchRequest) -> RequestOutput:
-        """The next token of every beam. QueueFull is raised only before the first one."""
+        """Compute the next token of every beam. Raises QueueFull only before the first one."""
         has_started = search.state.cached is not None
 
         async def prepare() -> PendingRequest:
@@ -576,7 +576,7 @@ class AsyncLLM(EngineClient):
             self._requests[state.id][1].set()
 
     def _weights_news(self, state: WeightState) -> None:
-        """End requests that must not go on, and let those that wait begin."""
+        """Abort requests that must not continue, and start those that waited."""
         for metrics in self._each:
             metrics.set_weight_version(state.weight_version)
         if state.broken is not None:
@@ -604,13 +604,13 @@ class AsyncLLM(EngineClient):
 
 
 async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function here if the prompt is short, else in a thread."""
+    """Call a function directly if the prompt is short, else in a thread."""
     long = isinstance(prompt, str) and len(prompt) > _INLINE
     return await asyncio.to_thread(function, *arguments) if long else function(*arguments)
 
 
 def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:
-    """The classes of logits processors. Without any, torch is not imported."""
+    """The classes of logits processors. Does not import torch if there are none."""
     plugins = manager.current()
     references = config.model.logits_processors
     if not references and not plugins.names("logits_processors"):

@@ -1,4 +1,4 @@
-"""The engine as front ends see it: servers, route families and batch runners know this only."""
+"""The engine's interface for front ends: servers, route families and batch runners."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ReplicaHealth:
 
 
 class EngineClient(Training, ABC):
-    """Many callers on one event loop, one engine behind them.
+    """One engine that many callers on an event loop share.
 
-    info: what the engine is. tokenizer: None on an engine without one. metrics: for a registry of
-    prometheus_client. dead: why the engine cannot go on, None while it lives. stalled: why it is
-    taken not to work just now. address: where further front ends of the same engine connect, None
+    info: facts about the engine. tokenizer: None on an engine without one. metrics: for a registry
+    of prometheus_client. dead: the error that ended the engine, None while it runs. stalled: why it
+    counts as stalled, or None. address: where further front ends of the same engine connect; None
     if they cannot.
     """
 
@@ -60,12 +60,12 @@ class EngineClient(Training, ABC):
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """What requests may name as `adapter`, by name, in the order in which they came."""
+        """Name -> adapter that requests may use, in loading order."""
         return MappingProxyType({})
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
-        """The engines behind this one, where there are several."""
+        """The state of each replica, if there are several."""
         return ()
 
     @abstractmethod
@@ -79,10 +79,10 @@ class EngineClient(Training, ABC):
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come, by `params.output_kind`; the last one has `finished`.
+        """Generate; yields outputs according to `params.output_kind`. The last has `finished` set.
 
-        Leaving early aborts the request. Raises RequestError if the request is wrong, QueueFull if
-        it cannot wait, EngineDead. What goes wrong while it runs is in `finish_reason`.
+        Leaving early aborts the request. Raises RequestError for an invalid request, QueueFull if
+        the queue has no room, EngineDead. Failures while it runs are reported in `finish_reason`.
         """
 
     @abstractmethod
@@ -96,9 +96,10 @@ class EngineClient(Training, ABC):
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One output with the `params.beam_width` best answers, best first.
+        """Run a beam search; yields one output with the `params.beam_width` best answers, best
+        first.
 
-        Leaving early ends the search. Raises as `generate` does.
+        Leaving early ends the search. Raises the errors of `generate`.
         """
 
     @abstractmethod
@@ -111,74 +112,75 @@ class EngineClient(Training, ABC):
         priority: int = 0,
         adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """One output, when it is there. Raises as `generate` does."""
+        """Pool a prompt; yields one output. Raises the errors of `generate`."""
 
     async def refresh_adapters(self) -> None:
-        """Have in `adapters` what other front ends have loaded until now."""
+        """Update `adapters` with those that other front ends have loaded."""
 
     def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
-        """Read an adapter, which requests may name from then on; running ones go on beside it.
+        """Load an adapter for new requests; running requests continue meanwhile.
 
-        replace: also one that is there; requests that use it keep what they have. The answer may be
-        waited for on any thread. It raises RequestError for a name that is taken and for files that
+        replace: reload it if the name is loaded; requests that use the old version keep it. The
+        future may be awaited on any thread. It raises RequestError for a name in use or files that
         do not fit.
         """
         raise UnsupportedError("this engine takes no adapters")
 
     def unload_adapter(self, name: str) -> Future[None]:
-        """Forget an adapter; requests that use it end as they would. The answer raises NotFound."""
+        """Unload an adapter; its running requests finish normally. The future raises NotFound."""
         raise UnsupportedError("this engine takes no adapters")
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request now; whoever reads it gets its last output. Unknown ones are ignored."""
+        """Abort a request; its reader gets a last output. Unknown ids are ignored."""
 
     @abstractmethod
     async def drain(self, timeout: float | None = None) -> bool:
-        """Wait until no request is left, at most `timeout` seconds; what is left is aborted.
+        """Wait until no request is left, at most `timeout` seconds, then abort the remaining ones.
 
-        Whether none was left.
+        Returns whether none was left.
         """
 
     @property
     @abstractmethod
     def active(self) -> int:
-        """Requests that have not ended."""
+        """The number of unfinished requests."""
 
     @property
     @abstractmethod
     def stats(self) -> StepStats | None:
-        """The last step in numbers; None before the first."""
+        """Statistics of the last step; None before the first."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; running requests go on."""
+        """Clear the prefix cache; running requests continue."""
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the caches, with level 2 that of the weights as well; with level
-        0 nothing: requests stand still.
+        """Free memory: level 1 the caches, level 2 also the weights; level 0 frees nothing and
+        pauses requests.
 
-        Requests are refused until it is woken. Raises UnsupportedError without
-        --enable-sleep-mode, RequestError while requests run.
+        Requests are refused until `wake_up`. Raises UnsupportedError without --enable-sleep-mode,
+        RequestError while requests run.
         """
 
     @abstractmethod
     async def wake_up(self) -> None:
-        """Take the memory again; weights that were given back are loaded anew."""
+        """Allocate the memory again, and reload weights that were freed."""
 
     @abstractmethod
     async def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
+        """Whether the engine is asleep."""
 
     async def start_profile(self) -> None:
-        """Record the engine's steps from now on. Raises UnsupportedError without
-        --profiler-config, RequestError if that is done already.
+        """Start recording the engine's steps.
+
+        Raises UnsupportedError without --profiler-config, RequestError if already recording.
         """
         raise UnsupportedError("this engine takes no profiles")
 
     async def stop_profile(self) -> None:
-        """Write what was recorded. Raises RequestError if nothing is."""
+        """Stop recording and write the trace. Raises RequestError if not recording."""
         raise UnsupportedError("this engine takes no profiles")
 
     async def collective_rpc(
@@ -188,17 +190,17 @@ class EngineClient(Training, ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function in every worker between two steps, and return the answers by rank, those
-        of one replica after those of another.
+        """Call a function in every worker between two steps; returns the results by rank, replica
+        after replica.
 
-        method: the name of a worker function (entry-point group `modulm.worker_functions`), of a
-        method that `worker_cls` adds to the worker, or a function that takes the worker first. A
-        function is imported by its name in other processes, if this process has started them.
-        Between processes arguments and answers are plain values: numbers, strings, bytes, lists,
-        dicts and numpy arrays. timeout: seconds to wait.
+        method: the name of a worker function (entry-point group `modulm.worker_functions`) or of a
+        method that `worker_cls` adds, or a function whose first argument is the worker. Other
+        processes import functions by name, and only if this process started them. Arguments and
+        results are then plain values: numbers, strings, bytes, lists, dicts and numpy arrays.
+        timeout: seconds to wait.
 
-        Raises NotFound for an unknown name, EngineError that names the rank on which the function
-        raised, and EngineTimeout. Requests run on in each case.
+        Raises NotFound for an unknown name, EngineError naming the rank whose function raised, and
+        EngineTimeout. Requests continue in each case.
         """
         raise UnsupportedError("this engine has no workers to call")
 
@@ -209,25 +211,26 @@ class EngineClient(Training, ABC):
         return False
 
     async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with the model of every worker, its rank's part, and return the answers
-        by rank. Functions and answers are as in `collective_rpc`.
+        """Call a function with the model of every worker; returns the results by rank.
+
+        Restrictions on functions and results are those of `collective_rpc`.
         """
         return await self.collective_rpc(run_on_model, args=(function,))
 
     @abstractmethod
     def report_by(self, report: Callable[[], str]) -> None:
-        """How this front end tells of itself, on any thread, when another one asks."""
+        """Set the function that returns this front end's report (its metrics), on any thread."""
 
     @abstractmethod
     async def reports(self) -> list[str]:
-        """What the engine's other front ends tell of themselves."""
+        """The reports (metrics) of the engine's other front ends."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the engine; requests that are left end with EngineDead. May be called twice."""
+        """Stop the engine; unfinished requests end with EngineDead. May be called twice."""
 
     async def check_health(self) -> None:
-        """Raise EngineDead if the engine cannot go on, EngineStalled if it does not answer."""
+        """Raise EngineDead if the engine has died, EngineStalled if it does not respond."""
         if self.dead is not None:
             raise EngineDead(str(self.dead)) from self.dead
         if self.stalled is not None:

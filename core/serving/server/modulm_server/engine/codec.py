@@ -1,6 +1,6 @@
-"""What crosses between a front end and an engine in another process, as frames' plain values.
+"""Packs what a front end and an engine in another process exchange into plain values of frames.
 
-Times are of the monotonic clock, which the processes of a machine share.
+Times are of the monotonic clock, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def pack_request(request: Request) -> dict[str, Any]:
-    """The request as plain values."""
+    """Pack a request into plain values."""
     packed = {"params": pack_params(request.params), "media": pack_media(request.media)}
     return attrs.asdict(request, recurse=False) | packed
 

@@ -76,19 +76,19 @@ class WorkerCall:
 
 
 def sleep(registry: AdapterRegistry, weights: EngineWeights, level: int) -> None:
-    """Put an engine to sleep, with its adapters; between two steps."""
+    """Put an engine with its adapters to sleep; call between two steps."""
     registry.sleep(level)
     weights.release(level)
 
 
 def wake_up(core: EngineCore, weights: EngineWeights) -> None:
-    """Wake an engine up; between two steps."""
+    """Wake an engine up; call between two steps."""
     core.wake_up()
     weights.reload()
 
 
 class EngineCoreClient(ABC):
-    """A connection to one engine core. Its step events and its end are reported on any thread."""
+    """A connection to one engine core. Reports its step events and its end, on any thread."""
 
     info: EngineInfo
     #: The adapters that requests may name, by name.
@@ -97,9 +97,9 @@ class EngineCoreClient(ABC):
     address: str | None = None
     #: The ranks of the replicas by index, if there are several.
     ranks: Sequence[int] = ()
-    #: Which of the engine's front ends this is.
+    #: The index of this front end among the engine's.
     number: int = 0
-    #: What the engine says of its weights, and whom to call, on any thread, when it changes.
+    #: The engine's weight state, and the function to call, on any thread, when it changes.
     weights: WeightState = WeightState()
     weights_changed: Callable[[], None] = staticmethod(lambda: None)
     #: This front end's report (its metrics) for another one. Called on any thread.
@@ -128,7 +128,7 @@ class EngineCoreClient(ABC):
         """End a request; unknown ones are ignored."""
 
     def refresh_adapters(self) -> Future[None]:
-        """Bring `adapters` up to date. Done when it holds all that was loaded before the call."""
+        """Update `adapters`; done when it holds everything that was loaded before the call."""
         answer: Future[None] = Future()
         answer.set_result(None)
         return answer
@@ -143,7 +143,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> Future[None]:
-        """Forget cached prefixes, between two steps."""
+        """Clear the prefix cache, between two steps."""
 
     @abstractmethod
     def sleep(self, level: int) -> Future[None]:
@@ -155,7 +155,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def is_sleeping(self) -> Future[bool]:
-        """Whether the engine sleeps."""
+        """Whether the engine is asleep."""
 
     @abstractmethod
     def start_profile(self) -> Future[None]:
@@ -243,7 +243,7 @@ class ThreadCoreClient(EngineCoreClient):
         core.stop()
 
     def events(self, events: StepEvents) -> None:
-        """A step is done (see `loop.Listener`)."""
+        """Handle a finished step (see `loop.Listener`)."""
         if events.finished:
             self._registry.release(events.finished)
         self._tell(events)
@@ -303,10 +303,10 @@ class ThreadCoreClient(EngineCoreClient):
             faulthandler.dump_traceback(stacks_file(self.info.config), all_threads=True)
 
     def kill(self) -> bool:
-        return True  # with the process, which ends
+        return True  # it ends with the process
 
     def close(self) -> None:
-        """A thread in a step that never ends is left behind."""
+        """Stop the engine. A thread in a step that never ends is left behind."""
         self._registry.close()
         self.core.loop.stop()
         self._thread.join(_GRACE)

@@ -69,7 +69,7 @@ def _conclude(
 
 
 def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
-    """The results of all, joined by a function."""
+    """A future with the joined results."""
     joined = Future[R]()
     joined.set_running_or_notify_cancel()
 
@@ -85,7 +85,7 @@ def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
 
 
 def of_replica(rank: int, answer: Future[T]) -> Future[T]:
-    """The same future, whose errors of workers name the replica."""
+    """The same future, with the replica named in errors of workers."""
     named = Future[T]()
     named.set_running_or_notify_cancel()
 

@@ -1,9 +1,9 @@
-"""The process's half of an engine in a process of its own: serves front ends over a socket.
+"""The engine's process: serves front ends over sockets.
 
-The process that starts the engine owns it, through a socket that the engine inherits: it alone says
-what is run, and when it goes, by whatever signal, the engine goes. Further front ends connect to a
-second socket (`--api-server-count`, or over TLS from other machines). The engine's steps run in the
-main thread; another thread serves the sockets, so that a step never waits for a front end.
+The process that starts the engine owns it through an inherited socket. Only the owner configures
+it, and when the owner ends for any reason, so does the engine. Further front ends connect to a
+second socket (`--api-server-count`, or over TLS from other machines). Steps run in the main thread
+and another thread serves the sockets, so a step never waits for a front end.
 """
 
 from __future__ import annotations
@@ -51,23 +51,22 @@ __all__ = ["main", "split"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Bytes queued for a front end that does not read, before it is disconnected.
+#: Maximum bytes queued for a front end that does not read, before it is disconnected.
 _BACKLOG = 256 << 20
-#: Bytes read at once.
+#: Bytes per read.
 _PIECE = 1 << 16
-#: Seconds that front ends have to send their reports; otherwise their last report counts.
+#: Seconds to wait for reports of front ends; after that their previous reports count.
 _REPORT_TIMEOUT = 2.0
-#: Seconds that front ends have to read the last frames.
+#: Seconds in which front ends must read the last frames.
 _GRACE = 5.0
-#: Seconds that a front end of another machine has to authenticate itself.
+#: Seconds in which a front end on another machine must authenticate itself.
 _HANDSHAKE = 10.0
 
 
 class _FrontEnd(asyncio.BufferedProtocol):
-    """A front end, as the engine's process sees it.
+    """A front end's connection to the engine's process.
 
-    What comes is read into one buffer: asyncio would allocate 256 KiB for each piece and keep its
-    first bytes, and the holes between those of requests that run become more and more.
+    Reads into one reused buffer: asyncio would allocate 256 KiB per read, which fragments the heap.
     """
 
     def __init__(self, server: _SocketServer) -> None:
@@ -166,19 +165,18 @@ class _Reports:
 
 
 class _SocketServer:
-    """Serves the sockets of an engine's process on a thread of its own.
+    """Serves the sockets of an engine's process on a separate thread.
 
-    owner: the socket that the process has inherited; whoever has its other end says what is run,
-    and nobody else. listener: for further front ends. tls: what those of a TCP listener
-    authenticate themselves with.
+    owner: the inherited socket of the process that configures the engine. listener: for further
+    front ends. tls: authenticates those of a TCP listener.
     """
 
     def __init__(
         self, owner: socket.socket, listener: socket.socket, tls: TlsContexts | None = None
     ) -> None:
         self.numbers = count()
-        #: The piece that was read last, of any front end. A view, since asyncio slices it for TLS,
-        #: and a slice of a bytearray is a copy.
+        #: The last bytes read, from any front end. A view, since asyncio slices it for TLS, and
+        #: slicing a bytearray copies.
         self.buffer = memoryview(bytearray(_PIECE))
         self.started: Future[list[Any]] = Future()
         self.owner_gone = threading.Event()
@@ -240,7 +238,7 @@ class _SocketServer:
         self._later(self._greet_all, frames.pack("error", frames.pack_error(error)))
 
     def events(self, events: StepEvents) -> None:
-        """A step is done (see `loop.Listener`)."""
+        """Handle a finished step (see `loop.Listener`)."""
         if events.finished and self._registry is not None:
             self._registry.release(events.finished)
         self._later(self._deliver, events)
@@ -250,7 +248,7 @@ class _SocketServer:
         self._later(self._broadcast, frames.pack("dead", str(error)))
 
     def flush(self) -> None:
-        """Wait a moment until frames have left the process."""
+        """Wait briefly until queued frames have been sent."""
         done = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
         with suppress(TimeoutError):
             done.result(_GRACE)
@@ -281,14 +279,14 @@ class _SocketServer:
 
     @property
     def adapters(self) -> AdapterRegistry:
-        """Raises EngineError before there is an engine."""
+        """The adapters. Raises EngineError before the engine has started."""
         if self._registry is None:
             raise EngineError("there is no engine yet")
         return self._registry
 
     @property
     def weights(self) -> EngineWeights:
-        """Raises EngineError before there is an engine."""
+        """The weights. Raises EngineError before the engine has started."""
         if self._weights is None:
             raise EngineError("there is no engine yet")
         return self._weights
@@ -363,7 +361,7 @@ class _SocketServer:
             peer.send(frames.pack("answer", number, None, frames.pack_error(error)))
 
     def _profiled(self, core: EngineCore) -> StepProfile:
-        """The engine's profiler, which is made on first use."""
+        """The engine's profiler, created on first use."""
         if self._profile is None:
             self._profile = StepProfile(core)
         return self._profile
@@ -388,12 +386,12 @@ class _SocketServer:
                 self.started.set_exception(EngineDead("the process that started it has ended"))
 
     def leave(self) -> None:
-        """End the process at once, even during a step: its owner is gone."""
+        """End the process immediately, even during a step, because its owner is gone."""
         self.remove_folder()
         os._exit(1)
 
     def remove_folder(self) -> None:
-        """Remove the folder of the socket if the owner is gone and cannot."""
+        """Remove the socket's folder, since the owner is gone and cannot."""
         if self.owner_gone.is_set() and isinstance(self.address, str):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
@@ -432,7 +430,7 @@ class _SocketServer:
             peer.send(data)
 
     def _deliver(self, events: StepEvents) -> None:
-        """Send each front end the events of its requests, and all the statistics of the step."""
+        """Send each front end the events of its requests, and the step's statistics."""
         if len(self._peers) == 1:
             for peer in self._peers.values():
                 peer.send(frames.pack("events", codec.pack_events(events)))
@@ -474,10 +472,11 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
 
 
 def main(owner: int, listener: int, secret_file: str | None = None) -> int:
-    """Wait to be told what to run, run it, end with the owner. The body of the process.
+    """The main function of the process: wait for the configuration, run the engine, end with the
+    owner.
 
-    owner, listener: descriptors of the two sockets. secret_file: with what front ends have to know,
-    where the listener is one of TCP.
+    owner, listener: descriptors of the two sockets. secret_file: the secret that front ends must
+    know, for a TCP listener.
     """
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
         signal.signal(number, signal.SIG_IGN)
@@ -496,7 +495,7 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
 
 
 def _run(server: _SocketServer) -> int:
-    """The exit code of an engine."""
+    """Run the engine; returns the exit code."""
     from modulm.engine.core.engine_core import EngineCore
 
     try:

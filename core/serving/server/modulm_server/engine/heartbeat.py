@@ -1,8 +1,8 @@
-"""Whether an engine makes progress, as seen from its own process.
+"""Detects whether an engine makes progress, from within its process.
 
-A running process is not enough: its steps may hang on a lock or a device. A long step is no failure
-either: a long prompt on a slow machine takes minutes. `StepWatch` distinguishes the two from
-another thread; `watchdog` also detects a silent process, and acts.
+A living process is not enough: a step may hang on a lock or a device. Nor is a long step a failure:
+a long prompt on a slow machine takes minutes. `StepWatch` distinguishes the two from another
+thread; `watchdog` also detects a silent process, and acts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["StepWatch", "interval_of", "stacks_file"]
 
-#: Seconds that a token of a step that computes may take: 70 billion parameters on two cores.
+#: Seconds allowed per token of a step that computes: 70 billion parameters on two cores.
 _PER_TOKEN = 0.25
-#: Least share of a core that a computing process uses.
+#: Minimum share of a core that a computing process uses.
 _COMPUTING = 0.2
-#: Seconds that the first steps may take longer on a device with a queue, for compiled kernels.
+#: Extra seconds for the first steps on a device with a queue, while kernels compile.
 _COLD, _COLD_STEPS = 120.0, 3
 
 
@@ -101,7 +101,7 @@ def interval_of(config: EngineConfig) -> float:
 
 
 def stacks_file(config: EngineConfig) -> IO[str]:
-    """The file that this process writes its stacks to. It stays open for the signal handler."""
+    """Open the file for this process's stacks. It stays open for the signal handler."""
     folder = config.group(WatchdogConfig).dump_dir
     if not folder:  # vLLM's default is an empty one
         return sys.stderr

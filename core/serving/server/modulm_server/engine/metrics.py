@@ -1,7 +1,7 @@
 """Statistics of the engine as Prometheus metrics, with vLLM's names after the prefix `modulm:`.
 
-Counting must not cost more than what is counted: histograms take a whole step's values in one
-vector operation, and families are built only when somebody scrapes.
+Counting must be cheap: histograms take a step's values in one vector operation, and metric families
+are built only when scraped.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _ADAPTER_COUNTERS = {
     "prompt_tokens": "Tokens of their prompts.",
     "generation_tokens": "Tokens of their answers.",
 }
-#: Most adapters counted by name, since resolvers may find many; the others share one label.
+#: Maximum number of adapters counted by name; the rest share one label.
 _NAMED, _OTHERS = 1000, "(others)"
 
 
@@ -95,7 +95,7 @@ class _AdapterCounts:
 
 
 class Histogram:
-    """Counts per bucket; `bounds` are the buckets' upper ends, the last bucket has none."""
+    """Counts per bucket. `bounds`: the upper bounds; the last bucket has none."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = np.array(bounds)
@@ -109,16 +109,16 @@ class Histogram:
         self.total += sum(values)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper end -> values up to it, as Prometheus wants them."""
+        """(upper bound, cumulative count) of each bucket, in Prometheus' form."""
         ends = [*(str(bound) for bound in self.bounds.tolist()), "+Inf"]
         return list(zip(ends, map(float, np.cumsum(self.counts)), strict=True))
 
 
 class Metrics(Collector):
-    """The numbers of one front end's requests and of its engine's steps.
+    """Metrics of one front end's requests and of its engine's steps.
 
-    adapters: most in one step. SHARED: what every front end of an engine counts alike, as all hear
-    of all steps.
+    adapters: maximum number in one step. SHARED: metrics that all front ends of an engine count
+    alike, because each receives all steps.
     """
 
     SHARED = frozenset(
@@ -133,7 +133,7 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str, engine: str = "0", adapters: int = 0) -> None:
         self._labels = (model_name, engine)
-        #: Names of the adapters of requests that wait and of those that run; None without adapters.
+        #: Names of the adapters of waiting and running requests; None without adapters.
         self.in_use: Callable[[], tuple[Iterable[str], Iterable[str]]] | None = None
         self._slots = adapters
         self._by_adapter: dict[str, _AdapterCounts] = {}
@@ -146,13 +146,13 @@ class Metrics(Collector):
         self.last: StepStats | None = None
 
     def registry(self) -> CollectorRegistry:
-        """A registry of its own with these metrics."""
+        """A new registry with these metrics."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def set_weight_version(self, version: int) -> None:
-        """The weights have another version."""
+        """Set the version of the weights."""
         self._gauges["weight_version"] = version
 
     def step(self, stats: StepStats) -> None:
@@ -180,8 +180,8 @@ class Metrics(Collector):
             self.last = self.last._replace(running=0, waiting=0, usage=0.0)
 
     def totals(self) -> tuple[float, float, float, float]:
-        """Tokens that went through the model, that were generated, that were looked up in the
-        prefix cache, and that were found there.
+        """Total tokens that were computed, generated, looked up in the prefix cache, and found
+        there.
         """
         counters = self._counters
         return (
@@ -313,7 +313,7 @@ def _add_each(known: list[int], now: Sequence[int]) -> None:
 
 
 class ReplicaMetrics(Collector):
-    """The numbers of one front end's requests and of several engines' steps, by engine."""
+    """Metrics of one front end's requests and of the steps of several engines, labelled by engine."""
 
     def __init__(self, each: Sequence[Metrics]) -> None:
         self._each = each

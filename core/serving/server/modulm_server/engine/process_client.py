@@ -42,11 +42,11 @@ log = logging.getLogger("modulm_server")
 
 
 class ProcessCoreClient(EngineCoreClient):
-    """Reaches an engine core in a process of its own over its socket.
+    """Reaches an engine core in another process over its socket, and waits until the model is
+    loaded.
 
-    owned: the process, where this front end started it; its own connection is used then.
-    secret_file: of an engine that is reached over TCP. Waits until the model is loaded and raises
-    what went wrong there.
+    owned: the process, if this front end started it. secret_file: for an engine that is reached
+    over TCP. Raises the error with which the engine failed to start.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ProcessCoreClient(EngineCoreClient):
             self._send(frames.pack("abort", request))
 
     def refresh_adapters(self) -> Future[None]:
-        return self._call("adapters")  # what is told of them comes by the same way, before it
+        return self._call("adapters")  # changes are sent before the answer
 
     def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
         return self._call("load_adapter", list(attrs.astuple(adapter)), replace)
@@ -183,17 +183,17 @@ class ProcessCoreClient(EngineCoreClient):
             self._owned.close()
 
     def _call(self, operation: str, *arguments: Any) -> Future[Any]:
-        """Call an operation; its answer carries the number of the call."""
+        """Call an operation; the future gets the frame with the call's number."""
         return self._ask(lambda number: frames.pack(operation, number, *arguments))
 
     def _ask(self, pack: Callable[[int], bytes]) -> Future[Any]:
-        """Send a frame, packed with its number, that is answered."""
+        """Send a frame that is packed with its number; returns a future for the answer."""
         number, answer = next(self._numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
+        answer.set_running_or_notify_cancel()  # cannot be cancelled: the answer comes anyway
         data = pack(number)
         self._calls[number] = answer
         self._send(data)
-        if self._death is not None:  # a connection to another machine takes what nobody reads
+        if self._death is not None:  # the send may not have failed
             self.give_up(self._death)
         return answer
 
@@ -226,7 +226,7 @@ class ProcessCoreClient(EngineCoreClient):
                     self._behind -= 1
 
     def _receive(self) -> list[Any] | None:
-        """The next frame; None when there will be none."""
+        """The next frame; None at the end of the connection."""
         try:
             size = int.from_bytes(self._stream.read(4), "big")
             body = self._stream.read(size)

@@ -51,7 +51,7 @@ _ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tas
 
 @frozen
 class Address:
-    """Where a replica listens: a path, or HOST:PORT and the file with the secret to know there."""
+    """Where a replica listens: a path, or HOST:PORT and the file with the shared secret."""
 
     rank: int
     where: str
@@ -63,10 +63,9 @@ class Replica:
     """The state of a replica, as one front end knows it.
 
     start: starts its process, if this front end does so. ended: set when the connection of `client`
-    has ended. stalled: time (monotonic seconds) since which it does not answer. mute: its events
-    are ignored, since its sequences were restarted elsewhere. due: time of the next attempt to
-    start or reach it. deaths, failed: recent deaths and failed starts in a row. adapters: those it
-    had when it died.
+    has ended. stalled: since when it does not respond (monotonic seconds). mute: its events are
+    ignored, since its sequences were restarted elsewhere. due: when to start or reach it next.
+    deaths, failed: recent deaths, and failed starts in a row. adapters: those it had when it died.
     """
 
     address: Address
@@ -101,7 +100,7 @@ def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig
 
 
 def make_router(info: EngineInfo, replicas: int) -> Router:
-    """The router of so many replicas."""
+    """Create the router of `replicas` replicas."""
     cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
     caches_prefixes = cache.enable_prefix_caching is not False
     return Router(
@@ -123,9 +122,9 @@ def _all_clients(replicas: Sequence[Replica]) -> list[tuple[int, ProcessCoreClie
 
 
 def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[Any]]:
-    """Call the workers of all replicas: their answers, those of the first replica first.
+    """Call the workers of all replicas; results are in order of the replicas.
 
-    Raises EngineStalled if a replica does not take calls now, and what a client raises.
+    Raises EngineStalled if a replica takes no calls now, and the errors of clients.
     """
     clients = _all_clients(replicas)
     for _, client in clients:
@@ -161,7 +160,7 @@ def close_all(replicas: Sequence[Replica]) -> None:
 
 
 def trouble_of(replicas: Sequence[Replica]) -> str | None:
-    """Why no replica works, if none does and one is known to have stalled."""
+    """Why no replica works, if at least one has stalled and none works."""
     if any(replica.up for replica in replicas):
         return None
     return next((replica.reason for replica in replicas if replica.stalled is not None), None)
@@ -170,8 +169,8 @@ def trouble_of(replicas: Sequence[Replica]) -> str | None:
 def common_weights(
     replicas: Sequence[Replica], joining: ProcessCoreClient | None = None
 ) -> WeightState:
-    """What replicas that are up say of their weights. One that was restarted has those of the
-    checkpoint: then none is used before the next update.
+    """The common weight state of the running replicas. A restarted one has the checkpoint's weights
+    and is not used before the next update.
     """
     clients = [replica.client for replica in replicas if replica.up and replica.client is not None]
     states = [client.weights for client in (*clients, joining) if client is not None]
@@ -189,7 +188,7 @@ def common_weights(
 
 
 def listening(placed: Placement, host: str) -> list[socket.socket]:
-    """Listening sockets for the replicas of this machine, at the ports that front ends of other
+    """Create listening sockets for this machine's replicas, at the ports that front ends of other
     machines connect to. Raises ConfigError.
     """
     listeners: list[socket.socket] = []

@@ -1,8 +1,8 @@
-"""Several engines behind one client: requests are spread over them, dead ones are restarted.
+"""Several engines behind one client, with routing and restarts.
 
-Each replica is a process of this machine or of another one. `modulm_fleet.router` decides where a
-request is sent. The front end that started a replica's process restarts it when it dies; other
-front ends reconnect.
+Each replica is a process of this machine or another one. `modulm_fleet.router` chooses the replica
+for a request. The front end that started a replica's process restarts it when it dies; other front
+ends reconnect.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ T = TypeVar("T")
 
 #: Seconds between two checks of the replicas.
 _LOOK = 0.25
-#: Seconds before a dead replica is restarted: doubled each time, up to the second number, and reset
-#: once it has lived that long.
+#: Seconds before a dead replica is restarted: the initial delay, doubled each time up to the second
+#: number, and reset once the replica has lived that long.
 _BACKOFF, _MOST = 0.5, 60.0
 #: Failed starts in a row before the service ends, if no replica lives.
 _STARTS = 5
-#: Seconds between two attempts to reach a replica that another process starts.
+#: Seconds between attempts to reach a replica that another process starts.
 _AGAIN = 0.5
 #: The same while the front end starts.
 _PATIENCE = 2.0
 
 
 class ReplicaSet(EngineCoreClient):
-    """The replicas of one front end. Their events are reported as `ReplicaEvents`; sequences that
-    must restart or fail, as `ReplicaLost`.
+    """The replicas of one front end. Reports their events as `ReplicaEvents`, and sequences that
+    must restart or fail as `ReplicaLost`.
 
-    Made by `open`, by the front end that starts processes, or by `join`. Waits until all replicas
-    are ready, or, joining, the first; raises what went wrong.
+    `open` creates it in the front end that starts processes, `join` in others. Waits until all
+    replicas are ready (`join`: until one is) and raises the error of one that failed to start.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class ReplicaSet(EngineCoreClient):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._router: Router | None = None
-        #: The process that starts the replicas, if this one has joined them.
+        #: The process that starts the replicas, if this one joined them.
         self._parent: int | None = None
         self._announced: Announcements | None = None
-        #: For replicas that share experts, which end together.
+        #: For replicas that share experts and therefore end together.
         self._group: SharedExperts | None = None
         self._shared = False
         self._watcher = threading.Thread(target=self._watch, name="modulm-replicas", daemon=True)
@@ -115,9 +115,10 @@ class ReplicaSet(EngineCoreClient):
         listeners: Sequence[socket.socket] = (),
         secret_file: str | None = None,
     ) -> ReplicaSet:
-        """Start the replicas of this machine as processes, the first in `first`, and wait until
-        those of others have announced themselves. listeners, secret_file: for processes
-        that front ends of another machine connect to.
+        """Start this machine's replicas as processes, the first one in `first`, and wait until
+        those of other machines have announced themselves.
+
+        listeners, secret_file: for processes that front ends of other machines connect to.
         """
         here = placed.here
         group = SharedExperts() if config.parallel.shared_experts else None
@@ -167,7 +168,7 @@ class ReplicaSet(EngineCoreClient):
     def _await_ready(
         self, index: int, owned: EngineProcess | None
     ) -> tuple[ProcessCoreClient, threading.Event]:
-        """Reach a replica at the start, waiting for one of another machine to listen."""
+        """Reach a replica during startup; waits for one of another machine to listen."""
         while True:
             try:
                 return self._reach(index, owned)
@@ -185,7 +186,7 @@ class ReplicaSet(EngineCoreClient):
         tell: Callable[[ReplicaEvents | ReplicaLost], None],
         died: Callable[[EngineDead], None],
     ) -> ReplicaSet:
-        """A further front end of the replicas of another one (`ReplicaSet.address`)."""
+        """Connect to the replicas of another front end (`ReplicaSet.address`)."""
         addresses = [Address(*fields) for fields in json.loads(address)]
         replica_set = cls([Replica(one, None, due=0.0) for one in addresses], tell, died)
         replica_set._parent = os.getppid()
@@ -219,7 +220,7 @@ class ReplicaSet(EngineCoreClient):
     def _reach(
         self, index: int, owned: EngineProcess | None
     ) -> tuple[ProcessCoreClient, threading.Event]:
-        """Connect to a replica: its client, and an event that is set when it ends."""
+        """Connect to a replica; returns its client, and an event that is set when it ends."""
         replica, ended = self._replicas[index], threading.Event()
         client = ProcessCoreClient(
             replica.address.where, partial(self._handle_events, index),
@@ -316,7 +317,7 @@ class ReplicaSet(EngineCoreClient):
             for index, replica in enumerate(self._replicas):
                 if replica.up or replica.stalled is not None:
                     if now - before > 2.0 and replica.client is not None:
-                        replica.client.forget_silence()  # this process has stood still itself
+                        replica.client.forget_silence()  # this process was suspended itself
                     else:
                         self._check(index, replica, now)
                 elif replica.due is not None and now >= replica.due and not replica.starting:
@@ -330,7 +331,7 @@ class ReplicaSet(EngineCoreClient):
             before = now
 
     def _revive(self, index: int, replica: Replica) -> None:
-        """Start or reach a replica again; the body of a thread."""
+        """Restart or reach a replica again; the body of a thread."""
         process = None
         try:
             if replica.client is not None:
@@ -354,7 +355,7 @@ class ReplicaSet(EngineCoreClient):
         self._attach(index, client, ended)
 
     def _revive_all(self, group: SharedExperts) -> None:
-        """Start all replicas again, which share experts; the body of a thread."""
+        """Restart all replicas, because they share experts; the body of a thread."""
         processes: list[EngineProcess] = []
         try:
             for replica in self._replicas:
@@ -471,7 +472,7 @@ class ReplicaSet(EngineCoreClient):
 
     @property
     def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
-        """The adapters of any replica that is up; all have the same."""
+        """The adapters of any running replica; all have the same."""
         return next((dict(client.adapters) for _, client in self._available()), {})
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -487,7 +488,7 @@ class ReplicaSet(EngineCoreClient):
             except EngineDead:
                 with self._lock:
                     if self.router.replica(requests[0].id) != index:
-                        return  # it was seen to be dead: `ReplicaLost` tells of them
+                        return  # dead: handled by `ReplicaLost`
                     self.router.disable(index)
                     for request in requests:
                         self.router.record_end(request.id)

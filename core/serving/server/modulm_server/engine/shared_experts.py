@@ -1,4 +1,4 @@
-"""Replicas that share experts start together and end together."""
+"""Starts and ends replicas that share experts together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class SharedExperts:
-    """The folder in which the ranks of all replicas meet. Each start uses a new one, because
-    processes of the last start may still remove theirs.
+    """The folder through which the ranks of all replicas connect. Each start uses a new one,
+    because processes of the previous start may still remove their files.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Start the engine's process (`engine_process.main`).
+"""Starts the engine's process (`engine_process.main`).
 
-It takes longest to get ready, so `modulm serve` starts it before it imports what serves HTTP. This
+It takes longest to get ready, so `modulm serve` starts it before it imports the HTTP server. This
 module therefore imports nothing heavy.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineProcess", "address_of", "connect"]
 
-#: Seconds that a process has to end after it was told to.
+#: Seconds that a process has to end after it was asked to.
 _GRACE = 5.0
 #: Seconds to wait for its last output.
 _LAST_OUTPUT = 1.0
@@ -37,13 +37,13 @@ _CONNECT_TIMEOUT = 5.0
 
 
 class EngineProcess:
-    """Starts the engine's process and ends it. `address` is where further front ends connect.
+    """Starts and ends the engine's process. `address` is where further front ends connect.
 
-    The process imports what it needs and waits for `start`, which it takes from `connection` alone:
-    a socket that it has inherited. Nothing is awaited here; `ProcessCoreClient` waits until the
-    model is loaded.
-    address: of a process that this one replaces. listener: a TCP socket to serve instead of one of
-    this machine; front ends of other machines connect to it who know the secret in `secret_file`.
+    The process imports what it needs and waits for `start`, which it accepts only on `connection`,
+    an inherited socket. Nothing here blocks; `ProcessCoreClient` waits until the model is loaded.
+
+    address: of a process that this one replaces. listener: a TCP socket to serve instead of a local
+    one, for front ends of other machines that know the secret in `secret_file`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EngineProcess:
             self._printing = forward(self._process.stdout)
 
     def start(self, config: EngineConfig, plugins: PluginManager) -> None:
-        """Tell the process what to run, and with which plugins."""
+        """Send the process its configuration and plugins."""
         from modulm_wire import frames
 
         packed = frames.pack_plugins(plugins.snapshot())
@@ -101,7 +101,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """The engine process's id."""
         return self._process.pid
 
     def ending(self) -> str:
@@ -141,7 +141,7 @@ class EngineProcess:
 
 
 def _listening(address: str | None) -> tuple[socket.socket, Path]:
-    """A socket in a folder of its own, and the folder."""
+    """Create a listening socket in a new folder; returns both."""
     if address is None:
         folder = Path(tempfile.mkdtemp(prefix="modulm-"))
     else:
@@ -160,7 +160,7 @@ def _listening(address: str | None) -> tuple[socket.socket, Path]:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Where a socket listens: a path, or HOST:PORT."""
+    """The address of a socket: a path, or HOST:PORT."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return str(name)
@@ -168,10 +168,10 @@ def address_of(listener: socket.socket) -> str:
 
 
 def connect(address: str, secret_file: str | None = None) -> Connection:
-    """A connection to the engine that listens at `address`, a path or HOST:PORT; secret_file: of an
-    engine that is reached over TCP.
+    """Connect to the engine that listens at `address`, a path or HOST:PORT.
 
-    Raises EngineDead if there is none, or one with another secret.
+    secret_file: for an engine that is reached over TCP. Raises EngineDead if there is none, or it
+    has another secret.
     """
     try:
         if address.startswith("/"):

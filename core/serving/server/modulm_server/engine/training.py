@@ -1,4 +1,4 @@
-"""What trainers ask of an engine that serves: weight updates and pauses, by vLLM's names."""
+"""Weight updates and pauses of a serving engine, with vLLM's method names."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from modulm_weight_transfer.engine import WeightState
 
 __all__ = ["Training", "keeps_back"]
 
-#: Seconds between two looks whether requests have ended.
+#: Seconds between two checks whether requests have ended.
 _LOOK = 0.02
 
 
 def keeps_back(while_asleep: bool, state: WeightState) -> bool:
-    """Whether new requests wait: in a pause, while asleep at level 0, or `while_asleep` at all."""
+    """Whether new requests wait: while paused, asleep at level 0, or `while_asleep` at any."""
     if state.paused is not None:
         return True
     return state.asleep is not None and (while_asleep or state.asleep == 0)
 
 
 class Training(ABC):
-    """The methods of `AsyncLLM` for trainers. Updates run between two steps, beside requests:
-    pause first if no request may have tokens of two versions.
+    """Methods of `AsyncLLM` for trainers. Updates run between two steps while requests continue;
+    pause first if no request may mix tokens of two weight versions.
     """
 
     @abstractmethod
     async def run_weights(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Run an operation of `EngineWeights` in each engine; the state afterwards."""
+        """Run an operation of `EngineWeights` in each engine; returns the resulting state."""
 
     @property
     def weight_version(self) -> int:
-        """How often the weights were updated, or what `update_weight_version` has set."""
+        """The number of updates so far, or the value set by `update_weight_version`."""
         return 0
 
     async def init_weight_transfer_engine(self, init_request: Any = None) -> None:
-        """Have the workers meet the trainer, with the backend of `weight_transfer_config`.
+        """Connect the workers to the trainer with the backend of `weight_transfer_config`.
 
-        init_request: the backend's `init_info`, alone or under that name. Raises UnsupportedError
+        init_request: the backend's `init_info`, or a table with that key. Raises UnsupportedError
         without a backend.
         """
         await self.run_weights("init", init_info=dict(table_of(init_request or {}, "init_info")))
@@ -47,45 +47,45 @@ class Training(ABC):
     async def start_weight_update(
         self, is_checkpoint_format: bool = True, partial: bool = False
     ) -> None:
-        """Begin an update; one that was not finished is dropped.
+        """Begin an update; discards an unfinished one.
 
-        partial: tensors that do not come stay as they are. Without it, all have to come.
+        partial: tensors that are not sent keep their values. Otherwise all tensors must be sent.
         """
         await self.run_weights("start", is_checkpoint_format=is_checkpoint_format, partial=partial)
 
     async def update_weights(self, request: Any) -> None:
-        """Take tensors. request: the backend's `update_info`, alone or under that name.
+        """Receive tensors. request: the backend's `update_info`, or a table with that key.
 
-        Raises RequestError naming tensors that are unknown, have another shape or values that are
-        not finite; the weights are unchanged then.
+        Raises RequestError naming tensors that are unknown or have a wrong shape or non-finite
+        values; the weights are unchanged then.
         """
         await self.run_weights("update", update_info=dict(table_of(request, "update_info")))
 
     async def finish_weight_update(self) -> None:
-        """Use the new weights. The weight version rises and cached prefixes are forgotten.
+        """Switch to the new weights, increment the weight version and clear the prefix cache.
 
-        Raises RequestError naming tensors that are missing; the old weights are used then.
+        Raises RequestError naming missing tensors; the old weights stay in use then.
         """
         await self.run_weights("finish")
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Leave the trainer."""
+        """Disconnect from the trainer."""
         await self.run_weights("shutdown")
 
     async def get_weight_version(self) -> int:
-        """See `weight_version`; asks the engine."""
+        """Ask the engine for its `weight_version`."""
         version: int = (await self.run_weights("info"))["weight_version"]
         return version
 
     async def update_weight_version(self, weight_version: int) -> None:
-        """Give the weights another number, such as the trainer's step."""
+        """Set the weight version, for example to the trainer's step."""
         await self.run_weights("set_version", weight_version=weight_version)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Keep new requests back until `resume_generation`, and return when none runs.
+        """Hold new requests until `resume_generation`; returns when none is running.
 
-        mode: "abort" ends those that run, "wait" lets them finish, "keep" stops them where they
-        are, to go on later. clear_cache: forget cached prefixes, unless requests are kept.
+        mode: "abort" aborts running requests, "wait" lets them finish, "keep" suspends them.
+        clear_cache: clear the prefix cache, unless requests are kept.
         """
         state = await self.run_weights("pause", mode=mode)
         while mode != "keep" and state["busy"] and state["paused"] == mode:
@@ -95,13 +95,13 @@ class Training(ABC):
             await self.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        """Run requests again."""
+        """Resume requests."""
         await self.run_weights("resume")
 
     @abstractmethod
     async def is_paused(self) -> bool:
-        """Whether requests are kept back."""
+        """Whether generation is paused."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; running requests go on."""
+        """Clear the prefix cache; running requests continue."""

@@ -1,4 +1,4 @@
-"""What a front end does about an engine that stalls."""
+"""Acts on an engine that stalls."""
 
 from __future__ import annotations
 
