@@ -1,4 +1,4 @@
-"""Sampling settings that requests give by llama.cpp's names, each served by a package."""
+"""llama.cpp's sampling settings in requests; a logits-processor package implements each of them."""
 
 from modulm_samplers.arguments import SAMPLERS, Sampler, sampler_arguments, unserved
 from modulm_samplers.processor import SettingsProcessor, number

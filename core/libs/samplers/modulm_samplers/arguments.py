@@ -1,4 +1,4 @@
-"""The settings by name. Front ends put them into `SamplingParams.extra_args`."""
+"""The samplers and their settings. Front ends put settings into `SamplingParams.extra_args`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["SAMPLERS", "Sampler", "sampler_arguments", "unserved"]
 
 @frozen
 class Sampler:
-    """A sampler: the setting that turns it on, the values of that one with which it is off, its
-    other settings, and the distribution that has it.
+    """A sampler: the setting that turns it on, the values of that setting that leave it off, its
+    other settings, and the distribution that implements it.
     """
 
     switch: str
@@ -39,7 +39,7 @@ SAMPLERS = (
 
 
 def sampler_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the samplers that are on. values: by name; None where one is not given."""
+    """Return the settings of the samplers that are on. values: by name; None where not set."""
     arguments: dict[str, Any] = {}
     for sampler in SAMPLERS:
         if values.get(sampler.switch) in (None, *sampler.off):
@@ -50,7 +50,7 @@ def sampler_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unserved(arguments: Mapping[str, Any], served: Iterable[str]) -> Sampler | None:
-    """A sampler that is on, but whose settings none of the installed processors has."""
+    """Return a sampler that is on although no installed processor has its settings, else None."""
     known = frozenset(served)
     for sampler in SAMPLERS:
         is_on = arguments.get(sampler.switch) not in (None, *sampler.off)

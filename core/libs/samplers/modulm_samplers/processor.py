@@ -1,4 +1,4 @@
-"""The base of logits processors that have settings in a request's extra arguments."""
+"""Base class of logits processors configured by a request's extra arguments."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def number(
 
 
 class SettingsProcessor(LogitsProcessor, Generic[S]):
-    """A processor for rows whose `settings`, an attrs class of arguments by name, are `active`.
+    """A logits processor with settings per row. It runs for rows whose settings are `active`.
 
-    It runs after the temperature, and not for greedy rows.
+    `settings` is an attrs class; its fields are the arguments. The processor runs after temperature
+    scaling and skips greedy rows.
     """
 
     api = 1
@@ -54,12 +55,12 @@ class SettingsProcessor(LogitsProcessor, Generic[S]):
 
     @classmethod
     def arguments(cls) -> tuple[str, ...]:
-        """The names of the arguments."""
+        """Names of the arguments."""
         return tuple(attribute.name for attribute in attrs.fields(cls.settings))
 
     @classmethod
     def settings_of(cls, params: SamplingParams) -> S | None:
-        """The settings of a request; None if they turn it off. Raises RequestError."""
+        """Return a request's settings, or None if they turn it off. Raises RequestError."""
         given = params.extra_args or {}
         values = {name: given[name] for name in cls.arguments() if given.get(name) is not None}
         settings = cls.settings(**values) if values else None
