@@ -1,4 +1,4 @@
-"""Speech to text: prompts for models, and processing of sound and text around them.
+"""Speech to text: prompts for models, and the processing of audio and text around them.
 
 Names are imported on first use, because every command reads the flags and needs no numpy.
 """

@@ -1,4 +1,4 @@
-"""Cut sound of any length at quiet points into pieces that a model accepts."""
+"""Split audio of any length at quiet points into pieces that a model accepts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["is_silent", "pieces"]
 #: In seconds: the span at the end of a piece that is searched for a quiet point, the window whose
 #: loudness is measured, and the shortest piece that may remain after a cut.
 _LOOK, _WINDOW, _LEAST = 5.0, 0.1, 0.5
-#: Below -80 dB of full scale nothing can be heard.
+#: Peak amplitude below which audio counts as silent: -80 dB of full scale.
 _QUIET = 1e-4
 
 
 def pieces(samples: np.ndarray, rate: int, longest: float) -> list[tuple[int, int]]:
-    """(first, end) sample indices of the pieces of a sound, in order and without gaps.
+    """Return (first, end) sample indices of consecutive pieces that cover the audio.
 
     No piece is longer than `longest` seconds. Cuts are in the middle of the quietest tenth of a
     second within the last five seconds of the longest possible piece.
@@ -31,12 +31,12 @@ def pieces(samples: np.ndarray, rate: int, longest: float) -> list[tuple[int, in
 
 
 def is_silent(samples: np.ndarray) -> bool:
-    """Whether the sound is inaudible."""
+    """Whether the audio is inaudible."""
     return not len(samples) or float(np.abs(samples).max()) < _QUIET
 
 
 def _quietest(samples: np.ndarray, rate: int) -> int:
-    """The middle of the window with the least energy; the last one of equal windows."""
+    """Return the middle of the window with the least energy; of equal windows, the last."""
     window = max(1, int(_WINDOW * rate))
     if len(samples) <= window:
         return len(samples)

@@ -1,4 +1,4 @@
-"""Transcribers for chat models, which are prompted in words."""
+"""Transcribers for chat models that are prompted with instructions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["InstructedTranscriber"]
 
 
 class InstructedTranscriber(Transcriber):
-    """A model that is prompted with `form`.
+    """A chat model that is prompted with `form`.
 
-    `form` holds the placeholder of the sound and `{words}`, which is replaced by the instruction.
+    `form` holds the audio placeholder and `{words}`, which is replaced by the instruction.
     instructions: prompts by task if the language is known; they may contain `{language}`.
     without_language: prompts without a language. The client's prompt is appended as text; control
     tokens in it are not recognized.
@@ -36,7 +36,7 @@ class InstructedTranscriber(Transcriber):
             "translate": "Translate the speech into English.",
         }
     )
-    #: Code -> English name of the languages that it understands.
+    #: Languages that it understands: code -> English name.
     known: ClassVar[Mapping[str, str]] = MappingProxyType({"en": "english"})
 
     @property

@@ -1,7 +1,8 @@
 """Acceptance of transcripts, by the thresholds of Whisper's paper and README.
 
-An answer that repeats itself or has a low probability is generated again at a higher temperature.
-Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5.
+A transcript that repeats itself or has a low probability is generated again at a higher
+temperature. Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision,
+section 4.5.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from attrs import frozen
 
 __all__ = ["TEMPERATURES", "Quality", "compression_ratio"]
 
-#: Temperatures in the order in which they are tried.
+#: Temperatures in the order they are tried.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _REPEATS, _UNSURE, _NOBODY = 2.4, -1.0, 0.6
 
 
 @frozen
 class Quality:
-    """Quality measures of an answer.
+    """Quality measures of a transcript.
 
     The mean log probability of its tokens, the compression ratio of its text, and the probability
     that there is no speech (0.0 if the model does not provide it).
@@ -32,7 +33,7 @@ class Quality:
 
     @property
     def silent(self) -> bool:
-        """Whether there is no speech, whatever the answer says."""
+        """Whether there is no speech; the text is discarded then."""
         return self.no_speech_prob > _NOBODY and self.avg_logprob < _UNSURE
 
     @property
@@ -44,7 +45,7 @@ class Quality:
 
     @classmethod
     def of(cls, text: str, logprobs: Sequence[float], no_speech: float = 0.0) -> Quality:
-        """logprobs: log probability of each token of the answer."""
+        """Measure a transcript. logprobs: log probability of each of its tokens."""
         mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
         return cls(mean, compression_ratio(text), no_speech)
 

@@ -1,7 +1,7 @@
-"""Transcribers: how an architecture is prompted for the text of sound.
+"""Transcribers: how an architecture is prompted to transcribe audio.
 
 Group `modulm.transcribers`, named after the architecture. A transcriber builds prompts and parses
-answers. Cutting sound, judging answers and formatting them is shared by all models.
+answers. Splitting audio, checking transcripts and formatting them is shared by all models.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["API", "Alignment", "Question", "Segment", "Task", "Transcriber", "Wa
 
 API = 1
 
-#: translate: transcribe into English.
+#: translate: into English.
 Task: TypeAlias = Literal["transcribe", "translate"]
 
 
 @frozen(kw_only=True)
 class Wanted:
-    """What a client requests for a sound.
+    """What a client requests for an audio file.
 
     language: a code of `Transcriber.languages`, None to detect it. prompt: preceding text, or the
     spelling of words. times: whether segments need timestamps.
@@ -48,8 +48,8 @@ class Wanted:
 class Question:
     """A request for the engine.
 
-    tokens: the prompt, in which the media family finds the placeholder of the sound. params: fields
-    of SamplingParams that the model needs. no_speech: (position, token) in prompt and answer whose
+    tokens: the prompt, in which the media family finds the audio placeholder. params: fields of
+    SamplingParams that the model needs. no_speech: (position, token) in prompt and answer whose
     probability is the probability of no speech.
     """
 
@@ -61,7 +61,7 @@ class Question:
 
 @frozen(kw_only=True)
 class Segment:
-    """Text spoken from start to end, in seconds of the input sound; tokens: of its text."""
+    """Text spoken from start to end, in seconds of the input audio; tokens: of its text."""
 
     start: float
     end: float
@@ -71,7 +71,7 @@ class Segment:
 
 @frozen(kw_only=True)
 class Word:
-    """A word spoken from start to end, in seconds of the input sound."""
+    """A word spoken from start to end, in seconds of the input audio."""
 
     start: float
     end: float
@@ -80,7 +80,7 @@ class Word:
 
 @frozen(eq=False, kw_only=True)
 class Alignment:
-    """A request for the times of an answer's words.
+    """A request for the timestamps of an answer's words.
 
     tokens: the prompt with the answer. params: fields of PoolingParams besides the task.
     """
@@ -96,7 +96,7 @@ class Transcriber(ABC):
     """
 
     api: ClassVar[int | tuple[int, int]] = API
-    #: Maximum seconds of sound per prompt.
+    #: Maximum seconds of audio per prompt.
     longest: float = 30.0
     #: Whether it can detect the language.
     detects: bool = False
@@ -122,14 +122,16 @@ class Transcriber(ABC):
 
     @abstractmethod
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
-        """Build the request for the text of a sound of at most `longest` seconds."""
+        """Build the request for transcribing a sound of at most `longest` seconds."""
 
     def ask_language(self, sound: Sound) -> Question:
-        """Build the request for the language; the answer is one token. Raises UnsupportedError."""
+        """Build the request for detecting the language; the answer is one token. Raises
+        UnsupportedError.
+        """
         raise UnsupportedError("the model cannot detect the language")
 
     def language(self, tokens: Sequence[int]) -> str:
-        """The language code for the answer to `ask_language`. Raises UnsupportedError."""
+        """Return the language code for the answer to `ask_language`. Raises UnsupportedError."""
         raise UnsupportedError("the model cannot detect the language")
 
     def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
@@ -138,7 +140,8 @@ class Transcriber(ABC):
         return (Segment(start=0.0, end=seconds, text=text, tokens=tuple(tokens)),)
 
     def align(self, question: Question, tokens: Sequence[int]) -> Alignment | None:
-        """Build the request for the times of an answer's words; None for answers without words.
+        """Build the request for the timestamps of an answer's words; None for answers without
+        words.
 
         Raises UnsupportedError without `aligns`.
         """
@@ -147,7 +150,7 @@ class Transcriber(ABC):
     def words(
         self, tokens: Sequence[int], alignment: np.ndarray, seconds: float, language: str | None
     ) -> tuple[Word, ...]:
-        """Compute the words of an answer; alignment: result of `align`. language: of the text.
+        """Compute the words of an answer. alignment: result of `align`. language: of the text.
 
         Raises UnsupportedError without `aligns`.
         """

@@ -1,4 +1,4 @@
-"""Detect turns of speech by loudness in a stream of sound."""
+"""Detect turns of speech by loudness in an audio stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FRAME = 0.02
 class TurnDetector:
     """Follows one stream of `rate` samples per second.
 
-    threshold: from 0 to 1, the loudness that counts as speech: 0.5 is -40 dB of full scale, and
-    each 0.1 is 4 dB. silence: seconds of quiet that end a turn. padding: seconds before the first
-    loud frame that belong to the turn. Frames last 20 ms.
+    threshold: loudness that counts as speech, from 0 to 1: 0.5 is -40 dB of full scale, each 0.1 is
+    4 dB. silence: seconds of quiet that end a turn. padding: seconds before the first loud frame
+    that belong to the turn. Frames last 20 ms.
     """
 
     rate: int
