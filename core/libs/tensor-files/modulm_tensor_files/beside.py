@@ -1,4 +1,4 @@
-"""The other files of a checkpoint: configuration, tokenizer, templates."""
+"""Files of a checkpoint other than weights: configuration, tokenizer, templates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 __all__ = ["copy_beside", "replace"]
 
-#: Suffixes of files that are not copied: weights, and files that are written anew.
+#: Suffixes of files that are not copied: weights, and files that are rewritten.
 _NEEDLESS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".index.json",
              "config.json")  # fmt: skip
-#: Suffixes that are copied nevertheless.
+#: Exceptions: suffixes that are copied.
 _COPIED = ("generation_config.json", "tokenizer_config.json", "preprocessor_config.json")
 
 

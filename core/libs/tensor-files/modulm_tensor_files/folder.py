@@ -18,7 +18,7 @@ __all__ = ["TensorFolder"]
 
 
 class TensorFolder(WeightLoader):
-    """Tensors of several files by name. `INDEX` is the name of the index file, if any."""
+    """Tensors of several files, by name. `INDEX` is the name of the index file, if any."""
 
     INDEX: ClassVar[str] = ""
 
@@ -30,11 +30,13 @@ class TensorFolder(WeightLoader):
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the files if there is no index. Raises CheckpointError if there are none."""
+        """Names of the files for a folder without an index. Raises CheckpointError if there are
+        none.
+        """
 
     @abstractmethod
     def headers(self, file: str) -> Iterable[StoredTensor]:
-        """The tensors of one file. Raises CheckpointError."""
+        """Read the tensor headers of one file. Raises CheckpointError."""
 
     def is_shard(self, name: str) -> bool:
         """Whether an index may name this file."""
@@ -75,7 +77,7 @@ class TensorFolder(WeightLoader):
         return index
 
     def _weight_map(self) -> Mapping[str, str] | None:
-        """The index's name -> file, or None without an index."""
+        """Read the index: tensor name -> file. None without an index."""
         file = self.path / self.INDEX
         if not self.INDEX or not file.exists():
             return None

@@ -53,13 +53,13 @@ class PickledFolder(TensorFolder):
 
     @classmethod
     def found_in(cls, path: Path) -> str | None:
-        """The index or file that a folder has, None if neither exists."""
+        """Return the name of the folder's index or file, None if it has neither."""
         names = [name for name in (cls.INDEX, _SINGLE) if (path / name).exists()]
         return names[0] if names else None
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one file, mapped and not yet read.
+    """Open the tensors of one file, memory-mapped.
 
     Raises CheckpointError if the file is damaged or holds anything but a table of plain tensors;
     nothing in such a file is executed.
@@ -88,7 +88,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """torch's message, without its advice to disable the restriction."""
+    """Return torch's message without its advice to disable the restriction."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     relevant = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (relevant or lines or [type(error).__name__])[0][:300]

@@ -108,7 +108,7 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict from unique names. Raises ValueError for duplicates."""
+    """Build a dict from pairs. Raises ValueError for duplicate names."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
@@ -118,7 +118,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, StoredTensor]:
-    """One tensor, with the begin and end of its bytes."""
+    """Parse a header entry; returns (first byte, end, tensor)."""
     import torch
 
     try:

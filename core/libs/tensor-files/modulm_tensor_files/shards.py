@@ -11,7 +11,7 @@ RANK_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 
 
 def unfit_pattern(pattern: str) -> str | None:
-    """Why a pattern is not valid for file names, None if it is."""
+    """Return why a pattern is not valid for file names, None if it is."""
     names = re.findall(r"{([^}]*)}", pattern)
     known = {"rank", "part"} <= set(names) <= {"rank", "part", "ranks"}
     plain = not re.search(r"[{}/]", re.sub(r"{\w*}", "", pattern))
@@ -21,7 +21,7 @@ def unfit_pattern(pattern: str) -> str | None:
 
 
 def rank_files(pattern: str, rank: int, ranks: int) -> re.Pattern[str]:
-    """A regular expression for the file names of a rank; group 1 is the part."""
+    """Return a regular expression for the file names of a rank; group 1 is the part."""
     text = re.escape(pattern)
     for word, value in (("rank", str(rank)), ("ranks", str(ranks)), ("part", r"(\d+)")):
         text = text.replace(re.escape(f"{{{word}}}"), value)
