@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints, and text from token ids as they come."""
+"""Tokenizers of checkpoints, and incremental detokenization."""
 
 from modulm_tokenizers.detokenizer import Detokenizer
 from modulm_tokenizers.tokenizer import load_tokenizer, open_tokenizer

@@ -41,7 +41,7 @@ _SHORT = 1_000
 #: files.
 _LARGEST = 128 << 20
 _VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json", "merges.txt")
-#: Tokenizers of transformers that were wrapped.
+#: transformers tokenizers that were wrapped.
 _WRAPPED: WeakKeyDictionary[Any, Tokenizer] = WeakKeyDictionary()
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -118,7 +118,7 @@ class _RustCodec(Codec):
 
 
 def token_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each text to keep, so that the longer of two is truncated first."""
+    """Return how many tokens of each text to keep; the longer of two is truncated first."""
     room = max(room, 0)
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
@@ -128,7 +128,7 @@ def token_shares(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """Open the tokenizer of a configured engine, without torch, which front ends may lack.
+    """Open the tokenizer of an engine configuration without torch, which front ends may lack.
 
     path: of the checkpoint, unless `--tokenizer` names another. None with --skip-tokenizer-init.
     Raises as `load_tokenizer` does.
@@ -195,7 +195,7 @@ def load_tokenizer(
 
 
 def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return a tokenizer of transformers behind this interface; one of modulm as it is.
+    """Wrap a transformers tokenizer; tokenizers of modulm are returned unchanged.
 
     Raises ConfigError for anything else.
     """
