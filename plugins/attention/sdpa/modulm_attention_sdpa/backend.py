@@ -45,7 +45,7 @@ _QUERIES = 256
 _GATHERED = 65536
 #: Features that are supported when partial results are merged.
 _MERGED = {"partial", "value_dim", "softcap", "latent", "scales"}
-#: Features that are supported with masks: those that do not look at how far apart tokens are.
+#: Features supported with masks: those that do not depend on the distance between tokens.
 _MASKED = {"masks", "value_dim", "softcap", "sinks", "latent", "scales", "spans"}
 
 
@@ -393,10 +393,10 @@ class SdpaAttention(AttentionBackend):
 
 
 def _order(scores: Tensor) -> Tensor:
-    """Return int64 keys in the order of fp32 scores; of equal scores (rectified heads often give
-    zero) the earlier token has the larger key, so that picks do not depend on chunks.
+    """Return int64 sort keys in the order of fp32 scores. Of equal scores (rectified heads often
+    give zero) the earlier token has the larger key, so that picks do not depend on chunks.
 
-    As fp64 the low 29 bits of a score are zero, which leaves room for the index of the token.
+    The low 29 bits of an fp32 score in fp64 are zero, which leaves room for the token's index.
     """
     keys = scores.double().view(torch.int64)
     keys = torch.where(keys < 0, keys ^ torch.iinfo(torch.int64).max, keys)
@@ -407,8 +407,10 @@ def _order(scores: Tensor) -> Tensor:
 def _mask_in(
     step: StepLayout, rows: np.ndarray, first: np.ndarray, queries: int
 ) -> np.ndarray | None:
-    """Return which of their row's tokens of the step the queries of a piece see, [queries, tokens]
-    bool; None without a mask. Only pieces with one row have one.
+    """Return [queries, tokens] bool: which of their row's tokens of the step the queries of a piece
+    see.
+
+    None without a mask. Only pieces with one row have one.
     """
     mask = step.masks.get(int(rows[0])) if step.masks and len(rows) == 1 else None
     return None if mask is None else mask[first[0] : first[0] + queries]

@@ -83,7 +83,7 @@ class _StepPlan(AttentionPlan):
 
 
 class TritonAttention(AttentionBackend):
-    """Cache [blocks, kv heads, numbers], in which a token's key lies beside its value.
+    """Cache [blocks, kv heads, numbers], in which a token's key is adjacent to its value.
 
     The cache may hold 8-bit floats, with or without a scale per layer, or int8 with a scale per
     token and head. The result of a row does not depend on other rows.
