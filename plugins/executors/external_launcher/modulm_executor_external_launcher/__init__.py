@@ -1,1 +1,1 @@
-"""One model in processes that torchrun has started, each of which runs the same script."""
+"""One model in processes started by torchrun, each of which runs the same script."""

@@ -171,7 +171,7 @@ class LaunchedExecutor(Executor):
         return _Step(lambda: self._finish(mark, result, error))
 
     def _finish(self, mark: int, result: StepResult, error: Exception | None) -> StepResult:
-        """The result of a step from the output rank."""
+        """Return the step's result from the output rank."""
         local = [mark, self._codec.encode_result(result), frames.pack_error(error)]
         theirs, data, failed = self._share_result(local)
         if theirs != mark:
@@ -254,7 +254,7 @@ class LaunchedExecutor(Executor):
         return self._description
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        """Compile at once, so that all ranks schedule the request at the same time."""
+        """Compile immediately, so that all ranks schedule the request at the same time."""
         error: ModulmError | None = None
         if self._mesh.gives:
             try:
@@ -293,7 +293,7 @@ class LaunchedExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """See `Executor.call`; each rank's script calls the same, and gets all answers."""
+        """See `Executor.call`. Each rank's script makes the same call and gets all answers."""
         name = getattr(function, "__qualname__", str(function))
         call = partial(self._call, self._worker, function, args, kwargs)
         return self._timed.run(name, call, timeout)
@@ -333,8 +333,8 @@ class LaunchedExecutor(Executor):
 
 
 def _mark(plan: Plan, codec: PlanCodec) -> int:
-    """A checksum that equal plans share. Seeds are excluded: each rank draws its own for a request
-    without one, and only one rank samples.
+    """Return a checksum of the plan that is equal on all ranks. Seeds are excluded: each rank draws
+    its own for requests without one, and only one rank samples.
     """
     mark = zlib.crc32(plan.step.to_bytes(8, "big"))
     for array in (plan.rows, plan.starts, plan.counts, plan.tokens, *plan.tables, plan.samples):

@@ -53,7 +53,7 @@ class Launched:
 
 
 def _own_address(master: str, port: int) -> str:
-    """This machine's address towards rank 0; "" for the address of its host name."""
+    """Return this machine's address as seen by rank 0; "" for the address of its host name."""
     with suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

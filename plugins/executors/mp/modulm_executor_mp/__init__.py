@@ -1,1 +1,1 @@
-"""One model over several devices of a machine, a process for each."""
+"""One model over several devices of a machine, one process each."""

@@ -1,4 +1,4 @@
-"""Run workers as processes of this machine, which end with this process."""
+"""Run workers as processes on this machine, which end with this process."""
 
 from __future__ import annotations
 

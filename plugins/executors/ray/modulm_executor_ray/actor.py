@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Rank", "versions"]
 
-#: Seconds that a process lives after its connection ended.
+#: Seconds a process may live on after its connection ended.
 _LINGER = 5.0
 #: Distributions whose versions must match on all machines.
 _SAME = ("modulm", "modulm-distributed", "torch")
 
 
 def versions() -> dict[str, str]:
-    """The versions that this process runs, by name."""
+    """Return the versions of distributions in this process, by name."""
     return {"Python": platform.python_version(), **{name: version(name) for name in _SAME}}
 
 
@@ -33,7 +33,7 @@ class Rank:
     """A rank: reports its location, then runs a worker."""
 
     def where(self) -> Mapping[str, Any]:
-        """The machine of this rank: Ray's node id, address, process and versions."""
+        """Return this rank's location: Ray's node id, address, process and versions."""
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
@@ -43,28 +43,28 @@ class Rank:
         }
 
     def free_port(self, address: str) -> int:
-        """A free port of this machine."""
+        """Return a free port of this machine."""
         with socket.create_server((address, 0)) as server:
             port: int = server.getsockname()[1]
             return port
 
     def serve(self, address: str, secret: bytes, rank: int) -> None:
-        """Be the worker of this rank until the connection to the executor ends.
+        """Run the worker of this rank until the connection to the executor ends.
 
-        address: the path of a socket on this machine, or HOST:PORT of the executor. secret: what
-        both sides authenticate themselves with; Ray has brought it.
+        address: the path of a socket on this machine, or HOST:PORT of the executor. secret:
+        authenticates both sides; sent through Ray.
         """
         from modulm_distributed.worker_process import serve
 
         serve(_connect(address, secret, rank))
-        # The executor ends this process at once, unless its machine is out of reach.
+        # The executor kills this process directly, unless its machine is unreachable.
         exit_timer = threading.Timer(_LINGER, os._exit, [0])
         exit_timer.daemon = True
         exit_timer.start()
 
 
 def _connect(address: str, secret: bytes, rank: int) -> FrameStream:
-    """A connection to the executor, which learns that this is `rank`. Raises OSError."""
+    """Connect to the executor and announce the rank. Raises OSError."""
     from modulm_distributed.stream import FrameStream
     from modulm_distributed.tls import TlsSession, tls_contexts
     from modulm_wire import frames

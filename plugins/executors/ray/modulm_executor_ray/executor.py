@@ -41,7 +41,7 @@ log = logging.getLogger("modulm.engine")
 
 #: Bytes of the secret that ranks authenticate themselves with.
 _SECRET_BYTES = 32
-#: Seconds that a new connection has to say which rank it is.
+#: Seconds for a new connection to announce its rank.
 _GREETING_TIMEOUT = 10.0
 #: Ray's resource names of platforms' devices; by default the platform's name.
 _DEVICES: Mapping[str, str] = {"cpu": "", "cuda": "GPU", "rocm": "GPU", "xpu": "GPU"}
@@ -128,7 +128,7 @@ class RayExecutor(WorkersExecutor):
             self._actors.append(actor_class.options(**options, scheduling_strategy=at).remote())
 
     def _accept_ranks(self, local: Sequence[bool], seconds: int) -> list[FrameStream]:
-        """Let each rank connect: through a Unix socket if it is on this machine, else over TLS.
+        """Let each rank connect: through a Unix socket on this machine, otherwise over TLS.
 
         local: whether each rank is on this machine.
         """
@@ -155,7 +155,7 @@ class RayExecutor(WorkersExecutor):
     def _accept_rank(
         self, server: socket.socket, secret: bytes, streams: dict[int, FrameStream], deadline: float
     ) -> bool:
-        """Whether the next connection is one of the ranks, which is added to `streams`.
+        """Accept a connection; returns whether it is a rank, which is added to `streams`.
 
         Raises EngineDead if a rank has ended, or at the deadline.
         """
@@ -181,7 +181,7 @@ class RayExecutor(WorkersExecutor):
                 raise ConnectionRefusedError("it does not know the secret")
             if rank in streams:
                 raise ConnectionRefusedError(f"rank {rank} has connected before")
-        except Exception as error:  # whatever a stranger sends
+        except Exception as error:  # strangers may send anything
             log.warning("a connection that is not a rank's is closed: %s", error)
             peer.close()
             return False
@@ -230,7 +230,7 @@ class RayExecutor(WorkersExecutor):
 
 
 def _check_versions(locations: Sequence[Mapping[str, Any]]) -> None:
-    """Raise EngineError if a machine has other versions than this one."""
+    """Raise EngineError if versions on a machine differ from this one's."""
     here = versions()
     for one in locations:
         differing = [name for name in here if one["versions"].get(name) != here[name]]
@@ -241,8 +241,8 @@ def _check_versions(locations: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _host_slots(nodes: Sequence[str], *, visible: bool) -> list[tuple[int, int]]:
-    """The (index, count) of each rank among the ranks of its machine. visible: Ray shows a rank its
-    own device only.
+    """Return (index, count) of each rank among the ranks of its machine. visible: Ray shows each
+    rank only its own device.
     """
     if visible:
         return [(0, 1)] * len(nodes)

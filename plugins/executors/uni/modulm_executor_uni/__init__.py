@@ -1,4 +1,4 @@
-"""One device, one process: plans run where the engine runs."""
+"""One device: the worker runs in the engine's process."""
 
 from __future__ import annotations
 
