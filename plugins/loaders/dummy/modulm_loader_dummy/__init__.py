@@ -1,1 +1,1 @@
-"""Random weights for modulm, to measure without a checkpoint."""
+"""Random weights, to measure speed without a checkpoint."""

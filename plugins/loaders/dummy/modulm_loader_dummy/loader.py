@@ -14,7 +14,7 @@ from modulm.plugins.options import structure
 
 __all__ = ["DummyConfig", "DummyLoader"]
 
-#: Numbers of the pool: a prime, so that no two rows of a matrix are the same.
+#: Size of the pool: a prime, so that no two rows of a matrix are equal.
 _POOL = 4_194_301
 
 
@@ -29,7 +29,7 @@ class DummyConfig:
 class DummyLoader(WeightLoader):
     """Generates each weight that the model declares. Reads only config.json and the tokenizer.
 
-    A matrix repeats the numbers of one pool from a place of its own: drawing billions would take
+    Matrices repeat numbers from one pool, each from its own offset: drawing billions would take
     minutes.
     """
 
