@@ -212,7 +212,9 @@ def _check_options(
 
 
 def choose_template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The tokenizer's template; of several, `tool_use` if there are tools, else `default`."""
+    """Return the tokenizer's template; of several, `tool_use` if there are tools, else
+    `default`.
+    """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = (template.get("tool_use") if tools else None) or template.get("default")
@@ -397,7 +399,7 @@ def _part(index: int, at: int, part: Any) -> dict[str, str]:
 
 
 def _call(index: int, call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which templates print as JSON."""
+    """Return a tool call with its arguments as an object, which templates print as JSON."""
     where = f"messages[{index}].tool_calls"
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

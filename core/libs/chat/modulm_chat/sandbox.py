@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RenderLimits", "SandboxedRenderer", "checkpoint_renderer"]
 
-#: Seconds of a worker's start.
+#: Seconds allowed for a worker to start.
 _START_SECONDS = 20.0
 _TOO_MUCH = "the chat template took too long or too much memory to render"
-#: The variables that a worker gets: where Python finds modules, and the time zone.
+#: Environment variables passed to a worker: where Python finds modules, and the time zone.
 _VARIABLES = frozenset({"LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ"})
 
 
@@ -41,9 +41,9 @@ _VARIABLES = frozenset({"LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ"})
 class RenderLimits:
     """Limits of a renderer. The defaults are for templates in requests.
 
-    seconds: of one rendering. memory: address space of the worker, in bytes. output: characters of
-    a rendered text. waiting: renderings at a time. questions: after so many the worker is replaced,
-    since it caches templates; None if it caches few.
+    seconds: time limit of one rendering. memory: address space of the worker in bytes. output:
+    maximum characters of a rendered text. waiting: maximum concurrent renderings. questions:
+    renderings after which the worker is replaced, since it caches templates; None for no limit.
     """
 
     seconds: float = 1.0
@@ -53,7 +53,7 @@ class RenderLimits:
     questions: int | None = 256
 
 
-#: For the templates of checkpoints: few templates, any conversation that a front end accepts.
+#: For templates of checkpoints: few templates, any conversation that a front end accepts.
 _CHECKPOINT = RenderLimits(MAX_SECONDS, 1 << 30, 64 << 20, 1 << 16, None)
 
 
@@ -70,7 +70,7 @@ class SandboxedRenderer:
         self._lock = threading.Lock()
         self._waiting = threading.BoundedSemaphore(limits.waiting)
         self._worker: subprocess.Popen[bytes] | None = None
-        #: The process that started the worker. Its forks leave the worker's pipes alone.
+        #: Process that started the worker. Its forks must not use the worker's pipes.
         self._owner = 0
         self._questions = 0
 
@@ -111,7 +111,9 @@ class SandboxedRenderer:
             self._kill()
 
     def _open(self) -> subprocess.Popen[bytes]:
-        """The worker; a new one if it is dead or has served enough."""
+        """Return the worker; start a new one if it is dead or has reached its limit of
+        renderings.
+        """
         if self._owner != os.getpid():
             self._worker, self._owner, self._questions = None, os.getpid(), 0
         dead = self._worker is not None and self._worker.poll() is not None
@@ -121,7 +123,7 @@ class SandboxedRenderer:
         return self._worker
 
     def _ask(self, question: bytes) -> str | None:
-        """Ask the worker; returns None if it failed and had served other requests before."""
+        """Send a question to the worker; returns None if it failed after serving other requests."""
         worker = self._open()
         fresh = self._questions == 0
         self._questions += 1
@@ -156,7 +158,7 @@ class SandboxedRenderer:
 
 @cache
 def checkpoint_renderer() -> SandboxedRenderer:
-    """This process's renderer of the templates of checkpoints. It ends with the process."""
+    """Return this process's renderer for templates of checkpoints. It ends with the process."""
     return SandboxedRenderer(_CHECKPOINT)
 
 
@@ -187,7 +189,7 @@ def _write(pipe: Any, data: bytes, seconds: float) -> None:
 
 
 def _line(pipe: Any, seconds: float) -> bytes:
-    """Read a line from the worker; empty if it does not arrive in time."""
+    """Read a line from the worker; empty if none arrives in time."""
     data, latest = bytearray(), time.monotonic() + seconds
     while not data.endswith(b"\n"):
         ready = _wait(pipe, select.POLLIN, latest)
@@ -199,7 +201,7 @@ def _line(pipe: Any, seconds: float) -> bytes:
 
 
 def _wait(pipe: Any, event: int, latest: float) -> bool:
-    """Wait until a pipe is ready, or closed; False at the time `latest`."""
+    """Wait until a pipe is ready or closed; False if the time `latest` comes first."""
     poll = select.poll()
     poll.register(pipe.fileno(), event)
     return bool(poll.poll(max(1000 * (latest - time.monotonic()), 0.0)))

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SLACK"]
 
-#: Seconds that a rendering may take beyond its limit before the process is ended.
+#: Seconds by which a rendering may exceed its limit before the process is ended.
 SLACK = 1.0
 
 
 def _serve(memory: int, output: int) -> None:
-    """Answer one request per line with one line each, until nobody asks."""
+    """Answer one request per line with one line each, until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for line in sys.stdin.buffer:

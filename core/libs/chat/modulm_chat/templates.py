@@ -72,7 +72,7 @@ class _Guard(Extension):
         return ""
 
     def call(self) -> nodes.ExprStmt:
-        """The statement to insert at the start of a loop's body."""
+        """Return the statement to insert at the start of a loop's body."""
         return nodes.ExprStmt(self.call_method("tick", [nodes.ContextReference()]))
 
 
@@ -206,7 +206,9 @@ def execute(
 
 @lru_cache(maxsize=32)
 def content_format(source: str) -> ContentFormat:
-    """The form of contents that a template takes: `openai` if it loops over them, else `string`."""
+    """Return the form of contents that a template takes: `openai` if it loops over them, else
+    `string`.
+    """
     tree = parse_template(source)
     holders = {
         node.target.name

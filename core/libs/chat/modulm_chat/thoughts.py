@@ -1,4 +1,4 @@
-"""Passes the thoughts of earlier turns to a template, once, in the form that it reads."""
+"""Pass the reasoning of earlier turns to a template, once, in the form that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from modulm.errors import RequestError
 
 __all__ = ["NAMES", "place_thoughts", "take_thought"]
 
-#: The names under which templates read the thoughts of a message.
+#: Names under which templates read a message's reasoning.
 NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -26,14 +26,14 @@ def _field_pattern(names: str) -> re.Pattern[str]:
 _FIELD, _THINKING = _field_pattern("reasoning_content|reasoning"), _field_pattern("thinking")
 #: Matches a comparison of a content part's type with "thinking".
 _PART = re.compile(r"""==\s*['"]thinking['"]|['"]thinking['"]\s*==""")
-#: Matches a search for the end of a thought in contents.
+#: Matches a search for the end of reasoning in contents.
 _INLINE = re.compile(r"""\(\s*['"]</think>['"]\s*\)|['"]</think>['"]\s+(?:not\s+)?in\b""")
 
 
 def take_thought(index: int, message: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Split a message into (content without thoughts, thought).
+    """Split a message into (content without reasoning, reasoning).
 
-    The thought may be in a field, in content parts, or both. Raises RequestError.
+    The reasoning may be in a field, in content parts, or both. Raises RequestError.
     """
     content = message.get("content")
     thought = next((message[name] for name in NAMES if message.get(name) is not None), None)
@@ -65,7 +65,7 @@ def _text(index: int, value: Any) -> str:
 
 
 def _without(content: str, thought: str) -> str:
-    """Remove the same thought, between tags, from the start of the content."""
+    """Remove the same reasoning, between tags, from the start of the content."""
     stripped = content.lstrip()
     inner, end_tag, rest = stripped.removeprefix("<think>").partition("</think>")
     same = stripped.startswith("<think>") and end_tag and inner.strip() == thought.strip()
@@ -73,9 +73,9 @@ def _without(content: str, thought: str) -> str:
 
 
 def place_thoughts(conversation: Sequence[dict[str, Any]], source: str) -> None:
-    """Put thoughts into the contents if the template reads them there.
+    """Put reasoning into the contents if the template reads it there.
 
-    Templates that read a field have it already. Templates that read neither get no thoughts.
+    Templates that read a field have it already. Templates that read neither get no reasoning.
     """
     form = _form(source)
     if form == "field":
@@ -93,9 +93,10 @@ def place_thoughts(conversation: Sequence[dict[str, Any]], source: str) -> None:
 
 @lru_cache(maxsize=32)
 def _form(source: str) -> str:
-    """How a template reads thoughts: in a `field`, as a `part`, `inline`, or not at all ("").
+    """Return how a template reads reasoning: in a `field`, as a `part`, `inline`, or not at all
+    ("").
 
-    Matches text only: a template from a client must not be parsed in this process.
+    Matches text only: a client's template must not be parsed in this process.
     """
     if _FIELD.search(source):
         return "field"
