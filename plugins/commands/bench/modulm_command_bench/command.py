@@ -169,7 +169,7 @@ def throughput(draft: Draft, **options: Any) -> None:
 
 
 def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
-    """The backends that exist here; vLLM's names mean this engine."""
+    """Return the supported backends; vLLM's names mean this engine."""
     if "mii" in backends:
         raise click.UsageError("--backend mii: refused; run DeepSpeed-MII's own benchmark")
     here = "async" if asynchronous else "modulm"
@@ -363,7 +363,7 @@ def serve(**options: Any) -> None:
 
 
 def _lengths(options: dict[str, Any]) -> dict[str, Any]:
-    """The flags of the chosen dataset under the common names; the common flags win."""
+    """Return the flags of the chosen dataset under common names; common flags take precedence."""
     name = options["dataset_name"]
     chosen = {
         part: options.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
@@ -449,7 +449,7 @@ def _schedule(options: dict[str, Any]) -> Any:
     )
 
 
-#: What `sweep` sets itself, or does in its own way.
+#: Options that `sweep` sets itself or handles differently.
 _SWEPT = frozenset(
     {"append_result", "max_concurrency", "request_rate", "result_dir", "result_filename"}
     | {"save_result"}

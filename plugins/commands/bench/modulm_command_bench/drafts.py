@@ -24,8 +24,10 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @frozen
 class Drafts:
-    """drafts: times that a sequence had drafted tokens verified. tokens, accepted: drafted tokens,
-    and those that were right; at: of these, how many at each place of a draft.
+    """Draft statistics.
+
+    drafts: number of verified drafts. tokens, accepted: drafted and accepted tokens. at: accepted
+    tokens by position in the draft.
     """
 
     drafts: int = 0
@@ -58,7 +60,7 @@ class Drafts:
 
 
 def of_server(base: str, headers: dict[str, str]) -> Drafts | None:
-    """The counts of a server so far; None if it has none."""
+    """Return a server's counts so far; None if it has none."""
     try:
         answer = httpx.get(f"{base}/metrics", headers=headers, timeout=5)
     except httpx.HTTPError:
@@ -85,7 +87,7 @@ def _read(text: str) -> Drafts | None:
 
 
 def of_outputs(outputs: Iterable[RequestOutput]) -> Drafts:
-    """The counts in the outputs of an engine in this process."""
+    """Sum the counts in the outputs of an engine in this process."""
     metrics_list = [choice.spec_decode_metrics for output in outputs for choice in output.outputs]
     steps = [step for metrics in metrics_list if metrics is not None for step in metrics.steps]
     longest = max((right for _, right in steps), default=0)

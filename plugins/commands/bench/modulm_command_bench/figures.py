@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 __all__ = ["METRICS", "Timed", "compare", "figures", "parse_goodput", "save", "table"]
 
-#: short name -> how tables call it
+#: Short name of a metric -> its name in tables.
 METRICS = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -36,7 +36,7 @@ class Timed:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None where there is only one."""
+        """Seconds per token after the first; None for a single token."""
         if self.output_len < 2:
             return None
         return (self.latency - self.ttft) / (self.output_len - 1)
@@ -51,7 +51,7 @@ class Timed:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` in milliseconds to seconds by metric. Raises click.UsageError."""
+    """Parse `ttft:200 tpot:50`, in milliseconds, to seconds by metric. Raises click.UsageError."""
     limits: dict[str, float] = {}
     for pair in (part for argument in pairs for part in argument.split()):
         name, colon, number = pair.partition(":")
@@ -72,7 +72,7 @@ def figures(
     percentiles: Sequence[float] = (99,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Throughputs and the spread of each metric, under the names that vLLM's result files use."""
+    """Compute throughputs and the distribution of each metric, under vLLM's names for result files."""
     done = [request for request in requests if request.error is None]
     read = sum(request.input_len for request in done)
     generated = sum(request.output_len for request in done)
@@ -100,7 +100,7 @@ def _good(request: Timed, limits: Mapping[str, float]) -> bool:
 
 
 def _spread(metric: str, times: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, deviation and percentiles in milliseconds."""
+    """Mean, median, standard deviation and percentiles in milliseconds."""
     values = np.array(times or [0.0]) * 1000
     statistics = {
         f"mean_{metric}_ms": float(values.mean()),
@@ -148,7 +148,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def save(path: str, result: Mapping[str, Any], *, append: bool = False) -> None:
-    """Write a result as JSON; appended ones stand one per line."""
+    """Write a result as JSON. append: add it as a line."""
     text = json.dumps(result, indent=None if append else 2, default=str)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Path(path).open("a" if append else "w", encoding="utf-8") as file:

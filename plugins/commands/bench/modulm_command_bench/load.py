@@ -19,7 +19,7 @@ from modulm_command_bench.samples import Sample
 
 __all__ = ["BACKENDS", "Schedule", "Target", "arrivals", "run"]
 
-#: name of a backend -> path of its API
+#: Name of a backend -> path of its API.
 BACKENDS = {
     "vllm": "/v1/completions",
     "modulm": "/v1/completions",
@@ -29,7 +29,7 @@ BACKENDS = {
 }
 
 
-#: An answer may take as long as it takes; a connection may not.
+#: Connections time out, responses do not.
 _TIMEOUT = httpx.Timeout(None, connect=60.0)
 
 
@@ -45,7 +45,7 @@ class Target:
     ignore_eos: bool = False
 
     def body(self, sample: Sample) -> dict[str, Any]:
-        """The request for one sample."""
+        """Build the request for a sample."""
         body: dict[str, Any] = {"model": sample.model or self.model}
         if self.path.endswith("/embeddings"):
             return {**body, "input": sample.text or list(sample.ids), **self.extra}
@@ -62,10 +62,10 @@ class Target:
 
 @frozen(kw_only=True)
 class Schedule:
-    """When requests are sent. `rate` per second; infinite: all at once.
+    """When requests are sent. `rate`: per second; infinite means all at once.
 
-    `burstiness` is the shape of the gamma distribution of gaps: 1 is a Poisson process, less is
-    burstier. `ramp` goes from one rate to another over the run. `recorded` keeps samples' times.
+    `burstiness`: shape of the gamma distribution of intervals; 1 is a Poisson process, less is
+    burstier. `ramp`: the rate changes over the run. `recorded`: use the samples' own times.
     """
 
     rate: float = float("inf")
@@ -78,7 +78,7 @@ class Schedule:
 
 
 def arrivals(schedule: Schedule, samples: Sequence[Sample]) -> list[float]:
-    """The times at which requests are sent, in seconds from 0."""
+    """Compute the times at which requests are sent, in seconds from 0."""
     if schedule.recorded and all(sample.arrival is not None for sample in samples):
         return sorted(float(sample.arrival or 0) for sample in samples)
     count = len(samples)
@@ -89,7 +89,7 @@ def arrivals(schedule: Schedule, samples: Sequence[Sample]) -> list[float]:
     gaps = rng.gamma(schedule.burstiness, 1.0 / (rates * schedule.burstiness))
     times: list[float] = np.cumsum(gaps).tolist()
     if schedule.ramp is None:
-        # A run lasts count / rate seconds whatever the draw was.
+        # Scaled so that a run lasts count / rate seconds.
         times = [time * count / schedule.rate / times[-1] for time in times]
     return [time - times[0] for time in times]
 
@@ -183,7 +183,7 @@ async def _listen(lines: AsyncIterator[str], start: float, sample: Sample) -> Ti
 
 
 def _text(chunk: Mapping[str, Any]) -> str | None:
-    """The text of a chunk; None for one that carries none (the role, the usage)."""
+    """The text of a chunk; None for one without text (role, usage)."""
     for choice in chunk.get("choices", ()):
         if "delta" not in choice:
             return str(choice.get("text") or "")

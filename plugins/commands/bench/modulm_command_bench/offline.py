@@ -1,4 +1,4 @@
-"""`modulm bench latency` and `throughput`: a model in this process, or transformers beside it."""
+"""`modulm bench latency` and `throughput`: a model in this process, or transformers for comparison."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], 
 
 
 def _profile(run: Callable[[], object], path: str) -> None:
-    """One batch under torch's profiler; the trace opens in chrome://tracing and Perfetto."""
+    """Run a batch under torch's profiler and write a trace for chrome://tracing or Perfetto."""
     from torch.profiler import profile
 
     with profile(record_shapes=False) as profiler:
@@ -129,8 +129,8 @@ def throughput(
     detokenize: bool,
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Tokens per second of each backend over the same prompts. adapter: the folder of one that all
-    prompts use.
+    """Measure tokens per second of each backend on the same prompts. adapter: folder of an adapter
+    that all prompts use.
     """
     samples = make_samples(recipe, _tokenizer(config))
     results = {
@@ -215,7 +215,7 @@ def _run_async(
     params: list[SamplingParams],
     adapter: str | None,
 ) -> _Run:
-    """The engine behind AsyncLLM, as the server uses it."""
+    """Run on AsyncLLM, as the server does."""
     from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.async_llm import AsyncLLM
 
@@ -246,7 +246,7 @@ def _run_async(
 
 
 def _run_transformers(config: EngineConfig, samples: Sequence[Sample], n: int, batch: int) -> _Run:
-    """transformers' own generate on the same checkpoint, in padded batches."""
+    """Run transformers' generate on the same checkpoint, in padded batches."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -268,7 +268,7 @@ def _run_transformers(config: EngineConfig, samples: Sequence[Sample], n: int, b
 
 
 def _generate(model: Any, group: Sequence[Sample], n: int) -> int:
-    """Tokens made for a padded batch: each request counts up to its own length."""
+    """Generate for a padded batch; counts tokens up to each request's own length."""
     import torch
 
     width = max(sample.input_len for sample in group)

@@ -15,17 +15,17 @@ from modulm.plugins.index import to_install
 
 __all__ = ["plot", "read_results"]
 
-#: Distinct in print and for colour-blind readers (Okabe and Ito, 2008).
+#: Colours that are distinct in print and for colour-blind readers (Okabe and Ito, 2008).
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-#: metric -> title of its panel
+#: Metric -> title of its panel.
 _TIMES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "whole request"}
 _PERCENTILE = re.compile(r"p([\d.]+)_(\w+)_ms")
-#: Above this ratio of largest to smallest an axis is logarithmic.
+#: Ratio of largest to smallest value above which an axis is logarithmic.
 _WIDE = 20
 
 
 def read_results(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Results from files, each with one JSON object or one per line."""
+    """Read results from files with one JSON object, or one per line."""
     results: list[dict[str, Any]] = []
     for path in paths:
         text = Path(path).read_text(encoding="utf-8")
@@ -40,11 +40,10 @@ def read_results(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Write a PNG: output tokens per second, and each time that was measured, by label.
+    """Write a PNG: output tokens per second and each measured time, by label.
 
-    Times are drawn as medians with a band up to the highest percentile in the results. Raises
-    click.ClickException where matplotlib is not installed, click.UsageError for results without
-    a common axis.
+    Times are medians with a band up to the highest percentile in the results. Raises
+    click.ClickException without matplotlib, click.UsageError for results without a common axis.
     """
     try:
         from matplotlib.figure import Figure
@@ -103,7 +102,7 @@ def _highest(results: Sequence[Mapping[str, Any]], metric: str) -> str | None:
 
 
 def _dress(panel: Any, across: str, x_values: Sequence[float]) -> None:
-    """Axes without clutter; a wide range of loads on a logarithmic scale, marked where measured."""
+    """Style the axes; a wide range of loads is logarithmic, with ticks at measured values."""
     panel.set_xlabel("requests at once" if across == "max_concurrency" else "requests per second")
     if min(x_values) > 0 and max(x_values) / min(x_values) >= _WIDE:
         panel.set_xscale("log", base=2)

@@ -18,16 +18,16 @@ __all__ = ["DATASETS", "Recipe", "Sample", "make_samples"]
 
 DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom")
 
-#: ShareGPT turns outside these bounds say little about serving.
+#: Turns of ShareGPT outside these bounds are skipped.
 _LEAST_TOKENS, _MOST_PROMPT, _MOST_TOTAL = 4, 1024, 2048
 
 
 @frozen
 class Sample:
-    """One request: the prompt as token ids, its text where there is one, and tokens to make.
+    """A request: prompt token ids, the text if known, and the number of tokens to generate.
 
-    `arrival` is the second at which recorded traffic sent it, counted from the first request;
-    `model` the one that it names, where requests name several.
+    `arrival`: seconds after the first request in recorded traffic. `model`: the one that it names,
+    if requests name several.
     """
 
     ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def input_len(self) -> int:
-        """Tokens in the prompt."""
+        """The number of prompt tokens."""
         return len(self.ids)
 
 
@@ -60,10 +60,9 @@ class Recipe:
 
 
 def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
-    """The prompts of a recipe; the same seed gives the same ones.
+    """Create the prompts of a recipe; deterministic for a seed.
 
-    Raises click.UsageError for a dataset without its file, a file that cannot be read, and
-    lengths that make no sense.
+    Raises click.UsageError for a missing or unreadable file and for invalid lengths.
     """
     rng = np.random.default_rng(recipe.seed % 2**64)
     samples = _MAKERS[recipe.name](recipe, tokenizer, rng)
@@ -75,7 +74,7 @@ def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
 
 
 def _random(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """Random ids: a shared prefix, then lengths drawn around the wanted ones."""
+    """Random ids: a shared prefix, then lengths drawn around the requested ones."""
     if not 0 <= recipe.range_ratio < 1:
         raise click.UsageError("--random-range-ratio is at least 0 and below 1")
     token_ids = _plain_ids(tokenizer)
@@ -96,13 +95,13 @@ def _lengths(around: int, recipe: Recipe, rng: np.random.Generator) -> list[int]
 
 
 def _plain_ids(tokenizer: Any) -> np.ndarray:
-    """Ids of ordinary tokens: special ones would end or structure a prompt."""
+    """Ids of ordinary tokens, as special ones would end or structure a prompt."""
     special = set(tokenizer.backend.all_special_ids)
     return np.array([i for i in range(len(tokenizer)) if i not in special])
 
 
 def _prefix_repetition(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """A few prefixes, each before many different suffixes."""
+    """A few prefixes, each with many different suffixes."""
     token_ids = _plain_ids(tokenizer)
     size, rest = recipe.prefix_len or 256, recipe.input_len or 256
     each, output = max(1, recipe.count // recipe.prefixes), recipe.output_len or 128
@@ -116,7 +115,7 @@ def _prefix_repetition(recipe: Recipe, tokenizer: Any, rng: np.random.Generator)
 
 
 def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """Lines of a text under one instruction: the first lines are the same in every prompt."""
+    """An instruction and lines of a text; the first lines are the same in every prompt."""
     lines = VERSES if recipe.path is None else tuple(_read(recipe.path).splitlines())
     wanted, shared = recipe.input_len or 550, recipe.prefix_len or 200
     head = "Pick as many lines as you can from these poem lines:\n"
@@ -140,7 +139,7 @@ def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sa
 
 
 def _sharegpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """First question and answer of each recorded conversation, in a local JSON file."""
+    """The first question and answer of each conversation in a local JSON file."""
     try:
         table = json.loads(_read(_needed(recipe)))
     except json.JSONDecodeError as error:
@@ -166,7 +165,7 @@ def _usable(sample: Sample, output: int) -> bool:
 
 
 def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """Lengths and times of recorded traffic (a local BurstGPT CSV) around random ids."""
+    """Lengths and times of recorded traffic (a local BurstGPT CSV), with random ids."""
     token_ids = _plain_ids(tokenizer)
     rows = list(csv.DictReader(_read(_needed(recipe)).splitlines()))
     samples: list[Sample] = []
@@ -190,7 +189,7 @@ def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[
 
 
 def _custom(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """JSONL with `prompt` and, if wanted, `output_tokens` per line."""
+    """JSONL with `prompt` and optionally `output_tokens` per line."""
     rows = list(_json_lines(_needed(recipe)))
     samples: list[Sample] = []
     for row in _order(rows, recipe, rng):

@@ -168,7 +168,7 @@ def _first_model(base: str, headers: dict[str, str]) -> str:
 
 
 def _tokenizer(settings: Settings, model: str) -> Any:
-    """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
+    """Load the tokenizer of `--tokenizer`, `--model` or the served model, the first that is set."""
     from modulm.errors import ModulmError
     from modulm.loading import open_checkpoint
     from modulm.plugins import current
@@ -188,7 +188,7 @@ def _tokenizer(settings: Settings, model: str) -> Any:
 
 
 def _with_text(samples: Sequence[Sample], tokenizer: Any) -> list[Sample]:
-    """Chat messages are text, so prompts of ids are written out."""
+    """Decode prompts of ids to text, for chat messages."""
     return [
         sample if sample.text is not None else evolve(sample, text=tokenizer.decode(sample.ids))
         for sample in samples

@@ -1,4 +1,4 @@
-"""`modulm bench sweep`: one benchmark at several loads, as a table, a file and a picture."""
+"""`modulm bench sweep`: one benchmark at several loads, as a table, a file and a plot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def sweep(
     measure: Callable[[Mapping[str, Any]], dict[str, Any]],
     folder: Path,
 ) -> None:
-    """Measure each run; `folder` gets results.jsonl and, where matplotlib is, results.png."""
+    """Measure each run; writes results.jsonl to `folder`, and results.png if matplotlib is
+    installed.
+    """
     from modulm_command_bench.plots import plot
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,7 @@ def sweep(
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> str:
-    """One line per run."""
+    """Format one line per run."""
     columns = {name: title for name, title in _COLUMNS.items() if name in results[0]}
     lines = ["".join(f"{title:>12}" for title in ("load", *columns.values()))]
     for result in results:

@@ -1,4 +1,4 @@
-"""Text for the `sonnet` dataset, written for this project: prompts that share a long beginning."""
+"""Text for the `sonnet` dataset, written for this project."""
 
 from __future__ import annotations
 

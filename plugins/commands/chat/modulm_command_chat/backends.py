@@ -24,7 +24,7 @@ __all__ = ["Backend", "LocalEngine", "Piece", "RemoteServer", "SamplingOptions",
 
 @frozen
 class Piece:
-    """Some text of an answer. A `tool` piece is a call the model wants made."""
+    """Some text of an answer. A `tool` piece is a tool call."""
 
     kind: Literal["text", "reasoning", "tool"]
     text: str
@@ -65,7 +65,7 @@ class SamplingOptions:
 
 
 class Backend(Protocol):
-    """One model to talk to. `stats` is of the last answer."""
+    """A model to chat with. `stats`: of the last answer."""
 
     model: str
     stats: Stats | None
@@ -132,13 +132,13 @@ def _pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 class LocalEngine:
-    """A model in this process: the engine runs on an event loop of its own thread."""
+    """A model in this process: the engine runs on an event loop in a separate thread."""
 
     def __init__(self, draft: Draft) -> None:
         from modulm.plugins import current
         from modulm_parsing.choice import with_declared_parsers
 
-        # One conversation does not need a process of its own, and starts sooner without.
+        # A thread, since a process would start more slowly.
         config = draft.config.with_(disable_frontend_multiprocessing=True)
         self._config = with_declared_parsers(config, current())
         self._loop = asyncio.new_event_loop()

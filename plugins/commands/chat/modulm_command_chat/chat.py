@@ -65,7 +65,7 @@ def command(
 
 
 def open_backend(draft: Draft, url: str | None, key: str | None, model: str | None) -> Backend:
-    """The server at `url`, or the configured model in this process."""
+    """Open the server at `url`, or the configured model in this process."""
     from modulm.config.environ import client_key
     from modulm_command_chat.backends import LocalEngine, RemoteServer
 
@@ -163,7 +163,7 @@ def show(pieces: Iterator[Piece]) -> tuple[str, bool]:
 
 
 def _ask() -> str | None:
-    """One line of the user; None at Ctrl-D, an empty one at Ctrl-C."""
+    """Read a line from the user; None at Ctrl-D, empty at Ctrl-C."""
     try:
         return input("> ").strip()
     except EOFError:
@@ -175,7 +175,7 @@ def _ask() -> str | None:
 
 
 class _history:  # noqa: N801
-    """Line editing with the lines of earlier conversations, where the terminal has it."""
+    """Line editing with history, if the terminal supports it."""
 
     def __init__(self) -> None:
         self._file = Path(click.get_app_dir("modulm")) / "chat_history"

@@ -17,7 +17,7 @@ _CONNECT_TIMEOUT = 10.0
 
 
 class Client:
-    """Talks to `url` (with its `/v1`). Failures are click errors of one line."""
+    """A client of the API at `url` (including `/v1`). Failures are raised as click errors."""
 
     def __init__(self, url: str, key: str | None) -> None:
         import httpx
@@ -47,7 +47,7 @@ class Client:
         return str(models[0]["id"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer; closing the iterator stops the answer."""
+        """Yield the chunks of a streamed answer; closing the iterator cancels it."""
         import httpx
 
         options = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -72,14 +72,14 @@ class Client:
         raise click.ClickException(f"{answer.status_code}: {text}")
 
     def _checked(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The chunks, unless they are of another API, such as llama.cpp's /completions."""
+        """Yield chunks; raises for those of another API, such as llama.cpp's /completions."""
         for chunk in chunks:
             if "choices" not in chunk:
                 self._check_url()
             yield chunk
 
     def _check_url(self) -> None:
-        """Raise an error that says what to do if the address lacks the path of the API."""
+        """Raise an error with a hint if the URL lacks the API's path."""
         if not self._url.endswith("/v1"):
             raise click.ClickException(
                 f"{self._url} does not answer as OpenAI's API does: try --url {self._url}/v1"

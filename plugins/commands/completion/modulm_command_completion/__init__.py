@@ -1,1 +1,1 @@
-"""`modulm completion`: shells complete commands, flags and names."""
+"""`modulm completion`: shell completion of commands, flags and names."""

@@ -1,4 +1,4 @@
-"""docs/config.md, written from the schema."""
+"""Generates docs/config.md from the flag schema."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ supported yet*: an error. *Not installed*: an error that names the package.
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Generate the whole page."""
     return "\n".join(_lines())
 
 
@@ -75,7 +75,7 @@ def _group(group: Group) -> Iterator[str]:
 
 
 def _by_remark(flags: Iterable[KnownFlag]) -> dict[str, list[KnownFlag]]:
-    """Flags by what a user is told about them."""
+    """Group flags by the remark about them."""
     flags_by_remark: dict[str, list[KnownFlag]] = {}
     for spec in flags:
         kind = spec.state.kind

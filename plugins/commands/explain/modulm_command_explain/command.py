@@ -30,7 +30,7 @@ def command(draft: Draft, model_tag: str | None, everything: bool, as_json: bool
     from modulm_command_explain.text import as_data, render
 
     print_notices(draft.notices)
-    with redirect_stdout(sys.stderr):  # what plugins print when they are asked
+    with redirect_stdout(sys.stderr):  # redirects what plugins print
         decisions = decisions_for(draft)
     if as_json:
         click.echo(json.dumps(as_data(decisions), indent=2))
@@ -39,9 +39,9 @@ def command(draft: Draft, model_tag: str | None, everything: bool, as_json: bool
 
 
 def decisions_for(draft: Draft) -> list[Decision]:
-    """The decisions that serving with this draft would make, in the order they are made.
+    """The decisions that serving with this draft would make, in order.
 
-    Raises what serving would raise before it reads weights.
+    Raises the errors that serving would raise before it reads weights.
     """
     from modulm.engine.parts import open_parts
     from modulm.loading import explain_model, resolve_checkpoint

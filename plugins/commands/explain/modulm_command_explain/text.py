@@ -13,14 +13,14 @@ __all__ = ["as_data", "render"]
 
 
 def as_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
-    """The decisions as JSON values."""
+    """Convert decisions to JSON values."""
     return [asdict(decision) for decision in decisions]
 
 
 def render(decisions: Sequence[Decision], everything: bool = False) -> str:
-    """The decisions for people: the winner first, then the others that would do.
+    """Format decisions as text: the winner first, then the other candidates.
 
-    everything: also those that were rejected, each with its reason.
+    everything: include rejected candidates, with reasons.
     """
     lines = [_block(decision, everything) for decision in decisions]
     hidden = [v for d in decisions for v in _others(d) if not everything and _hidden(d, v)]
@@ -35,7 +35,7 @@ def _others(decision: Decision) -> list[Verdict]:
 
 
 def _hidden(decision: Decision, verdict: Verdict) -> bool:
-    """Whether a verdict is shown by --all only. Why nothing was chosen is always shown."""
+    """Whether a verdict is shown only with --all. If nothing was chosen, all are shown."""
     return verdict.reason is not None and decision.winner is not None
 
 

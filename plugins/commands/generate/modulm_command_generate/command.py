@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_first", "command", "read_jobs"]
 
-#: The embedded model, or an id of the hub.
+#: The embedded model, or an id on the hub.
 _HUB_ID = re.compile(r"demo|[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _SAMPLING = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
 
@@ -95,7 +95,7 @@ def command(
 
 
 def read_jobs(prompts: Sequence[str], source: IO[str] | None) -> list[dict[str, Any]]:
-    """One table per prompt. Raises click.UsageError for a line that is neither text nor a job."""
+    """Read one table per prompt. Raises click.UsageError for an invalid line."""
     jobs: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
     if source is None and not prompts and not sys.stdin.isatty():
         source = sys.stdin
@@ -105,7 +105,7 @@ def read_jobs(prompts: Sequence[str], source: IO[str] | None) -> list[dict[str, 
 
 
 def check_first(prompts: Sequence[str]) -> None:
-    """Raise click.UsageError if the first prompt is meant to be the model."""
+    """Raise click.UsageError if the first prompt looks like a model."""
     first, *others = prompts
     is_folder = Path(first, "config.json").is_file() or first.endswith((".gguf", ".safetensors"))
     if is_folder or (others and _HUB_ID.fullmatch(first)):
@@ -133,8 +133,9 @@ def _job(line: str, number: int) -> dict[str, Any]:
 
 @frozen
 class PromptOptions:
-    """How prompts of text are asked. chat: as a conversation; None where the model has a template.
-    system: what goes before it.
+    """Options for text prompts.
+
+    chat: send as a conversation; None means if the model has a template. system: the system prompt.
     """
 
     chat: bool | None
@@ -148,7 +149,7 @@ class PromptOptions:
             raise click.UsageError("--system-prompt needs a conversation: leave --no-chat out")
 
     def messages(self, job: Mapping[str, Any], templated: bool) -> list[Any] | None:
-        """The conversation of a job; None if its prompt is continued as it is."""
+        """Return the conversation of a job; None if its prompt is completed as it is."""
         if "messages" in job:
             return list(job["messages"])
         as_chat = templated if self.chat is None else self.chat
@@ -166,7 +167,7 @@ def _answers(
     *,
     progress: bool,
 ) -> list[Any]:
-    """The engine's outputs, in the order of the jobs."""
+    """Return the engine's outputs in the order of the jobs."""
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.llm import LLM
 

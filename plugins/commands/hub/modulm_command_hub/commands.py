@@ -1,6 +1,6 @@
-"""`modulm pull`, `modulm list`, `modulm rm`: what the hub's own cache holds.
+"""`modulm pull`, `modulm list`, `modulm rm`: manage huggingface_hub's cache.
 
-The cache is huggingface_hub's, so that what transformers or vLLM has downloaded is there as well.
+The cache is shared with transformers and vLLM.
 """
 
 from __future__ import annotations

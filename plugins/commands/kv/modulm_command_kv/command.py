@@ -1,4 +1,4 @@
-"""`modulm kv`: the files of the KV cache."""
+"""`modulm kv`: manages the KV cache files of modulm-kv-disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`modulm parse`: a model's raw output to content, reasoning and tool calls."""
+"""`modulm parse`: parses a model's raw output into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def command(
         for event in message.deltas:
             event_fields = {"event": type(event).__name__, **attrs.asdict(event)}
             if isinstance(event, ToolStart) and event.id is None:
-                del event_fields["id"]  # the format carries none; the server makes one
+                del event_fields["id"]  # the server creates ids
             click.echo(json.dumps(event_fields, ensure_ascii=False))
         return
     message_fields = attrs.asdict(message, filter=lambda attribute, _: attribute.name != "deltas")
@@ -121,7 +121,7 @@ def _read(path: str) -> str:
 
 
 def _choice(value: str) -> Any:
-    """A named choice may be written as JSON or as the function's name."""
+    """Parse a tool choice, which is JSON or the name of a function."""
     if value in ("auto", "none", "required"):
         return value
     if value.lstrip().startswith("{"):

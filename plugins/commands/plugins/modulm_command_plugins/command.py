@@ -220,8 +220,8 @@ def _row(declaration: Declaration) -> dict[str, str]:
 
 
 def _state(declaration: Declaration) -> str:
-    """In a few words; an overriding declaration says whose driver it replaces, and that one says
-    by whom it is replaced.
+    """Describe a declaration's state in a few words, including which driver it replaces or is
+    replaced by.
     """
     manager = plugins.current()
     if not manager.selection.permits(declaration):

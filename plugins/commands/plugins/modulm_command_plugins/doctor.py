@@ -1,7 +1,7 @@
-"""`modulm plugins doctor`: each plugin imported and tested in a process of its own, side by side.
+"""`modulm plugins doctor`: imports and tests each plugin in a separate process, several at a time.
 
-The processes are forked off one that has imported what every kit needs, so that none of them pays
-for it and an import's seconds are the plugin's own.
+The processes are forked from one that has imported what every kit needs, so the measured import
+time is the plugin's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from modulm.plugins.selection import Selection
 
 __all__ = ["Report", "examine"]
 
-#: For more plugins than this, what most of them import is imported once for all.
+#: Number of plugins above which common modules are imported once in the parent.
 _MANY = 8
 _SHARED = ("torch", "modulm_layers", "modulm.loading")
 _KITS = ("transformers.modeling_layers", "transformers.generation", "modulm.testing.models")
@@ -141,8 +141,8 @@ def _main(wanted: Mapping[str, Any]) -> None:
 
 
 def _share(manager: plugins.PluginManager, more: Sequence[str]) -> None:
-    """Import what all children would import. Modules of this project only: no other's code runs
-    here, where it could hurt the rest.
+    """Import modules that all children would import. Only this project's own, since others' code
+    could break the parent.
     """
     hooks = [d for d in manager.everything() if d.kind == "hooks"]
     modules = [d.target.partition(":")[0] for d in hooks if is_first_party(d.distribution)]
@@ -150,7 +150,7 @@ def _share(manager: plugins.PluginManager, more: Sequence[str]) -> None:
         try:
             import_module(module)
         except ImportError:
-            continue  # told where it is examined
+            continue  # reported by its own child
 
 
 def _start(
@@ -169,7 +169,7 @@ def _start(
 
 
 def _look(job: _Job, ready: bool, limits: Sequence[float]) -> Report | None:
-    """The report on a job if it has ended, by itself or by its time."""
+    """Return a job's report if it has ended or timed out."""
     try:
         while ready or job.answers.poll():
             ready = False
@@ -225,7 +225,7 @@ def _child(
 
 
 def _hook_problem(declaration: Declaration) -> str:
-    """What is wrong with a hook plugin, by itself and by its own checks. Raises PluginError."""
+    """Describe what is wrong with a hook plugin, or return "". Raises PluginError."""
     isolated = plugins.PluginManager(Selection(allow=(f"hooks/{declaration.name}",)))
     hook = isolated.hook.modulm_doctor_checks
     before = len(hook.get_hookimpls())

@@ -1,7 +1,7 @@
-"""Scales of activations moved into weights (Lin et al., arXiv 2306.00978).
+"""AWQ: activation-aware scaling of weights (Lin et al., arXiv 2306.00978).
 
-The inputs of some layers come out of a norm, or of another linear layer: what is divided there can
-be multiplied into the layers' weights without changing the model, and rounds better then.
+Inputs of some layers come from a norm or another linear layer. Dividing that output and multiplying
+the following weights by the same scales leaves the model unchanged and reduces rounding errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from modulm_command_quantize.schemes import Scheme
 
 __all__ = ["fold", "search", "sources"]
 
-#: Ends of names: what the inputs come from -> the layers that take them.
+#: Name suffixes: producer of the inputs -> the layers that consume them.
 _PAIRS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("self_attn.v_proj", ("self_attn.o_proj",)),
@@ -28,9 +28,9 @@ _STEPS = 20
 
 
 def sources(layer: Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What can be scaled in a decoder layer -> the layers of `names` that make up for it.
+    """Find the modules of a decoder layer that can be scaled -> the consumers among `names`.
 
-    Raises UnsupportedError where a layer is built otherwise.
+    Raises UnsupportedError for a layer with another structure.
     """
     modules = dict(layer.named_modules())
     result = {}
@@ -48,8 +48,9 @@ def sources(layer: Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def search(weights: Sequence[Tensor], hessian: Tensor, magnitude: Tensor, scheme: Scheme) -> Tensor:
-    """The scales [K] for inputs of mean size `magnitude` [K] under which the layers' outputs change
-    least: the exponent of the size is tried in steps. hessian: as for GPTQ."""
+    """Search the scales [K], for inputs of mean magnitude `magnitude` [K], that change the layers'
+    outputs least, over exponents of the magnitude. hessian: as for GPTQ.
+    """
     best, chosen = torch.inf, torch.ones_like(magnitude)
     for step in range(_STEPS):
         scales = magnitude.clamp(min=1e-4) ** (step / _STEPS)
@@ -66,7 +67,7 @@ def search(weights: Sequence[Tensor], hessian: Tensor, magnitude: Tensor, scheme
 
 
 def fold(layer: Module, source: str, takers: Sequence[str], scales: Tensor) -> None:
-    """Divide what comes out of `source`, and multiply the weights that take it."""
+    """Divide the output of `source` by the scales and multiply the weights that consume it."""
     modules: Mapping[str, Module] = dict(layer.named_modules())
     before = modules[source]
     with torch.no_grad():

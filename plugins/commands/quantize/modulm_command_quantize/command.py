@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _SCHEMES = ("w4a16", "w4a16-asym", "w8a16", "w8a8", "w4a8", "fp8")
-#: Tokens that perplexities are of, at most.
+#: Maximum number of tokens to evaluate perplexity on.
 _MEASURED = 16_384
 
 
@@ -118,7 +118,7 @@ def command(
 
 
 def _source(model: str) -> Source:
-    """The checkpoint. Raises CheckpointError, UnsupportedError."""
+    """Open the checkpoint. Raises CheckpointError, UnsupportedError."""
     from modulm.config import EngineConfig
     from modulm.loading import resolve_checkpoint
     from modulm.loading.model import build_model
@@ -185,7 +185,7 @@ def _names(output: Any) -> Sequence[Sequence[str]]:
 
 
 def _perplexity(folder: Path, texts: Texts) -> float:
-    """The perplexity of the evaluation texts, as the engine runs the model."""
+    """Compute the perplexity of the evaluation texts with the engine."""
     from modulm import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

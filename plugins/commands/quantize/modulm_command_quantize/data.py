@@ -1,4 +1,4 @@
-"""Text to calibrate and to measure with."""
+"""Texts for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from modulm.plugins.manager import PluginManager
 
 __all__ = ["Texts", "read_texts"]
 
-#: One text of so many is for measuring, the others are for calibration.
+#: One in this many texts is for evaluation, the others are for calibration.
 _EVERY = 4
 
 
 @frozen
 class Texts:
-    """Texts as token ids: those to calibrate with, and those that the figures are of."""
+    """Token ids of texts for calibration and evaluation."""
 
     calibration: tuple[tuple[int, ...], ...]
     measured: tuple[tuple[int, ...], ...]
 
     def rows(self, count: int, length: int) -> list[list[int]]:
-        """Up to `count` rows of `length` tokens of calibration. Raises ConfigError for none."""
+        """Return up to `count` calibration rows of `length` tokens. Raises ConfigError if there are
+        none.
+        """
         stream = [token for text in self.calibration for token in text]
         rows = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
         if not rows:
@@ -37,9 +39,9 @@ class Texts:
 def read_texts(
     data: Path | None, tokenizer: Any, plugins: PluginManager, length: int, most: int
 ) -> Texts | None:
-    """The texts of a file, or of an installed model that has some; None without either.
+    """Read the texts of a file, or of an installed model that has some; None without either.
 
-    most: tokens to measure with. Raises ConfigError for a file that holds none.
+    most: maximum evaluation tokens. Raises ConfigError for a file without text.
     """
     texts = _own(plugins) if data is None else _of_file(data)
     if not texts:
@@ -68,7 +70,7 @@ def _own(plugins: PluginManager) -> Sequence[str]:
 
 
 def _of_file(file: Path) -> Sequence[str]:
-    """A text per line of JSON ("text"), or per paragraph. Raises ConfigError."""
+    """Read a text per line of JSON ("text"), or per paragraph. Raises ConfigError."""
     try:
         whole = file.read_text(encoding="utf-8")
         if file.suffix == ".jsonl":

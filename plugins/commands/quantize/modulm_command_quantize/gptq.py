@@ -1,4 +1,4 @@
-"""Codes of a layer that make up for each other's rounding (Frantar et al., arXiv 2210.17323)."""
+"""GPTQ: rounding with error compensation (Frantar et al., arXiv 2210.17323)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from modulm_command_quantize.schemes import Grid, Scheme
 __all__ = ["gptq"]
 
 _BLOCK = 128
-#: Of the mean of the diagonal, added to it.
+#: Damping, as a fraction of the mean of the diagonal.
 _DAMP = 0.01
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> tuple[Tensor, Grid]:
-    """weight: [N, K]; hessian: [K, K], the sum of x x^T over inputs -> codes [N, K] and their grid.
+    """Quantize a weight: [N, K] -> codes [N, K] and their grid. hessian: [K, K], the sum of x x^T
+    over inputs.
 
-    Inputs are taken in the order of how much they carry; groups stay those of neighbours, so that
-    no order has to be stored.
+    Columns are processed in order of decreasing activation. Groups remain contiguous, so no order
+    has to be stored.
     """
     grid = scheme.grid(weight)
     left, hessian = weight.float().clone(), hessian.float().clone()

@@ -1,8 +1,8 @@
-"""Decoder layers of transformers, one at a time, on what flows through them.
+"""Loads and runs a transformers model's decoder layers one at a time.
 
-The model is made without memory. What lies before the layers is read to run text up to the first
-one; then each layer is read, run, changed and run again, and let go. In memory are one layer,
-the squares of its inputs, and the states of all rows between two layers.
+The model is created on the meta device. The modules before the layers are loaded to compute the
+inputs of the first one; then each layer is loaded, run, changed, run again and released. Memory
+holds one layer, the statistics of its inputs, and the hidden states of all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from modulm.errors import UnsupportedError
 
 __all__ = ["Inputs", "Layers"]
 
-#: Gives a stored tensor by name.
+#: Reads a stored tensor by name.
 Read = Callable[[str], Tensor]
 
 
@@ -40,7 +40,7 @@ class Inputs:
 
 @frozen(eq=False)
 class Layers:
-    """The layers of a model and how each is called; `name` is the path of their list."""
+    """The decoder layers of a model. `name`: path of their list."""
 
     model: Any
     name: str
@@ -49,7 +49,7 @@ class Layers:
 
     @classmethod
     def of(cls, folder: Path) -> Layers:
-        """The model of a folder, without weights. Raises UnsupportedError."""
+        """Create the model of a folder, without weights. Raises UnsupportedError."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
@@ -66,7 +66,7 @@ class Layers:
         return cls(model, name, list(layers))
 
     def begin(self, rows: Sequence[Sequence[int]], read: Read) -> Tensor:
-        """The inputs of the first layer: [rows, tokens, hidden] fp32."""
+        """Compute the inputs of the first layer: [rows, tokens, hidden] fp32."""
         within = f"{self.name}."
         for name, module in self.model.base_model.named_modules():
             path = f"{self.model.base_model_prefix}.{name}".strip(".")
@@ -133,7 +133,7 @@ class Layers:
                 statistics.squares.addmm_(rows.T, rows)
                 statistics.sizes.add_(rows.abs().sum(0))
                 watched[name] = statistics
-            references.append(x)  # so that no other tensor gets its place before the row is done
+            references.append(x)  # kept alive, so that no other tensor gets the same id
 
         references: list[Tensor] = []
         modules = dict(self.layers[index].named_modules())
@@ -178,7 +178,7 @@ class _Recorder(Module):
 
 
 def _fill(module: Module, path: str, read: Read) -> None:
-    """Give a module's own parameters what is stored. Raises UnsupportedError for another name."""
+    """Load a module's own parameters. Raises UnsupportedError if they are not stored."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
@@ -197,7 +197,7 @@ def _fill(module: Module, path: str, read: Read) -> None:
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Create parameters without memory; buffers keep theirs."""
+    """Create parameters on the meta device; buffers are allocated."""
     register: Any = Module.register_parameter
 
     def without(module: Module, name: str, parameter: Parameter | None) -> None:

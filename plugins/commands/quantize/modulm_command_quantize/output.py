@@ -23,17 +23,18 @@ _STATE = ".quantize"
 
 @frozen
 class Output:
-    """A folder with one file per step of `total`. The work can be taken up after an interruption:
-    a file that is there is complete, and config.json comes last."""
+    """A folder with one file per step of `total`. An interrupted run can be resumed: each file is
+    written atomically, and config.json last.
+    """
 
     folder: Path
     total: int
 
     @classmethod
     def begin(cls, folder: Path, total: int, settings: Mapping[str, Any]) -> Output:
-        """Make the folder, or go on with one that an interrupted run of the same settings left.
+        """Create the folder, or resume one of an interrupted run with the same settings.
 
-        Raises ConfigError if it holds anything else.
+        Raises ConfigError if it contains anything else.
         """
         notes = folder / _STATE / "settings.json"
         if notes.exists():

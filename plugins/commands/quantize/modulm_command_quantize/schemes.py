@@ -15,7 +15,7 @@ __all__ = ["SCHEMES", "Grid", "Scheme"]
 
 _FP8 = torch.float8_e4m3fn
 _TINY = 1e-9
-#: Parts of a group's range that are tried for codes of four bits.
+#: Fractions of a group's range that are tried for 4-bit codes.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _FLOAT8 = {**_INT8, "type": "float"}
@@ -23,7 +23,7 @@ _FLOAT8 = {**_INT8, "type": "float"}
 
 @frozen(eq=False)
 class Grid:
-    """The numbers that the weights of a layer may be: scale * (code - zero).
+    """The values that a layer's weights can take: scale * (code - zero).
 
     scale, zero: [N, groups] fp32; zero None for 0.
     """
@@ -33,9 +33,9 @@ class Grid:
     zero: Tensor | None
 
     def codes(self, weight: Tensor, columns: Tensor | None = None) -> Tensor:
-        """weight: [N, n] -> [N, n] fp32, whole numbers or values of fp8.
+        """Quantize a weight [N, n] to codes [N, n] fp32: integers, or fp8 values.
 
-        columns: [n] the group of each column; None: all columns of the layer, in order.
+        columns: [n], the group of each column; None for all columns of the layer, in order.
         """
         scale, zero = self._of(self.scale, weight, columns), self._of(self.zero, weight, columns)
         wide = weight / scale
@@ -61,8 +61,11 @@ class Grid:
 
 @frozen
 class Scheme:
-    """`bits` of a code of the `kind` "int" or "float"; `group` inputs that share a scale, 0 for all
-    of a row; `activations`: what a runtime rounds them to, None for not at all."""
+    """A quantization scheme.
+
+    bits: of a code. kind: "int" or "float". group: inputs that share a scale; 0 for a whole row.
+    activations: how the runtime quantizes them; None for not at all.
+    """
 
     name: str
     form: str
@@ -172,5 +175,5 @@ _ALL = (
     Scheme("w4a8", "int-quantized", 4, group=128, activations=_INT8),
     Scheme("fp8", "float-quantized", 8, "float", activations=_FLOAT8),
 )
-#: By the names that `--scheme` takes.
+#: The schemes by their names in `--scheme`.
 SCHEMES: Mapping[str, Scheme] = {scheme.name: scheme for scheme in _ALL}

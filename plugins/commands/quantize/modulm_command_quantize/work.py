@@ -21,10 +21,10 @@ from modulm_quantized import matches
 
 __all__ = ["Job", "Source"]
 
-#: What runtimes call the layer that gives logits; it is left also where it is a table's weight.
+#: Name of the LM head, which stays unquantized, also if tied to the embedding.
 _HEAD = "lm_head"
 
-#: Said of a step: its number.
+#: Called with the number of a finished step.
 Tell = Callable[[int], None]
 
 
@@ -32,7 +32,7 @@ Tell = Callable[[int], None]
 class Source:
     """A plain checkpoint: stored tensors by file, and which of them are weights of linear layers.
 
-    `linear`: stored name -> the layer; of all kinds of layers.
+    `linear`: stored name -> the layer, including kinds that are not quantized.
     """
 
     folder: Path
@@ -107,7 +107,7 @@ class Job:
                 raise ConfigError("ignore", f"{mixed[0]} is fused with {path}: leave both or none")
 
     def run(self, output: Output, rows: Sequence[Sequence[int]], tell: Tell) -> None:
-        """Write every step that is still missing."""
+        """Write all missing steps."""
         if self.method == "rtn":
             for step, names in enumerate(self.source.steps()):
                 if not output.done(step):
@@ -208,7 +208,7 @@ class Job:
 
 
 def _layer(name: str) -> str:
-    """The path up to the first number, or nothing."""
+    """The path up to and including the first number, or ""."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if at is None else ".".join(parts[: at + 1])

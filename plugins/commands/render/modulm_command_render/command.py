@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "rendered"]
 
-#: What a request's body may say beside the messages, as the API names it.
+#: Fields of a request besides the messages, by their API names.
 _FIELDS = (
     "messages", "tools", "documents", "chat_template_kwargs", "reasoning_effort",
     "add_generation_prompt", "continue_final_message", "prompt",
@@ -81,10 +81,9 @@ def command(
 
 
 def rendered(draft: Draft, tokenizer: Tokenizer, body: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """Text and ids of the prompt that a request's body asks for, with the server's settings.
+    """Render a request's prompt with the server's settings; returns (text, token ids).
 
-    Raises RequestError for what the messages or the template do not have, ConfigError for a wrong
-    template.
+    Raises RequestError for invalid messages, ConfigError for an invalid template.
     """
     from modulm_chat.conversation import encode_chat, load_template
     from modulm_server.flags import ServerConfig
@@ -160,7 +159,7 @@ def _request(text: str) -> dict[str, Any]:
 
 
 def _json(option: str, value: str) -> Any:
-    """Read JSON from a value or from the file that it names."""
+    """Read JSON from a value, or from the file that it names."""
     if value.lstrip()[:1] in ("[", "{"):
         return _parsed(option, value)
     try:

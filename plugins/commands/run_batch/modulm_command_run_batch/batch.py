@@ -1,4 +1,4 @@
-"""Sends the lines of a batch through the server's application, in this process."""
+"""Sends the lines of a batch to the server's application in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AGAIN = 1.0
 
 @frozen
 class Line:
-    """One request of a batch; `problem` says why it cannot be sent."""
+    """A request of a batch; `problem`: why it cannot be sent."""
 
     custom_id: str | None
     url: str = ""
@@ -35,11 +35,11 @@ class Line:
 
 
 class EngineGone(Exception):
-    """The engine died; lines without a record are left to another run."""
+    """The engine died; lines without a record are left for another run."""
 
 
 def read_lines(lines: Sequence[bytes]) -> list[Line]:
-    """Read all lines. A repeated custom_id is a problem of its line."""
+    """Parse all lines. A repeated custom_id is a problem of its line."""
     parsed: list[Line] = []
     seen: set[str] = set()
     for raw in lines:
@@ -53,7 +53,7 @@ def read_lines(lines: Sequence[bytes]) -> list[Line]:
 
 
 def read_line(raw: bytes) -> Line:
-    """Read a line of the file, with its problem if it is invalid."""
+    """Parse a line, recording its problem if it is invalid."""
     try:
         row = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -84,9 +84,9 @@ async def answer_all(
     key: str | None,
     done: Callable[[int, dict[str, Any]], None],
 ) -> None:
-    """Answer numbered lines, `at_once` at a time; `done` gets each answer as it comes.
+    """Answer numbered lines, `at_once` at a time; `done` is called with each answer.
 
-    Raises EngineGone, in a group of exceptions, when no line can be answered any more.
+    Raises EngineGone, in an exception group, if the engine dies.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     waiting = iter(lines)

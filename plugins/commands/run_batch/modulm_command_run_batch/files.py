@@ -1,8 +1,8 @@
-"""Batch files: reading them from a path or URL, and answers that survive a kill.
+"""Batch files: reads input from a path or URL, and stores answers so that a killed run can resume.
 
-Answers are appended to `OUTPUT.partial` as they come, each with the number of its line. A second
-run on the same input skips the lines that are there. At the end they are put into the input's
-order beside the output, which then gets its name.
+Answers are appended to `OUTPUT.partial` with their line numbers. A second run on the same input
+skips lines that have an answer. At the end, the answers are sorted into a new file, which is
+renamed to the output.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OK = httpx.codes.OK
 
 
 def is_url(name: str) -> bool:
-    """Whether a file is behind HTTP."""
+    """Whether a name is an HTTP URL."""
     return name.startswith(("http://", "https://"))
 
 
 def check_files(source: str, output: str, directory: str | None) -> None:
-    """Raise click.ClickException if writing the output would write over the input, by any name of
-    it, or if the output is no file. Nothing is opened.
+    """Raise click.ClickException if the output would overwrite the input, under any name, or is not
+    a file. Opens nothing.
     """
     for path in _written(_target(output, directory)):
         if path.exists() and not path.is_file():
@@ -46,7 +46,7 @@ def check_files(source: str, output: str, directory: str | None) -> None:
 
 
 def open_lines_of(name: str) -> list[bytes]:
-    """The lines of a batch file that are not blank. Raises click.ClickException."""
+    """Read the non-blank lines of a batch file. Raises click.ClickException."""
     try:
         data = _download(name) if is_url(name) else Path(name).read_bytes()
     except OSError as error:
@@ -77,7 +77,7 @@ def _download(url: str) -> bytes:
 
 
 def upload(path: Path, url: str) -> None:
-    """PUT a file to a URL. Raises click.ClickException, naming where the file stays."""
+    """PUT a file to a URL. Raises click.ClickException naming the local file."""
     try:
         with path.open("rb") as file:
             httpx.put(url, content=_blocks(file), timeout=_TIMEOUT).raise_for_status()
@@ -93,7 +93,7 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
 class Answers:
     """The answers of one batch, on disk. Use as a context manager.
 
-    resume: False begins anew; True takes nothing but what is of this input, and says so.
+    resume: False starts over; True raises if the partial file belongs to another input.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Answers:
         self.path, self._partial, self._ready = _written(_target(output, directory))
         self._head = json.dumps({"input": _digest(lines)}) + "\n"
         self._wanted = resume
-        #: line of the input -> place and length of its answer in the partial file
+        #: Line of the input -> offset and length of its answer in the partial file.
         self._records: dict[int, tuple[int, int]] = {}
         self._file: IO[bytes]
 
@@ -138,7 +138,7 @@ class Answers:
             raise click.ClickException(f"another run writes {self.path} just now") from error
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # what could not be written is known already
+        with suppress(OSError):  # write errors were reported already
             self._file.close()
 
     def take_finished(self, lines: Sequence[Line]) -> None:

@@ -21,7 +21,7 @@ from modulm_server.flags import ServerConfig
 
 __all__ = ["run"]
 
-#: Requests handed to the engine for each one that it runs: it always finds the next.
+#: Requests submitted to the engine per running one, so that it never waits for the next.
 _AHEAD = 2
 
 
@@ -35,9 +35,10 @@ def run(
     quiet: bool,
     resume: bool | None = None,
 ) -> int:
-    """Answer the lines of `source` that have no answer yet, and write `output`; how many failed.
+    """Answer the lines of `source` that have no answer yet, and write `output`; returns the
+    failures.
 
-    Raises click.ClickException for files that cannot be read or written, or are one.
+    Raises click.ClickException for files that cannot be read or written, or are the same.
     """
     check_files(source, output, directory)
     raw = open_lines_of(source)
@@ -86,7 +87,7 @@ async def _run(
     metrics: tuple[str, int] | None,
     quiet: bool,
 ) -> None:
-    # The file is the queue, so the engine's own has no bound.
+    # The file is the queue, so the engine's is unbounded.
     engine = AsyncLLM.from_config(
         config.with_(max_num_queued_reqs=None, max_num_queued_tokens=None)
     )

@@ -1,5 +1,4 @@
-"""`modulm save-sharded MODEL OUT`: for each rank its own files, read by `--load-format
-sharded_state`."""
+"""`modulm save-sharded MODEL OUT`: writes each rank's shard for `--load-format sharded_state`."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def command(model: str, out: Path, dtype: str, file_pattern: str, max_file_size:
 
 
 def _filled(opened: Any, plugins: Any) -> tuple[list[Unit], str]:
-    """The model's modules with a checkpoint in place and nothing repacked, and its dtype."""
+    """Load the model without repacking; returns (its modules, its dtype)."""
     from modulm.loading.model import build_model, plan_checkpoint
     from modulm.loading.weights import fill
 
@@ -87,7 +86,7 @@ def _filled(opened: Any, plugins: Any) -> tuple[list[Unit], str]:
 
 
 def _pieces(slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter by the tensors that a checkpoint has for it; nothing for one that is absent."""
+    """Yield a parameter as the tensors of a checkpoint; nothing if it is absent."""
     parameter = slot.module._parameters.get(slot.attribute)
     if parameter is None or parameter.is_meta:
         return
@@ -96,7 +95,7 @@ def _pieces(slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write(units: list[Unit], out: Path, pattern: str, names: Mapping[str, str], most: int) -> int:
-    """All parameters, in files of about `most` bytes. Returns the bytes of the tensors."""
+    """Write all parameters to files of about `most` bytes; returns the total bytes of tensors."""
     from safetensors.torch import save_file
 
     whole, tensors, size = 0, dict[str, Any](), 0
@@ -127,7 +126,7 @@ def _contiguous() -> Any:
 
 
 def _beside(config: EngineConfig, checkpoint: Checkpoint, out: Path) -> None:
-    """Tokenizer, template, generation settings: copied, or written from the weights' own."""
+    """Copy or write the tokenizer, template and generation settings."""
     from modulm.loading.checkpoint import stored_tokenizer
     from modulm_tensor_files import copy_beside, replace
 

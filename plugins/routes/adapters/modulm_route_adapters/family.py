@@ -1,5 +1,6 @@
-"""LoRA adapters of a server: loaded at start, by requests that name them, or by two routes
-(https://docs.vllm.ai/en/latest/features/lora.html).
+"""LoRA adapters of a server, loaded at startup, on the first request that names them, or by routes.
+
+Source of the routes: https://docs.vllm.ai/en/latest/features/lora.html
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Adapters(RouteFamily):
     def _forget_search(self, name: str, task: asyncio.Task[bool]) -> None:
         del self._searches[name]
         if not task.cancelled():
-            task.exception()  # retrieved, in case the caller is gone
+            task.exception()  # retrieve the exception, in case the caller is gone
 
     async def _find(self, name: str) -> bool:
         path = await asyncio.to_thread(self._resolve, name)
@@ -140,7 +141,7 @@ class Adapters(RouteFamily):
             adapter = Adapter(name, str(path), root=name)
             await asyncio.wrap_future(self.context.engine.load_adapter(adapter))
         except RequestError as error:
-            if name in self.context.engine.adapters:  # another server process loaded it
+            if name in self.context.engine.adapters:  # loaded by another server process
                 return True
             error.param = "model"
             raise

@@ -143,5 +143,7 @@ class Admin(RouteFamily):
 
 
 def _as_json(result: Any) -> Any:
-    """As vLLM's route answers: what is no object, array or null becomes a text."""
+    """Convert a result as vLLM's route does: values other than objects, arrays and null become
+    text.
+    """
     return result if result is None or isinstance(result, dict | list) else str(result)

@@ -1,4 +1,4 @@
-"""Routes for trainers: pauses and weight updates, as vLLM's."""
+"""Routes for trainers: pauses and weight updates, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Training(RouteFamily):
 
 
 async def _whole(operation: Any) -> None:
-    """Await an operation; errors of workers are shown in full."""
+    """Await an operation; errors of workers are passed on with their full text."""
     try:
         await operation
     except (EngineDead, EngineStalled):

@@ -1,4 +1,4 @@
-"""Transcripts as OpenAI's API has them; an event of its streams is a chunk of vLLM's, too."""
+"""OpenAI's transcript objects. Stream events are also valid chunks for vLLM's clients."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class _Session:
 
     async def _commit(self, event: dict[str, Any]) -> None:
         if type(self._events) is VllmEvents and not event.get("final"):
-            return  # vLLM's clients send this before the audio, and `final` at its end
+            return  # sent by vLLM's clients before the audio, and with `final` at its end
         least = int(_SHORTEST * self._settings.rate)
         if self._buffer.size // 2 < least:
             seconds = self._buffer.size / 2 / self._settings.rate

@@ -64,7 +64,7 @@ class BatchStore:
             batch.give_up("server_died", f"the server died {batch.tries} times at this batch")
         batch.tries += 1
         try:
-            # Before the first line is read, which may be what ends the server.
+            # Saved before the first line is read, since that may crash the server.
             self._save(batch)
         except BaseException:
             self._unlock(batch.id, lock)

@@ -1,4 +1,4 @@
-"""llama.cpp's API: what programs written for its server ask for."""
+"""llama.cpp's API, for clients of its server."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ class LlamaCpp(RouteFamily):
 
 
 def _size_of(bias: Any) -> int:
-    """About how many characters of text are as much work as these biases."""
+    """Estimate the cost of biases in characters of text."""
     return 16 * len(bias) if isinstance(bias, list | dict) else 0
 
 

@@ -1,4 +1,4 @@
-"""What the routes answer."""
+"""Response objects of llama.cpp's API."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MIDDLE = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>"
            "<|code_middle|>", "[MIDDLE]")  # fmt: skip
 _REPOSITORY = ("<|repo_name|>", "<|fim_repo|>", "<fim-repo>", "<reponame>", "<repo_name>")
 _FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
-#: About how many characters of text are as much work as one part of a list.
+#: Characters of text that cost about as much as one item of a list.
 _PART = 16
 
 
@@ -76,7 +76,7 @@ def _several(prompt: Any) -> list[Any]:
 
 
 def _size(prompt: Any) -> int:
-    """About how much work it is to look through a prompt."""
+    """Estimate the cost of reading a prompt."""
     return len(prompt) if isinstance(prompt, list | str) else 1
 
 

@@ -1,4 +1,4 @@
-"""What requests carry, and what it means here."""
+"""Request bodies, and their conversion to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Few = Annotated[int, Meta(ge=1, le=LIMITS.n)]
-#: Samplers that there are, in the order in which this engine has them.
+#: Supported samplers, in the engine's order.
 SAMPLERS = ("dry", "penalties", "temperature", "top_n_sigma", "typ_p", "xtc", "min_p", "top_k",
             "top_p")  # fmt: skip
-#: Other names of samplers, and the samplers of `modulm_samplers` by the setting that turns them on.
+#: Other names of samplers, and the samplers of `modulm_samplers` by the setting that enables them.
 _ALIASES = {"typical_p": "typ_p"}
 _SWITCHES = {
     "dry": "dry_multiplier", "temperature": "dynatemp_range", "top_n_sigma": "top_n_sigma",
@@ -121,7 +121,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     embd_normalize: int | None = None
 
 
-#: Fields that do what is not here -> values that change nothing, and what to say of others.
+#: Unsupported fields -> values without effect, and the error message for others.
 _NEUTRAL: Mapping[str, tuple[tuple[float, ...], str]] = {
     "min_keep": ((0, 1), "one token is always kept, no more"),
     "n_indent": ((0,), "lines are not indented"),
@@ -130,10 +130,10 @@ _NEUTRAL: Mapping[str, tuple[tuple[float, ...], str]] = {
     "post_sampling_probs": ((0,), "n_probs gives the model's own probabilities"),
     "grammar_lazy": ((0,), "a grammar holds from the first token"),
 }
-#: Settings of `Settings`: those that a checkpoint may recommend by the same name, and others.
+#: Sampling settings that a checkpoint may recommend under the same name, and the others.
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
-#: Samplers that change nothing with their neutral settings.
+#: Samplers that have no effect with their neutral settings.
 _NEUTRAL_SAMPLERS = ("infill",)
 
 
@@ -210,7 +210,7 @@ def params_of(
     """Build the engine's parameters. The engine checks what depends on the model."""
     limit = body.n_predict if body.n_predict is not None else body.max_tokens
     on = settings.samplers
-    if "mirostat" in settings.more:  # which takes the place of the samplers that leave tokens out
+    if "mirostat" in settings.more:  # replaces the truncating samplers
         on = [name for name in on if name in ("temperature", "penalties")]
     seed = None if body.seed is None or body.seed in (-1, 2**32 - 1) else body.seed
     return SamplingParams(
@@ -232,7 +232,7 @@ def params_of(
 
 
 def _arguments(settings: Settings) -> dict[str, Any] | None:
-    """Settings of logits processors. Mirostat takes the place of the others that are here."""
+    """Settings of logits processors. Mirostat replaces the truncating samplers."""
     more = {
         name: value
         for name, value in settings.more.items()

@@ -1,6 +1,6 @@
-"""Ollama's API: /api/chat, /api/generate, /api/embed and what tells of models.
+"""Ollama's API: /api/chat, /api/generate, /api/embed and descriptions of models.
 
-https://github.com/ollama/ollama/blob/main/docs/api.md
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
 from modulm_route_ollama.family import Ollama

@@ -1,4 +1,4 @@
-"""What Ollama's API answers, as /openapi.json describes it. Durations are nanoseconds."""
+"""Ollama's response objects, as described in /openapi.json. Durations are nanoseconds."""
 
 from __future__ import annotations
 

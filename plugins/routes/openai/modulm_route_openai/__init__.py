@@ -1,4 +1,4 @@
-"""OpenAI's API: models, completions and chat completions, with vLLM's fields beside OpenAI's."""
+"""OpenAI's API: models, completions and chat completions, with vLLM's additional fields."""
 
 from modulm_route_openai.family import OpenAI
 

@@ -1,5 +1,5 @@
-"""What is answered: OpenAI's objects (https://platform.openai.com/docs/api-reference), vLLM's
-fields beside them, and a model as Anthropic shows it.
+"""Response objects of OpenAI (https://platform.openai.com/docs/api-reference) with vLLM's
+additional fields, and Anthropic's model object.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is answered: objects and events of OpenAI's Responses
-(https://platform.openai.com/docs/api-reference/responses) and conversations.
+"""Objects and events of OpenAI's Responses API
+(https://platform.openai.com/docs/api-reference/responses), and conversations.
 """
 
 from __future__ import annotations

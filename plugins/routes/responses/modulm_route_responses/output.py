@@ -178,7 +178,7 @@ def _id(prefix: str) -> str:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as it is now: what is sent must not change with it."""
+    """Copy an item, since it changes after it was sent."""
     if "content" not in item:
         return dict(item)
     return {**item, "content": [_part(part) for part in item["content"]]}

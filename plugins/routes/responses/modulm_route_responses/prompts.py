@@ -1,9 +1,9 @@
-"""Prompts that are stored on the server, which requests name and fill in.
+"""Prompts that are stored on the server and used by requests by id.
 
-A folder holds one JSON file for each: `ID.json`, and `ID@VERSION.json` for further versions. It has
-fields of a request (instructions, tools, text, temperature ...), which the request's own come
-before, and `input`, which stands before the request's. `{{name}}` in its texts is a variable: it is
-replaced by what the request gives, and by nothing that is carried out.
+A folder holds a JSON file per prompt: `ID.json`, and `ID@VERSION.json` for other versions. It
+contains request fields (instructions, tools, text, temperature ...), which the request may
+override, and `input`, which precedes the request's. `{{name}}` in its strings is a variable,
+replaced verbatim by the request's value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The request body, and its way to messages, tools and constraints."""
+"""The request body, and its conversion to messages, tools and constraints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "wants_logprobs",
 ]
 
-#: What `include` names for log probabilities.
+#: The value of `include` that requests log probabilities.
 LOGPROBS = "message.output_text.logprobs"
 
 Metadata = Annotated[

@@ -1,4 +1,4 @@
-"""Amazon SageMaker's `/invocations`: requests of other routes, told apart by their fields."""
+"""Amazon SageMaker's `/invocations`: forwards requests to other routes, selected by their fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SageMaker"]
 
-#: The fields that a request must have -> the route that reads it.
+#: Fields that a request must have -> the route that handles it.
 _ROUTES = (
     (("messages",), "/v1/chat/completions"),
     (("prompt",), "/v1/completions"),

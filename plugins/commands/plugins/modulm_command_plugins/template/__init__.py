@@ -1,4 +1,4 @@
-"""Packages for `modulm plugins new`: the files beside this module, with names filled in."""
+"""Package templates for `modulm plugins new`: the files beside this module, with names filled in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Names", "names_of", "render", "rendered", "templates"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 _HOOKS = Kind("hooks", "hook plugin", "hooks")
-#: What follows the package in an entry point, where it is not the class of the kind.
+#: Suffix of the entry point, if it is not the kind's class.
 _ATTRIBUTE = {"hooks": "", "commands": ":command"}
 _CLASS = {
     "models": "ForCausalLM",
@@ -28,7 +28,7 @@ _CLASS = {
     "tool_parsers": "ToolParser",
     "reasoning_parsers": "ReasoningParser",
 }
-#: What packages of a kind are written with beside modulm itself.
+#: Libraries that packages of a kind depend on besides modulm.
 _WITH = {
     "models": "modulm-layers",
     "tool_parsers": "modulm-parsing",
@@ -38,9 +38,9 @@ _WITH = {
 
 @frozen
 class Names:
-    """What one plugin is called in its files.
+    """The names in a plugin's files.
 
-    `driver` is the name that users type, `stem` the class names' beginning.
+    `driver`: the name that users type. `stem`: prefix of class names.
     """
 
     kind: str
@@ -52,16 +52,16 @@ class Names:
 
 
 def templates() -> tuple[str, ...]:
-    """Kinds that there is a template for."""
+    """Kinds that have a template."""
     return tuple(kind for kind in ("hooks", *KINDS) if files(__name__).joinpath(kind).is_dir())
 
 
 def names_of(kind: str, name: str) -> Names:
-    """The names that follow from a kind and a name, by the rules for all plugins.
+    """Derive all names from a kind and a name.
 
-    A model's name is its family or its architecture; the driver of family "foo" is called
-    FooForCausalLM. Raises UnsupportedError for a kind without a template, ConfigError for a name
-    that makes no package.
+    A model's name is its family or architecture; the driver of family "foo" is called
+    FooForCausalLM. Raises UnsupportedError for a kind without a template, ConfigError for an
+    invalid name.
     """
     known = _HOOKS if kind == "hooks" else find_kind(kind)
     if kind not in templates():
@@ -84,13 +84,13 @@ def names_of(kind: str, name: str) -> Names:
 
 
 def _range() -> str:
-    """The versions of this project that a package made by this one works with."""
+    """The range of modulm versions that a new package depends on."""
     major, minor = modulm.__version__.split(".")[:2]
     return f">={major}.{minor},<{major}.{int(minor) + 1}"
 
 
 def rendered(names: Names) -> dict[str, str]:
-    """Path inside the package's folder -> content."""
+    """Render all files: path inside the package's folder -> content."""
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
     needed = ["modulm", *([_WITH[names.kind]] if names.kind in _WITH else [])]
     values = {
@@ -122,7 +122,7 @@ def _fill(source: Traversable, values: dict[str, str]) -> str:
 def render(kind: str, name: str, into: Path) -> Path:
     """Write the package's folder inside `into` and return it.
 
-    Raises ConfigError if there is such a folder already.
+    Raises ConfigError if the folder exists.
     """
     names = names_of(kind, name)
     folder = into / names.distribution
