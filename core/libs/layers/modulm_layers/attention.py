@@ -198,7 +198,7 @@ class Attention(Module):
     def _project(
         self, qkv: Tensor, positions: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim], normed and rotated.
+        """Compute queries, keys and values [tokens, heads, head_dim], normed and rotated.
 
         table: rotation table; None means the layer's own.
         """

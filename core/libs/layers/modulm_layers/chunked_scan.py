@@ -1,10 +1,10 @@
-"""Chunked scan of recurrent states over the rows of a step, cut at fixed positions.
+"""Chunked scan of recurrent states over the rows of a step, split at fixed positions.
 
-A row is cut at the multiples of SEGMENT, whatever the steps are that bring its tokens: a step that
-ends at such a position leaves the state that a longer step has there, bit for bit. Where a state
-on the way is wanted, the row is cut too, so it is that of a step which ends there. Segments of a
-single token, such as all of a step that only decodes, are stepped; longer ones are filled up to
-SEGMENT with tokens that change nothing.
+Rows are split at multiples of SEGMENT, however their tokens are distributed over steps. A step that
+ends at such a position leaves bit for bit the state that a longer step has there. Rows are also
+split where an intermediate state must be saved, as if a step ended there. Segments of a single
+token, such as those of decode steps, use `step`; longer ones are padded to SEGMENT with tokens that
+do not change the state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ScanStep", "chunked_scan", "initial_states"]
 
-#: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
+#: (states [n, ...], updated in place; token indices [n] or [n, SEGMENT]) -> outputs.
 ScanStep = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_scan(
     states: Tensor, plan: StatePlan, step: ScanStep, segment: ScanStep, out: Tensor
 ) -> Tensor:
-    """Take all rows forward by segments, from the states they had to the ones they leave.
+    """Advance all rows segment by segment, updating their states.
 
-    states: [slots, ...]; out: [T, ...], filled and returned. `step` and `segment` see rows side
-    by side, and are called as often as the row of most segments has some.
+    states: [slots, ...]. out: [T, ...], filled and returned. `step` and `segment` process rows side
+    by side, each at most once per wave of segments.
     """
     state = initial_states(states, plan)
-    if max(plan.counts) == 1 and not plan.kept:  # nothing of the host's, so that it is recorded
+    if max(plan.counts) == 1 and not plan.kept:  # uses no host data, so it can be recorded
         out.copy_(step(state, torch.arange(out.shape[0], device=states.device)))
         states[plan.slots] = state
         return out
@@ -56,17 +56,17 @@ def chunked_scan(
 
 
 def initial_states(states: Tensor, plan: StatePlan) -> Tensor:
-    """A copy of the rows' states; zeros for fresh rows, whose slots hold garbage."""
+    """Copy the rows' states; zeros for fresh rows, whose slots hold garbage."""
     held = states[plan.slots if plan.sources is None else plan.sources]
     return held.masked_fill_(plan.fresh.view(-1, *[1] * (held.dim() - 1)), 0.0)
 
 
 @frozen(eq=False)
 class _Wave:
-    """The next segment of every row that has one.
+    """The next segment of every row that has one left.
 
-    long: rows with several tokens, segments: [n, SEGMENT] their places; short: rows with one, and
-    those. kept: (row, slot) of states to be kept after it.
+    long: rows with several tokens, and segments: [n, SEGMENT] their token indices. short: rows with
+    one token, and its index. kept: (row, slot) of states to save after the wave.
     """
 
     long: list[int]
@@ -76,7 +76,7 @@ class _Wave:
 
 
 def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
-    """The step's segments in order; places past an end are `tokens`, the token of zeros."""
+    """Return the step's waves in order. Padding has the token index `tokens`: the zero token."""
     counts, starts = plan.counts, plan.starts or (0,) * len(plan.counts)
     if max(counts) == 1:
         singles = [(row, row, 1) for row in range(len(counts))]
@@ -104,7 +104,7 @@ def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
 
 
 def _wave(pieces: list[tuple[int, int, int]], tokens: int, kept: list[tuple[int, int]]) -> _Wave:
-    """pieces: (row, first token, tokens)."""
+    """Build a wave from pieces: (row, first token, number of tokens)."""
     long = [piece for piece in pieces if piece[2] > 1]
     short = [piece for piece in pieces if piece[2] == 1]
     firsts = torch.tensor([first for _, first, _ in long], dtype=torch.int64).unsqueeze(1)

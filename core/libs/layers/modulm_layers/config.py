@@ -130,16 +130,18 @@ class DecoderConfig:
         return self.intermediate_size or 4 * self.hidden_size
 
     def layer_type(self, index: int) -> str:
-        """The entry of `layer_types` for layer `index`, "" if the file has none."""
+        """Return the entry of `layer_types` for layer `index`, "" if the file has none."""
         return self.layer_types[index] if self.layer_types is not None else ""
 
     def window(self, index: int) -> int | None:
-        """Attention window of layer `index` in tokens, by its layer type; None for no window."""
+        """Return the attention window of layer `index` in tokens, by its layer type; None for no
+        window.
+        """
         kind = self.layer_type(index)
         return (self.sliding_window or None) if kind in ("", "sliding_attention") else None
 
     def rope(self, layer_type: str = "") -> Rope:
-        """Rotary positions for layers of one type, from either spelling of the keys."""
+        """Return the rotary positions for layers of one type, from either spelling of the keys."""
         table = dict(self.rope_scaling or self.rope_parameters or {})
         if isinstance(table.get(layer_type), dict):
             table = dict(table[layer_type])

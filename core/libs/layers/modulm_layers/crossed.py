@@ -24,8 +24,8 @@ _NAMES = AttentionNames(out="out_proj")
 class CrossAttention(Module):
     """Attention to the encoder output of the row.
 
-    Keys and values are computed from `Batch.encoded` in the row's first step and cached. Tokens of
-    rows without encoder output get zeros.
+    Keys and values are computed from `Batch.encoded` in the row's first step and cached. The output
+    is zero for rows without encoder output.
 
     longest: maximum number of encoder positions. encoded: width of the encoder output; None means
     `hidden`. kv_heads, qk_norm, scale: as in `Attention`.

@@ -46,8 +46,7 @@ class Segment:
 def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
     """Group the step's rows by length, rounded up to a `multiple`; all layers share the result.
 
-    The padding of a row depends only on its own length, so its numbers do not depend on the rows
-    beside it.
+    The padding of a row depends only on its own length, so its results do not depend on other rows.
     """
     starts = batch.query_starts.tolist()
     by_length: dict[int, list[tuple[int, int]]] = {}
@@ -120,7 +119,7 @@ class BidirectionalAttention(Module):
         return attended
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-        """[rows, length, heads, head_dim] of one segment."""
+        """Attend within one segment: [rows, length, heads, head_dim]."""
         shape = (segment.rows, segment.length, -1, self.size)
         q, k, v = (t[segment.indices].view(shape).transpose(1, 2) for t in (q, k, v))
         mask = segment.mask

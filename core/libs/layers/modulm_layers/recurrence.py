@@ -1,7 +1,7 @@
 """Selective scan, gated delta rule and causal convolution in plain torch.
 
-Step sizes and rates are made in fp64, as torch's fp32 functions round otherwise where a row's
-numbers fill no register.
+Step sizes and rates are computed in fp64: torch's vectorized and scalar fp32 functions round
+differently, so results would depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["causal_conv", "delta_rule", "selective_scan"]
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, plan: StatePlan
 ) -> Tensor:
-    """A convolution along each row, channel by channel, over the last `width` tokens: like x.
+    """Convolve each row, channel by channel, over the last `width` tokens: the same shape as x.
 
     x: [T, channels]; weight: [channels, 1, width]; bias: [channels]; states: [slots, width - 1,
     channels], the inputs before a row's first token. `silu` is applied to the result.
@@ -62,13 +62,12 @@ def selective_scan(
     bias: Tensor | None = None,
     limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """state = exp(dt a) state + dt b x and y = c state + skip x: [T, heads, dim] fp32.
+    """Compute state = exp(dt a) state + dt b x and y = c state + skip x: [T, heads, dim] fp32.
 
     dt is softplus(step + bias) within `limit` and a = -exp(a_log). x: [T, heads, dim]; step: [T,
-    heads]; b, c: [T, groups, size], each for heads / groups neighbouring heads; skip, bias:
-    [heads] and a_log: [heads, 1] or [heads, size], fp32; states: [slots, heads, dim, size] fp32.
-    arXiv 2312.00752; where a head has one decay, a segment is three matrix products (2405.21060,
-    section 6).
+    heads]; b, c: [T, groups, size], each for heads / groups adjacent heads; skip, bias: [heads] and
+    a_log: [heads, 1] or [heads, size], fp32; states: [slots, heads, dim, size] fp32. arXiv
+    2312.00752; with one decay per head, a segment is three matrix products (2405.21060, section 6).
     """
     x, dt, a = x.float(), _softplus(step, bias).clamp(*limit), -a_log.exp()
     rows = _Inputs(x * dt.unsqueeze(-1), dt, b.float(), c.float())
@@ -93,13 +92,14 @@ def delta_rule(
     plan: StatePlan,
     reach: float = 1.0,
 ) -> Tensor:
-    """A state that fades and is then moved towards v at k, read at q: fp32 like v.
+    """Gated delta rule: decay the state, move it towards v at k, read it at q. Result: fp32, like
+    v.
 
-    q, k: [T, key heads, key dim], brought to length 1, q then divided by sqrt(key dim); v: [T,
-    heads, value dim], heads / key heads neighbouring ones for each key head; beta, step: [T,
-    heads]; a_log, bias: [heads] fp32; states: [slots, heads, key dim, value dim] fp32. The state
-    is multiplied by exp(-exp(a_log) softplus(step + bias)) and moved by reach sigmoid(beta). The
-    gated delta rule and its form by segments: Yang et al., arXiv 2412.06464, section 3.3.
+    q, k: [T, key heads, key dim], normalized to length 1, q then divided by sqrt(key dim); v: [T,
+    heads, value dim], heads / key heads adjacent ones for each key head; beta, step: [T, heads];
+    a_log, bias: [heads] fp32; states: [slots, heads, key dim, value dim] fp32. The state is
+    multiplied by exp(-exp(a_log) softplus(step + bias)) and moved by reach sigmoid(beta). The rule
+    and its segment-wise form: Yang et al., arXiv 2412.06464, section 3.3.
     """
     each = v.shape[1] // k.shape[1]
     q, k, v = _unit(q) * q.shape[-1] ** -0.5, _unit(k), v.float()
@@ -128,7 +128,7 @@ def _softplus(step: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1: fp32."""
+    """Normalize vectors to length 1: fp32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -152,7 +152,7 @@ def _delta_segment(
 
 @frozen(eq=False)
 class _Inputs:
-    """What a scan reads, by token; `padded` has one token more that changes nothing.
+    """Inputs of a scan, by token. `padded` adds a token that does not change the state.
 
     drive: [T, heads, dim], dt: [T, heads], b, c: [T, groups, size].
     """
@@ -163,16 +163,16 @@ class _Inputs:
     c: Tensor
 
     def at(self, places: Tensor) -> _Inputs:
-        """The tokens at `places`, of any shape."""
+        """Select the tokens at the indices `places`, of any shape."""
         return _Inputs(self.drive[places], self.dt[places], self.b[places], self.c[places])
 
     def padded(self) -> _Inputs:
-        """The same with a last token of zeros."""
+        """Append a token of zeros."""
         return _Inputs(*(_with_zero(x) for x in (self.drive, self.dt, self.b, self.c)))
 
 
 def _scan_token(state: Tensor, token: _Inputs, a: Tensor) -> Tensor:
-    """One token of each of n rows; state: [n, heads, dim, size] -> [n, heads, dim]."""
+    """Advance n rows by one token each; state: [n, heads, dim, size] -> [n, heads, dim]."""
     rows, heads, dim, size = state.shape
     groups = token.b.shape[1]
     state.mul_((token.dt.unsqueeze(-1) * a).exp().unsqueeze(2))
@@ -182,7 +182,7 @@ def _scan_token(state: Tensor, token: _Inputs, a: Tensor) -> Tensor:
 
 
 def _ssd(inputs: _Inputs, a: Tensor) -> ScanStep:
-    """Segments of a scan with one decay per head, as matrix products."""
+    """Process segments of a scan with one decay per head as matrix products."""
     padded = inputs.padded()
     groups = inputs.b.shape[1]
 
@@ -206,7 +206,7 @@ def _ssd(inputs: _Inputs, a: Tensor) -> ScanStep:
 
 
 def _one_by_one(inputs: _Inputs, a: Tensor) -> ScanStep:
-    """Segments of a scan whose numbers each fade at their own pace."""
+    """Process segments of a scan with a decay per state element, token by token."""
     padded = inputs.padded()
 
     def segment(state: Tensor, at: Tensor) -> Tensor:
@@ -216,7 +216,8 @@ def _one_by_one(inputs: _Inputs, a: Tensor) -> ScanStep:
 
 
 def _decays(total: Tensor) -> Tensor:
-    """exp of the sums of decays from each token (last index) to each later one, 0 to earlier ones.
+    """Return exp of the decay sums from each token (last index) to each later one, 0 to earlier
+    ones.
 
     total: [..., SEGMENT], sums up to and including each token.
     """
@@ -227,5 +228,5 @@ def _decays(total: Tensor) -> Tensor:
 
 
 def _with_zero(x: Tensor) -> Tensor:
-    """x: [T, ...] and a token of zeros."""
+    """Append a token of zeros to x: [T, ...]."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

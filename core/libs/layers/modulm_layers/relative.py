@@ -1,6 +1,7 @@
 """Relative positions as score biases (Raffel et al., arXiv 1910.10683, section 2.1).
 
-Each head has one number per distance bucket. Small distances have a bucket each; larger ones share.
+Each head has one bias per distance bucket. Each small distance has its own bucket; larger distances
+share buckets.
 """
 
 from __future__ import annotations

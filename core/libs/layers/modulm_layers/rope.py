@@ -1,8 +1,8 @@
 """Tables of rotary position embeddings (Su et al., arXiv 2104.09864) and their scalings.
 
 A table is [positions, R] fp32: cosines of the R / 2 angles, then their sines, already multiplied by
-the scaling's attention factor. A row depends only on its position, so the numbers of a sequence do
-not depend on how it is cut into steps.
+the scaling's attention factor. An entry depends only on its position, so results do not depend on
+how a sequence is split into steps.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _axes(table: Mapping[str, Any], angles: int) -> tuple[int, ...]:
 
 
 def cos_sin(rope: Rope, rows: int, length: int, device: torch.device) -> Tensor:
-    """The table for positions 0 to rows - 1: [rows, R] fp32.
+    """Compute the table for positions 0 to rows - 1: [rows, R] fp32.
 
     `length` is the maximum sequence length of the engine. If it exceeds the trained length,
     longrope uses its long factors for all positions, so that all cached keys agree.
@@ -187,7 +187,7 @@ def _dynamic(rope: Rope, positions: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, length: int) -> Tensor:
-    """Keep short waves, divide long ones by the factor and blend those between."""
+    """Keep short wavelengths, divide long ones by the factor and blend those between."""
     plain = _default(rope, length)
     turns = rope.original * plain / (2 * math.pi)
     blend = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
@@ -196,7 +196,7 @@ def _llama3(rope: Rope, length: int) -> Tensor:
 
 
 def _yarn(rope: Rope, length: int) -> Tensor:
-    """Peng et al., arXiv 2309.00071: by the number of turns of a dimension within `original`."""
+    """Scale dimensions by how often they turn within `original` (Peng et al., arXiv 2309.00071)."""
     half = rope.size // 2
     low, high = (_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
@@ -209,13 +209,17 @@ def _yarn(rope: Rope, length: int) -> Tensor:
 
 
 def _dimension(rope: Rope, turns: float) -> float:
-    """The (fractional) dimension that makes `turns` full turns within the original length."""
+    """Return the (fractional) dimension that makes `turns` full turns within the original
+    length.
+    """
     wave = rope.original / (turns * 2 * math.pi)
     return rope.size * math.log(wave) / (2 * math.log(rope.theta))
 
 
 def _longrope(rope: Rope, length: int) -> Tensor:
-    """Ding et al., arXiv 2402.13753: one searched factor per dimension, for short and for long."""
+    """Divide each dimension by its searched factor, short or long (Ding et al., arXiv
+    2402.13753).
+    """
     factors = rope.long_factors if length > rope.original else rope.short_factors
     return _default(rope, length) / torch.tensor(factors, dtype=torch.float32)
 
@@ -231,7 +235,7 @@ _FREQUENCIES: Mapping[str, Callable[[Rope, int], Tensor]] = {
 
 
 def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, original: int) -> float:
-    """Factor of cosines and sines: 1 for all kinds but yarn and longrope."""
+    """Return the factor of cosines and sines: 1 for all kinds but yarn and longrope."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if table.get("attention_factor") is not None:
@@ -245,7 +249,9 @@ def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, origin
 
 
 def _score_factor(kind: str, table: Mapping[str, Any], factor: float) -> float:
-    """Score factor from `mscale_all_dim`, squared because it applies to queries and keys."""
+    """Return the score factor for `mscale_all_dim`, squared because it applies to queries and
+    keys.
+    """
     head = _number(table, "mscale_all_dim", 0.0)
     return _mscale(factor, head) ** 2 if head and kind != "default" else 1.0
 

@@ -100,7 +100,7 @@ def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) 
 
 
 def without_drafts(c: RoutedConfig) -> WeightNames:
-    """Weight names that skip the layers after the last one, which propose draft tokens."""
+    """Return weight names that skip the multi-token-prediction layers after the last layer."""
     drafts = range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
     return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))
 
@@ -108,7 +108,7 @@ def without_drafts(c: RoutedConfig) -> WeightNames:
 def next_token_layer(
     c: RoutedConfig, layer: Callable[[Any, Builder, int], Module]
 ) -> MtpLayer | None:
-    """The first layer after the last one, as in DeepSeek-V3; `layer` makes layers."""
+    """Build the first multi-token-prediction layer, as in DeepSeek-V3; `layer` makes layers."""
     last = c.num_hidden_layers - 1
     if not c.num_nextn_predict_layers:
         return None

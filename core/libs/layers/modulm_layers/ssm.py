@@ -29,7 +29,7 @@ def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
     For recurrences without an op. `step(state, tokens)` gets the states [n, ...] of the rows that
     have a next token and those tokens' indices [n]; it updates the states in place and returns the
     tokens' outputs, which are written to `out` [tokens, ...]. It is called once per token of the
-    longest row, so once in a decode step.
+    longest row.
     """
 
     def segment(state: Tensor, at: Tensor) -> Tensor:
@@ -48,8 +48,7 @@ class CausalConv(Module):
     """A depthwise convolution along each row over the last `width` tokens.
 
     Its state is the row's last width - 1 inputs: [slots, width - 1, channels]. channels: channels
-    of each of the parts that are stacked in it; least: for each part, the smallest unit that ranks
-    cannot split.
+    of each of the stacked parts. least: for each part, the smallest unit that ranks cannot split.
     """
 
     weight: Tensor
@@ -89,7 +88,7 @@ class CausalConv(Module):
 class GatedNorm(Module):
     """Gated norm of a recurrence's output, over each of `groups` parts.
 
-    Ranks that share a part exchange their sums.
+    Ranks that share a part exchange their sums of squares.
     """
 
     weight: Tensor
@@ -106,7 +105,9 @@ class GatedNorm(Module):
         b.cut_parameter(f"{name}.weight", self, "weight", (whole if self.ranks else b.shard(size),))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y: [tokens, size of this rank] fp32, gate: the same -> the same, of the gate's dtype."""
+        """y: [tokens, size of this rank] fp32; gate: same shape -> same shape, in the gate's
+        dtype.
+        """
         if self.ranks is not None:
             y, gate = self.ranks.all_gather(y), self.ranks.all_gather(gate)
         normed: Tensor = self.ops.gated_rms_norm(

@@ -17,9 +17,7 @@ __all__ = ["even_stages", "weight_of"]
 
 
 def weight_of(make: Callable[[Builder], object], b: Builder) -> int:
-    """Bytes on this rank of the weights that `make` creates from a builder; the result is
-    discarded.
-    """
+    """Return the bytes on this rank of the weights that `make` creates; the result is discarded."""
     units: list[Unit] = []
     shared = evolve(b.shared, adapters=None, caches=[], units=units, elsewhere=[])
     make(evolve(b, shared=shared))

@@ -1,10 +1,10 @@
-"""Oracles for families whose files name or arrange the weights of a model that transformers has.
+"""Test oracles for families that only rename or rearrange the weights of a transformers model.
 
 class AsLlama(Converted):  # in modulm_foo/oracle.py, which serving does not import
-    def settings(self, config):  # config.json as transformers' class has it
+    def settings(self, config):  # the config.json for transformers' class
         return {"model_type": "llama", **config, "num_hidden_layers": config["num_layers"]}
 
-    def store(self, config, weights):  # its weights as the family's files have them
+    def store(self, config, weights):  # the weights as the family's files have them
         ...
 """
 
@@ -20,16 +20,18 @@ __all__ = ["Converted", "stack_heads"]
 
 
 class Converted:
-    """transformers' model of the same mathematics (`modulm.testing.oracles.Oracle`)."""
+    """A transformers model with the same mathematics (`modulm.testing.oracles.Oracle`)."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return config.json of transformers' model, with `model_type`."""
+        """Return the config.json of the transformers model, including `model_type`."""
         raise NotImplementedError
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return transformers' weights by the family's names, rearranged but not computed with."""
+        """Return transformers' weights under the family's names, rearranged but with the same
+        values.
+        """
         raise NotImplementedError
 
     def renamed(
@@ -44,7 +46,7 @@ class Converted:
         return stored
 
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Random ones, of about unit gain for each map."""
+        """Create random weights with about unit gain per layer."""
         from modulm.testing.checkpoints import _randomise
 
         model = self._model(config)
@@ -56,14 +58,14 @@ class Converted:
     def logits(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
     ) -> Tensor:
-        """[tokens, vocabulary] in fp32."""
+        """Compute logits: [tokens, vocabulary] fp32."""
         model = self._model(config)
         self._read(config, model, weights)
         logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
         return logits
 
     def _read(self, config: Mapping[str, Any], model: Any, weights: Mapping[str, Tensor]) -> None:
-        """Fill the model. Where each number is stored is found by storing numbers that count."""
+        """Load the weights. Stores consecutive numbers first to find where each element belongs."""
         state, first, places = model.state_dict(), 0, {}
         for name, tensor in state.items():
             places[name] = torch.arange(first, first + tensor.numel()).view(tensor.shape)
