@@ -18,8 +18,8 @@ __all__ = ["Hosts"]
 _NAT64 = ip_network("64:ff9b::/96")
 _6TO4 = ip_network("2002::/16")
 _COMPATIBLE = ip_network("::/96")
-#: Networks that are not public, whatever this Python's own list says: IPv4 in IPv6, local NAT64,
-#: discard, Teredo, benchmarks, ORCHID, documentation, segment routing, private, link and site.
+#: Networks that are not public, whatever this Python version's own list says: IPv4 in IPv6, local
+#: NAT64, discard, Teredo, benchmarks, ORCHID, documentation, segment routing, private, link, site.
 _REFUSED = tuple(
     ip_network(one)
     for one in (
@@ -64,7 +64,7 @@ class Hosts:
         self._networks = [ip_network(one) for one in flags.allowed_media_networks]
 
     def parsed(self, url: str) -> httpx.URL:
-        """Parse a URL. What is checked here is what is fetched. Raises Undecodable."""
+        """Parse a URL; the result is what is checked and fetched. Raises Undecodable."""
         if _STRANGE.search(url):
             raise Undecodable("a URL has no spaces, backslashes or control characters")
         try:
@@ -116,7 +116,7 @@ class Hosts:
 
 
 def _is_refused(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is none of the public internet."""
+    """Whether an address is outside the public internet."""
     if address.is_multicast or not address.is_global:
         return True
     return any(address in network for network in _REFUSED)

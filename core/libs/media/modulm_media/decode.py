@@ -1,4 +1,4 @@
-"""Decode files of images, sound and video from bytes.
+"""Decode image, audio and video files from bytes.
 
 The format is detected from the content, whatever the file's name or type say. Untrusted files are
 decoded in separate processes (`modulm_media.workers`).

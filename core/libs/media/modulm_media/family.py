@@ -69,7 +69,7 @@ class MediaFamily:
     def document(self, kind: str, is_only_item: bool) -> str:
         """Text that stands for an item in a retrieval prompt without a chat template.
 
-        alone: whether the prompt holds nothing else.
+        is_only_item: whether the prompt holds nothing else.
         """
         return self.mark(kind)
 
@@ -91,7 +91,7 @@ class MediaFamily:
         return int(getattr(hears, "sampling_rate", 16000))
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
-        """Run the processor on one item; options: its keyword arguments.
+        """Process one item; options: keyword arguments of the processor.
 
         Raises RequestError for media or options that the processor rejects.
         """

@@ -51,7 +51,7 @@ class Budget:
             )
 
     def take(self, size: int) -> None:
-        """Count bytes before they are kept. Raises Undecodable, or QueueFull."""
+        """Count bytes before they are stored. Raises Undecodable, or QueueFull."""
         self.check(size)
         if self._reservation is not None:
             self._reservation.take(size)

@@ -1,4 +1,4 @@
-"""Bounds the bytes of media that all requests in progress hold together."""
+"""Limit the memory that the media of all requests in progress use together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LEAST, _UNKNOWN = 256 << 20, 1 << 30
 class MediaMemory:
     """The budget of a server process; thread-safe.
 
-    limit: in bytes. Where several owners hold media, each may hold an equal share, and one more
-    share stays free for the next.
+    limit: in bytes. It is divided into equal shares, one for each owner that holds media and one
+    for the next owner.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,12 +28,12 @@ class MediaMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that are reserved now."""
+        """Bytes reserved now."""
         with self._lock:
             return self._held.total()
 
     def reserve(self, owner: str = "") -> Reservation:
-        """An empty reservation of a request; `owner` is empty on a server without keys."""
+        """Create an empty reservation for a request; `owner` is empty on a server without keys."""
         return Reservation(self, owner)
 
     def _take(self, owner: str, size: int) -> None:
@@ -87,7 +87,7 @@ class Reservation:
 
 
 def default_limit(path: Path = Path("/proc/meminfo")) -> int:
-    """A quarter of the machine's available memory in bytes, 256 MiB at least."""
+    """Return a quarter of the machine's available memory in bytes, at least 256 MiB."""
     try:
         for line in path.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

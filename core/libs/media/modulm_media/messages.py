@@ -30,7 +30,7 @@ _LONGEST_NAME = 512
 
 @frozen(eq=False, kw_only=True)
 class MediaSource:
-    """Where one image, sound or video of a request comes from; may itself be a content part.
+    """The source of one image, sound or video of a request; may itself be a content part.
 
     field: the request's field, for errors. url: https:, data: or file:. data: a file in base64.
     embeds: a tensor in base64 in place of an image. value: a value of an offline caller. uuid:
@@ -55,7 +55,7 @@ def part_kind(part: Any) -> MediaKind | None:
     """The kind of media in a content part, None for text."""
     if isinstance(part, MediaSource):
         return part.kind
-    if type(part) is not dict and not isinstance(part, Mapping):  # the first is ten times as fast
+    if type(part) is not dict and not isinstance(part, Mapping):  # `type` is ten times as fast
         return None
     return _KINDS.get(_type_of(part))
 
@@ -75,7 +75,7 @@ def take_media(
 ) -> tuple[Sequence[Any], tuple[MediaSource, ...]]:
     """Replace media in messages; returns (messages, sources).
 
-    place: makes the replacement of a source. field: formats a message's field name. Raises
+    replace: makes the replacement of a source. field: formats a message's field name. Raises
     RequestError.
     """
     sources: list[MediaSource] = []
@@ -96,7 +96,7 @@ def take_media(
 
 
 def source_of(kind: MediaKind, part: MediaSource | Mapping[str, Any], where: str) -> MediaSource:
-    """The source that a content part at `where` describes. Raises RequestError."""
+    """Parse a content part; `where` is its field, for errors. Raises RequestError."""
     if isinstance(part, MediaSource):
         return part
     name = _type_of(part)

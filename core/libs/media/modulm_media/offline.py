@@ -1,4 +1,4 @@
-"""Media that callers of `LLM` pass: PIL images, arrays, tensors, frames, paths, bytes of files."""
+"""Media passed to `LLM`: PIL images, arrays, tensors, frames, paths, bytes of files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from modulm_media.values import KINDS, Media, MediaKind, Sound, Video
 
 __all__ = ["OWN", "as_image", "as_media", "as_sound", "as_video", "parse_media"]
 
-#: Sample rate in Hz of sound that comes without one.
+#: Default sample rate in Hz.
 _RATE = 16000
 _FASTEST = 1_000_000
-#: Limits for callers' own files: whatever this machine can hold.
+#: Limits for callers' own files: only what the machine can hold.
 OWN = Limits(formats=None, pixels=1 << 30, seconds=1e6, frames=1 << 20, room=16 << 30)
 
 
@@ -169,7 +169,7 @@ _MAKE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _full(array: np.ndarray) -> float:
-    """The full scale of signed integer samples."""
+    """Return the full scale of signed integer samples."""
     if array.dtype.kind == "u":
         raise RequestError(f"audio: samples of {array.dtype}", "multi_modal_data")
     return float(np.iinfo(array.dtype).max) + 1

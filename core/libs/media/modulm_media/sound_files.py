@@ -1,4 +1,4 @@
-"""Sound files: libsndfile's formats (WAV, FLAC, Ogg, MP3 ...), FFmpeg's for the rest."""
+"""Decode audio files: libsndfile's formats (WAV, FLAC, Ogg, MP3 ...), others with FFmpeg."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How media take part in steps: planner, runner, and what they tell each other."""
+"""The step part of media: planner, runner, and the values they exchange."""

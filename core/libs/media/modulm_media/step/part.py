@@ -1,4 +1,4 @@
-"""The step part of media: encoders run before the model, and their outputs stand in prompts."""
+"""The step part of media: runs encoders before the model and puts their outputs into prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MediaPart"]
 
 
 class MediaPart(StepPart):
-    """In use for models with encoders, and where prompts may bring embeddings."""
+    """In use for models with encoders, and if prompts may contain embeddings."""
 
     name = "media"
     api = 1

@@ -1,12 +1,12 @@
-"""The scheduler's half: which media are encoded in a step, and which encoder outputs are kept.
+"""The scheduler's half: which media are encoded in a step, and which encoder outputs are cached.
 
-A chunk of a prompt may reach into the tokens of an item once its embeddings are there, from an
-earlier step or from this one. Items of equal hash are encoded once. A row needs the embeddings of
-an item from its first token to its last; those that nobody needs are dropped when room is, least
-recently used first. A row that waits for room holds none, so somebody always goes on.
+A prompt chunk may include tokens of an item only if its embeddings are ready, from an earlier step
+or this one. Items of equal hash are encoded once. A row needs an item's embeddings from its first
+token to its last; embeddings that no row needs are evicted when space is needed, least recently
+used first. A row that waits for space holds none, so there is always a row that can continue.
 
-While rows decode, items are encoded in pieces, each in a step of theirs: a row waits before an
-item until its last piece is done. Where nobody decodes, what was begun is finished at once.
+While rows decode, items are encoded in pieces, one per step; a row stops before an item until its
+last piece is done. While no row decodes, items are encoded whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _row_value(request: Request) -> MediaRow | None:
 
 
 class NoEncoders(PartPlanner):
-    """Of a model without encoders: prompts may bring embeddings, and nothing else."""
+    """Planner of a model without encoders: prompts may only bring embeddings."""
 
     def check(self, request: Request) -> None:
         if any(item.encoded for item in request.media):
@@ -43,17 +43,17 @@ class NoEncoders(PartPlanner):
 
 
 class EncoderPlanner(PartPlanner):
-    """Plans encoders within what the runner says of its capacity.
+    """Plans encoder work within the runner's capacity.
 
-    tokens: embeddings that encoders may give in one step; cache: those that are kept at once; rows:
-    rows (patches, frames) times layers of encoders that run in a step in which rows decode, 0:
-    encoders run whole; whole: no chunk of a prompt ends inside of an item.
+    tokens: maximum embeddings per step. cache: maximum embeddings cached. rows: budget of encoder
+    rows (patches, frames) times layers in steps with decode rows; 0: encoders run whole. whole:
+    prompt chunks never end inside an item.
     """
 
     def __init__(self, context: PlannerContext) -> None:
         values, limits, unit = context.values, context.limits, context.cache.unit
         self._table = context.rows
-        #: Row -> the media of its prompt, of rows that may still come upon some.
+        #: Row -> the media of its prompt, for rows that may still reach some.
         self.rows: dict[int, tuple[MediaItem, ...]] = {}
         self._per_step: int = values["tokens"]
         self._room: int = values["cache"]
@@ -61,25 +61,25 @@ class EncoderPlanner(PartPlanner):
         self._rows_of_piece: int = 0 if self._whole else values["rows"]
         self._whole_media: bool = values["whole"]
         chunk = min(limits.tokens, limits.long or limits.tokens)
-        #: Most tokens that surely fit into one chunk, which ends at a multiple of `unit`.
+        #: Maximum tokens that surely fit into one chunk, which ends at a multiple of `unit`.
         self._chunk = max(chunk - (unit if unit > 1 else 0), 0)
-        #: Hash -> embeddings, of what the worker keeps; least recently used first.
+        #: Hash -> number of embeddings, for the worker's cached items; least recently used first.
         self._cached: dict[bytes, int] = {}
         self._dropped: list[bytes] = []
-        #: Hash -> the step that began with it, of items of which pieces are left.
+        #: Hash -> the step that began encoding it, for items with pieces left.
         self._begun: dict[bytes, int] = {}
-        #: Whether the step that is being planned encodes in pieces.
+        #: Whether the step being planned encodes in pieces.
         self.in_pieces = False
-        #: Of the step that is being planned: hash -> (row, index of the item, embeddings) of what
-        #: is encoded, and hash -> embeddings of all that it uses.
+        #: For the step being planned: hash -> (row, index of the item, embeddings) of items to
+        #: encode, and hash -> embeddings of all items used.
         self._picked: dict[bytes, tuple[int, int, int]] = {}
         self._used: dict[bytes, int] = {}
         self._left = self._per_step
-        #: Items of the request that is about to join that are encoded for it.
+        #: Items of the joining request that are encoded for it.
         self._picks: list[int] = []
 
     def check(self, request: Request) -> None:
-        """Raise RequestError for media that could never be encoded."""
+        """Raise RequestError for media that can never be encoded."""
         most = min(self._per_step, self._room)
         lengths = [item.length for item in request.media if item.encoded]
         needed = sum(lengths) if self._whole else max(lengths, default=0)
@@ -105,12 +105,12 @@ class EncoderPlanner(PartPlanner):
         } | {digest: self._cached[digest] for digest in self._begun}
 
     def claim(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """A row that waits for a last piece leaves its part of the budget to others."""
+        """Leave the budget of a row that waits for a last piece to other rows."""
         if self.in_pieces:
             self.cut(rows, starts, counts)
 
     def cut(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Rows end before media that cannot be encoded in this step."""
+        """Cut rows before media that cannot be encoded in this step."""
         if not self.rows:
             return
         for index in np.isin(rows, list(self.rows)).nonzero()[0].tolist():
@@ -134,8 +134,8 @@ class EncoderPlanner(PartPlanner):
             self._pick(row, start, count, self._picks)
 
     def fit(self, media: Sequence[MediaItem], start: int, count: int) -> tuple[int, list[int]]:
-        """How many of the tokens [start, start + count) can be computed in this step, and which
-        items are encoded for it.
+        """Return how many of the tokens [start, start + count) can be computed in this step, and
+        which items are encoded for it.
         """
         end, left = start + count, self._left
         chosen: dict[bytes, int] = {}
@@ -162,11 +162,11 @@ class EncoderPlanner(PartPlanner):
         return end - start, [i for i in picks if self.in_pieces or media[i].start < end]
 
     def _waits(self, item: MediaItem) -> bool:
-        """Whether the item's last piece will not be done before this step's tokens."""
+        """Whether the item's last piece will be unfinished when this step runs."""
         return self.in_pieces and (item.hash in self._begun or item.hash in self._picked)
 
     def _uncut(self, media: Sequence[MediaItem], start: int, end: int) -> int:
-        """Where tokens [start, end) have to end, so that nothing whole is cut."""
+        """Return where tokens [start, end) must end so that no indivisible span is cut."""
         for item in reversed(media):
             for first, last in self._spans(item):
                 if first < end < last and end > start:
@@ -174,11 +174,11 @@ class EncoderPlanner(PartPlanner):
         return end
 
     def _spans(self, item: MediaItem) -> tuple[tuple[int, int], ...]:
-        """What of the item's tokens no step cuts."""
+        """Spans of the item's tokens that must not be divided between steps."""
         return ((item.start, item.end),) if self._whole_media and item.encoded else item.spans
 
     def _pick(self, row: int, start: int, count: int, picks: Sequence[int]) -> None:
-        """The row computes these tokens, for which `picks` of its items are encoded."""
+        """Record that the row computes these tokens, for which its items `picks` are encoded."""
         media = self.rows[row]
         for index in picks:
             self._picked[media[index].hash] = (row, index, media[index].length)
@@ -228,21 +228,21 @@ class EncoderPlanner(PartPlanner):
         return EncodePlan(items, rows, tuple(dropped)) if items or rows or dropped else None
 
     def _forsake(self) -> None:
-        """Drop what was begun for rows that are gone."""
+        """Discard unfinished items whose rows are gone."""
         wanted = self._begun and {item.hash for media in self.rows.values() for item in media}
         for digest in [digest for digest in self._begun if digest not in wanted]:
             del self._begun[digest], self._cached[digest], self._used[digest]
             self._dropped.append(digest)
 
     def receive(self, plan: Plan, report: PartReport) -> None:
-        """The last pieces of some items were done in this step."""
+        """Handle the hashes of items whose last piece was done in this step."""
         for digest in report.value:
-            # It may have been dropped since, and begun once more.
+            # The item may have been dropped and begun again since.
             if self._begun.get(digest, plan.step + 1) <= plan.step:
                 del self._begun[digest]
 
     def fail(self, plan: Plan) -> None:
-        """What the step encoded may be missing."""
+        """Forget what the step encoded: it may be missing."""
         self._drop_all()
 
     def forget(self, idle: bool) -> None:
@@ -261,5 +261,5 @@ class EncoderPlanner(PartPlanner):
 
     @property
     def cached(self) -> Mapping[bytes, int]:
-        """Hash -> embeddings of what the worker keeps."""
+        """Hash -> number of embeddings, for the worker's cached items."""
         return self._cached

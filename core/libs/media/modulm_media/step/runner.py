@@ -1,4 +1,4 @@
-"""The worker's half: runs encoders; puts outputs, embeddings and positions into batches."""
+"""The worker's half: runs encoders and adds embeddings and positions to batches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ Pieces: TypeAlias = Generator[int, None, Sequence[torch.Tensor]]
 
 @frozen(eq=False)
 class _PromptParts:
-    """What a row brought. embeds: index of an item -> the embeddings that came with it, [tokens,
-    hidden]; positions: [axes, tokens], of its prompt; runs: see `Runs`.
+    """The media parts of a row's prompt.
+
+    embeds: index of an item -> its precomputed embeddings, [tokens, hidden]. positions: [axes,
+    tokens], of the prompt. runs: see `Runs`.
     """
 
     media: tuple[MediaItem, ...]
@@ -38,9 +40,9 @@ class _PromptParts:
 
 
 class MediaRunner(PartRunner):
-    """Runs the encoders that plans name, keeps their outputs by hash, and puts them into batches.
+    """Runs the encoders that plans name, caches their outputs by hash, and adds them to batches.
 
-    Rows of plain tokens cost nothing: they are not known here.
+    Rows without media cost nothing: they are not tracked.
     """
 
     def __init__(self, built: BuiltModel) -> None:
@@ -52,13 +54,15 @@ class MediaRunner(PartRunner):
         self._rows: dict[int, _PromptParts] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
         self._broken: dict[bytes, Exception] = {}
-        #: Hash -> the item and what goes on with it, of items of which pieces are left.
+        #: Hash -> the item and its running encoder, for items with pieces left.
         self.begun: dict[bytes, tuple[MediaItem, Pieces]] = {}
         specs = [cache.spec for cache in self._model.caches]
         self._crosses = any(isinstance(spec, AttentionSpec) and spec.cross for spec in specs)
 
     def capacity(self) -> Mapping[str, Any]:
-        """An item is encoded whole, so what one step takes is also what has to be kept."""
+        """Return the limits. An item is encoded whole, so the cache holds as much as one step
+        encodes.
+        """
         if not self._model.media:
             return {}
         cross = (group.window or 0 for group in self._groups if group.kind == "cross")
@@ -74,7 +78,7 @@ class MediaRunner(PartRunner):
         self._focus = context.focus
 
     def admit(self, start: RowStart, value: MediaRow | None) -> None:
-        """Rows of plain tokens are not kept."""
+        """Start a row. Rows without media are not tracked."""
         if value is None:
             return
         embeds = {
@@ -88,12 +92,12 @@ class MediaRunner(PartRunner):
         )
 
     def release(self, row: int) -> None:
-        """Outputs of encoders stay until the planner drops them."""
+        """Forget the row. Encoder outputs stay until the planner drops them."""
         self._rows.pop(row, None)
 
     def begin(self, plan: Plan, value: EncodePlan | None) -> tuple[bytes, ...] | None:
-        """Drop and encode what the plan says; the hashes of what was made in pieces, the last of
-        which was now.
+        """Drop and encode what the plan says; returns hashes of items whose last piece was done
+        now.
 
         Raises EngineError for an encoder's wrong output.
         """
@@ -128,12 +132,12 @@ class MediaRunner(PartRunner):
         return layout
 
     def _go_on(self, rows: float) -> Iterator[bytes]:
-        """Until so many rows have been through a layer; the hashes of what came to its end."""
+        """Run pieces until `rows` encoder rows are done; yields hashes of finished items."""
         while self.begun and rows > 0:
             digest, (item, pieces) = next(iter(self.begun.items()))
             try:
                 ran = self._piece(item, pieces)
-            except Exception as error:  # of the step that needs it, not of those in this one
+            except Exception as error:  # raised in the step that needs the item, not in this one
                 self._broken[digest], ran = error, 0
             rows -= ran
             if not ran:
@@ -141,7 +145,7 @@ class MediaRunner(PartRunner):
                 yield digest
 
     def _piece(self, item: MediaItem, pieces: Pieces) -> int:
-        """Rows that went through a layer; 0: that was the last, and what it gave is kept."""
+        """Run one piece; returns its encoder rows. 0: it was the last, and its output is cached."""
         try:
             return next(pieces)
         except StopIteration as end:
@@ -155,12 +159,12 @@ class MediaRunner(PartRunner):
                     f"the encoder gave {len(output)} embeddings for an item of kind {item.kind!r} "
                     f"that stands at {item.length} tokens"
                 )
-            # Encoders may give views of one large tensor, which would stay as long as any of them.
+            # Encoder outputs may be views of one large tensor, which would stay allocated.
             self._outputs[item.hash] = output.clone()
 
     def spans(self, plan: Plan) -> np.ndarray | None:
-        """[n, 3] int32, as in `StepLayout.spans`, of the items that end in the plan's tokens; a
-        prefix that was found again may hold the beginning of one.
+        """Return `StepLayout.spans`, [n, 3] int32, of the items that end in the plan's tokens. An
+        item may begin in a cached prefix.
         """
         if not self._rows:
             return None
@@ -175,9 +179,10 @@ class MediaRunner(PartRunner):
         return np.array(found, dtype=np.int32) if found else None
 
     def encoded(self, plan: Plan) -> torch.Tensor | None:
-        """`Batch.encoded`: [n, width] of the rows that begin in this step; None where none does.
+        """Return `Batch.encoded`: [n, width] of the rows that begin in this step; None without such
+        rows.
 
-        Raises EngineError where an item's output is needed and is not there.
+        Raises EngineError if an output that an item needs is missing.
         """
         if not self._crosses:
             return None
@@ -202,19 +207,19 @@ class MediaRunner(PartRunner):
             return batch
         on_axes = torch.from_numpy(positions).to(self._device)
         if (positions == positions[0]).all():
-            # Behind its media a row counts on alike on all axes: a step like any other.
+            # After a row's media all axes count alike, so the step is an ordinary one.
             return evolve(batch, positions=on_axes[0])
         return evolve(batch, axis_positions=on_axes)
 
     def embeds(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(embeddings [tokens, hidden], mask [tokens] bool) of the plan's tokens, or None.
+        """Return (embeddings [tokens, hidden], mask [tokens] bool) of the plan's tokens, or None.
 
-        Raises EngineError where an item's output is needed and is not there.
+        Raises EngineError if an output that an item needs is missing.
         """
         pieces = list(self._pieces(plan))
         if not pieces:
             return None
-        # Encoders may give more than the embedding itself, for layers behind it.
+        # Outputs may be wider than the embedding, with inputs for further layers.
         width, dtype = max(piece.shape[1] for _, piece in pieces), pieces[0][1].dtype
         found = torch.zeros(len(plan.tokens), width, dtype=dtype, device=self._device)
         mask = np.zeros(len(plan.tokens), dtype=bool)
@@ -224,7 +229,7 @@ class MediaRunner(PartRunner):
         return found, torch.from_numpy(mask).to(self._device)
 
     def _pieces(self, plan: Plan) -> Iterator[tuple[int, torch.Tensor]]:
-        """(place in the step, embeddings) of every run of tokens that embeddings replace."""
+        """Yield (index in the step, embeddings) of every run of tokens that embeddings replace."""
         firsts = np.cumsum(plan.counts) - plan.counts
         for i, row in enumerate(plan.rows.tolist()):
             brought = self._rows.get(row)
@@ -251,9 +256,9 @@ class MediaRunner(PartRunner):
         return output
 
     def axis_positions(self, plan: Plan) -> np.ndarray | None:
-        """[axes, tokens] int64 for a model that has several axes, else None.
+        """Return [axes, tokens] int64 for a model with several position axes, else None.
 
-        Past its prompt a row goes on alike on all axes, `position_offset` further.
+        After its prompt, all axes of a row continue alike, shifted by `position_offset`.
         """
         axes = self._model.axes
         if axes == 1 or not self._rows:

@@ -1,4 +1,4 @@
-"""What planner and runner of media tell each other."""
+"""Values that planner and runner of media exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EncodePlan:
 
     items: (row, index of the item in its prompt) to encode. rows: budget of encoder rows (patches,
     frames) times layers for this step; 0 means no limit. Unfinished items continue in the next
-    step. drop: hashes whose output, or what is done of it, nobody needs any more.
+    step. drop: hashes of outputs, finished or not, to discard.
     """
 
     items: tuple[tuple[int, int], ...] = ()
@@ -26,11 +26,11 @@ class EncodePlan:
 
 @frozen(eq=False)
 class MediaRow:
-    """What a row brings.
+    """The media of a row's prompt.
 
-    items: of its prompt, whose tokens an encoder's outputs replace. positions: [axes, tokens] int64
-    of the prompt where a model counts positions along several axes; later tokens go on from
-    `offset` + their position, the same on each axis.
+    items: items whose tokens encoder outputs replace. positions: [axes, tokens] int64 of the
+    prompt, for models with several position axes; later tokens have `offset` + their index on every
+    axis.
     """
 
     items: tuple[MediaItem, ...] = ()
