@@ -407,7 +407,7 @@ def test_one_of_several_adapters_in_a_folder_has_a_path_of_its_own(tmp_path: Pat
     """And a stamp: another one of the same files is another adapter."""
     folder = tmp_path / "adapters"
     folder.mkdir()
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="not a folder"):
         inside(folder / "query", [tmp_path])
     (folder / "adapter_config.json").write_text("{}")
     assert inside(folder / "query", [tmp_path]) == (folder / "query").resolve()
