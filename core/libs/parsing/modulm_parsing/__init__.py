@@ -1,4 +1,4 @@
-"""From a model's text to a message: building blocks of parsers, and what servers call."""
+"""Parse a model's text into a message: building blocks of parsers, and what servers call."""
 
 from modulm_parsing.cursor import Cursor
 from modulm_parsing.effort import EFFORTS, thinking_variables

@@ -70,7 +70,7 @@ class ChannelReader(MessageReader):
     @staticmethod
     @abstractmethod
     def called(header: Header) -> str | None:
-        """The tool that a message is addressed to."""
+        """Return the tool that a message is addressed to."""
 
     @staticmethod
     def is_dropped(header: Header) -> bool:
@@ -128,7 +128,7 @@ class ChannelReader(MessageReader):
             self.content(text)  # no tool parser: calls stay text as written
 
     def _writer(self, header: Header | None) -> Callable[[str], None]:
-        """The function that receives the text of a message."""
+        """Return the function that receives the text of a message."""
         if header is not None and self.is_dropped(header):
             return _ignore
         if header is not None and self.is_thought(header):
@@ -156,7 +156,7 @@ def _read_header(source: Source, opener: str) -> Steps[Header]:
 
 
 def _prompted_header(context: ParseContext) -> str:
-    """The part of the turn's first header that the prompt contains."""
+    """Return the part of the turn's first header that the prompt contains."""
     tail = context.prompt_tail or ""
     if _ASSISTANT not in tail:
         return ""
@@ -197,10 +197,10 @@ class ChannelReasoning(ReasoningFormat):
         return (START, MESSAGE, CHANNEL, CONSTRAIN, *self.reader.ends)
 
     def ending(self, message: MessageReader) -> str | None:
-        """The text that ends a thought and starts another message.
+        """Return the text that ends the reasoning and starts another message.
 
-        The model chooses the kind of the next message, so that it may call a tool. If that is a
-        thought again, the answer's header is forced as well.
+        The model chooses the kind of the next message, so that it may call a tool. If that is
+        reasoning again, the answer's header is forced as well.
         """
         if not isinstance(message, ChannelReader):
             return None

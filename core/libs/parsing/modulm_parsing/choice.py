@@ -1,4 +1,4 @@
-"""Which parsers read a model's text: set by flag, chosen by a plugin, or fitted to the checkpoint.
+"""Choose the parsers for a model's text: by flag, by a plugin's hook, or by fit to the checkpoint.
 
 Plugins that implement `modulm_choose_parser` decide first. Otherwise the parser that best fits the
 checkpoint's chat template, tokens and model type is used (`fitting`).
@@ -34,7 +34,7 @@ _NOTHING = "no evidence for it"
 
 
 def with_declared_parsers(config: EngineConfig, plugins: PluginManager) -> EngineConfig:
-    """The configuration with parsers that fit the checkpoint; user settings take precedence.
+    """Return the configuration with parsers that fit the checkpoint; user settings take precedence.
 
     Raises ConfigError if tool calls are required and no parser is known for the model.
     """
@@ -42,7 +42,7 @@ def with_declared_parsers(config: EngineConfig, plugins: PluginManager) -> Engin
 
 
 def with_parsers(config: EngineConfig, decisions: tuple[Decision, Decision]) -> EngineConfig:
-    """The configuration with the decisions applied; see `with_declared_parsers`."""
+    """Return the configuration with the decisions applied; see `with_declared_parsers`."""
     tool, reasoning = (decision.winner for decision in decisions)
     flags: dict[str, Any] = {}
     if config.structured_outputs.reasoning_parser is None and reasoning is not None:
@@ -81,7 +81,7 @@ def parser_decisions(config: EngineConfig, plugins: PluginManager) -> tuple[Deci
 
 
 def choose_parser(plugins: PluginManager, kind: str, checkpoint: CheckpointInfo) -> Decision:
-    """The parser that a plugin chooses for a checkpoint by its hook, or none.
+    """Return the parser that a plugin's hook chooses for a checkpoint, or none.
 
     `kind` is "tool_parsers" or "reasoning_parsers". A parser that is disabled is not chosen.
     """
@@ -94,7 +94,7 @@ def choose_parser(plugins: PluginManager, kind: str, checkpoint: CheckpointInfo)
 
 
 def _flag_decision(kind: str, name: str) -> Decision:
-    """The user's choice; an empty name disables the parser."""
+    """Return the user's choice; an empty name disables the parser."""
     noun = find_kind(kind).noun
     if not name:
         return Decision(noun, (), None, "disabled by flag")
@@ -108,7 +108,7 @@ def fitting_parser(
     plugins: PluginManager,
     beside: str | None = None,
 ) -> Decision:
-    """The parser that fits best. beside: the parser of the other kind, if it is decided.
+    """Return the parser that fits best. beside: the parser of the other kind, if it is decided.
 
     On ties, third-party packages come first, then the alphabetical order.
     """
@@ -145,7 +145,7 @@ def _verdict(offer: Offer, kind: str, evidence: Evidence, beside: str | None) ->
 
 
 def _broken(plugins: PluginManager, offer: Offer) -> str | None:
-    """Why a parser cannot be used; imports it, so only the chosen one is passed."""
+    """Return why a parser cannot be used, or None. Imports it, so pass only the chosen one."""
     try:
         plugins.load(offer.declaration.kind, offer.name)
     except PluginError as error:

@@ -16,7 +16,7 @@ class Cursor:
 
     `until` returns the text before the next marker, as far as it is certain: a tail that could
     begin a marker is held back until more text decides. The held-back text is never longer than the
-    longest marker, so the work is linear in the text, however it is cut.
+    longest marker, so the work is linear in the text, however it is divided into pieces.
 
     A quoted marker (a quote mark or backtick right before it and the same one right after) counts
     as text.
@@ -106,7 +106,7 @@ class Cursor:
         return self._text[end] == quote
 
     def _certain(self, markers: tuple[str, ...], start: int, *, final: bool) -> int:
-        """Index from which more text could make a marker, or a longer one."""
+        """Return the index from which more text could make a marker, or a longer one."""
         size = len(self._text)
         if final:
             return size

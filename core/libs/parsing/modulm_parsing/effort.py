@@ -20,7 +20,7 @@ def thinking_variables(
     thinks: bool | None = None,
     field: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """Chat template variables for a reasoning effort.
+    """Return the chat template variables for a reasoning effort.
 
     parser: the reasoning parser's name; without one, the variables most templates use. thinks:
     whether to think at all; derived from the effort by default. Raises RequestError for an unknown

@@ -40,7 +40,7 @@ class Evidence:
     settings: Mapping[str, Any] = field(factory=dict)
 
     def template(self, kind: str) -> str:
-        """The template to examine for parsers of a kind."""
+        """Return the template to examine for parsers of a kind."""
         return self.tools if kind == "tool_parsers" else self.plain
 
 
@@ -67,14 +67,14 @@ def evidence_of(config: EngineConfig, checkpoint: Checkpoint) -> Evidence:
 
 
 def _plain(template: str) -> str:
-    """A template with string escapes resolved, since markers may be written either way."""
+    """Resolve a template's string escapes, since markers may be written either way."""
     for escape, letter in _ESCAPES:
         template = template.replace(escape, letter)
     return template
 
 
 def _given_template(config: EngineConfig) -> str | None:
-    """The template that `--chat-template` names, if the server's flags are present."""
+    """Return the template that `--chat-template` names, if the server's flags are present."""
     values = (value for flag, value in config.values() if flag.name == "chat_template")
     value = next(values, None)
     if not isinstance(value, str):
@@ -101,7 +101,7 @@ def _head(file: Path) -> str:
 
 
 def _tokens(settings: Mapping[str, Any], head: str) -> list[str]:
-    """The text of added tokens, from the settings and from the start of tokenizer.json."""
+    """Return the text of added tokens, from the settings and from the start of tokenizer.json."""
     added: list[Any] = []
     at = head.find('"added_tokens"')
     start = head.find("[", at) if at >= 0 else -1

@@ -1,4 +1,5 @@
-"""Which parsers fit a checkpoint, by declarations of their packages. No parser is imported.
+"""Find the parsers that fit a checkpoint from declarations of their packages, without importing
+them.
 
 A parser package has a file `fits.toml` next to its `__init__.py`, with a table for each parser that
 may be chosen automatically: `[tool_parsers.NAME]` and `[reasoning_parsers.NAME]`, with the fields
@@ -95,7 +96,7 @@ class Offer:
 
 
 def offers_of(plugins: PluginManager) -> Mapping[str, tuple[Offer, ...]]:
-    """Kind -> usable parsers that declare what they fit, by name."""
+    """Return kind -> usable parsers that declare what they fit, by name."""
     offers_by_kind: dict[str, list[Offer]] = {kind: [] for kind in _KINDS}
     declared = [d for kind in _KINDS for d in plugins.names(kind)]
     tables = {package: _read(package) for package in {_package(d) for d in declared}}
@@ -131,7 +132,9 @@ def _package(declaration: Declaration) -> str:
 
 
 def _read(package: str) -> Mapping[str, Mapping[str, Any]]:
-    """The declarations of a package, which is located but not imported; empty without a file."""
+    """Read the declarations of a package, which is located but not imported; empty without a
+    file.
+    """
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
@@ -152,7 +155,7 @@ def _read(package: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def match(fit: Fit, kind: str, evidence: Evidence) -> Match | str:
-    """How well a parser fits, or why it does not."""
+    """Return how well a parser fits, or why it does not."""
     described = [key for key in fit.settings if isinstance(evidence.settings.get(key), Mapping)]
     if described:
         return Match(

@@ -117,7 +117,7 @@ class JsonCalls(ToolFormat):
             source.hold()
 
     def call(self, message: MessageReader) -> Steps[None]:
-        """One object."""
+        """Read one object."""
         yield from read_call(message, self.keys)
 
 
@@ -177,7 +177,7 @@ class _Members:
         self.early = []
 
     def end(self) -> None:
-        """The object is complete."""
+        """Complete the object."""
         if not self.has_arguments:
             if self.keys.needed:
                 raise NotACall

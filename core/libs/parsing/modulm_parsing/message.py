@@ -43,7 +43,7 @@ __all__ = [
     "parse",
 ]
 
-#: Number of characters of the prompt's end that parsers get.
+#: Number of characters at the prompt's end that parsers get.
 PROMPT_TAIL = 512
 
 
@@ -158,7 +158,7 @@ class MessageParser:
 def _one_reader(
     tools: ToolParser | None, reasoning: ReasoningParser | None
 ) -> MessageReader | None:
-    """One reader for both formats, if both can share it."""
+    """Return one reader for both formats, if they can share it."""
     if not isinstance(reasoning, ReasoningFormat):
         tools_only = reasoning is None and isinstance(tools, ToolFormat)
         return tools.alone() if tools_only and isinstance(tools, ToolFormat) else None
@@ -222,14 +222,14 @@ def parse(
     pieces: Iterable[str] | None = None,
     chunks: Iterable[str] | None = None,
 ) -> ParsedMessage:
-    """Parse a model's output like the server does.
+    """Parse a model's output as the server does.
 
     With `pieces`, the streamed text deltas, the parsers are fed piece by piece and `text` is
     ignored (`chunks` is an older name for it). `prompt` is the rendered prompt, whose end tells
     some parsers whether the template has opened the reasoning; None means unknown. An empty list of
     `tools` means that the request has none, so nothing is parsed as a call; None means unknown.
-    `tokenizer`: one of modulm (`LLM.get_tokenizer()`) or of transformers.
-    Raises PluginNotFound for a parser that is not installed.
+    `tokenizer`: of modulm (`LLM.get_tokenizer()`) or transformers. Raises PluginNotFound for a
+    parser that is not installed.
     """
     context = ParseContext(
         tools=tuple(tools or ()),
@@ -280,7 +280,7 @@ def new_call_id() -> str:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Join adjacent events of one kind, so that streams cut differently compare equal."""
+    """Join adjacent events of one kind, so that streams divided differently compare equal."""
     merged: list[Event] = []
     for (kind, index), group in groupby(events, _kind):
         several = list(group)

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w.-]*")
 class PythonCalls(ToolFormat):
     """Calls with literal keyword arguments, in a list or one after another.
 
-    bare: whether a message that starts with a list of calls is calls, without a marker.
+    bare: whether a message that starts with a list of calls needs no marker.
     """
 
     closers: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class PythonCalls(ToolFormat):
             yield from message.optional(*self.closers)
 
     def one(self, message: MessageReader) -> Steps[None]:
-        """One call."""
+        """Read one call."""
         source = message.source
         name = yield from source.run(_NAME)
         if not name or name[0].isdigit() or (yield from source.peek()) != "(":

@@ -2,7 +2,7 @@
 
 A format declares the markers that open a region and reads what is inside. `MessageReader` reads the
 content between regions and turns everything into events. A reasoning format and a tool format share
-one `MessageReader`, so that thoughts may occur between calls and both see the same token ids.
+one `MessageReader`, so that reasoning may occur between calls and both see the same token ids.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class MessageReader:
         self._parts.append(text)
 
     def _settle(self) -> None:
-        """Events of another kind follow."""
+        """Emit held text before events of another kind."""
         if self._edits and self._kind in self._edits:
             rest = self._edits[self._kind].finish()
             if rest:
@@ -284,12 +284,12 @@ class MessageReader:
         return marker
 
     def value(self, schema: Schema | None, key: str, *, framed: bool = False) -> ValueWriter:
-        """A writer for the argument `key` of the current call."""
+        """Return a writer for the argument `key` of the current call."""
         return ValueWriter(self.arguments, allowed_kinds(schema, key), framed=framed)
 
 
 def allowed_kinds(schema: Schema | None, key: str) -> frozenset[str]:
-    """The JSON types that a parameter may have."""
+    """Return the JSON types that a parameter may have."""
     properties = schema.get("properties") if schema is not None else None
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     return kinds(declared, schema)
@@ -370,14 +370,14 @@ class ToolFormat(Format, ToolParser):
     known_only = False
 
     def identity(self, index: int) -> str | None:
-        """An identifier for a call without one, if templates need a special form."""
+        """Return an identifier for a call without one, if templates need a special form."""
         return None
 
     def alone(self) -> MessageReader:
         return self.reader(self.context, self)
 
     def structural_tag(self) -> Mapping[str, object] | None:
-        """The constraint for calls of the request's tools, spelled as in the first example.
+        """Return the constraint for calls of the request's tools, spelled as in the first example.
 
         Raises RequestError for parameters that the constraint cannot express.
         """
@@ -392,7 +392,7 @@ class ToolFormat(Format, ToolParser):
         return as_tag(calls_of(layout, call, self.context, openers, self.bare_heads()))
 
     def layout(self) -> Layout | None:
-        """How calls are spelled; None if the first example does not show it."""
+        """Return how calls are spelled; None if the first example does not show it."""
         return None
 
     def strict_call(self, call: str, function: Function) -> Element:
@@ -416,7 +416,7 @@ class ReasoningFormat(Format, ReasoningParser):
 
     @property
     def opened(self) -> bool:
-        """Whether the message begins inside a thought."""
+        """Whether the message begins inside reasoning."""
         return False
 
     @property
@@ -430,7 +430,7 @@ class ReasoningFormat(Format, ReasoningParser):
         return self._reader.reasoning_end
 
     def ending(self, message: MessageReader) -> str | None:
-        """The text that ends the current thought; None if it cannot be forced now."""
+        """Return the text that ends the current reasoning; None if it cannot be forced now."""
         return None
 
     def alone(self) -> MessageReader:

@@ -1,8 +1,8 @@
-"""Streamed text for readers that are written as if all of it were there.
+"""Streamed text for readers that are written as if all of it had arrived.
 
 A reader is a generator: it asks the source for what comes next, and yields until more text arrives
-if that is uncertain. Certainty depends on the text alone, never on how it was cut. Unread text is
-never longer than the longest marker searched for, so the work is linear in the text.
+if that is uncertain. Certainty depends on the text alone, never on how it was divided. Unread text
+is never longer than the longest marker searched for, so the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class NotACall(Exception):
-    """A supposed region is not one; unless part of it was emitted, it becomes text."""
+    """Raised if a supposed region is not one; unless part of it was emitted, it becomes text."""
 
 
 class Ended(NotACall):
@@ -53,7 +53,7 @@ def markers(*words: str) -> Markers:
 
 
 def _beginnings(word: str) -> str:
-    """A pattern for every proper prefix of `word`."""
+    """Return a pattern for every proper prefix of `word`."""
     pattern = ""
     for letter in reversed(word[1:-1]):
         pattern = f"(?:{re.escape(letter)}{pattern})?"
@@ -166,7 +166,7 @@ class Source:
         return False
 
     def peek(self) -> Steps[str]:
-        """The next character, unread. Raises Ended."""
+        """Return the next character, unread. Raises Ended."""
         while self.at >= len(self.text):
             if self.final:
                 raise Ended
@@ -196,7 +196,7 @@ class Source:
         return word
 
     def comes(self, candidates: Markers) -> Steps[str | None]:
-        """The marker that comes next, unread; None if it is other text. Raises Ended."""
+        """Return the marker that comes next, unread; None if it is other text. Raises Ended."""
         yield from self.peek()
         while True:
             match = candidates.pattern.match(self.text, self.at)

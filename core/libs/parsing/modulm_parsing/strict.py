@@ -98,7 +98,9 @@ class Part:
 
 
 def written(examples: Iterable[Example]) -> str | None:
-    """The text of the example that shows the spelling; None if the first one is something else."""
+    """Return the text of the example that shows the spelling; None if the first one is something
+    else.
+    """
     first = next(iter(examples), None)
     if first is None or first.content is not None or first.reasoning is not None:
         return None
@@ -106,7 +108,7 @@ def written(examples: Iterable[Example]) -> str | None:
 
 
 def functions_of(context: ParseContext) -> list[Function]:
-    """The tools that may be called: all, or the one that the request names."""
+    """Return the tools that may be called: all, or the one that the request names."""
     choice = context.tool_choice
     chosen = None
     if not isinstance(choice, str):
@@ -129,7 +131,7 @@ def calls_of(
     openers: Sequence[str],
     bare: str = "",
 ) -> Element | None:
-    """The constraint for an answer under the request's tool choice; None if there is none.
+    """Return the constraint for an answer under the request's tool choice; None if there is none.
 
     With `auto`, text without the markers may precede the calls. bare: first characters of answers
     that are calls without a marker; text then begins with something else.
@@ -248,7 +250,7 @@ def _literal(schema: object, function: Function) -> Element:
 
 
 def properties_of(function: Function) -> list[tuple[str, object, bool]]:
-    """(key, schema, whether it is required) of each argument, in schema order.
+    """Return (key, schema, whether it is required) of each argument, in schema order.
 
     Raises RequestError if the schema is not a plain object.
     """
@@ -269,7 +271,7 @@ def properties_of(function: Function) -> list[tuple[str, object, bool]]:
 
 
 def resolved(schema: object, function: Function) -> Schema:
-    """The schema that a reference points to; an empty one for `true`."""
+    """Return the schema that a reference points to; an empty one for `true`."""
     for _ in range(_MAX_NESTING):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -286,7 +288,7 @@ def resolved(schema: object, function: Function) -> Schema:
 
 
 def with_roots(schema: object, function: Function) -> dict[str, object]:
-    """The schema of one argument with the definitions that its references need."""
+    """Return the schema of one argument with the definitions that its references need."""
     standalone = dict(schema) if isinstance(schema, Mapping) else {}
     for word in ("$defs", "definitions"):
         if word in function.parameters:
@@ -299,7 +301,9 @@ def with_roots(schema: object, function: Function) -> dict[str, object]:
 def text_or_json(
     schema: object, function: Function, key: str, excludes: Sequence[str], depth: int = 0
 ) -> Part:
-    """How an argument is written in formats where text is bare and everything else is JSON."""
+    """Return how an argument is written in formats where text is bare and everything else is
+    JSON.
+    """
     if depth > _MAX_NESTING:
         raise unwritable(function.name, f"the schema of {key!r} is nested too deeply")
     plain = resolved(schema, function)

@@ -5,11 +5,11 @@
     def test_contract():
         check_parser(MyToolParser)
 
-Every example of the parser must come out as it says, however its text is cut; and no beginning
-of an example may be presented as more than it is. A tool parser one of whose examples calls
-`get_weather(city="Oslo", days=3)` (see `modulm_parsing.examples`) is also tried with other
-values, several calls and text around them; markers in quotes must stay text; and the work for a
-long text must be in proportion to its length.
+Every example of the parser must give its declared events, however its text is divided, and no
+prefix of it may be parsed as more than it is. A tool parser with an example that calls
+`get_weather(city="Oslo", days=3)` (see `modulm_parsing.examples`) is also tried with other values,
+several calls and text around them; quoted markers must stay text; and the work must be linear in
+the length of the text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SMALL, _LARGE, _PIECE = 10_000, 1_000_000, 256
 
 
 def check_parser(parser: type[Parser]) -> None:
-    """Run the whole kit. Raises AssertionError with the text and the cut that failed."""
+    """Run the whole kit. Raises AssertionError with the text and the pieces that failed."""
     examples = parser.examples
     assert examples, f"{parser.__name__} has no examples"
     for example in examples:
@@ -73,7 +73,7 @@ def check_parser(parser: type[Parser]) -> None:
 
 
 def check_example(parser: type[Parser], example: Example) -> None:
-    """Check one example: its meaning, every cut of its text, every prefix of it."""
+    """Check one example: its events, every way to divide its text in two, and every prefix."""
     whole = merge(events_of(parser, example, [example.text]))
     _check_meaning(example, whole)
     for pieces in cuts(example.text):
@@ -122,7 +122,7 @@ def check_values(parser: type[Parser]) -> None:
 
 
 def _check_cuts(parser: type[Parser], example: Example) -> None:
-    """Check the meaning of an example, and some cuts of its text."""
+    """Check the events of an example, and some ways to divide its text."""
     whole = merge(events_of(parser, example, [example.text]))
     _check_meaning(example, whole)
     choose = random.Random(len(example.text))
@@ -198,14 +198,16 @@ def steps_per_character(parser: type[Parser], example: Example, text: str) -> fl
 
 
 def events_of(parser: type[Parser], example: Example, pieces: Iterable[str]) -> list[Event]:
-    """The events of the pieces fed in order, and of the end."""
+    """Return the events of the pieces fed in order, and of the end."""
     instance = parser(example.context)
     events = [event for piece in pieces for event in instance.feed(piece)]
     return events + instance.finish()
 
 
 def cuts(text: str, seed: int = 0) -> Iterator[list[str]]:
-    """Ways of cutting a text: every cut in two, character by character, and random ones."""
+    """Yield ways of dividing a text: in two at every index, character by character, and at
+    random.
+    """
     yield list(text)
     for at in range(1, len(text)):
         yield [text[:at], text[at:]]

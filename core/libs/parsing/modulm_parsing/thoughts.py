@@ -14,10 +14,10 @@ __all__ = ["Pen", "Thoughts"]
 class Thoughts(ReasoningFormat):
     """Reasoning between tags, before the answer and between calls.
 
-    opening, closing: the tags, possibly in several spellings. The prompt's end tells whether the
-    template has opened the thought; if it is unknown, `prompt_opens` says what templates do.
+    opening, closing: the tags, possibly in several spellings. The prompt's end shows whether the
+    template has opened the reasoning; if it is unknown, `prompt_opens` says what templates do.
     switches: template keywords that turn thinking on or off; `on` is the default. ends: call
-    markers that end a thought like the closing tag. turn: what a prompt writes before the model's
+    markers that end reasoning like the closing tag. turn: what a prompt writes before the model's
     turn; only the text after the last one is examined.
 
     White space directly inside the tags and after them is layout.
@@ -31,7 +31,7 @@ class Thoughts(ReasoningFormat):
     on = True
     ends: tuple[str, ...] = ()
     turn = ""
-    #: Whether a thought may open anywhere, not only at the start.
+    #: Whether reasoning may open anywhere, not only at the start.
     anywhere = False
 
     def __init_subclass__(cls) -> None:
@@ -57,7 +57,7 @@ class Thoughts(ReasoningFormat):
         return any(map(bool, values)) if values else self.on
 
     def _prompted(self) -> bool | None:
-        """Whether the prompt leaves a thought open; None if it does not tell."""
+        """Whether the prompt leaves reasoning open; None if unknown."""
         tail = self.context.prompt_tail
         if tail is None:
             return None
@@ -117,15 +117,15 @@ class Thoughts(ReasoningFormat):
             raise NotACall
 
     def _closed_before(self, message: MessageReader) -> bool:
-        """Whether the message has just begun after a prompt that closed its thought."""
+        """Whether the message has just begun after a prompt that closed its reasoning."""
         return not message.calls and not message.thought and self._prompted() is False
 
     def label(self, source: Source) -> Steps[None]:
-        """Read what follows the opening tag. Raises NotACall if the tag opens no thought."""
+        """Read what follows the opening tag. Raises NotACall if the tag opens no reasoning."""
         yield from ()
 
     def thought(self, message: MessageReader) -> Steps[None]:
-        """Read a thought after its opening tag."""
+        """Read reasoning after its opening tag."""
         source = message.source
         message.thinking = True
         yield from source.space()
@@ -144,29 +144,29 @@ class Thoughts(ReasoningFormat):
             yield from self.after(message, word)
 
     def ending(self, message: MessageReader) -> str | None:
-        """The closing tag that matches the opening one."""
+        """Return the closing tag that matches the opening one."""
         tag = self._tag or self._prompted_tag()
         several = len(self.opening) == len(self.closing) and tag in self.opening
         return self.closing[self.opening.index(tag) if several else 0]
 
     def _prompted_tag(self) -> str:
-        """The opening tag at the prompt's end, if any."""
+        """Return the opening tag at the prompt's end, if any."""
         tail = (self.context.prompt_tail or "").rstrip()
         return next((word for word in self.opening if tail.endswith(word)), "")
 
     def writer(self, message: MessageReader) -> Callable[[str], None]:
-        """The function that receives the text of a thought."""
+        """Return the function that receives the text of the reasoning."""
         return message.reasoning
 
     def cut(self, message: MessageReader) -> None:
-        """The text ended inside a thought."""
+        """Called when the text ended inside reasoning."""
 
     def after(self, message: MessageReader, word: str) -> Steps[None]:
         """Read what follows the closing tag."""
         yield from message.source.space()
 
     def call(self, message: MessageReader, word: str | None, pen: Pen) -> Steps[bool]:
-        """End a thought at a call; what only looks like one is part of the thought."""
+        """End reasoning at a call; what only looks like one is part of the reasoning."""
         tools = message.tools
         if word is None:
             return True
@@ -177,7 +177,7 @@ class Thoughts(ReasoningFormat):
 
 
 class Pen:
-    """Writes a thought; white space is emitted only if more text follows."""
+    """Writes reasoning; white space is emitted only if more text follows."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit

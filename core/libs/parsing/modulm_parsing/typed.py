@@ -26,7 +26,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def parameters_of(tools: Sequence[Mapping[str, object]], name: str) -> Schema | None:
-    """The schema of a tool's parameters, in OpenAI's form; None for an unknown tool."""
+    """Return the schema of a tool's parameters, in OpenAI's form; None for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -36,7 +36,7 @@ def parameters_of(tools: Sequence[Mapping[str, object]], name: str) -> Schema | 
 
 
 def kinds(schema: object, root: Schema | None = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; all of them if it does not say."""
+    """Return the JSON types that a schema allows; all of them if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_NESTING:
         return EVERY
     root = schema if root is None else root
