@@ -1,4 +1,4 @@
-"""Which backend `--weight-transfer-config` names."""
+"""Choose the backend that `--weight-transfer-config` names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["chosen_backend"]
 
 
 def chosen_backend(config: Any) -> tuple[type[WeightTransferBackend], Any] | None:
-    """The backend and its options; None without the flag.
+    """Return the backend class and its options; None without the flag.
 
-    Raises ConfigError for a name that no package has, or unknown options.
+    Raises ConfigError for an unknown backend or unknown options.
     """
     table = dict(config.group(WeightTransferFlags).weight_transfer_config)
     if not table:

@@ -1,4 +1,7 @@
-"""How weights come from a trainer to the workers of an engine (group `modulm.weight_transfer`)."""
+"""The contract of weight-transfer backends (group `modulm.weight_transfer`).
+
+A backend brings weights from a trainer to the workers of an engine.
+"""
 
 from __future__ import annotations
 
@@ -20,54 +23,54 @@ API = 1
 
 
 class TensorSource(Protocol):
-    """Tensors of one `update_weights`, by the checkpoint's names.
+    """The tensors of one `update_weights`, by the checkpoint's names.
 
-    They stay as they are until `close`, unless the backend `streams`.
+    They do not change before `close`, unless the backend `streams`.
     """
 
     def index(self) -> Mapping[str, StoredTensor]:
-        """What will be read, by name; nothing of it is read yet."""
+        """Describe the tensors by name, without reading them."""
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, in the order of the index."""
+        """Yield every tensor, in the order of the index."""
 
     def close(self) -> None:
-        """Give back what holds the tensors."""
+        """Release the tensors."""
 
 
 class WeightTransferBackend(ABC):
-    """One per worker. All workers of an engine make the same calls with the same values.
+    """One instance per worker. All workers of an engine make the same calls with the same values.
 
-    The driver's `Config` (attrs, frozen) has what `--weight-transfer-config` gives besides
-    `backend`. Errors in what a trainer sent are RequestErrors; others are EngineErrors.
+    The driver's `Config` (attrs, frozen) holds the fields of `--weight-transfer-config` other than
+    `backend`. Invalid data from a trainer raises RequestError; other failures raise EngineError.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     Config: ClassVar[type]
-    #: Whether tensors can be read only once, as they come. Other updates are checked as a whole
-    #: before the first weight is changed.
+    #: Whether tensors can be read only once, as they arrive. Other updates are checked in full
+    #: before the first weight changes.
     streams: ClassVar[bool] = False
 
     def __init__(self, config: Any, rank: int, ranks: int) -> None:
-        """rank: of this worker among all `ranks` of the engine and its replicas."""
+        """rank: of this worker, among all `ranks` of the engine and its replicas."""
         self.config, self.rank, self.ranks = config, rank, ranks
 
     @abstractmethod
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer. info: the `init_info` of `init_weight_transfer_engine`."""
+        """Connect to the trainer. info: the `init_info` of `init_weight_transfer_engine`."""
 
     @abstractmethod
     def open(self, info: Mapping[str, Any]) -> TensorSource:
-        """The tensors of one update. info: the `update_info` of `update_weights`."""
+        """Open the tensors of one update. info: the `update_info` of `update_weights`."""
 
     def close(self) -> None:
         """Disconnect from the trainer; may be called twice."""
 
 
 def read_tensor_info(info: Mapping[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Read names, dtypes and shapes as vLLM's `update_info` has them: `names`, `dtype_names` and
-    `shapes`, three lists of one length. Raises RequestError.
+    """Read names, dtypes and shapes in vLLM's format: `names`, `dtype_names` and `shapes`, three
+    lists of one length. Raises RequestError.
     """
     lists = [info.get(key) for key in ("names", "dtype_names", "shapes")]
     if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):

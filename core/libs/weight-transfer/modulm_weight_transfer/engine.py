@@ -1,4 +1,4 @@
-"""An engine's half of weight updates: their order, what becomes of caches, and the version."""
+"""The engine's half of weight updates: their order, cache invalidation, and the weight version."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = logging.getLogger("modulm.weights")
 
 @frozen
 class WeightState:
-    """What an engine says of its weights.
+    """The state of an engine's weights.
 
-    weight_version: how often they were updated, or what `update_weight_version` has set.
-    updating: whether an update is open. broken: why they cannot be used, None if they can.
-    paused: the mode of a pause (one of `PAUSES`), None while requests are run. asleep: the level of
-    sleep, None if the engine is awake. busy: whether requests were in the engine when it was asked.
+    weight_version: number of updates, or the value set with `update_weight_version`. updating:
+    whether an update is open. broken: why the weights cannot be used, None if they can. paused: the
+    pause mode (one of `PAUSES`), None while requests run. asleep: the sleep level, None if the
+    engine is awake. busy: whether the engine had requests when it was asked.
     """
 
     weight_version: int = 0
@@ -43,7 +43,7 @@ class WeightState:
 class EngineWeights:
     """Weight updates of one engine. All methods run between two steps.
 
-    changed: told of each new state.
+    changed: called with each new state.
     """
 
     def __init__(
@@ -54,29 +54,29 @@ class EngineWeights:
         self._began, self._number, self._released = 0.0, 0, False
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one of `OPERATIONS` by its name; returns the new state."""
+        """Run one of `OPERATIONS` by name; returns the new state."""
         if operation not in OPERATIONS:
             raise RequestError(f"{operation!r} is no operation on weights", "operation")
         getattr(self, operation)(**arguments)
         return asdict(evolve(self.state, busy=self._core.loop.busy))
 
     def info(self) -> None:
-        """Do nothing: the state is the answer."""
+        """Do nothing: `run` returns the state."""
 
     def init(self, init_info: Mapping[str, Any]) -> None:
-        """Have every worker meet the trainer."""
+        """Connect every worker to the trainer."""
         if self._core.config.parallel.shared_experts:
             raise UnsupportedError("weight updates with experts shared by replicas: not yet")
         self._call(functions.connect, dict(init_info))
         self._set(updating=False)
 
     def shutdown(self) -> None:
-        """Have every worker leave the trainer."""
+        """Disconnect every worker from the trainer."""
         self._call(functions.disconnect)
         self._set(updating=False)
 
     def start(self, is_checkpoint_format: bool = True, partial: bool = False) -> None:
-        """Begin an update. partial: tensors that do not come stay as they are."""
+        """Begin an update. partial: tensors that are not sent keep their values."""
         if not is_checkpoint_format:
             raise UnsupportedError(
                 "is_checkpoint_format: only tensors as in the checkpoint are taken; they are "
@@ -87,7 +87,7 @@ class EngineWeights:
         self._set(updating=True)
 
     def update(self, update_info: Mapping[str, Any]) -> None:
-        """Check tensors, and put them in place if they come as a stream."""
+        """Check tensors; apply them at once if the backend streams."""
         if not self.state.updating:
             raise RequestError("no update is open: call start_weight_update first", "update_info")
         self._number += 1
@@ -100,8 +100,8 @@ class EngineWeights:
             self._change(functions.receive)
 
     def finish(self, weight_version: int | None = None) -> None:
-        """Put everything in place. The version rises, or becomes `weight_version`, and cached
-        prefixes are forgotten.
+        """Apply the update. The version increases by one, or becomes `weight_version`, and the
+        prefix cache is emptied.
         """
         if not self.state.updating:
             raise RequestError("no update is open: call start_weight_update first")
@@ -117,22 +117,26 @@ class EngineWeights:
         log.info("weight version %d, updated in %.2f s", self.state.weight_version, seconds)
 
     def cancel(self) -> None:
-        """Drop an open update."""
+        """Discard an open update."""
         self._call(functions.cancel)
         self._set(updating=False)
 
     def release(self, level: int) -> None:
-        """The engine was put to sleep. Level 2 gives up weights, and what came of an update."""
+        """Called when the engine goes to sleep. Level 2 discards the weights and any open
+        update.
+        """
         self._released |= level > 1
         self._set(updating=self.state.updating and level < 2, asleep=level)
 
     def doze(self) -> None:
-        """Sleep at level 0: nothing is scheduled, and all memory is kept."""
+        """Sleep at level 0: nothing is scheduled, all memory is kept."""
         hold(self._core)
         self._set(asleep=0)
 
     def reload(self) -> None:
-        """The engine is awake again; weights that were released are the checkpoint's."""
+        """Called when the engine wakes up; weights that were discarded are the checkpoint's
+        again.
+        """
         if self._released and (self.state.weight_version or self.state.broken):
             log.info("the weights are the checkpoint's again")
             self._core.reset_prefix_cache(b"")
@@ -143,14 +147,14 @@ class EngineWeights:
         self._set(asleep=None)
 
     def set_version(self, weight_version: int) -> None:
-        """Give the weights another number."""
+        """Set the version of the weights."""
         if type(weight_version) is not int or weight_version < 0:
             raise RequestError("must be a whole number, 0 or more", "weight_version")
         self._set(weight_version=weight_version)
 
     def pause(self, mode: str) -> None:
-        """Front ends keep new requests back. abort: those that run are ended, wait: they go on,
-        keep: they stand still.
+        """Pause: front ends hold new requests back. Running ones are aborted (abort), finished
+        (wait), or suspended (keep).
         """
         if mode not in PAUSES:
             raise RequestError(f"must be one of {', '.join(PAUSES)}", "mode")
@@ -161,7 +165,7 @@ class EngineWeights:
         self._set(paused=mode)
 
     def resume(self) -> None:
-        """End a pause."""
+        """End the pause."""
         if self.state.asleep != 0:
             release(self._core)
         self._set(paused=None)
@@ -175,7 +179,7 @@ class EngineWeights:
         return [functions.value_of(each) for each in self._core.executor.call(function, arguments)]
 
     def _change(self, function: Callable[..., Any]) -> None:
-        """Call what changes weights. If it fails, they are no longer whole."""
+        """Call a function that changes weights. If it fails, the weights are marked as broken."""
         try:
             self._call(function)
         except ModulmError as error:
@@ -193,10 +197,10 @@ class EngineWeights:
         self._changed(self.state)
 
 
-#: What front ends may ask for, by their methods here.
+#: Operations that front ends may request, by method name.
 OPERATIONS = (
     "info", "init", "shutdown", "start", "update", "finish", "cancel", "set_version", "pause",
     "resume", "doze",
 )  # fmt: skip
-#: What becomes of running requests when an engine is paused.
+#: Pause modes: what happens to running requests.
 PAUSES = ("abort", "wait", "keep")

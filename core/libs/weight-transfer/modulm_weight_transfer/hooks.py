@@ -12,5 +12,5 @@ __all__ = ["modulm_config_final"]
 
 @hookimpl
 def modulm_config_final(config: Any) -> None:
-    """Refuse a backend that is not installed or that does not know its options."""
+    """Raise ConfigError for a backend that is not installed, or for unknown options."""
     chosen_backend(config)

@@ -1,4 +1,4 @@
-"""The driver kind that this package adds: how weights come from a trainer."""
+"""The driver kind that this package adds: weight-transfer backends."""
 
 from modulm.plugins.kinds import Kind
 

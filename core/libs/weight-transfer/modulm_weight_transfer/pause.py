@@ -1,4 +1,4 @@
-"""Pause an engine between two steps: rows keep what they have, and nothing is scheduled."""
+"""Pause an engine between two steps: rows keep their state, and nothing is scheduled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDLE = Plan(
 
 
 class _Held:
-    """A scheduler that plans nothing, and is the one it stands for in all else."""
+    """A scheduler that plans nothing and delegates everything else."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -34,19 +34,19 @@ class _Held:
         return getattr(self.scheduler, name)
 
     def plan(self) -> Plan:
-        """Nothing to do."""
+        """Return an empty plan."""
         return _IDLE
 
 
 def hold(core: EngineCore) -> None:
-    """Schedule nothing from now on; steps under way are finished."""
+    """Stop scheduling; steps in flight are finished."""
     if not isinstance(core.loop.scheduler, _Held):
         held: Any = _Held(core.loop.scheduler)
         core.loop.scheduler = held
 
 
 def release(core: EngineCore) -> None:
-    """Schedule again."""
+    """Resume scheduling."""
     held: Any = core.loop.scheduler
     if isinstance(held, _Held):
         core.loop.scheduler = held.scheduler

@@ -1,8 +1,8 @@
-"""Give a module the weights of another one, in the memory that it has.
+"""Copy the weights of one module into the memory of another.
 
-Recorded steps hold the addresses of weights, so new numbers go where the old ones lay. Where that
-cannot be (another shape, a number that Python code has read) the new value takes the old one's
-place, and recordings must be made again.
+Recorded steps hold the addresses of weights, so values are copied in place. Where that is
+impossible (another shape, or a number that Python code has read), the new value replaces the old
+one and steps must be recorded again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ __all__ = ["Baseline", "modules_of", "refill"]
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _SCALARS = (int, float, str, bool, bytes, torch.dtype, torch.device)
-#: How deep values are looked into: a layer's parts, their codes, tensors of these.
+#: Maximum depth of inspected values: a layer's parts, their codes, tensors of these.
 _DEEP = 6
 
 
 def modules_of(module: Module, finish: Callable[[], None] | None) -> list[Module]:
-    """A module and those that the function which finishes it is bound to, or is given."""
+    """Return a module and the modules that its finishing function is bound to or gets as
+    arguments.
+    """
     found: list[Module] = [module]
     open_values: list[Any] = [finish]
     while open_values:
@@ -42,14 +44,14 @@ def modules_of(module: Module, finish: Callable[[], None] | None) -> list[Module
 
 
 class Baseline:
-    """The values of a module as it was built, to tell later which were set by loading it."""
+    """A module's values as it was built, to detect which ones loading has set."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self._values = {table: dict(values) for table, values in _tables(module).items()}
 
     def changes(self) -> list[tuple[str, str, Any]]:
-        """The values that are other ones now: which table they are in, their names, the values."""
+        """Return the changed values: (table, name, value)."""
         return [
             (table, name, value)
             for table, values in _tables(self.module).items()
@@ -58,7 +60,7 @@ class Baseline:
         ]
 
     def restore(self, table: str, name: str) -> None:
-        """Set a value back to what it was, which gives its memory back."""
+        """Restore a value, which frees the memory of the new one."""
         if name in self._values[table]:
             _tables(self.module)[table][name] = self._values[table][name]
         else:
@@ -66,7 +68,9 @@ class Baseline:
 
 
 def refill(module: Module, table: str, name: str, value: Any) -> bool:
-    """Set a value of `Baseline.changes` in another module of the same kind; whether in place."""
+    """Set a value of `Baseline.changes` in another module of the same kind; returns whether in
+    place.
+    """
     values = _tables(module)[table]
     old = values.get(name)
     if old is value:
@@ -84,7 +88,7 @@ def refill(module: Module, table: str, name: str, value: Any) -> bool:
 
 
 def _tables(module: Module) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers, and all else that a module holds but other modules."""
+    """Parameters, buffers, and other attributes of a module except submodules."""
     return {
         "_parameters": module._parameters,
         "_buffers": module._buffers,
@@ -93,7 +97,7 @@ def _tables(module: Module) -> dict[str, dict[str, Any]]:
 
 
 class _Attributes(dict[str, Any]):
-    """A module's own attributes; changes reach the module."""
+    """A module's own attributes, as a dict that writes through to the module."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         super().__init__(
@@ -125,7 +129,7 @@ def _matches(
     seen: set[int],
     deep: int,
 ) -> bool:
-    """Whether two values have the same form; collects their tensors and numbers."""
+    """Whether two values have the same structure; collects their tensors and numbers."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         pairs.append((old, new))
         return (old.shape, old.dtype, old.device, old.layout) == (
