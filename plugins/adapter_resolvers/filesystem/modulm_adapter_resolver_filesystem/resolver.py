@@ -1,6 +1,4 @@
-"""Adapter NAME is the folder `FOLDER/NAME`, unless it or one of its files is a link to somewhere
-else.
-"""
+"""Resolves adapter NAME to the folder `FOLDER/NAME`, unless it or a file in it links outside."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FilesystemResolver"]
 
-#: Relative folders below the root, without `..`.
+#: Relative paths below the root, without `..`.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 
 

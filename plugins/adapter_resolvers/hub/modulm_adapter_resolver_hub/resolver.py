@@ -1,4 +1,4 @@
-"""Adapter owner/name is the hub repository of that name, if the operator allows it."""
+"""Resolves adapter owner/name to the hub repository of that name, if the operator allows it."""
 
 from __future__ import annotations
 

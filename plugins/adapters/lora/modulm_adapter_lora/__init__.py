@@ -1,1 +1,1 @@
-"""Low-rank adapters in PEFT's format around any model's layers (see docs/adapters.md)."""
+"""LoRA adapters in PEFT's format for layers of any model (see docs/adapters.md)."""

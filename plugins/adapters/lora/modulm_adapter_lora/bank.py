@@ -1,4 +1,4 @@
-"""The bank: adapters in host memory, and those in the slots of the step."""
+"""The adapter bank: adapters in host memory, and those in device slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["LoraBank"]
 
 @mutable(eq=False)
 class _Added:
-    """An adapter that was added; `held` is None while it is not in host memory. stamp: of the files
+    """An added adapter. `held`: its weights, None while not in host memory. stamp: of the files
     that were read.
     """
 
@@ -45,10 +45,10 @@ class _Added:
 
 
 class LoraBank(AdapterBank):
-    """Low-rank adapters in PEFT's format.
+    """LoRA adapters in PEFT's format.
 
-    Files are read and prepared on a thread of the bank's own, which computes on one core, so that
-    steps go on meanwhile; a slot then takes what was prepared without copying it.
+    Files are read and prepared on a separate thread, limited to one core, while steps continue; a
+    slot then uses the prepared tensors without a copy.
     """
 
     name = "lora"
@@ -85,7 +85,7 @@ class LoraBank(AdapterBank):
 
     @property
     def specs(self) -> Mapping[str, LinearSpec]:
-        """The layers that adapters may change, by their names."""
+        """The layers that adapters may change, by name."""
         return {**{name: layer.spec for name, layer in self._layers.items()}, **self._stacks}
 
     # Layers.
@@ -186,7 +186,9 @@ class LoraBank(AdapterBank):
         return self._preparer(read_adapter(path))
 
     def _make_room(self, kept: str) -> None:
-        """Drop what was used longest ago, beyond what host memory is for; slots keep theirs."""
+        """Evict the least recently used adapters beyond the limit of host memory; slots keep
+        theirs.
+        """
         in_slots = {name for name, _ in self._slots.values()}
         held = [name for name, added in self._added.items() if added.held is not None]
         for name in held:

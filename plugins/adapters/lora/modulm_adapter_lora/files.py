@@ -1,4 +1,4 @@
-"""A PEFT folder: its configuration, and its tensors sorted by the module that they change.
+"""Reads a PEFT folder: its configuration, and its tensors grouped by the module that they change.
 
 The format is that of `PeftModel.save_pretrained` (https://github.com/huggingface/peft).
 """
@@ -25,19 +25,19 @@ CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_
 
 
 def stamp_of(path: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What changes when a file of the adapter is written or replaced."""
+    """A fingerprint that changes when a file of the adapter is written or replaced."""
     path, _ = _part_of(path)
     files = [(name, path / name) for name in (CONFIG, *WEIGHTS)]
     stats = [(name, file.stat()) for name, file in files if file.is_file()]
     return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
 
 
-#: Keys of the configuration that change what an adapter computes in ways that are not done here.
+#: Configuration keys that change the computation in unsupported ways.
 _NOT_YET = (
     "arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config",
     "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-#: Ways of training that begin by taking something out of the base model's weights.
+#: Initializations that subtract something from the base model's weights.
 _RESIDUAL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 _KEY = re.compile(
@@ -49,7 +49,7 @@ _KEY = re.compile(
 
 @frozen
 class Settings:
-    """What adapter_config.json says, as far as it matters for computing."""
+    """The settings of adapter_config.json that affect the computation."""
 
     rank: int
     alpha: float
@@ -60,11 +60,11 @@ class Settings:
     tied: bool = False
 
     def rank_of(self, module: str) -> int:
-        """The rank of one module."""
+        """The rank of a module."""
         return int(_by_pattern(self.rank_pattern, module, self.rank))
 
     def scaling(self, module: str) -> float:
-        """By what up(down(x)) is multiplied; Kalajdzievski, arXiv 2312.03732, with rslora."""
+        """The factor of up(down(x)); with rslora as in Kalajdzievski, arXiv 2312.03732."""
         rank = self.rank_of(module)
         alpha = float(_by_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / (sqrt(rank) if self.rslora else rank)
@@ -72,11 +72,11 @@ class Settings:
 
 @mutable
 class Change:
-    """What an adapter has for one module, with its names in the file.
+    """The tensors of an adapter for one module, with their names in the file.
 
-    down: [rank, inputs]; up: [outputs, rank]; added: [outputs], what `up` adds as a bias;
-    magnitude: [outputs]. table: down is [rank, entries] of a table of vectors. weight, bias: in
-    place of the base model's.
+    down: [rank, inputs]; up: [outputs, rank]; added: [outputs], a bias of `up`; magnitude:
+    [outputs]. table: down is [rank, entries] of an embedding. weight, bias: replace the base
+    model's.
     """
 
     module: str
@@ -92,8 +92,10 @@ class Change:
 
 @frozen(eq=False)
 class AdapterFiles:
-    """file: where the tensors are; changes: by module, as the base model's checkpoint calls it, and
-    how many wrappers of the module's other parameters lie around it.
+    """The contents of an adapter folder.
+
+    file: of the tensors. changes: by module name in the base checkpoint and the number of wrappers
+    for the module's other parameters around it.
     """
 
     file: Path
@@ -102,10 +104,10 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read all of an adapter. One file may hold several, which share all but their tensors: of
-    those `folder` / NAME is the one of that name.
+    """Read an adapter. If the file holds several, which share all but their tensors, `folder` /
+    NAME selects one by name.
 
-    Raises CheckpointError naming the file and what is wrong with it.
+    Raises CheckpointError naming the file and the problem.
     """
     folder, part = _part_of(folder)
     settings = read_settings(folder)
@@ -132,14 +134,14 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
 
 def _part_of(folder: Path) -> tuple[Path, str | None]:
-    """The folder with the files, and which of several adapters in it is meant."""
+    """Return the folder with the files, and the name of the adapter if it holds several."""
     if folder.is_dir() or not (folder.parent / CONFIG).is_file():
         return folder, None
     return folder.parent, folder.name
 
 
 def _only(tensors: Mapping[str, Tensor], part: str | None, file: Path) -> Mapping[str, Tensor]:
-    """The tensors of one of the adapters in a file. Raises CheckpointError."""
+    """Select the tensors of one adapter in a file. Raises CheckpointError."""
     found = {name: _KEY.fullmatch(name) for name in tensors}
     parts = {name: match["part"] for name, match in found.items() if match and match["part"]}
     named = sorted(set(parts.values()))
@@ -155,7 +157,7 @@ def _only(tensors: Mapping[str, Tensor], part: str | None, file: Path) -> Mappin
 
 
 def read_settings(folder: Path) -> Settings:
-    """Raises CheckpointError for a configuration that is missing, broken or not supported."""
+    """Read adapter_config.json. Raises CheckpointError if it is missing, invalid or unsupported."""
     file = folder / CONFIG
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
@@ -203,7 +205,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def _by_pattern(table: Mapping[str, Any], module: str, other: Any) -> Any:
-    """The value of the first pattern that matches the end of a module's name."""
+    """Return the value of the first pattern that matches the end of a module's name."""
     for pattern, value in table.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
@@ -226,7 +228,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _sort(changes: dict[tuple[str, int], Change], name: str, tensor: Tensor, file: Path) -> None:
-    """Put a tensor where it belongs. Raises CheckpointError for a name that is none of PEFT's."""
+    """Add a tensor to the change of its module. Raises CheckpointError for an unknown name."""
     path = name.removeprefix("base_model.model.")
     found = _KEY.fullmatch(path)
     if found is None:
@@ -250,10 +252,10 @@ def _sort(changes: dict[tuple[str, int], Change], name: str, tensor: Tensor, fil
 def _sort_whole(
     changes: dict[tuple[str, int], Change], name: str, path: str, tensor: Tensor, file: Path
 ) -> None:
-    """A weight or bias in place of the base model's."""
+    """Add a weight or bias that replaces the base model's."""
     module, _, what = path.rpartition(".")
     if ".original_module" in module or (what == "weight" and module.endswith(".base_layer")):
-        return  # the base model's own, saved beside what was trained
+        return  # the base model's own, saved with the trained ones
     if what not in ("weight", "bias") or "token_adapter" in module:
         raise CheckpointError(f"{file}: {name} is no part of a LoRA adapter that is known here")
     module = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.|$)", "", module)

@@ -1,4 +1,4 @@
-"""What the bank does around a layer, and around a pair of stacks of experts."""
+"""Wraps layers and expert stacks to apply adapters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LoraExperts", "LoraLayer", "Step"]
 
-#: Rows of the identity that a layer is asked for at once, to learn its weight.
+#: Rows of the identity matrix per call, to read a layer's weight.
 _ROWS = 256
 
 
 class Step:
-    """What the layers of a bank look at in each pass.
+    """The step's adapter data, shared by all layers of a bank.
 
-    groups: the tokens by slots, None where no token uses an adapter; tokens: how many there are;
-    special: whether a used slot needs more than the op.
+    groups: the tokens by slot, None if no token uses an adapter. tokens: their number. special:
+    whether a used slot needs more than the op.
     """
 
     def __init__(self, slots: int) -> None:
@@ -42,13 +42,13 @@ class Step:
 
 
 class LoraLayer(AdaptedLayer):
-    """Around a linear layer or a table of vectors."""
+    """Wraps a linear layer or an embedding."""
 
     def __init__(self, spec: LinearSpec, step: Step, ops: Ops, table: LoraTable) -> None:
         self.spec, self.step, self.ops, self.table = spec, step, ops, table
         self.changes: dict[int, LayerChange] = {}
         self.base: Callable[..., Tensor] | None = None
-        #: Why no adapter can change it, if that is so.
+        #: Why no adapter can change this layer, or None.
         self.refused = ""
         self._squares: Tensor | None = None
         self._guard = threading.Lock()
@@ -60,7 +60,7 @@ class LoraLayer(AdaptedLayer):
         self.refused = "the model takes this layer's weight apart"
 
     def put(self, slot: int, change: LayerChange | None, device: torch.device) -> None:
-        """Another adapter takes the slot."""
+        """Put another adapter into the slot."""
         self.changes.pop(slot, None)
         given = [] if change is None else change.pieces
         pieces = [LoraPiece(p.down.to(device), p.up.to(device), p.start) for p in given]
@@ -91,8 +91,9 @@ class LoraLayer(AdaptedLayer):
         return out
 
     def _counts(self, x: Tensor, groups: SlotGroups) -> bool:
-        """Whether the rows are the step's tokens. Raises EngineError where they are not and an
-        adapter of the step changes the layer.
+        """Whether the rows are the step's tokens.
+
+        Raises EngineError if they are not and an adapter of the step changes the layer.
         """
         if len(x) == self.step.tokens:
             return True
@@ -101,11 +102,11 @@ class LoraLayer(AdaptedLayer):
             raise EngineError(f"{self.spec.name}: an adapter cannot change it: {self.refused}")
         return False
 
-    # What DoRA has to know of the weight; asked for beside the steps.
+    # For DoRA, which needs the weight; called outside of steps.
 
     @torch.inference_mode()
     def product(self, x: Tensor) -> Tensor:
-        """The weight times rows of inputs: [n, inputs] -> [n, outputs], or rows of a table."""
+        """Multiply inputs by the weight: [n, inputs] -> [n, outputs], or rows of an embedding."""
         if self.base is None:
             raise EngineError(f"{self.spec.name} has no weight yet")
         if x.dtype == torch.int64:
@@ -114,7 +115,7 @@ class LoraLayer(AdaptedLayer):
 
     @torch.inference_mode()
     def squares(self) -> Tensor:
-        """[outputs] fp32: squared lengths of the rows of the weight."""
+        """Compute the squared norms of the weight's rows: [outputs] fp32."""
         with self._guard:
             if self._squares is None:
                 total = torch.zeros(self.spec.outputs)
@@ -130,7 +131,7 @@ class LoraLayer(AdaptedLayer):
 def _apply_special(
     change: LayerChange, rows: Tensor, x: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """What is more than pieces, for the rows of one slot."""
+    """Apply changes other than low-rank ones to the rows of one slot."""
     y, old = out[rows].float(), 0.0 if bias is None else bias.float()
     new = old
     if change.bias is not None and change.rebiased is not None:
@@ -150,7 +151,7 @@ def _apply_special(
 
 
 def _embed_special(change: LayerChange, rows: Tensor, ids: Tensor, out: Tensor) -> None:
-    """The same for a table of vectors."""
+    """The same for an embedding."""
     found = out[rows].float()
     if change.weights:
         found = change.weights[0][1][ids[rows]].float()
@@ -160,8 +161,8 @@ def _embed_special(change: LayerChange, rows: Tensor, ids: Tensor, out: Tensor) 
 
 
 class LoraExperts:
-    """Around the op `fused_experts`: rows with an adapter run with the changed weights of the
-    experts they choose, in fp32; the others as without a bank.
+    """Wraps the op `fused_experts`: rows with an adapter run in fp32 with the changed weights of
+    their experts, others run unchanged.
     """
 
     def __init__(self, gate_up: LinearSpec, down: LinearSpec, step: Step) -> None:
@@ -169,7 +170,7 @@ class LoraExperts:
         self.changes: dict[int, tuple[LayerChange | None, LayerChange | None]] = {}
 
     def put(self, slot: int, changes: Mapping[str, LayerChange]) -> None:
-        """Another adapter takes the slot."""
+        """Put another adapter into the slot."""
         gate_up, down = (changes.get(spec.name) for spec in self.specs)
         self.changes.pop(slot, None)
         if gate_up is not None or down is not None:
@@ -185,7 +186,7 @@ class LoraExperts:
         down: object,
         **more: Any,
     ) -> Tensor:
-        """As the op."""
+        """Run the op; see `fused_experts`."""
         groups = self.step.groups
         out = base(x, weights, ids, gate_up, down, **more)
         if groups is None or not self.step.special or not self.changes:
@@ -208,7 +209,7 @@ class LoraExperts:
 
 @frozen(eq=False)
 class _Changed:
-    """A stack whose experts are given with what an adapter changes of them, in fp32."""
+    """A stack of experts with an adapter's changes applied, in fp32."""
 
     stack: Any
     change: LayerChange | None

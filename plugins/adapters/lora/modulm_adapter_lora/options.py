@@ -1,4 +1,4 @@
-"""The bank's table of the configuration."""
+"""The configuration of the adapter bank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def _enough(options: LoraOptions, attribute: Attribute[Any], value: int | None) 
 
 @frozen
 class LoraOptions:
-    """max_loras: adapters in one step; max_lora_rank: the largest rank that is taken;
-    max_cpu_loras: adapters in host memory, None: as many as in a step; lora_dtype: of their
-    weights, "auto": the layer's; lora_target_modules: the modules that adapters change here, by the
-    ends of their names, None: all that an adapter changes. fully_sharded_loras only means something
-    where several ranks share a model.
+    """Options of the bank.
+
+    max_loras: adapters per step. max_lora_rank: maximum rank. max_cpu_loras: adapters in host
+    memory, None for as many as per step. lora_dtype: of their weights, "auto" for the layer's.
+    lora_target_modules: suffixes of the modules that adapters may change, None for all.
+    fully_sharded_loras has an effect only if several ranks share a model.
     """
 
     max_loras: int = field(default=1, validator=ge(1))

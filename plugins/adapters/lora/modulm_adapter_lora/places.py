@@ -1,4 +1,4 @@
-"""Where in a model's layers a checkpoint's names lie, and how they are laid out there."""
+"""Maps checkpoint names to a model's layers and their layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Cut", "Place", "Places", "layout_of", "places_of", "rows_of"]
 
 @frozen
 class Cut:
-    """`size` rows from `source` of a stored tensor are the layer's outputs from `start` on."""
+    """Rows `source` to `source + size` of a stored tensor: the layer's outputs from `start`."""
 
     source: int
     size: int
@@ -31,9 +31,10 @@ class Cut:
 
 @frozen
 class Place:
-    """What a stored name means: `outputs` rows of `inputs` numbers, of which the `cuts` are this
-    rank's; `columns` of the inputs are. experts: how many maps are stacked under the name; expert:
-    which one it is.
+    """The location of a stored name: a weight of [outputs, inputs], of which this rank has the rows
+    in `cuts` and the input `columns`.
+
+    experts: number of matrices stacked under the name. expert: index of the one in this place.
     """
 
     layer: str
@@ -46,12 +47,12 @@ class Place:
 
 
 class Places:
-    """Stored names, without what they end in, and their places."""
+    """The places of stored names, without their suffixes."""
 
     def __init__(self, specs: Collection[LinearSpec]) -> None:
         self._found = {name: place for spec in specs for name, place in places_of(spec)}
         heads = [spec.name for spec in specs if spec.kind is LinearKind.LM_HEAD]
-        #: The place of the head, where there is one.
+        #: The place of the LM head, if there is one.
         self.head = self._found[heads[0]] if len(heads) == 1 else None
         self._below: dict[str, list[str]] = {}
         for name, place in self._found.items():
@@ -59,16 +60,16 @@ class Places:
                 self._below.setdefault(name.rpartition(".")[0], []).append(name)
 
     def get(self, name: str) -> Place | None:
-        """The place of a name as the model has it."""
+        """Return the place of one of the model's names."""
         return self._found.get(name)
 
     def below(self, module: str) -> list[str]:
-        """Names of stacks of experts directly below a module."""
+        """Return the names of expert stacks directly below a module."""
         return self._below.get(module, [])
 
 
 def places_of(spec: LinearSpec) -> Iterator[tuple[str, Place]]:
-    """Every name under which a checkpoint may hold (a part of) a layer."""
+    """Yield every name under which a checkpoint may store the layer or a part of it."""
     starts = list(accumulate(spec.parts, initial=0))
     begins = list(accumulate((shard.whole for shard in spec.shards), initial=0))
     columns = slice(spec.input_shard.start, spec.input_shard.start + spec.inputs)
@@ -96,10 +97,11 @@ def places_of(spec: LinearSpec) -> Iterator[tuple[str, Place]]:
 def layout_of(
     names: Naming, stored: str, *, outputs: Sequence[int]
 ) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
-    """(what the model makes of a stored weight: names and shapes, whether the file has it with
+    """Determine what the model makes of a stored weight: (names and shapes, whether the file stores
     inputs first).
 
-    outputs: sizes of all dimensions but the inputs', which are taken as more than any other.
+    outputs: sizes of all dimensions except the inputs, which are assumed to be larger than any of
+    these.
     """
     wide = max(outputs) + 1
     failed: Exception | None = None
@@ -122,6 +124,6 @@ def layout_of(
 
 
 def rows_of(names: Naming, stored: str, rows: Tensor, turned: bool) -> dict[str, Tensor]:
-    """What the model makes of the rows [..., outputs, n] of a stored weight, by its names."""
+    """Convert the rows [..., outputs, n] of a stored weight to the model's names and layout."""
     given = rows.transpose(-1, -2) if turned else rows
     return dict(names(stored, given))

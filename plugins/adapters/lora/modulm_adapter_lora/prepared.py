@@ -1,4 +1,4 @@
-"""An adapter in the form that the layers of one model take, checked against them."""
+"""Converts an adapter to the layout of a model's layers, and validates it against them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["LayerChange", "Prepared", "Preparer"]
 
 log = logging.getLogger("modulm.adapters")
 
-#: What running models call the layer that gives logits, whatever their checkpoints call it.
+#: Name of the LM head in running models, whatever the checkpoint calls it.
 _HEAD = "lm_head"
 
 
 @mutable(eq=False)
 class LayerChange:
-    """What an adapter changes of one layer: `pieces` of low rank, and seldom more.
+    """An adapter's change of one layer: low-rank `pieces`, and rarely more.
 
-    A layer y = base + b becomes base * scale + bias + added; fp32 [outputs] each, bias being b
-    where `rebiased` is not. weights: (first output, weight [outputs, inputs]) in place of the
-    base's; of a table of vectors the whole. experts: pieces and magnitudes by expert.
+    A layer y = base + b becomes base * scale + bias + added, all fp32 [outputs]; bias is b unless
+    `rebiased`. weights: (first output, weight [outputs, inputs]) that replace the base's; for an
+    embedding the whole table. experts: pieces and magnitudes by expert.
     """
 
     pieces: list[LoraPiece] = field(factory=list)
@@ -50,31 +50,31 @@ class LayerChange:
 
     @property
     def special(self) -> bool:
-        """Whether there is more than pieces."""
+        """Whether there is more than low-rank pieces."""
         found = (self.scale, self.bias, self.added)
         return bool(self.weights or self.experts or any(x is not None for x in found))
 
 
 @frozen(eq=False)
 class Prepared:
-    """An adapter by layers."""
+    """An adapter's changes by layer."""
 
     layers: Mapping[str, LayerChange]
 
     @property
     def special(self) -> bool:
-        """Whether some layer needs more than the op."""
+        """Whether any layer needs more than the op."""
         return any(change.special for change in self.layers.values())
 
 
-#: Layer -> squared lengths of the rows of its weight, and, with rows of inputs [n, inputs], the
-#: weight times those: [n, outputs].
+#: Layer -> squared norms of its weight's rows, and the weight times inputs: [n, inputs] -> [n,
+#: outputs].
 Lengths = Callable[[str], Tensor]
 Product = Callable[[str, Tensor], Tensor]
 
 
 class Preparer:
-    """Turns files into what layers take, by the names and layouts of one model."""
+    """Prepares adapters, by the names and layouts of one model."""
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class Preparer:
         self._elsewhere = Places([spec for spec in elsewhere if spec.name not in specs])
 
     def __call__(self, files: AdapterFiles) -> Prepared:
-        """Raises CheckpointError naming the file, the tensor and what was expected."""
+        """Convert an adapter. Raises CheckpointError naming the file, the tensor and the
+        expectation.
+        """
         one = _One(self, files)
         for (_, wrappers), change in files.changes.items():
             if self._wanted(change.module, files.file) and not self._is_elsewhere(one, change):
@@ -102,7 +104,7 @@ class Preparer:
         return Prepared(one.layers)
 
     def _is_elsewhere(self, one: _One, change: Change) -> bool:
-        """Whether another pipeline stage has the layer."""
+        """Whether the layer is on another pipeline stage."""
         name = one._named(change.module)
         head = self._elsewhere.head if name == _HEAD else None
         return (self._elsewhere.get(name) or head) is not None
@@ -115,13 +117,13 @@ class Preparer:
         return False
 
     def dtype(self, layer: str) -> torch.dtype:
-        """Of an adapter's weights for a layer."""
+        """The dtype of adapter weights for a layer."""
         given = self._options.lora_dtype
         found: torch.dtype = getattr(torch, self._specs[layer].dtype if given == "auto" else given)
         return found
 
     def place(self, name: str, what: str, file: Path) -> Place:
-        """Raises CheckpointError if the model has no such layer, or it cannot be changed."""
+        """Find a layer. Raises CheckpointError if the model lacks it, or it cannot be changed."""
         found = self._places.get(name)
         if found is None and name == _HEAD:
             found = self._places.head
@@ -135,7 +137,7 @@ class Preparer:
 
 
 class _One:
-    """One adapter while it is prepared."""
+    """One adapter in preparation."""
 
     def __init__(self, by: Preparer, files: AdapterFiles) -> None:
         self.by, self.file, self.settings = by, files.file, files.settings
@@ -150,7 +152,7 @@ class _One:
         return self.layers.setdefault(place.layer, LayerChange())
 
     def take(self, change: Change, wrappers: int) -> None:
-        """All of one module's."""
+        """Convert the change of one module."""
         if change.down is not None and change.up is not None:
             self._check_rank(change, change.down, change.up)
             if change.table:
@@ -169,7 +171,7 @@ class _One:
                              " expected")  # fmt: skip
 
     def _rank(self, change: Change, found: int, stored: str = "", experts: int = 1) -> None:
-        """Check the rank that the tensors have; stored: the parameter, where that is no module."""
+        """Check the rank of the tensors. stored: the parameter's name, if it is not a module."""
         rank = self.settings.rank_of(stored or change.module)
         if found != rank * experts:
             times = f" for each of {experts} experts" if experts > 1 else ""
@@ -180,10 +182,10 @@ class _One:
         if rank > most:
             raise self._fail(change.name, f"the rank {rank} is more than max_lora_rank {most}")
 
-    # Tables of vectors.
+    # Embeddings.
 
     def _named(self, module: str, suffix: str = ".weight") -> str:
-        """The model's name of a module that is not laid out otherwise than the file has it."""
+        """The model's name of a module that has the same layout as in the file."""
         stored = module + suffix
         try:
             names = [name for name, _ in self.by._names(stored, torch.empty(1, 1, device="meta"))]
@@ -192,7 +194,7 @@ class _One:
         return names[0].removesuffix(suffix) if len(names) == 1 else module
 
     def _take_table(self, change: Change, down: Tensor, up: Tensor) -> None:
-        """down: [rank, entries]; up: [hidden, rank]."""
+        """Convert the change of an embedding. down: [rank, entries]; up: [hidden, rank]."""
         self._rank(change, len(down))
         name = self._named(change.module)
         place = self.by.place(name, change.name, self.file)
@@ -212,7 +214,7 @@ class _One:
         self._table = (place.layer, down, scaled)
 
     def _dora_table(self, layer: str, change: Change, down: Tensor, up: Tensor) -> Tensor:
-        """[hidden]: lengths of the columns of a table of vectors with its change."""
+        """Compute the column norms of an embedding with its change: [hidden]."""
         ids = torch.arange(down.shape[1])
         total = torch.zeros(up.shape[0])
         for some in ids.split(4096):
@@ -221,7 +223,7 @@ class _One:
         return total.sqrt()
 
     def tie(self) -> None:
-        """Where a head is tied to a table and the adapter says it stays so, it changes with it."""
+        """Copy the embedding's change to a tied LM head, if the adapter keeps them tied."""
         if not self.settings.tied:
             return
         heads = [n for n, spec in self.by._specs.items() if spec.kind is LinearKind.LM_HEAD]
@@ -241,10 +243,12 @@ class _One:
             for cut in place.cuts:
                 found.weights.append((cut.start, self._replaced[1][cut.source :][: cut.size]))
 
-    # Linear maps.
+    # Linear layers.
 
     def _take_pair(self, change: Change, down: Tensor, up: Tensor, wrappers: int) -> None:
-        """down: [rank, inputs]; up: [outputs, rank]; of a stack, experts * rank."""
+        """Convert a low-rank change. down: [rank, inputs]; up: [outputs, rank]; of a stack: experts
+        * rank.
+        """
         stored = change.module + ".weight"
         stack = self._stack(change, down, up)
         if stack is not None:
@@ -265,17 +269,17 @@ class _One:
             self._put(change, name, down, piece)
 
     def _rows(self, stored: str, rows: Tensor) -> dict[str, Tensor]:
-        """Rows [..., outputs, n] of a stored weight by the model's names and in its layout."""
+        """Convert rows [..., outputs, n] of a stored weight to the model's names and layout."""
         names = self.by._names
         found, turned = layout_of(names, stored, outputs=rows.shape[:-1])
         known = [n for n, _ in found if self.by._places.get(n.removesuffix(".weight"))]
-        if not known:  # by the name that the running model has, which may be the file's as well
+        if not known:  # named as in the running model, possibly also in the file
             return {stored.removesuffix(".weight"): rows}
         pieces = rows_of(names, stored, rows, turned)
         return {name.removesuffix(".weight"): piece for name, piece in pieces.items()}
 
     def _put(self, change: Change, name: str, down: Tensor, rows: Tensor) -> None:
-        """rows: [outputs, rank + what else there is], as the model has them."""
+        """Store a change. rows: [outputs, rank + further columns], in the model's layout."""
         rank = len(down)
         place = self.by.place(name, change.name, self.file)
         self._fits(change.name, (rows.shape[0], down.shape[1]), (place.outputs, place.inputs))
@@ -307,8 +311,10 @@ class _One:
             found.pieces.append(LoraPiece(narrow, up.T.to(dtype).contiguous(), cut.start))
 
     def _length(self, place: Place, change: Change, down: Tensor, up: Tensor, at: slice) -> Tensor:
-        """[outputs]: lengths of the rows of a weight with its change (Liu et al., arXiv
-        2402.09353), of which only the squares and the product with `down` are looked at.
+        """Compute the row norms of a weight with its change (Liu et al., arXiv 2402.09353):
+        [outputs].
+
+        Uses only the weight's squared norms and its product with `down`.
         """
         spec = self.by._specs[place.layer]
         if spec.input_shard.whole != spec.inputs:
@@ -319,18 +325,18 @@ class _One:
         return (squares + ((up @ (wide @ wide.T)) * up).sum(1)).clamp_min(0).sqrt()
 
     def _vector(self, found: LayerChange, what: str, value: float, place: Place) -> Tensor:
-        """One of the vectors of a layer's change, made where there is none."""
+        """Return a vector of a layer's change; creates it if missing."""
         held: Tensor | None = getattr(found, what)
         if held is None:
             held = torch.full((self.by._specs[place.layer].outputs,), value)
             setattr(found, what, held)
         return held
 
-    # Stacks of experts.
+    # Expert stacks.
 
     def _stack(self, change: Change, down: Tensor, up: Tensor) -> tuple[str, Place, bool] | None:
-        """The stack that a change of a module's parameter is for, by the shapes: (stored name,
-        place, whether `down` takes outputs, as PEFT had it before its version 0.19).
+        """Find the stack that a parameter's change is for, by shape: (stored name, place, whether
+        `down` takes outputs, as in PEFT before 0.19).
         """
         module = self._named(change.module, "")
         candidates = [(n, n) for n in self.by._places.below(module)]
@@ -354,7 +360,7 @@ class _One:
     def _take_stack(
         self, change: Change, down: Tensor, up: Tensor, stack: tuple[str, Place, bool]
     ) -> None:
-        """A change of a stack; PEFT has `down` expert by expert and `up` rank by rank."""
+        """Convert the change of a stack; in PEFT `down` is ordered by expert and `up` by rank."""
         stored, place, turned = stack
         experts = place.experts
         self._rank(change, len(down), stored, experts)
@@ -377,7 +383,7 @@ class _One:
                     for part in [rows[expert, cut.source : cut.source + cut.size]]
                 ]
 
-    # What stands in place of the base model's.
+    # Replacements of the base model's tensors.
 
     def _take_weight(self, change: Change, weight: Tensor) -> None:
         for name, piece in self._replacing(change, ".weight", weight):
@@ -414,7 +420,7 @@ class _One:
                 found.rebiased[at] = True
 
     def _replacing(self, change: Change, suffix: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """A stored tensor by the model's names, as a checkpoint's is."""
+        """Convert a stored tensor to the model's names, as for a checkpoint."""
         stored = change.module + suffix
         try:
             found = list(self.by._names(stored, tensor))
@@ -427,7 +433,7 @@ class _One:
         return pieces
 
     def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-        """Raises CheckpointError if a change is of another size than what it changes."""
+        """Raise CheckpointError if a change has another shape than its target."""
         if found != wanted:
             if found[1:] == wanted[1:]:
                 name = name.replace("lora_A", "lora_B")

@@ -1,1 +1,1 @@
-"""vLLM's command and its Python names, for scripts that were written for vLLM."""
+"""vLLM's command and Python names, for scripts that were written for vLLM."""

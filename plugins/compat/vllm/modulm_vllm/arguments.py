@@ -153,7 +153,7 @@ def _option(name: str) -> str:
 
 def _add(parser: argparse.ArgumentParser, spec: Flag) -> None:
     names = [_option(spec.name), *(n for n in spec.aliases if n not in parser.prefix_chars)]
-    used = parser._option_string_actions  # argparse has no other way to ask
+    used = parser._option_string_actions  # argparse has no public API for this
     names = [name for name in names if name not in used]
     if not names:
         return

@@ -146,16 +146,16 @@ class AsyncLLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The same."""
+        """The transformers tokenizer."""
         return self.get_tokenizer()
 
     @property
     def model_config(self) -> ModelFacts:
-        """What is known of the model."""
+        """Facts about the model."""
         return ModelFacts.of(self._engine.info)
 
     async def get_model_config(self) -> ModelFacts:
-        """The same."""
+        """Facts about the model."""
         return self.model_config
 
     @property
@@ -233,41 +233,41 @@ class AsyncLLMEngine:
     # For trainers.
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Keep new requests back; mode says what becomes of those that run."""
+        """Hold new requests until `resume_generation`. mode: what happens to running ones."""
         with as_vllm():
             await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Run requests again."""
+        """Resume requests."""
         with as_vllm():
             await self._engine.resume_generation()
 
     async def is_paused(self) -> bool:
-        """Whether requests are kept back."""
+        """Whether generation is paused."""
         return await self._engine.is_paused()
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        """Have the workers meet the trainer."""
+        """Connect the workers to the trainer."""
         with as_vllm():
             await self._engine.init_weight_transfer_engine(request)
 
     async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
-        """Begin an update of the weights."""
+        """Begin a weight update."""
         with as_vllm():
             await self._engine.start_weight_update(is_checkpoint_format)
 
     async def update_weights(self, request: Any) -> None:
-        """Take tensors of an update."""
+        """Receive tensors of an update."""
         with as_vllm():
             await self._engine.update_weights(request)
 
     async def finish_weight_update(self) -> None:
-        """Use the new weights."""
+        """Switch to the new weights."""
         with as_vllm():
             await self._engine.finish_weight_update()
 
     async def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
+        """Whether the engine is asleep."""
         return await self._engine.is_sleeping()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""What scripts call when they are done with an engine, and other small things of `vllm.utils`."""
+"""Cleanup functions of vLLM, and small helpers of `vllm.utils`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = [
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give back what nobody refers to any more; there are no process groups to end."""
+    """Collect garbage; there are no process groups to destroy."""
     gc.collect()
 
 
 def destroy_model_parallel() -> None:
-    """There are no process groups to end."""
+    """Do nothing: there are no process groups to destroy."""
 
 
 def destroy_distributed_environment() -> None:
-    """There are no process groups to end."""
+    """Do nothing: there are no process groups to destroy."""
 
 
 def random_uuid() -> str:
-    """32 hexadecimal digits."""
+    """Return 32 random hexadecimal digits."""
     return uuid4().hex

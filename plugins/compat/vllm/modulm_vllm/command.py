@@ -11,7 +11,7 @@ __all__ = ["main", "run_batch", "serve"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; vLLM's own, where vLLM is installed."""
+    """Run the command line; delegates to vLLM's own if vLLM is installed."""
     from modulm_vllm.modules import vllm_is_installed
 
     command_line = list(sys.argv[1:] if arguments is None else arguments)
@@ -42,7 +42,7 @@ def run_batch(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _theirs() -> EntryPoint | Any:
-    """The command of the distribution vllm."""
+    """Return the command of the distribution vllm."""
     points = distribution("vllm").entry_points.select(group="console_scripts", name="vllm")
     for point in points:
         return point

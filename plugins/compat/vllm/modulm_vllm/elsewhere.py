@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["INSTEAD", "instead"]
 
-#: Name of vLLM -> what to use. The longest prefix counts.
+#: Name of vLLM -> what to use. The longest matching prefix counts.
 INSTEAD = {
     "vllm.ModelRegistry": "write a model package (docs/plugins-model.md), or register a class that "
     'is written for modulm: modulm.register("models", "MyForCausalLM", "package.module:Class")',

@@ -1,4 +1,4 @@
-"""vLLM's LLMEngine, which its caller steps."""
+"""vLLM's LLMEngine, whose caller runs its steps."""
 
 from __future__ import annotations
 
@@ -83,16 +83,16 @@ class EngineFacts:
         return None if self._tokenizer is None else self._tokenizer.backend
 
     def get_tokenizer(self) -> Any:
-        """The same."""
+        """The transformers tokenizer; None without one."""
         return self.tokenizer
 
     def get_model_config(self) -> ModelFacts:
-        """What is known of the model."""
+        """Facts about the model."""
         return self.model_config
 
 
 class LLMEngine:
-    """An engine in the caller's thread, which steps it."""
+    """An engine in the caller's thread; the caller runs its steps."""
 
     def __init__(self, config: EngineConfig) -> None:
         plugins = manager.current()
@@ -160,7 +160,7 @@ class LLMEngine:
         self._requests[request_id] = pending.state
 
     def step(self) -> list[Any]:
-        """One step of the model; the outputs of requests that have something new."""
+        """Run one step; returns new outputs."""
         with as_vllm():
             self._core.loop.check()
             with self._interrupts.watched(), self._interrupts.delayed():
@@ -179,38 +179,38 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests; they give nothing more."""
+        """Abort requests; they produce no more output."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             state = self._requests.pop(name, None)
             for identity in [] if state is None else self._outputs.abort(state):
                 self._core.loop.abort(identity)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything to step for."""
+        """Whether any request is unfinished."""
         return bool(self._requests)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many there are."""
+        """The number of unfinished requests."""
         return len(self._requests)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
+        """Clear the prefix cache."""
         self._core.reset_prefix_cache()
         return True
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, as transformers has it."""
+        """The transformers tokenizer."""
         return EngineFacts(self.info, self._tokenizer).tokenizer
 
     tokenizer = property(get_tokenizer)
 
     @property
     def model_config(self) -> ModelFacts:
-        """What is known of the model."""
+        """Facts about the model."""
         return ModelFacts.of(self.info)
 
     def get_model_config(self) -> ModelFacts:
-        """The same."""
+        """Facts about the model."""
         return self.model_config
 
     def shutdown(self) -> None:

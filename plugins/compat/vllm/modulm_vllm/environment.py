@@ -1,4 +1,4 @@
-"""Those of vLLM's environment variables that mean a flag of modulm."""
+"""Translates vLLM's environment variables to modulm's flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _profiler(text: str) -> str:
     return json.dumps({"profiler": "torch", "torch_profiler_dir": text})
 
 
-#: Variable -> flag, how its value is read, whether only a server has it.
+#: Variable -> flag, how its value is parsed, whether it applies only to servers.
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "VLLM_API_KEY": ("api_key", str, True),
     "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _gibibytes, False),
@@ -30,7 +30,9 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
 
 
 def from_environment() -> dict[str, Any]:
-    """The flags that variables set, for an engine of one's own. MODULM_* variables come before."""
+    """Return the flags that variables set, for an offline engine. MODULM_* variables take
+    precedence.
+    """
     return {
         flag: read(variables()[name])
         for name, (flag, read, server) in VARIABLES.items()
@@ -39,7 +41,7 @@ def from_environment() -> dict[str, Any]:
 
 
 def rewritten() -> dict[str, str]:
-    """The variables that modulm's commands read, of those of vLLM that are set."""
+    """Return the set variables of vLLM under the names that modulm's commands read."""
     return {
         f"MODULM_{flag.upper()}": str(read(variables()[name]))
         for name, (flag, read, _) in VARIABLES.items()

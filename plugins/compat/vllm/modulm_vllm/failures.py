@@ -1,4 +1,4 @@
-"""Errors as scripts for vLLM expect them: a ValueError for what the caller can put right."""
+"""Converts errors to those that vLLM scripts expect: ValueError for invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["EngineDeadError", "as_vllm", "refuse"]
 
 
 class EngineDeadError(Exception):
-    """The engine cannot go on."""
+    """The engine has died."""
 
 
 @contextmanager
 def as_vllm() -> Iterator[None]:
-    """Errors of modulm as vLLM raises them, the cause chained."""
+    """Convert modulm's errors to vLLM's, with the original as the cause."""
     try:
         yield
     except (RequestError, ConfigError, CheckpointError, UnsupportedError, PluginError) as error:
@@ -33,7 +33,7 @@ def as_vllm() -> Iterator[None]:
 
 
 def refuse(**arguments: object) -> None:
-    """Raise ValueError for an argument that asks for what is not here; None asks for nothing."""
+    """Raise ValueError for unsupported arguments that are not None."""
     for name, value in arguments.items():
         if value is not None and value != {}:
             raise ValueError(f"{name}: not supported by modulm; leave it out")

@@ -1,4 +1,4 @@
-"""LLM as scripts for vLLM call it."""
+"""vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = ["LLM"]
 
 
 class LLM(frontend.LLM):
-    """A model for offline use, with vLLM's arguments and vLLM's answers.
+    """A model for offline use, with vLLM's arguments and outputs.
 
-    What differs from modulm's own: parameters can be changed, an error that the caller can put
-    right is a ValueError, pooled data are tensors, the tokenizer is transformers', and the text of
-    an answer holds the thoughts as the model wrote them.
+    Differences from modulm's own: parameters are mutable, invalid arguments raise ValueError,
+    pooled data are tensors, the tokenizer is the transformers one, and the text of an answer
+    includes the reasoning as generated.
     """
 
     def __init__(self, model: str = "demo", **flags: Any) -> None:
@@ -60,7 +60,7 @@ class LLM(frontend.LLM):
         prompt_token_ids: Any = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given. prompt_token_ids: of older scripts."""
+        """Generate an output for every prompt, in order. prompt_token_ids: for older scripts."""
         inputs = prompts if prompts is not None else prompt_token_ids
         if inputs is None:
             raise ValueError("prompts: at least one is needed")
@@ -83,7 +83,7 @@ class LLM(frontend.LLM):
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Keep requests for `wait_for_completion`; returns their ids."""
+        """Add requests for `wait_for_completion`; returns their ids."""
         refuse(tokenization_kwargs=tokenization_kwargs)
         with as_vllm():
             return super().enqueue(
@@ -96,7 +96,7 @@ class LLM(frontend.LLM):
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
-        """Run all enqueued requests. output_type: requests that generate have one type."""
+        """Run all enqueued requests. output_type: ignored, since all outputs have one type."""
         with as_vllm():
             return super().wait_for_completion(use_tqdm=use_tqdm)
 
@@ -114,9 +114,9 @@ class LLM(frontend.LLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several.
+        """Generate the next message of one conversation or of several.
 
-        The template says in which form it reads content, whatever chat_template_content_format.
+        The template determines the content format; chat_template_content_format is ignored.
         """
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise ValueError("chat_template_content_format must be auto, string or openai")
@@ -136,14 +136,14 @@ class LLM(frontend.LLM):
 
     @cached_property
     def _thoughts(self) -> None:
-        """vLLM leaves them in the text of `chat`."""
+        """None, so that `chat` leaves reasoning in the text, as vLLM does."""
         return None
 
     def beam_search(
         self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:  # fmt: skip
-        """The best answers to each prompt; a sequence's text is that of the prompt too."""
+        """Run a beam search for every prompt; the text of a sequence includes the prompt."""
         if lora_request is not None:
             raise ValueError("lora_request: beam search runs the base model")
         with as_vllm():
@@ -186,11 +186,11 @@ class LLM(frontend.LLM):
     def reward(  # type: ignore[override]
         self, prompts: Any, *, pooling_params: Any = None, **more: Any
     ) -> list[PoolingRequestOutput]:
-        """A reward model's ratings: `outputs.data`, a tensor."""
+        """Compute a reward model's scores: `outputs.data`, a tensor."""
         return self.encode(prompts, pooling_params, pooling_task="reward", **more)
 
     def score(self, *texts: Any, **more: Any) -> list[PoolingRequestOutput]:
-        """How well texts go together: `outputs.score`, one per pair."""
+        """Score pairs of texts: `outputs.score`, one per pair."""
         if "pooling_params" in more:
             more["pooling_params"] = native(more["pooling_params"])
         if "lora_request" in more:
@@ -199,12 +199,12 @@ class LLM(frontend.LLM):
             return super().score(*texts, **more)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, as transformers has it."""
+        """The transformers tokenizer."""
         with as_vllm():
             return super().get_tokenizer().backend
 
     def get_default_sampling_params(self) -> SamplingParams:  # type: ignore[override]
-        """What the checkpoint recommends; to be changed and given to `generate`."""
+        """The checkpoint's recommended parameters; a mutable copy for `generate`."""
         return of_native(self.info.default_params())
 
     def get_metrics(self) -> list[Metric]:
@@ -215,31 +215,31 @@ class LLM(frontend.LLM):
 
     @property
     def llm_engine(self) -> EngineFacts:
-        """What is known of the engine."""
+        """Facts about the engine."""
         return EngineFacts(self.info, self.tokenizer)
 
     @property
     def model_config(self) -> Any:
-        """What is known of the model."""
+        """Facts about the model."""
         return self.llm_engine.model_config
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give back memory: of the caches, with level 2 of the weights as well."""
+        """Free the memory of the KV cache, and at level 2 that of the weights too."""
         with as_vllm():
             super().sleep(level)
 
     def collective_rpc(self, *arguments: Any, **more: Any) -> list[Any]:
-        """Call a function in every worker; answers by rank."""
+        """Call a function in every worker; returns the results by rank."""
         with as_vllm():
             return super().collective_rpc(*arguments, **more)
 
     def apply_model(self, func: Any) -> list[Any]:
-        """Call a function with the model of every worker; answers by rank."""
+        """Call a function with the model of every worker; returns the results by rank."""
         with as_vllm():
             return super().apply_model(func)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again, all of it."""
+        """Allocate all memory again."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise ValueError("tags: weights and cache are taken together")
         super().wake_up()

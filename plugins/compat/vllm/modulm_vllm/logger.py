@@ -1,4 +1,4 @@
-"""Loggers for scripts, as vLLM's `init_logger` gives them."""
+"""vLLM's `init_logger`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["init_logger"]
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of that name; what is logged through vLLM's is shown from INFO on."""
+    """Return a logger; if logging is not configured, it prints messages from INFO on."""
     logger = logging.getLogger(name)
     if not logging.getLogger().handlers and not logger.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""`LLM.get_metrics()`: the engine's statistics as vLLM's reader gives them, with vLLM's names."""
+"""`LLM.get_metrics()`: the engine's statistics in the form and with the names of vLLM's reader."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ class Metric:
 
 @frozen
 class Counter(Metric):
-    """A number that only grows."""
+    """A value that only increases."""
 
     value: int
 
 
 @frozen
 class Vector(Metric):
-    """Several of them, in order."""
+    """Several counters, in order."""
 
     values: list[int]
 
 
 @frozen
 class Gauge(Metric):
-    """A number as it is now."""
+    """A current value."""
 
     value: float
 
 
 @frozen
 class Histogram(Metric):
-    """buckets: upper end -> values up to it."""
+    """buckets: upper bound -> cumulative count."""
 
     count: int
     sum: float
@@ -54,7 +54,7 @@ class Histogram(Metric):
 
 
 def read(metrics: Metrics) -> list[Metric]:
-    """All statistics, vLLM's prefix in place of ours."""
+    """Return all statistics, with vLLM's prefix instead of modulm's."""
     return [metric for family in metrics.collect() for metric in _family(family)]
 
 
@@ -79,7 +79,7 @@ def _family(family: object) -> Iterator[Metric]:
 
 
 def _histograms(name: str, samples: list[object]) -> Iterator[Histogram]:
-    """One per set of labels."""
+    """Yield one histogram per set of labels."""
     grouped: dict[tuple[tuple[str, str], ...], dict[str, object]] = {}
     for sample in samples:
         labels = dict(sample.labels)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The modules under `vllm`: which names they have, and where modulm has what answers to these."""
+"""The modules under `vllm`: their names, and the modulm modules that implement them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOGPROBS = {
 }
 _COMMAND = _all("modulm_vllm.command", "main")
 
-#: Module -> its names -> the module of ours that has them.
+#: Module -> its names -> the module that implements them.
 MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         **_LLM, **_ENGINE, **_ASYNC, **_VERSION,
@@ -107,9 +107,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm.version": _VERSION,
 }  # fmt: skip
 
-#: Names of ours that are spelt otherwise.
+#: Names that differ in modulm.
 _OURS = {"AsyncLLM": "AsyncLLMEngine", "load_chat_template": "load_template"}
-#: What `python -m` runs, of modulm_vllm.command.
+#: Functions of modulm_vllm.command that `python -m` runs.
 _MAINS = {
     "vllm.collect_env.__main__": "main(['collect-env'])",
     "vllm.entrypoints.cli.main.__main__": "main()",
@@ -119,7 +119,7 @@ _MAINS = {
 
 
 def vllm_is_installed() -> bool:
-    """Whether there is a distribution `vllm`, which then is what the name means."""
+    """Whether the distribution `vllm` is installed, which then provides the name."""
     try:
         metadata.distribution("vllm")
     except metadata.PackageNotFoundError:
@@ -128,16 +128,16 @@ def vllm_is_installed() -> bool:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """How a module under `vllm` is made; None where vLLM itself is there.
+    """Return the spec of a module under `vllm`; None if vLLM itself is installed.
 
-    Raises ModuleNotFoundError with what modulm has instead.
+    Raises ModuleNotFoundError that names modulm's replacement.
     """
     loaded = sys.modules.get("vllm")
     ours = loaded is not None and isinstance(getattr(loaded, "__loader__", None), _Loader)
     if (loaded is not None and not ours) or (loaded is None and vllm_is_installed()):
         return None
     if name in MODULES:
-        # All are packages: what one has not is then asked for here, which knows what to say.
+        # All are packages, so that imports of missing submodules also come here.
         return ModuleSpec(name, _Loader(), origin=__file__, is_package=True)
     if name in _MAINS:
         return ModuleSpec(name, _Loader(), origin=__file__)
@@ -145,7 +145,7 @@ def find(name: str) -> ModuleSpec | None:
 
 
 class _Loader(InspectLoader):
-    """Makes a module whose names are looked up when they are first used."""
+    """Creates a module whose names are resolved on first use."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -176,7 +176,7 @@ class _Loader(InspectLoader):
         return f"from modulm_vllm.command import *\n{_MAINS[fullname]}\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """What runpy runs."""
+        """Return the code that runpy runs."""
         return self.source_to_code(self.get_source(fullname) or "", f"<{fullname}>")
 
 

@@ -1,6 +1,6 @@
-"""What scripts for vLLM say of a request: values that can be changed, checked when they are made.
+"""vLLM's request parameters: mutable, validated on creation.
 
-`native` makes of one what modulm's engine takes.
+`native` converts them to modulm's.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
     "of_native",
 ]
 
-#: What a stream of outputs carries each time.
+#: When an output is produced, and what it contains.
 RequestOutputKind = OutputKind
 
 
 class SamplingType(IntEnum):
-    """How a token is chosen."""
+    """How tokens are sampled."""
 
     GREEDY = 0
     RANDOM = 1
@@ -48,7 +48,7 @@ class SamplingType(IntEnum):
 
 @define
 class StructuredOutputsParams:
-    """A constraint on the text; exactly one of the first six is set."""
+    """A constraint on the output; exactly one of the first six fields is set."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -70,7 +70,7 @@ class StructuredOutputsParams:
             )
 
     def native(self) -> native_types.StructuredOutputs:
-        """As modulm has it. A constraint falls back to nothing, so `disable_fallback` says so."""
+        """Convert to modulm's form. There is no fallback, as with `disable_fallback`."""
         table = attrs.asdict(self, recurse=False)
         del table["disable_fallback"]
         return native_types.StructuredOutputs(**table)
@@ -92,7 +92,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @classmethod
     def from_optional(cls, **fields: Any) -> GuidedDecodingParams | None:
-        """A constraint, or None where no kind of one is given."""
+        """Create a constraint; None if no kind is given."""
         values = {key: value for key, value in fields.items() if value is not None}
         return cls(**values) if any(key in _CONSTRAINTS for key in values) else None
 
@@ -107,9 +107,7 @@ def _ids(value: Sequence[int] | None) -> list[int]:
 
 @define
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Raises ValueError that names the
-    field.
-    """
+    """Sampling parameters of a request. Raises ValueError naming the field."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -158,7 +156,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """The parameters; None stands for the default."""
+        """Create parameters; None means the default."""
         return cls(**{key: value for key, value in fields.items() if value is not None})
 
     def _check(self) -> None:
@@ -177,17 +175,17 @@ class SamplingParams:
 
     @property
     def sampling_type(self) -> SamplingType:
-        """How a token is chosen."""
+        """How tokens are sampled."""
         if self.temperature < 1e-5:
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def clone(self) -> Self:
-        """A copy that can be changed."""
+        """Return a mutable copy."""
         return copy.deepcopy(self)
 
     def native(self) -> native_types.SamplingParams:
-        """As modulm has it, with what was changed since it was made."""
+        """Convert to modulm's form, including changes since creation."""
         self._check()
         return native_types.SamplingParams(**self._table())
 
@@ -202,7 +200,7 @@ _NATIVE = [
 
 @define
 class PoolingParams:
-    """What is wanted of a pooling model. activation, softmax: older names of use_activation."""
+    """Parameters of a pooling request. activation, softmax: older names of use_activation."""
 
     truncate_prompt_tokens: int | None = None
     dimensions: int | None = None
@@ -214,11 +212,11 @@ class PoolingParams:
     extra_kwargs: dict[str, Any] | None = field(default=None, kw_only=True)
 
     def clone(self) -> Self:
-        """A copy that can be changed."""
+        """Return a mutable copy."""
         return copy.deepcopy(self)
 
     def native(self) -> native_types.PoolingParams:
-        """As modulm has it."""
+        """Convert to modulm's form."""
         activation = next((v for v in (self.use_activation, self.activation, self.softmax)
                       if v is not None), None)  # fmt: skip
         pooling = native_types.PoolingParams(
@@ -233,7 +231,7 @@ class PoolingParams:
 
 @define
 class BeamSearchParams:
-    """What is wanted of a beam search."""
+    """Parameters of a beam search."""
 
     beam_width: int
     max_tokens: int
@@ -245,7 +243,7 @@ class BeamSearchParams:
 
 @define(frozen=True)
 class LoRARequest:
-    """An adapter for a prompt: a name, a number of its own from 1, and the folder of its files."""
+    """An adapter for a prompt: a name, a unique number from 1 up, and its folder."""
 
     lora_name: str
     lora_int_id: int
@@ -276,7 +274,7 @@ class LoRARequest:
 
 
 def native(value: Any) -> Any:
-    """Parameters as modulm has them: of vLLM's kind or modulm's, one, several or None."""
+    """Convert parameters of vLLM's or modulm's kind to modulm's: one, several or None."""
     if isinstance(value, SamplingParams | PoolingParams):
         with as_vllm():
             return value.native()
@@ -286,7 +284,7 @@ def native(value: Any) -> Any:
 
 
 def native_adapter(value: Any) -> Any:
-    """Adapters as modulm has them: one, one per prompt, or None."""
+    """Convert adapters to modulm's form: one, one per prompt, or None."""
     if isinstance(value, LoRARequest):
         return lora.LoRARequest(value.lora_name, value.lora_int_id, value.lora_path)
     if isinstance(value, Sequence):
@@ -295,7 +293,7 @@ def native_adapter(value: Any) -> Any:
 
 
 def native_beams(value: Any) -> beam_search.BeamSearchParams:
-    """Parameters of a beam search as modulm has them."""
+    """Convert beam search parameters to modulm's form."""
     if isinstance(value, BeamSearchParams):
         return beam_search.BeamSearchParams(**attrs.asdict(value))
     params: beam_search.BeamSearchParams = value
@@ -303,7 +301,7 @@ def native_beams(value: Any) -> beam_search.BeamSearchParams:
 
 
 def of_native(params: native_types.SamplingParams) -> SamplingParams:
-    """modulm's parameters as a script for vLLM may change them."""
+    """Convert modulm's parameters to vLLM's mutable ones."""
     table = {name: getattr(params, name) for name in _NATIVE}
     structured = table.pop("structured_outputs")
     sampling = SamplingParams(**{key: _mutable(value) for key, value in table.items()})

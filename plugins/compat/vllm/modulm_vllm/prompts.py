@@ -1,4 +1,4 @@
-"""Prompts as vLLM types them: plain tables."""
+"""vLLM's prompt types: dictionaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's classes of settings that belong together, as the tables that modulm's flags take."""
+"""vLLM's configuration classes, as the tables that modulm's flags take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class _Table(dict[str, Any]):
-    """Keywords as a table, which may be read and set as attributes too."""
+    """A dictionary of keywords whose items are also attributes."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)

@@ -1,4 +1,4 @@
-"""Tokenizers as scripts for vLLM get them: those of transformers."""
+"""vLLM's `get_tokenizer`: returns transformers tokenizers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def get_tokenizer(
     revision: str | None = None,
     **__: Any,
 ) -> Any:
-    """The tokenizer of a folder or a hub id, as transformers has it."""
+    """Load the transformers tokenizer of a folder or a hub id."""
     return load_tokenizer(tokenizer_name, tokenizer_mode, revision, trust_remote_code).backend
 
 
 def that_can_be_awaited(tokenizer: Any) -> Any:
-    """The tokenizer, which `await` gives too: vLLM's engine was asked for it in both ways."""
+    """Make the tokenizer awaitable too, since vLLM's engine returned it both ways."""
     kind = type(tokenizer)
     if not hasattr(kind, "__await__"):
         members = {"__await__": _resolved, "__module__": kind.__module__}

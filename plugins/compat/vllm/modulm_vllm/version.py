@@ -1,4 +1,4 @@
-"""Which vLLM's names these are, and whose they are: `0.13.0+modulm.0.1.0`."""
+"""The version: that of vLLM's names and modulm's own, `0.13.0+modulm.0.1.0`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """DRY, "don't repeat yourself" (https://github.com/oobabooga/text-generation-webui/pull/5677).
 
-A token that would continue a repetition of at least `dry_allowed_length` tokens loses
-`dry_multiplier * dry_base ** (length - dry_allowed_length)` of its logit. Repetitions are looked
-for in the last `dry_penalty_last_n` tokens of prompt and answer, and end at sequence breakers.
+A token that would extend a repetition to more than `dry_allowed_length` tokens is penalized by
+`dry_multiplier * dry_base ** (length - dry_allowed_length)`. Only the last `dry_penalty_last_n`
+tokens of prompt and answer are searched, and repetitions end at sequence breakers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Dry", "repetitions"]
 
 _BREAKERS = ("\n", ":", '"', "*")
-#: Bounds of the list of sequence breakers, and of the penalty's exponent.
+#: Limits of the list of sequence breakers, and of the penalty's exponent.
 _MOST, _LONGEST, _LARGEST = 64, 64, 80.0
 
 
@@ -61,7 +61,7 @@ class _Settings:
 
 
 class Dry(SettingsProcessor[_Settings]):
-    """Lowers the logits of tokens that would continue a repetition, before the temperature."""
+    """Penalizes tokens that would continue a repetition, before the temperature is applied."""
 
     settings = _Settings
 
@@ -117,7 +117,7 @@ class Dry(SettingsProcessor[_Settings]):
 
 
 def repetitions(tokens: np.ndarray, breaking: np.ndarray) -> dict[int, int]:
-    """Token -> the length of the longest end of `tokens` that it followed earlier.
+    """Map each token to the length of the longest suffix of `tokens` that it followed earlier.
 
     tokens: [n] int64. breaking: [vocabulary] bool, tokens at which a repetition ends.
     """
@@ -141,7 +141,7 @@ def repetitions(tokens: np.ndarray, breaking: np.ndarray) -> dict[int, int]:
 
 
 class _TokenTexts:
-    """The texts of all tokens, read when the first row needs them (half a second for 150,000)."""
+    """The texts of all tokens, decoded on first use (half a second for 150,000)."""
 
     def __init__(self, config: EngineConfig, vocabulary: int) -> None:
         self._config = config
@@ -151,7 +151,7 @@ class _TokenTexts:
         self._known: dict[tuple[str, ...], np.ndarray] = {}
 
     def containing(self, breakers: Sequence[str]) -> np.ndarray:
-        """[vocabulary] bool: the tokens with one of these texts in their own."""
+        """Find the tokens whose text contains a breaker: [vocabulary] bool."""
         key = tuple(sorted(set(breakers)))
         with self._lock:
             if key not in self._known:

@@ -1,8 +1,8 @@
-"""Dynamic temperature: low where the model is certain, high where it is not.
+"""Dynamic temperature: low if the model is certain, high if not.
 
-The temperature is `low + (high - low) * (H / H_max) ** exponent`, with the entropy H of the next
-token at temperature 1, H_max the logarithm of the number of tokens, and low and high the request's
-temperature minus and plus `dynatemp_range`, at least 0.
+The temperature is `low + (high - low) * (H / H_max) ** exponent`, where H is the entropy of the
+next token at temperature 1, H_max the logarithm of the number of tokens, and low and high are the
+request's temperature minus and plus `dynatemp_range`, at least 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DynamicTemperature"]
 
-#: The lowest temperature, which leaves the best token only.
+#: The minimum temperature, at which only the best token remains.
 _COLDEST = 1e-5
 
 
 @frozen(kw_only=True)
 class _Settings:
-    """dynatemp_range: half the distance of the two temperatures; 0 turns it off."""
+    """dynatemp_range: half the range of temperatures; 0 disables it."""
 
     dynatemp_range: float = number(0.0, least=0, most=100)
     dynatemp_exponent: float = number(1.0, least=0, most=100)
@@ -38,7 +38,7 @@ class _Settings:
 
 
 class DynamicTemperature(SettingsProcessor[_Settings]):
-    """Replaces the temperature by one that follows the entropy."""
+    """Replaces the temperature by one that depends on the entropy."""
 
     settings = _Settings
 

@@ -1,8 +1,8 @@
-"""Mirostat (Basu et al., arXiv 2007.14966): keeps the surprise of an answer at a target.
+"""Mirostat (Basu et al., arXiv 2007.14966): keeps the surprise of generated tokens at a target.
 
-`mirostat` 1 estimates how probabilities fall and keeps the k best tokens; `mirostat` 2 keeps tokens
-whose surprise in bits is below a bound. After each token the bound moves by `mirostat_eta` times
-the difference between the token's surprise and `mirostat_tau`.
+`mirostat` 1 estimates the distribution's exponent and keeps the k best tokens; `mirostat` 2 keeps
+tokens whose surprise in bits is below a bound. After each token the bound changes by `mirostat_eta`
+times the difference between the token's surprise and `mirostat_tau`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Mirostat", "bound_after", "size_of"]
 
-#: Best tokens from which version 1 estimates the fall of probabilities.
+#: Number of best tokens from which version 1 estimates the exponent.
 _ESTIMATED = 100
-#: Bounds of preempted rows that are kept.
+#: Maximum number of preempted rows whose bounds are kept.
 _KEPT = 1024
 
 
 @frozen(kw_only=True)
 class _Settings:
-    """mirostat: the version, 1 or 2; 0 turns it off. mirostat_tau: the target, in bits."""
+    """mirostat: the version, 1 or 2; 0 disables it. mirostat_tau: the target, in bits."""
 
     mirostat: int = number(0, least=0, most=2, whole=True)
     mirostat_tau: float = number(5.0, least=0, most=100)
@@ -44,8 +44,8 @@ class _Settings:
 
 @define(eq=False)
 class _State:
-    """A row's bound in bits for the token at place `length` of the answer, and the surprise in
-    bits of each token there, once it was asked for.
+    """A row's bound in bits for the answer's token at index `length`, and the surprise in bits of
+    the candidates there, once computed.
     """
 
     view: RowView
@@ -55,7 +55,7 @@ class _State:
 
 
 class Mirostat(SettingsProcessor[_Settings]):
-    """Leaves out tokens that would surprise more than the row's bound. The best one is kept."""
+    """Removes tokens that exceed the row's bound of surprise. The best one is always kept."""
 
     settings = _Settings
 
@@ -67,7 +67,7 @@ class Mirostat(SettingsProcessor[_Settings]):
     def admit(self, view: RowView) -> bool:
         if not super().admit(view):
             return False
-        # A row that was preempted goes on with the bound that it had.
+        # A preempted row continues with its bound.
         start = 2 * self.rows[view.row].mirostat_tau
         bound = self._left.pop(_key(view), start) if len(view.output) else start
         self._states[view.row] = _State(view, bound, len(view.output))
@@ -100,7 +100,7 @@ class Mirostat(SettingsProcessor[_Settings]):
         return logits
 
     def _advance(self, state: _State) -> None:
-        """Move the bound by the token that was chosen since, if there is one."""
+        """Update the bound by the token that was chosen since, if any."""
         if state.surprise is None or len(state.view.output) != state.length + 1:
             return
         settings = self.rows[state.view.row]
@@ -112,15 +112,15 @@ class Mirostat(SettingsProcessor[_Settings]):
 
 
 def bound_after(bound: float, observed: float, target: float, rate: float) -> float:
-    """The bound after a token that surprised by `observed` bits."""
+    """Compute the bound after a token with a surprise of `observed` bits."""
     return bound - rate * (observed - target)
 
 
 def size_of(surprise: torch.Tensor, bound: float) -> int:
-    """How many of the best tokens version 1 keeps. surprise: [tokens], in bits.
+    """Compute how many of the best tokens version 1 keeps. surprise: [tokens], in bits.
 
-    The exponent of Zipf's law is estimated from the best tokens; with it, so many tokens have the
-    expected surprise `bound`.
+    Estimates the exponent of Zipf's law from the best tokens, and returns the number of tokens
+    whose expected surprise is `bound`.
     """
     import torch
 
@@ -140,7 +140,7 @@ def size_of(surprise: torch.Tensor, bound: float) -> int:
 
 
 def _key(view: RowView) -> bytes:
-    """What tells one preempted row from another."""
+    """The identity of a preempted row."""
     parts = (np.asarray(view.prompt, np.int64), np.asarray(view.output, np.int64))
     text = repr(view.params.extra_args).encode() + b"|".join(part.tobytes() for part in parts)
     return blake2b(text, digest_size=16).digest()

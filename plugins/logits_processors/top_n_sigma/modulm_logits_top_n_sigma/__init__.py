@@ -17,7 +17,7 @@ __all__ = ["TopNSigma"]
 
 @frozen(kw_only=True)
 class _Settings:
-    """top_n_sigma: the number of standard deviations; -1 and 0 turn it off."""
+    """top_n_sigma: the number of standard deviations; -1 and 0 disable it."""
 
     top_n_sigma: float = number(-1.0, least=-1)
 
@@ -27,10 +27,10 @@ class _Settings:
 
 
 class TopNSigma(SettingsProcessor[_Settings]):
-    """Leaves out tokens whose logit is more than n standard deviations below the largest.
+    """Removes tokens whose logit is more than n standard deviations below the largest.
 
-    A temperature scales both sides alike, so it does not change what is kept. Tokens that were
-    left out before do not count for the deviation.
+    The result does not depend on the temperature. Tokens that were removed before do not count for
+    the deviation.
     """
 
     settings = _Settings

@@ -17,7 +17,7 @@ __all__ = ["TypicalP"]
 
 @frozen(kw_only=True)
 class _Settings:
-    """typical_p: the probability that the kept tokens have together; 1 turns it off."""
+    """typical_p: the total probability of the kept tokens; 1 disables it."""
 
     typical_p: float = number(1.0, least=0, most=1)
 
@@ -27,7 +27,7 @@ class _Settings:
 
 
 class TypicalP(SettingsProcessor[_Settings]):
-    """Keeps the tokens whose surprise is nearest to the entropy, until they have `typical_p`.
+    """Keeps the tokens whose surprise is nearest to the entropy, up to a total of `typical_p`.
 
     At least one token is kept.
     """

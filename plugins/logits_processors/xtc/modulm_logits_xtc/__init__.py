@@ -1,7 +1,7 @@
 """XTC, "exclude top choices" (https://github.com/oobabooga/text-generation-webui/pull/6335).
 
-With `xtc_probability` in each step, all tokens of at least the probability `xtc_threshold` are left
-out, but for the least probable of them.
+With probability `xtc_probability` per step, removes all tokens of at least probability
+`xtc_threshold` except the least probable of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Xtc", "chance"]
 
-#: Tokens of the answer that a step's chance depends on.
+#: Number of the answer's last tokens that determine a step's random number.
 _LAST = 32
 
 
 @frozen(kw_only=True)
 class _Settings:
-    """xtc_probability: 0 turns it off, as does a threshold above 0.5."""
+    """xtc_probability: 0 disables it, as does a threshold above 0.5."""
 
     xtc_probability: float = number(0.0, least=0, most=1)
     xtc_threshold: float = number(0.1, least=0, most=1)
@@ -40,7 +40,7 @@ class _Settings:
 
 
 class Xtc(SettingsProcessor[_Settings]):
-    """Leaves out the most probable tokens where several are probable enough."""
+    """Removes the most probable tokens if several exceed the threshold."""
 
     settings = _Settings
 
@@ -75,8 +75,10 @@ def _seed(params: SamplingParams) -> int:
 
 
 def chance(seed: int, output: object) -> float:
-    """A number from 0 to 1 that depends on the seed and on the answer so far, so that a seed gives
-    the same answer however a row is run, and choices with one seed differ.
+    """Derive a number between 0 and 1 from the seed and the answer so far.
+
+    The result does not depend on how the row is scheduled, and differs between choices with the
+    same seed.
     """
     tokens = np.asarray(output, dtype=np.int64)
     text = f"{seed} {len(tokens)}".encode() + tokens[-_LAST:].tobytes()

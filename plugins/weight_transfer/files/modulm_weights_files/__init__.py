@@ -1,1 +1,1 @@
-"""Weights from safetensors files, for modulm."""
+"""Weight updates from safetensors files."""

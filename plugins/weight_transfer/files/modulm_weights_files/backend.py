@@ -1,4 +1,4 @@
-"""The backend `files`: each update is a folder of safetensors files, as trainers save them."""
+"""The backend `files`: each update is a folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class _Files(SafetensorsFolder):
         return None
 
     def close(self) -> None:
-        """Nothing to do: files are mapped while a tensor is read."""
+        """Do nothing: files are mapped only while a tensor is read."""
 
 
 class _Refusing:
-    """A source of files; what is wrong with them is the trainer's fault."""
+    """Turns errors of a file source into request errors, since the trainer wrote the files."""
 
     def __init__(self, files: _Files) -> None:
         self._files = files
@@ -73,10 +73,10 @@ class FilesBackend(WeightTransferBackend):
     Config = FilesConfig
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Nothing to do: each update names its folder."""
+        """Do nothing: each update names its folder."""
 
     def open(self, info: Mapping[str, Any]) -> TensorSource:
-        """info: `path`, a folder below that of the configuration."""
+        """Open an update. info: `path`, a folder below the configured one."""
         path, root = info.get("path"), self.config.folder.resolve()
         if not isinstance(path, str):
             raise RequestError("path: the folder of the update is needed", "path")

@@ -1,4 +1,4 @@
-"""Weights by broadcast, for modulm: `WeightBroadcaster` for trainers, a backend for engines."""
+"""Weight updates by broadcast: `WeightBroadcaster` for trainers, and a backend for engines."""
 
 from modulm_weights_gloo.broadcast import WeightBroadcaster
 

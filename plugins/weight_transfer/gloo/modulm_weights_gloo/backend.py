@@ -32,7 +32,9 @@ class GlooBackend(WeightTransferBackend):
     _group: Any = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """info: `master_address`, `master_port`, `rank_offset` and `world_size`, as vLLM's."""
+        """Join the trainer's group. info: vLLM's `master_address`, `master_port`, `rank_offset` and
+        `world_size`.
+        """
         kinds = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int}
         for key, kind in kinds.items():
             if type(info.get(key)) is not kind:

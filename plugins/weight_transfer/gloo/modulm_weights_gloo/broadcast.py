@@ -1,4 +1,4 @@
-"""Broadcasts of tensors from a trainer, rank 0, to the workers of engines, with gloo."""
+"""Broadcasts tensors from a trainer (rank 0) to the workers of engines, with gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ReceivedTensors", "WeightBroadcaster", "open_group"]
 
 
 def open_group(address: str, port: int, rank: int, size: int, seconds: float) -> Any:
-    """The group of a trainer, rank 0, and workers. Waits for all. Raises EngineError."""
+    """Create the group of a trainer (rank 0) and workers, waiting for all. Raises EngineError."""
     limit = timedelta(seconds=seconds)
     try:
         store = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
@@ -37,10 +37,10 @@ def _send(group: Any, data: Tensor) -> None:
 
 
 class WeightBroadcaster:
-    """A trainer's end. workers: how many workers all engines have together.
+    """The trainer's side. workers: total number of workers of all engines.
 
-    `connect` waits until they have met, so call `init_weight_transfer_engine` with `init_info` in
-    another thread before it; likewise `update_weights` with `info(tensors)` before `send`.
+    `connect` waits for all workers, so call `init_weight_transfer_engine` with `init_info` in
+    another thread first; likewise `update_weights` with `info(tensors)` before `send`.
     """
 
     def __init__(
@@ -57,13 +57,15 @@ class WeightBroadcaster:
         }
 
     def connect(self) -> None:
-        """Meet the workers."""
+        """Connect to the workers."""
         self._group = open_group(self._address, self._port, 0, self._size, self._timeout)
 
     @staticmethod
     def info(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The `update_info` of `update_weights`. Raises ValueError for values that are not
-        finite: an engine that has begun to receive cannot go back.
+        """Describe tensors as the `update_info` of `update_weights`.
+
+        Raises ValueError for non-finite values, as an engine that has begun to receive cannot roll
+        back.
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -83,12 +85,12 @@ class WeightBroadcaster:
             _send(self._group, data.view(torch.uint8))
 
     def close(self) -> None:
-        """Leave the workers."""
+        """Disconnect from the workers."""
         self._group = None
 
 
 class ReceivedTensors:
-    """Tensors that come while they are read."""
+    """Yields tensors as they are received."""
 
     def __init__(self, group: Any, info: Mapping[str, Any]) -> None:
         self._group, self._tensors = group, read_tensor_info(info)
@@ -114,4 +116,4 @@ class ReceivedTensors:
             yield name, tensor
 
     def close(self) -> None:
-        """Nothing to do: tensors are not kept."""
+        """Do nothing: tensors are not kept."""

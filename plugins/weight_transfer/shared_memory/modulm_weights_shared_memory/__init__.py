@@ -1,4 +1,4 @@
-"""Weights through shared memory, for modulm: `SharedWeights` for trainers, and a backend."""
+"""Weight updates through shared memory: `SharedWeights` for trainers, and a backend for engines."""
 
 from modulm_weights_shared_memory.segment import SharedWeights
 

@@ -26,7 +26,7 @@ class SharedMemoryBackend(WeightTransferBackend):
     Config = SharedMemoryConfig
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Nothing to do: each update names its memory."""
+        """Do nothing: each update names its segment."""
 
     def open(self, info: Mapping[str, Any]) -> TensorSource:
         return SharedTensors(info)

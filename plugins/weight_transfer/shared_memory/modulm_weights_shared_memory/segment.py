@@ -1,4 +1,4 @@
-"""A trainer's tensors in shared memory: a file in /dev/shm that only its user may read."""
+"""Tensors in shared memory: a file in /dev/shm that only its user may read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["SharedTensors", "SharedWeights"]
 
 _FOLDER = Path("/dev/shm")  # noqa: S108  files there are made for their user alone
 _NAME = re.compile(r"modulm-weights-[0-9a-f]{32}")
-#: Tensors begin at multiples of so many bytes.
+#: Alignment of tensors in bytes.
 _ALIGNED = 64
 
 
@@ -86,7 +86,7 @@ class SharedWeights:
         self.write(tensors)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors, by their names, over those of before. Raises KeyError, ValueError."""
+        """Copy tensors by name over the previous ones. Raises KeyError, ValueError."""
         for name, tensor in tensors.items():
             offset, dtype, shape = self._places[name]
             if tuple(tensor.shape) != shape:
@@ -94,7 +94,7 @@ class SharedWeights:
             _view(self._memory, dtype, shape, offset).copy_(tensor.detach())
 
     def close(self) -> None:
-        """Remove the memory; engines that read it keep it until they are done."""
+        """Unlink the memory; engines that have mapped it keep it until they are done."""
         self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -110,7 +110,7 @@ class SharedWeights:
 
 
 class SharedTensors:
-    """The tensors of a `SharedWeights`, as an engine reads them."""
+    """The tensors of a `SharedWeights`, in an engine."""
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         name = info.get("segment")
@@ -137,7 +137,7 @@ class SharedTensors:
             yield name, _view(self._memory, dtype, shape, offset)
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the last tensor that looks at it."""
+        """Do nothing: the mapping is freed with the last tensor that uses it."""
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -150,7 +150,7 @@ def _mapped(path: Path) -> mmap.mmap:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise RequestError(f"segment: {path.name} is not this user's", "segment")
-        # A private mapping: torch wants memory that it may write.
+        # A private mapping, because torch requires writable memory.
         return mmap.mmap(
             handle, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )

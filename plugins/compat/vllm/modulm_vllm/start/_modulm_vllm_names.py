@@ -1,14 +1,14 @@
-"""`import vllm`, if nobody else answers to that name.
+"""Makes `import vllm` work if vLLM is not installed.
 
-A `.pth` file installs this finder when Python starts, so this module imports next to nothing. It
-comes last of all: a vLLM that is installed, in whatever way, is found before it.
+A `.pth` file installs this finder at every start of Python, so this module imports almost nothing.
+It is last on `sys.meta_path`, so an installed vLLM takes precedence.
 """
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # importing typing would take longer than all of this
+TYPE_CHECKING = False  # importing typing would take longer than the rest
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -18,15 +18,13 @@ __all__ = ["Finder", "install"]
 
 
 class Finder:
-    """Finds `vllm` and what is under it in `modulm_vllm.modules`."""
+    """Finds `vllm` and its submodules in `modulm_vllm.modules`."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises ModuleNotFoundError that says what modulm has instead of a part that is missing.
-        A part of a vLLM that is really there is none of ours.
-        """
+        """Find a module of `vllm`. Raises ModuleNotFoundError that names a replacement."""
         if name != "vllm" and not name.startswith("vllm."):
             return None
         from modulm_vllm.modules import find
@@ -35,6 +33,6 @@ class Finder:
 
 
 def install() -> None:
-    """Ask this finder when all others have found nothing."""
+    """Append the finder, so that all others are asked first."""
     if Finder not in sys.meta_path:
         sys.meta_path.append(Finder)
