@@ -108,7 +108,7 @@ class _Matcher(Matcher):
         return bool(self._after) or self._matcher.is_stopped()
 
 
-#: Most white space between two parts of a JSON text: a line end and twenty columns of indentation.
+#: Maximum white space between two parts of JSON: a line end and twenty columns of indentation.
 #: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = r"[ \t\r\n]{0,22}"
 
@@ -176,10 +176,10 @@ def _schema(constraint: StructuredOutputs) -> Any:
 
 
 def _ignored(schema: Any) -> str | None:
-    """Return why llguidance would not hold outputs to the schema, or None.
+    """Return why llguidance would not enforce the schema, or None.
 
-    llguidance rejects the keywords that it knows and cannot enforce; those checked here it treats
-    as annotations.
+    llguidance rejects keywords that it knows and cannot enforce; those checked here it treats as
+    annotations.
     """
     waiting = [schema]
     while waiting:

@@ -111,7 +111,7 @@ class _Writer:
         return " ".join(part for part in parts if part != '""') or '""'
 
     def _until(self, free: Mapping[str, Any], stop: str) -> str:
-        """Free text up to and including the first `stop`."""
+        """Return a terminal for free text up to and including the first `stop`."""
         body = self._free(free)
         spelled = self._rule(f"{body} {_quoted(stop)}", lazy=True)
         last = [match for match in self._special.finditer(stop) if match.end() == len(stop)]
@@ -143,7 +143,9 @@ class _Writer:
         return body if element.get("at_least_one") else f"({body})?"
 
     def _triggered(self, element: Mapping[str, Any]) -> str:
-        """Free text in which each trigger starts the tags that begin with it."""
+        """Return a rule for free text in which a trigger starts one of the tags that begin with
+        it.
+        """
         free = {"type": "any_text", "excludes": [*element["triggers"]]}
         tags = []
         for each in element["tags"]:
@@ -162,7 +164,7 @@ class _Writer:
 
 
 def _flat(elements: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Flatten nested sequences and join neighbouring texts."""
+    """Flatten nested sequences and join adjacent texts."""
     flat: list[Mapping[str, Any]] = []
     for element in elements:
         kind = element.get("type")

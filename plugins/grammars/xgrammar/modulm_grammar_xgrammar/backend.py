@@ -28,8 +28,8 @@ _CONTROL = {
     ),
 }
 _SOURCE_LINE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
-#: Kinds of constraints in the order in which they are checked.
-#: Most white space between two parts of a JSON text: a line end and twenty columns of indentation.
+#: Kinds of constraints, in the order they are checked.
+#: Maximum white space between two parts of JSON: a line end and twenty columns of indentation.
 #: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = 22
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -211,8 +211,9 @@ def _alternatives(texts: Any) -> str:
 
 
 def _tag(text: str, blanks: int = _BLANKS) -> str:
-    """Return the tag in xgrammar's format; OpenAI's older form is converted.
-    The older form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. blanks: most
+    """Return the tag in xgrammar's format, converted from OpenAI's older form if necessary.
+
+    The older form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. blanks: maximum
     white space between two parts of JSON.
     """
     tag = json.loads(text)

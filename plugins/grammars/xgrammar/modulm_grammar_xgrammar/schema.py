@@ -1,6 +1,4 @@
-"""JSON schema features that xgrammar 0.2 reads without enforcing, or that take it too long to
-compile.
-"""
+"""JSON schema features that xgrammar 0.2 ignores, or that it takes too long to compile."""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ _FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "rege
 _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 #: Keywords whose values are data.
 _DATA = frozenset({"const", "default", "enum", "example", "examples", "required"})
-#: Most optional properties of an object: time and memory grow with their square.
+#: Maximum optional properties of an object: time and memory grow with their square.
 _MAX_OPTIONAL = 256
-#: Most alternatives of a oneOf, which are compared pairwise.
+#: Maximum alternatives of a oneOf, which are compared pairwise.
 _MAX_EXCLUSIVE = 64
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "array": list, "boolean": bool, "integer": int, "null": type(None), "number": (int, float),
@@ -47,7 +45,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def unsupported(schema: Any) -> str | None:
-    """Return why xgrammar would not hold outputs to the schema, or None."""
+    """Return why xgrammar would not enforce the schema, or None."""
     for each in _schemas(schema):
         reason = _reason(each, schema)
         if reason is not None:
@@ -74,7 +72,9 @@ def _reason(schema: Mapping[str, Any], root: Any) -> str | None:
 
 
 def _values_reason(schema: Mapping[str, Any]) -> str | None:
-    """Check constants and bounds that their type does not allow or must be known for."""
+    """Return what is wrong with constants or bounds that conflict with their type or need one, or
+    None.
+    """
     kinds = schema.get("type")
     if kinds is None:
         untyped = sorted(_TYPED & schema.keys())
@@ -87,7 +87,7 @@ def _values_reason(schema: Mapping[str, Any]) -> str | None:
 
 
 def _text_reason(schema: Mapping[str, Any]) -> str | None:
-    """Check strings that are constrained in two ways at once."""
+    """Return what is wrong with strings that are constrained in two ways at once, or None."""
     if str(schema.get("format")) in _FORMATS:
         return f"the format {schema['format']!r} is not supported"
     for key in ("pattern", "format"):
@@ -166,7 +166,7 @@ def _constants(schema: Any) -> set[str]:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """The constants of a schema."""
+    """Return the constants of a schema."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return values if isinstance(values, list) else []
 
