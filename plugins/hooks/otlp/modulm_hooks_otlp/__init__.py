@@ -1,1 +1,1 @@
-"""Traces of requests over OpenTelemetry."""
+"""OpenTelemetry traces of requests."""

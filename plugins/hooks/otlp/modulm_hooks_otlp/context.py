@@ -1,4 +1,4 @@
-"""Which trace a request over HTTP belongs to: its headers `traceparent` and `tracestate`."""
+"""The trace context of an HTTP request, from its headers `traceparent` and `tracestate`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HEADERS = (b"traceparent", b"tracestate", b"baggage")
 
 @frozen
 class Incoming:
-    """A request over HTTP. carrier: the headers that tell of its trace."""
+    """An HTTP request. carrier: its trace context headers."""
 
     path: str
     carrier: Mapping[str, str]
 
 
 class IncomingContext:
-    """ASGI middleware: what a request asks of the engine is known to come from it."""
+    """ASGI middleware that links engine requests to the HTTP request that caused them."""
 
     def __init__(self, app: App) -> None:
         self._app = app

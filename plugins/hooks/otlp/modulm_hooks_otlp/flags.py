@@ -8,7 +8,7 @@ __all__ = ["TracesConfig"]
 
 
 def _address(value: object) -> str | None:
-    """A URL. Raises ValueError for one that nothing can be sent to."""
+    """Validate a URL. Raises ValueError if it is not an endpoint."""
     if value is None:
         return None
     text = str(value)

@@ -1,4 +1,4 @@
-"""What attaches traces; with the flag unset nothing of OpenTelemetry is imported."""
+"""Hooks that enable traces; OpenTelemetry is imported only if the flag is set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _endpoint(config: EngineConfig) -> str | None:
 
 @hookimpl
 def modulm_request_listeners(config: EngineConfig) -> Sequence[RequestListener]:
-    """Spans are made when a request has ended, from its times."""
+    """Return the listener that creates the spans of a request when it has ended."""
     endpoint = _endpoint(config)
     if endpoint is None:
         return ()
@@ -33,7 +33,7 @@ def modulm_request_listeners(config: EngineConfig) -> Sequence[RequestListener]:
 
 @hookimpl
 def modulm_app_created(app: Any, config: EngineConfig) -> None:
-    """Requests over HTTP are told where they came from."""
+    """Add the middleware that reads trace context headers."""
     if _endpoint(config) is not None:
         from modulm_hooks_otlp.context import IncomingContext
 
@@ -42,6 +42,6 @@ def modulm_app_created(app: Any, config: EngineConfig) -> None:
 
 @hookimpl
 def modulm_report_header(config: EngineConfig) -> Sequence[str]:
-    """A line of the banner."""
+    """Return the banner's line on traces."""
     endpoint = _endpoint(config)
     return () if endpoint is None else (f"traces: {endpoint}",)

@@ -1,7 +1,6 @@
-"""A request that has ended, as spans: one of all of it, and in it one each of what it went through.
+"""Spans of a finished request: one for all of it, with child spans for its phases.
 
-Attributes have the names of OpenTelemetry's conventions for generative AI, and of vLLM where these
-have none.
+Attribute names follow OpenTelemetry's conventions for generative AI, otherwise vLLM.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Spans", "exporter_of", "provider_of"]
 
-#: Ends of paths whose requests are conversations.
+#: Suffixes of the paths of chat requests.
 _CHATS = ("/chat/completions", "/messages", "/responses", "/api/chat")
 
 
 def exporter_of(endpoint: str) -> SpanExporter:
-    """What sends spans. Raises ConfigError where gRPC is asked for and not installed."""
+    """Create the exporter. Raises ConfigError if gRPC is requested but not installed."""
     protocol = variables().get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "")
     if endpoint.startswith("grpc") or protocol == "grpc":
         try:
@@ -61,7 +60,7 @@ def exporter_of(endpoint: str) -> SpanExporter:
 
 
 def provider_of(endpoint: str) -> TracerProvider:
-    """What makes spans and sends them in batches, the last ones when the process ends."""
+    """Create a tracer provider that exports spans in batches, the last ones at exit."""
     attributes = {} if variables().get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "modulm"}
     provider = TracerProvider(resource=Resource.create(attributes))
     provider.add_span_processor(BatchSpanProcessor(exporter_of(endpoint)))
@@ -69,7 +68,7 @@ def provider_of(endpoint: str) -> TracerProvider:
 
 
 class Spans(RequestListener):
-    """Is told of each request that has ended."""
+    """Creates the spans of each finished request."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         self.provider = provider
@@ -95,7 +94,7 @@ class Spans(RequestListener):
         span.end(clock.at(times.finished_time or time.monotonic()))
 
     def _parts(self, request: Finished, span: Span, clock: _Clock) -> None:
-        """Where its time went, as spans within."""
+        """Add child spans for the phases of a request."""
         times = request.times
         ended = times.last_token_time or times.finished_time
         parts = (
@@ -137,7 +136,7 @@ class Spans(RequestListener):
 
 
 def _settings(params: SamplingParams) -> dict[str, AttributeValue | None]:
-    """How tokens were chosen."""
+    """Attributes for the sampling parameters."""
     return {
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -153,7 +152,7 @@ def _settings(params: SamplingParams) -> dict[str, AttributeValue | None]:
 
 
 def _latencies(request: Finished) -> dict[str, AttributeValue | None]:
-    """Seconds, by vLLM's names."""
+    """Attributes for latencies in seconds, by vLLM's names."""
     times = request.times
     arrival, scheduled, first = (
         times.arrival_time,
@@ -176,7 +175,7 @@ def _latencies(request: Finished) -> dict[str, AttributeValue | None]:
 
 
 class _Clock:
-    """Seconds of the monotonic clock as nanoseconds since 1970."""
+    """Converts seconds of the monotonic clock to nanoseconds since 1970."""
 
     def __init__(self) -> None:
         self._zero = time.time_ns() - time.monotonic_ns()

@@ -1,1 +1,1 @@
-"""Pooling as checkpoints of sentence-transformers and of rerankers say it, for modulm."""
+"""Pooling settings from the files of sentence-transformers models and rerankers."""

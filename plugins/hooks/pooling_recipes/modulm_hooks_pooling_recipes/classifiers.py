@@ -1,7 +1,7 @@
-"""Classifiers made of a decoder: the logits of some tokens after a question are the classes.
+"""Classifiers on decoders: the logits of certain tokens after the prompt are the class scores.
 
-`classifier_from_token` and `method` are the keys that vLLM's users add to config.json with
-`--hf-overrides`; LogitScore is sentence-transformers' module for the same.
+vLLM's users add the keys `classifier_from_token` and `method` to config.json with `--hf-overrides`;
+LogitScore is the equivalent module of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Classifier", "activation", "read_classifier"]
 
-#: method -> whether the second token's logit less the first's is the one class.
+#: method -> whether the only class is the first token's logit minus the second's.
 _METHODS = {"from_2_way_softmax": True, "no_post_processing": False}
-#: Stands at the end of each step that a process reward model rates.
+#: Ends each step that a process reward model scores.
 _STEP = "<extra_0>"
 _ACTIVATIONS = {
     "Identity": "identity",
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
 
 @frozen(kw_only=True)
 class Classifier:
-    """What is known of a classifier; the names are those of `PoolingRecipe` and `TextRules`."""
+    """Settings of a classifier; the names are those of `PoolingRecipe` and `TextRules`."""
 
     kind: str | None = None
     settings: Mapping[str, Any] = field(factory=dict)
@@ -49,7 +49,9 @@ class Classifier:
 def read_classifier(
     checkpoint: Checkpoint, config: EngineConfig, modules: Sequence[SentenceModule]
 ) -> Classifier | None:
-    """The classifier that config.json or a module describes, or None. Raises CheckpointError."""
+    """Read the classifier in config.json or in a module; None without one. Raises
+    CheckpointError.
+    """
     table = checkpoint.config
     if table.get("classifier_from_token"):
         return _from_tokens(checkpoint, config)
@@ -113,7 +115,7 @@ def _tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
 
 
 def activation(checkpoint: Checkpoint, class_path: str) -> str:
-    """The name of an activation for `--pooler-config`, of its class in torch."""
+    """Return the `--pooler-config` name of an activation, from its class path in torch."""
     name = class_path.rpartition(".")[2].partition("(")[0]
     if name not in _ACTIVATIONS:
         file = checkpoint.config_file

@@ -1,4 +1,6 @@
-"""ColBERT (arXiv 2004.12832) as its authors store it: BERT, and `linear.weight` for its tokens."""
+"""ColBERT (arXiv 2004.12832) in its authors' format: BERT and a `linear.weight` for token
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ENCODER", "is_colbert", "read_colbert"]
 
-#: The architecture that runs what config.json calls HF_ColBERT.
+#: The architecture that runs models called HF_ColBERT in config.json.
 ENCODER = "BertModel"
 _NAME = "HF_ColBERT"
 
 
 def is_colbert(architectures: Sequence[str]) -> bool:
-    """Whether config.json names the model of ColBERT's authors."""
+    """Whether config.json names the authors' ColBERT model."""
     return _NAME in architectures
 
 
 def read_colbert(folder: Path) -> PoolingRecipe:
-    """Vectors of tokens, through the linear layer that lies beside the encoder's weights."""
+    """Return the recipe: token vectors through the linear layer stored with the encoder's
+    weights.
+    """
 
     def layers(device: torch.device) -> tuple[Any, ...]:
         from modulm_hooks_pooling_recipes.layers import read_projection

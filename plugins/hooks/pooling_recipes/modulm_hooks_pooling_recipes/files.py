@@ -1,4 +1,4 @@
-"""JSON files that lie beside a model."""
+"""Read JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["read_file", "read_object"]
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError."""
+    """Read a JSON object. Raises CheckpointError."""
     value: dict[str, Any] = read_file(file, dict)
     return value
 
 
 def read_file(file: Path, kind: type) -> Any:
-    """A JSON value of that kind. Raises CheckpointError."""
+    """Read a JSON value of type `kind`. Raises CheckpointError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

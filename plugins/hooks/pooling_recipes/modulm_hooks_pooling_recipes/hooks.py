@@ -1,4 +1,4 @@
-"""The hook: what a checkpoint's files say of pooling, in the formats known here."""
+"""Hooks that read pooling settings from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["modulm_choose_model", "modulm_pooling"]
 
 @hookimpl(trylast=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
-    """ColBERT runs on the encoder that it is made of."""
+    """Choose the encoder inside a ColBERT model."""
     return Choice(ENCODER, "the encoder of ColBERT") if is_colbert(architectures) else None
 
 
 @hookimpl(trylast=True)
 def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecipe | None:
-    """A folder of sentence-transformers, or keys of config.json that say how to pool.
+    """Read a sentence-transformers folder, or pooling keys of config.json.
 
-    Raises CheckpointError, UnsupportedError naming the file.
+    Raises CheckpointError or UnsupportedError naming the file.
     """
     if is_colbert(checkpoint.architectures):
         return read_colbert(checkpoint.path)
@@ -60,7 +60,7 @@ def _with(recipe: PoolingRecipe, classifier: Classifier) -> PoolingRecipe:
 
 
 def _activation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The activation that a cross-encoder of sentence-transformers names, in one of its files."""
+    """Read the activation that a cross-encoder of sentence-transformers names."""
     table = checkpoint.config.get("sentence_transformers")
     class_path = table.get("activation_fn") if isinstance(table, dict) else None
     class_path = class_path or checkpoint.config.get("sbert_ce_default_activation_function")

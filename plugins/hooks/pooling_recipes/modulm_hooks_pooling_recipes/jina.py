@@ -1,4 +1,4 @@
-"""Jina Embeddings v4 (arXiv 2506.18902): what its code does behind the model."""
+"""Jina Embeddings v4 (arXiv 2506.18902): the pooling that its own code does after the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _PROMPTS = {"query": "Query: ", "passage": "Passage: "}
 
 
 def read_jina(table: Mapping[str, Any], file: str) -> PoolingRecipe:
-    """table: config.json. A text's vector is the mean over its tokens, an image's that over its
-    own, from the token that begins it to the one that ends it. Raises CheckpointError.
+    """Return the recipe for a config.json `table`. Raises CheckpointError.
+
+    The vector of a text is the mean over its tokens; that of an image, over the tokens from its
+    begin token to its end token.
     """
     way = table.get("single_vector_pool_strategy", "mean")
     if way != "mean":

@@ -1,4 +1,4 @@
-"""The layers that sentence-transformers puts after pooling, in fp32."""
+"""Layers that sentence-transformers applies after pooling, in fp32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[str, Layer] = {
 
 @frozen(eq=False)
 class Dense:
-    """linear, activation. weight: [outputs, inputs]; bias: [outputs]."""
+    """A linear layer and an activation. weight: [outputs, inputs]; bias: [outputs]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -53,7 +53,7 @@ class Dense:
 
 @frozen(eq=False)
 class LayerNorm:
-    """weight, bias: [inputs]."""
+    """Layer normalization. weight, bias: [inputs]."""
 
     weight: Tensor
     bias: Tensor
@@ -63,7 +63,7 @@ class LayerNorm:
 
 
 def read_dense(folder: Path, device: torch.device) -> Dense:
-    """Raises CheckpointError, UnsupportedError naming the file."""
+    """Read a Dense module. Raises CheckpointError or UnsupportedError naming the file."""
     file = folder / "config.json"
     table = read_object(file)
     name = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
@@ -79,7 +79,7 @@ def read_dense(folder: Path, device: torch.device) -> Dense:
 
 
 def read_norm(folder: Path, device: torch.device) -> LayerNorm:
-    """Raises CheckpointError naming the folder."""
+    """Read a LayerNorm module. Raises CheckpointError naming the folder."""
     tensors = _tensors(folder, device)
     if not {"norm.weight", "norm.bias"} <= set(tensors):
         raise CheckpointError(f"{folder}: norm.weight and norm.bias are needed")
@@ -87,12 +87,14 @@ def read_norm(folder: Path, device: torch.device) -> LayerNorm:
 
 
 def read_normalize(folder: Path, device: torch.device) -> Layer:
-    """Normalisation that other layers follow; it has no files to read."""
+    """Return L2 normalization, for use between other layers; it has no files."""
     return lambda x: F.normalize(x.float(), dim=-1)
 
 
 def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
-    """A weight among those of the model, without bias. Raises CheckpointError naming the folder."""
+    """Read a linear layer without bias from the model's weights. Raises CheckpointError naming the
+    folder.
+    """
     loader = choose_loader(current(), folder, None).driver(folder)
     weight = next((tensor for tensor_name, tensor in loader.read() if tensor_name == name), None)
     if weight is None:

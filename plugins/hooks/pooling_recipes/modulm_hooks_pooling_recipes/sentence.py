@@ -22,12 +22,12 @@ __all__ = ["SentenceModule", "read_modules", "read_sentence", "read_settings"]
 
 _FILE = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
-#: Modules that need nothing done: the model itself, and what is for training or a mask of ours.
+#: Modules that need no action: the model itself, training aids, and masks the engine applies.
 _NOTHING = ("Transformer", "Dropout", "MultiVectorMask", "LogitScore")
 _KNOWN = (*_NOTHING, "Pooling", "Dense", "LayerNorm", "Normalize")
 
-#: pooling_mode, and what the older files call it -> the mode of `--pooler-config`, in the order
-#: in which several are put side by side.
+#: pooling_mode, and its keys in older files -> the mode of `--pooler-config`, in the order in which
+#: several are concatenated.
 _MODES = {
     "cls": ("pooling_mode_cls_token", "CLS"),
     "max": ("pooling_mode_max_tokens", "MAX"),
@@ -55,7 +55,7 @@ class SentenceModule:
 
 
 def read_modules(folder: Path) -> tuple[SentenceModule, ...]:
-    """The modules in order; none without modules.json. Raises CheckpointError."""
+    """Return the modules in order; empty without modules.json. Raises CheckpointError."""
     file = folder / _FILE
     if not file.exists():
         return ()
@@ -69,10 +69,10 @@ def read_modules(folder: Path) -> tuple[SentenceModule, ...]:
 
 
 def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingRecipe:
-    """What the modules do after the model, as a recipe.
+    """Translate the modules after the model to a recipe.
 
-    Without a Pooling module the vectors of the tokens are the result, as late interaction has it.
-    Raises CheckpointError, UnsupportedError for a module or an order that is not known.
+    Without a Pooling module, the token vectors are the result (late interaction). Raises
+    CheckpointError, or UnsupportedError for an unknown module or order.
     """
     kinds = [module.kind for module in modules]
     if unknown := [kind for kind in kinds if kind not in _KNOWN]:
@@ -101,7 +101,7 @@ def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingR
 def _pooling(
     modules: tuple[SentenceModule, ...], after: list[SentenceModule]
 ) -> tuple[dict[str, Any], bool]:
-    """Settings of the pooler, and whether the tokens of a prompt take part."""
+    """Return the pooler's settings, and whether the tokens of a prompt (instruction) are pooled."""
     for module in modules:
         if module.kind == "Pooling":
             table = read_object(module.folder / "config.json")
@@ -125,19 +125,21 @@ def _modes(folder: Path, table: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """config_sentence_transformers.json, empty where it is missing. Raises CheckpointError."""
+    """Read config_sentence_transformers.json, empty if missing. Raises CheckpointError."""
     file = folder / _SETTINGS
     return read_object(file) if file.exists() else {}
 
 
 def _limits(folder: Path) -> dict[str, Any]:
-    """sentence_bert_config.json, which older folders name after other models."""
+    """Read sentence_bert_config.json, which older folders name after other models."""
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_object(files[0]) if files else {}
 
 
 def _tokenizer_limit(folder: Path) -> int | None:
-    """Where newer folders keep it; tokenizers without a limit state an absurd one."""
+    """Return the limit that newer folders store with the tokenizer; huge values mean there is
+    none.
+    """
     file = folder / "tokenizer_config.json"
     stated = read_object(file).get("model_max_length") if file.exists() else None
     return stated if isinstance(stated, int) and 0 < stated < _ABSURD else None
