@@ -1,1 +1,1 @@
-"""Blocks of the KV cache in files."""
+"""A KV connector that stores blocks in files."""

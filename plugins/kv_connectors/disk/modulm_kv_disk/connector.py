@@ -1,4 +1,4 @@
-"""A KV connector that keeps blocks in files of a folder."""
+"""A KV connector that stores blocks as files in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modulm_kv_transfer.copies import CopyingMover, TransferFailed
 
 __all__ = ["DiskConnector", "DiskOptions"]
 
-#: Blocks that are in host memory at a time on their way to or from files.
+#: Maximum blocks in host memory at once on their way to or from files.
 _PART = 16
 
 
@@ -34,7 +34,7 @@ class DiskOptions:
 
 
 class _Index(KVIndex):
-    """Looks for files: other engines write and remove them, too."""
+    """Looks up files on every call, because other engines write and remove them too."""
 
     durable = True
 
@@ -92,7 +92,7 @@ class _Mover(CopyingMover):
                 self._write(transfer.names[place], self._bytes[row])
 
     def _write(self, name: bytes, payload: memoryview) -> None:
-        """Write a file, after room was made for it."""
+        """Write a file after making room for it."""
         if self._total + len(payload) > self._most or self._written > self._most // 16:
             self._total = files.evict(self._folder, self._most * 7 // 8 - len(payload))
             self._written = 0
@@ -112,7 +112,7 @@ class _Mover(CopyingMover):
             self.synchronize()
 
     def _read(self, name: bytes, into: memoryview) -> None:
-        """Fill `into`. A file that is no good is removed: it is said once, and written anew."""
+        """Read a file into `into`. A damaged file is removed, and logged once."""
         path = self._path(name)
         try:
             files.read(path, self._described(name), into)
@@ -126,7 +126,7 @@ class _Mover(CopyingMover):
 
 
 class DiskConnector(KVConnector):
-    """Keeps blocks in files, which other engines of the host and later ones find."""
+    """Stores blocks in files, for this engine, other engines on the host, and later ones."""
 
     name: ClassVar[str] = "disk"
     api: ClassVar[int | tuple[int, int]] = 3

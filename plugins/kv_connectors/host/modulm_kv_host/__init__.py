@@ -1,1 +1,1 @@
-"""Blocks of the KV cache in host memory."""
+"""A KV connector that stores blocks in host memory."""

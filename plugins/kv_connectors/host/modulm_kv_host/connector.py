@@ -1,4 +1,6 @@
-"""A KV connector that keeps blocks in host memory: a fixed number of slots, least recent out."""
+"""A KV connector that stores blocks in a fixed number of slots in host memory, with LRU
+eviction.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ class HostOptions:
 
 
 class _Index(KVIndex):
-    """The names that all ranks have stored."""
+    """Names of the blocks that all ranks have stored."""
 
-    #: Names that are counted at most, for `store_threshold`.
+    #: Maximum names counted for `store_threshold`.
     counted = 1 << 20
 
     def __init__(self, threshold: int) -> None:
         self._stored: set[bytes] = set()
         self._threshold = threshold
         self._asked: OrderedDict[bytes, int] = OrderedDict()
-        #: Requests that were counted: the scheduler may ask several times.
+        #: Requests already counted: the scheduler may ask several times.
         self._seen: set[str] = set()
 
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int:
@@ -69,7 +71,7 @@ class _Index(KVIndex):
 
 
 class _Mover(CopyingMover):
-    """A slot of `memory` [slots, width] uint8 for each block that is stored on this rank."""
+    """This rank's stored blocks, one per slot of `memory` [slots, width] uint8."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class _Mover(CopyingMover):
         self._touch(transfer.names[:room])
 
     def _slot(self) -> int:
-        """A slot to fill: a free one, or that of the block that was used the longest ago."""
+        """Return a slot to fill: a free one, or the least recently used."""
         if self._free:
             return self._free.pop()
         name, slot = self._slots.popitem(last=False)
@@ -112,7 +114,7 @@ class _Mover(CopyingMover):
         return slot
 
     def _touch(self, names: Sequence[bytes]) -> None:
-        """These were used now; of a prefix the end goes first."""
+        """Mark blocks as used now. The end of a prefix is evicted before its beginning."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots.move_to_end(name)
@@ -128,7 +130,7 @@ class _Mover(CopyingMover):
 
 
 class HostConnector(KVConnector):
-    """Keeps blocks in host memory, pinned where the device is another one."""
+    """Stores blocks in host memory, pinned if the device is not the CPU."""
 
     name: ClassVar[str] = "host"
     api: ClassVar[int | tuple[int, int]] = 3
