@@ -1,8 +1,8 @@
-"""Drafts are what a smaller model says (Leviathan and others, arXiv 2211.17192).
+"""Draft tokens with a smaller model (Leviathan et al., arXiv 2211.17192).
 
-Its keys and values lie in the blocks that the target's do, so blocks that a row finds of an
-earlier one have them too. It computes nothing until drafts are asked for; then a row's tokens that
-it has not seen are caught up on, at most a step's budget of them at a time.
+Its keys and values are stored in the target's blocks, so prefix-cache hits cover both models.
+Nothing is computed until drafts are requested; then the draft model catches up on the tokens of a
+row that it has not seen, at most a step's token budget at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DraftModelOptions(DraftOptions):
 
 
 class DraftModelSpeculator(ModelSpeculator):
-    """Asks a smaller model for the tokens that follow."""
+    """Drafts tokens with a smaller model."""
 
     name: ClassVar[str] = "draft_model"
     Config: ClassVar[type] = DraftModelOptions
@@ -84,7 +84,7 @@ class DraftModelSpeculator(ModelSpeculator):
         return drafts
 
     def _missing(self, step: DraftStep) -> list[_Part]:
-        """What has to be run before drafts can be made, within the budget."""
+        """Return the tokens to run before drafting, within the budget."""
         parts, left = [], self._budget
         for place, (row, history) in enumerate(zip(step.rows, step.histories, strict=True)):
             if step.most[place] and left and len(history) <= self.draft.max_length:
@@ -95,7 +95,7 @@ class DraftModelSpeculator(ModelSpeculator):
         return parts
 
     def _catch_up(self, step: DraftStep, parts: Sequence[_Part]) -> torch.Tensor:
-        """Run them: [parts, hidden], the states after the last token of each."""
+        """Run the parts: [parts, hidden], the state after the last token of each."""
         runs = Runs(
             np.array([step.rows[part.place] for part in parts]),
             np.array([part.start for part in parts]),
@@ -108,7 +108,10 @@ class DraftModelSpeculator(ModelSpeculator):
 
 @frozen(eq=False)
 class _Part:
-    """place: of the row in the step; whole: nothing is missing after these tokens."""
+    """Tokens of a row to catch up on.
+
+    place: index of the row in the step. whole: no token is missing after these.
+    """
 
     place: int
     start: int

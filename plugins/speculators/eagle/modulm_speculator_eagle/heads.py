@@ -1,8 +1,8 @@
-"""EAGLE heads as models: a layer or few that go on from the target's hidden states.
+"""EAGLE heads as models: one or a few layers that continue from the target's hidden states.
 
-EAGLE (Li and others, arXiv 2401.15077) predicts the target's last hidden state, EAGLE-3 (arXiv
-2503.01840) a state of its own from those of three layers. Their checkpoints hold what is theirs:
-an embedding or a head that they leave out is the target's.
+EAGLE (Li et al., arXiv 2401.15077) predicts the target's last hidden state; EAGLE-3 (arXiv
+2503.01840) combines the hidden states of three layers and continues from its own. If a checkpoint
+omits the embedding or the LM head, the target's is used.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ __all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
 class EagleConfig(DecoderConfig):
     """config.json of a head.
 
-    own_embedding, own_head, fc_bias, qkv_bias: what its files hold. The target's states that it
-    reads are `target_hidden_size` wide, and those of `aux` layers side by side (0: the last one).
+    own_embedding, own_head, fc_bias, qkv_bias: whether the checkpoint has these weights. The
+    target's states are `target_hidden_size` wide; those of `aux` layers are concatenated (0: only
+    the last).
     """
 
     own_embedding: bool = False
@@ -55,7 +56,7 @@ class EagleConfig(DecoderConfig):
 
 
 class Head(Module, Model):
-    """What both kinds share. `target` has to be set before it runs."""
+    """Base of both kinds. `target` must be set before it runs."""
 
     api = 1
     config_type = EagleConfig
@@ -76,7 +77,7 @@ class Head(Module, Model):
         return self._caches
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """tokens: [n] -> [n, hidden]."""
+        """Embed tokens: [n] -> [n, hidden]."""
         if self.embed is not None:
             return self.embed.lookup(tokens)
         return self._of().embeddings(tokens)
@@ -96,7 +97,7 @@ class Head(Module, Model):
 
 
 class EagleLayer(PreNormLayer):
-    """Llama's layer; the first has no norm before its attention."""
+    """Llama's layer; the first one has no norm before attention."""
 
     def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
         norm = b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps) if index else NoNorm()
@@ -109,14 +110,16 @@ class EagleLayer(PreNormLayer):
 
 
 class NoNorm(Norm):
-    """Leaves everything as it is."""
+    """The identity."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class EagleHead(Head):
-    """EAGLE 1 and 2: the layers run on a map of the token's vector and the state beside it."""
+    """EAGLE 1 and 2: the layers run on a projection of the token embedding and the previous
+    state.
+    """
 
     names: ClassVar[WeightNames] = WeightNames(
         rename=(
@@ -165,7 +168,9 @@ class EagleHead(Head):
 
 
 class Eagle3Layer(Module):
-    """Llama's layer whose attention reads two things side by side in its first place."""
+    """Llama's layer; in the first one, attention reads the token embedding and the state
+    concatenated.
+    """
 
     def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -186,8 +191,8 @@ class Eagle3Layer(Module):
     def forward(
         self, x: Tensor, state: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """x: the tokens' vectors for the first layer, then the last branch; state: [tokens,
-        hidden], for the first layer.
+        """x: token embeddings in the first layer, else the last branch. state: [tokens, hidden],
+        for the first layer.
         """
         if self.beside is None:
             x, residual = self.attn_norm.add(x, residual)
@@ -200,7 +205,7 @@ class Eagle3Layer(Module):
 
 
 class Beside(Module):
-    """A linear map of two inputs side by side, as the sum of two maps."""
+    """A linear layer of two concatenated inputs, computed as the sum of two linear layers."""
 
     def __init__(self, first: Module, second: Module) -> None:
         super().__init__()
@@ -208,7 +213,7 @@ class Beside(Module):
         self.state: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, inputs], the first input; the second one is `state`."""
+        """x: [tokens, inputs], the first input; the second is `state`."""
         own, state, self.state = self.first(x), self.state, None
         if state is None:
             raise UnsupportedError("an EAGLE-3 layer runs beside hidden states only")
@@ -217,7 +222,7 @@ class Beside(Module):
 
 
 def _halves(tensor: Tensor, first: str, second: str) -> Iterator[tuple[str, Tensor]]:
-    """A weight [outputs, 2 inputs] as the two that the inputs' halves pass."""
+    """Split a weight [outputs, 2 inputs] into the parts for the two inputs."""
     width = tensor.shape[-1] // 2
     yield f"{first}.weight", tensor[:, :width]
     yield f"{second}.weight", tensor[:, width:]
@@ -229,9 +234,9 @@ def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 class Eagle3Head(Head):
-    """EAGLE-3: three layers' states become one; tokens may be those of a smaller vocabulary.
+    """EAGLE-3: combines the states of three layers; may draft from a smaller vocabulary.
 
-    `d2t`: [draft_vocab_size], by how much a token's own number is less than the target's.
+    `d2t`: [draft_vocab_size], the target's token id minus the head's.
     """
 
     d2t: Tensor | None
@@ -269,7 +274,7 @@ class Eagle3Head(Head):
         return _without(cls.names, config)
 
     def combined(self, states: Sequence[Tensor]) -> Tensor:
-        """The state that the head starts from: [tokens, hidden], of the target's layers' ones."""
+        """Combine the states of the target's layers into the first state: [tokens, hidden]."""
         joined = torch.cat(tuple(states), dim=-1)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
@@ -286,7 +291,7 @@ class Eagle3Head(Head):
 
 
 def _without(names: WeightNames, config: EagleConfig) -> WeightNames:
-    """Without what a head has from its target."""
+    """Leave out the weights that a head shares with its target."""
     left = [] if config.own_embedding else [r"^embed_tokens\."]
     left += [] if config.own_head else [r"^lm_head\.", r"^d2t$"]
     return evolve(names, ignore=(*names.ignore, *left))

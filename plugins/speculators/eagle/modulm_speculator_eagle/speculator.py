@@ -1,4 +1,4 @@
-"""The speculators `eagle` and `eagle3`: what a head's files say, what it reads of the target."""
+"""The drafters `eagle` and `eagle3`: read a head's files and choose the target layers it uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Eagle", "Eagle3", "EagleOptions"]
 
-#: What the first name in `architectures` has in it; the rest is in the shapes.
+#: Properties implied by the first name in `architectures`; others follow from weight shapes.
 _FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel")
 
 
@@ -33,7 +33,7 @@ class EagleOptions(DraftOptions):
 
 
 class Eagle(HiddenChain):
-    """EAGLE 1 and 2, one draft after the other."""
+    """EAGLE 1 and 2; drafts one chain of tokens."""
 
     name: ClassVar[str] = "eagle"
     Config: ClassVar[type] = EagleOptions
@@ -68,12 +68,12 @@ class Eagle(HiddenChain):
 
     @classmethod
     def layers(cls, model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:
-        """The target's layers whose output is read; none: what comes after all of them."""
+        """The target's layers whose output the head reads; empty: the output of the last layer."""
         return ()
 
 
 class Eagle3(Eagle):
-    """EAGLE-3, one draft after the other."""
+    """EAGLE-3; drafts one chain of tokens."""
 
     name: ClassVar[str] = "eagle3"
     head: ClassVar[type[Head]] = Eagle3Head
@@ -90,7 +90,7 @@ class Eagle3(Eagle):
             return ()
         key = "eagle_aux_hidden_state_layer_ids"
         count = _target_table(target)["num_hidden_layers"]
-        # They are numbered by what goes into a layer.
+        # The ids count layer inputs, not outputs.
         inputs = table.get(key) or own.get(key) or (2, count // 2, count - 3)
         found = tuple(index - 1 for index in inputs)
         if not all(0 <= index < count for index in found):
@@ -108,7 +108,7 @@ class Eagle3(Eagle):
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's config.json, also as the speculators library writes it."""
+    """Return a head's config.json in one form, also if the speculators library wrote it."""
     layer = table.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         return dict(table)
@@ -117,7 +117,9 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
-    """What a head's files hold, as the keys of `EagleConfig`; both: also table and head."""
+    """Return the keys of `EagleConfig` for the weights that a head has. both: also embedding and LM
+    head.
+    """
     known = {name.removeprefix("model.") for name in names}
     return {
         "own_embedding": both and "embed_tokens.weight" in known,
@@ -128,7 +130,7 @@ def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
 
 
 def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
-    """Raise ConfigError for heads that are of another family, or of another target."""
+    """Raise ConfigError for a head of another model family or another target."""
     name = str((table.get("architectures") or [""])[0])
     if not any(family in name.lower() for family in _FAMILIES):
         words = f"model {model}: {name} is no EAGLE head of a kind that is known: not yet"
@@ -145,7 +147,7 @@ def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
 
 
 def _target_table(target: Target) -> Mapping[str, Any]:
-    """The target's config.json; its text model's part if there are several."""
+    """Return the target's config.json; of a multimodal model, the text model's part."""
     table = open_checkpoint(target.config, manager.current()).config
     text: Mapping[str, Any] = table.get("text_config", table)
     return text

@@ -1,6 +1,6 @@
-"""Drafts by heads that read one hidden state, each for a token further on (arXiv 2401.10774).
+"""Medusa heads: each predicts a token one position further ahead (arXiv 2401.10774).
 
-The most probable token of each head is drafted, as one chain.
+All heads read the same hidden state. The most probable token of each is drafted, as one chain.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Heads", "Medusa", "MedusaOptions"]
 
-#: Names in Medusa's own files, where a head's blocks and its last map are numbered in one list,
-#: and in those that vLLM takes.
+#: Weight names in Medusa's own files, which number a head's blocks and output layer in one list,
+#: and in the files that vLLM reads.
 _BLOCKS = (
     re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$"),
     re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"),
@@ -57,9 +57,11 @@ class MedusaOptions(Options):
 
 
 class Heads:
-    """blocks: per head its residual blocks, (weight [hidden, hidden], bias or None) each; outputs:
-    per head [words, hidden], or None for the target's; words: [words] int64, the tokens that they
-    are, None for the target's own.
+    """The heads' weights.
+
+    blocks: the residual blocks of each head, (weight [hidden, hidden], bias or None) each. outputs:
+    [words, hidden] of each head, or None for the target's LM head. words: [words] int64, token ids
+    of a reduced vocabulary; None for the target's.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Heads:
         return len(self.blocks)
 
     def choose(self, hidden: Tensor, head: int) -> Tensor:
-        """hidden: [rows, hidden] -> [rows] int64, the most probable token of a head."""
+        """Return the most probable token of a head: [rows, hidden] -> [rows] int64."""
         x = hidden
         for weight, bias in self.blocks[head]:
             x = x + F.silu(F.linear(x, weight, bias))
@@ -88,7 +90,7 @@ class Heads:
 
 
 class Medusa(Speculator):
-    """The heads' tokens, after each step."""
+    """Drafts the heads' tokens after each step."""
 
     name: ClassVar[str] = "medusa"
     Config: ClassVar[type] = MedusaOptions
@@ -121,7 +123,7 @@ class Medusa(Speculator):
 
 
 def _read(config: MedusaOptions, target: Target) -> Heads:
-    """The heads of a folder. Raises ModulmError, or ValueError for files that do not fit."""
+    """Read the heads from a folder. Raises ModulmError, or ValueError for files that do not fit."""
     parts: dict[str, Any] = {
         "model": config.model,
         "revision": config.revision,
@@ -176,7 +178,7 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
 
 
 def _tensors(folder: Path) -> Mapping[str, Tensor]:
-    """What is stored, by name."""
+    """Read the stored tensors, by name."""
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(f"none of {', '.join(_FILES)} is there")

@@ -1,1 +1,1 @@
-"""Speculative decoding with the layers that checkpoints bring for it (MTP)."""
+"""Speculative decoding with a checkpoint's multi-token-prediction (MTP) layers."""

@@ -1,7 +1,6 @@
-"""A checkpoint's layer for the token after the next, as a model that runs beside the whole one.
+"""A checkpoint's multi-token-prediction layer, as a model that runs beside the main one.
 
-Where the layer lies and what surrounds it is said by the model (`Model.mtp`); embedding and head
-are the model's own.
+The main model describes the layer and its inputs (`Model.mtp`) and lends its embedding and LM head.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Predictor", "predictor_of"]
 
-#: A layer may bring copies of the model's embedding and head: these are shared.
+#: Copies of the model's embedding and LM head in the layer's weights are ignored.
 _SHARED = r"\.(embed_tokens|shared_head\.head)\."
 
 
 class Predictor(Module, Model):
-    """The layer of a model of class `family`. `target` has to be set before it runs."""
+    """The layer of a model of class `family`. `target` must be set before it runs."""
 
     api = 1
     family: ClassVar[type[Model]]
@@ -71,7 +70,7 @@ class Predictor(Module, Model):
         return self._caches
 
     def forward(self, batch: Batch) -> Tensor:
-        """The states that the next draft goes on from: [tokens, hidden]."""
+        """Compute the states that the next draft continues from: [tokens, hidden]."""
         embedded = self.embedding_norm(self._target.embeddings(batch.tokens))
         state = self.hidden_norm(batch.extras[HIDDEN])
         x = self.ops.add(self.from_embedding(embedded), self.from_hidden(state))
@@ -93,7 +92,7 @@ class Predictor(Module, Model):
 
 
 def predictor_of(family: type[Model]) -> type[Predictor]:
-    """The class for models of class `family`."""
+    """Return the predictor class for models of class `family`."""
     more = {"family": family, "config_type": family.config_type}
     return type(f"{family.__name__}Mtp", (Predictor,), more)
 
@@ -106,12 +105,12 @@ def _layer(family: type[Model], config: Any) -> MtpLayer:
 
 
 def _parts(of: MtpLayer) -> tuple[str, str]:
-    """What the halves of the map are called."""
+    """Names of the two halves of the input projection."""
     return f"{of.project}_first", f"{of.project}_second"
 
 
 def _halves(of: MtpLayer, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight [outputs, 2 inputs] as the two that the inputs' halves pass."""
+    """Split a weight [outputs, 2 inputs] into the parts for the two inputs."""
     if name != f"{of.project}.weight":
         raise UnsupportedError(f"{name}: this map in such a quantization: not yet")
     width = tensor.shape[-1] // 2

@@ -1,6 +1,6 @@
-"""Drafts by the layer that a checkpoint brings for it (multi-token prediction, arXiv 2412.19437).
+"""Draft with a checkpoint's multi-token-prediction layer (arXiv 2412.19437).
 
-One layer is run again for each further token, also where a checkpoint has several.
+The first layer runs once per drafted token, even if a checkpoint has several.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MtpOptions(Options):
 
 
 class Mtp(HiddenChain):
-    """The checkpoint's own layer, after each step."""
+    """Drafts with the checkpoint's own layer after each step."""
 
     name: ClassVar[str] = "mtp"
     Config: ClassVar[type] = MtpOptions

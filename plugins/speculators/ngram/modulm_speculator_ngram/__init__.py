@@ -1,1 +1,1 @@
-"""Speculative decoding by what a text repeats."""
+"""Speculative decoding by prompt lookup: drafts repeat earlier text."""

@@ -1,7 +1,6 @@
-"""Drafts are what followed when the row's last tokens were last there (prompt lookup decoding).
+"""Draft what followed the last occurrence of a row's last tokens (prompt lookup decoding).
 
-Nothing is kept between steps: the row's tokens are searched with numpy, which takes about as many
-nanoseconds as there are tokens.
+Nothing is stored between steps: numpy searches the row's tokens, about one nanosecond per token.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class NgramOptions(Options):
 
 
 def lookup(history: np.ndarray, least: int, longest: int, count: int) -> np.ndarray:
-    """`count` tokens that may follow, or none.
+    """Return `count` tokens that may follow, or none.
 
-    history: [tokens] int64. Of the earlier places that end like it does, those with most tokens in
-    common win (from `least` to `longest`), and of these the last. A text that ends there repeats.
+    history: [tokens] int64. Of the earlier occurrences of its end, the longest match wins (`least`
+    to `longest` tokens), then the latest. If the history ends before `count` tokens, it repeats.
     """
     ends = np.flatnonzero(history[:-1] == history[-1])
     length = 0
@@ -57,7 +56,7 @@ def lookup(history: np.ndarray, least: int, longest: int, count: int) -> np.ndar
 
 
 class Ngram(Speculator):
-    """Looks up what a row's last tokens were followed by."""
+    """Drafts what followed the row's last tokens earlier."""
 
     name: ClassVar[str] = "ngram"
     Config: ClassVar[type] = NgramOptions

@@ -1,1 +1,1 @@
-"""Speculative decoding by what earlier answers said."""
+"""Speculative decoding from earlier answers."""

@@ -1,7 +1,7 @@
-"""Drafts are what most often followed the row's last tokens, in the row and in earlier answers.
+"""Draft the tokens that most often followed a row's last tokens, in the row and in earlier answers.
 
-After SuffixDecoding (Oliaro and others, arXiv 2411.04975). Instead of a tree of all suffixes, the
-places of each pair of tokens are kept; walking the tree is narrowing them down.
+Like SuffixDecoding (Oliaro et al., arXiv 2411.04975). Instead of a suffix tree, the positions of
+each pair of tokens are stored and narrowed down to the longest match.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from modulm_speculation import Options, Speculator
 
 __all__ = ["Answers", "Earlier", "Suffix", "SuffixOptions", "follow"]
 
-#: No token: what stands before and after each answer.
+#: Separates answers; not a token id.
 _EDGE = -1
-#: Most places that are compared; the last ones, where there are more.
+#: Maximum positions compared; the latest are used.
 _PLACES = 512
-#: Most salts whose answers are kept.
+#: Maximum cache salts whose answers are stored.
 _SALTS = 64
 
 
@@ -56,18 +56,18 @@ class SuffixOptions(Options):
 
 
 class Answers:
-    """Token texts, one after the other, and where each pair of tokens is in them."""
+    """Token ids of several texts, concatenated, and the positions of each pair of tokens."""
 
     def __init__(self) -> None:
         self._tokens = array("q", [_EDGE])
         self._places: dict[tuple[int, int], array[int]] = {}
 
     def __len__(self) -> int:
-        """How many tokens, ends of texts included."""
+        """Number of tokens, separators included."""
         return len(self._tokens) - 1
 
     def tokens(self, start: int) -> list[int]:
-        """The tokens from `start` on."""
+        """Return the tokens from `start` on."""
         return self._tokens[start + 1 :].tolist()
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -80,14 +80,14 @@ class Answers:
             self._tokens.append(token)
 
     def end(self) -> None:
-        """What comes next is another text."""
+        """End the current text."""
         self.extend((_EDGE,))
 
     def places(self, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """(all tokens, the places that end like `last` does, how many tokens they have in common)
+        """Find the longest matches of the end of `last`, [n] int64.
 
-        last: [n] int64. The places are those with most in common; without an equal pair of tokens
-        there are none.
+        Returns (all tokens, positions of the matches' last tokens, length of the match); no
+        positions unless at least two tokens match.
         """
         tokens = np.frombuffer(self._tokens, dtype=np.int64)
         known = self._places.get((int(last[-2]), int(last[-1]))) if len(last) > 1 else None
@@ -104,7 +104,9 @@ class Answers:
 
 
 def follow(tokens: np.ndarray, places: np.ndarray, count: int, least: float) -> list[int]:
-    """At most `count` tokens, each the most frequent one after the places that led to it."""
+    """Return at most `count` tokens, each the most frequent one after the positions that match so
+    far.
+    """
     drafts: list[int] = []
     total = len(places)
     while len(drafts) < count:
@@ -120,7 +122,7 @@ def follow(tokens: np.ndarray, places: np.ndarray, count: int, least: float) -> 
 
 @frozen(eq=False)
 class _Row:
-    """A row's own text. length: of its prompt; salt: whose earlier answers it may be told."""
+    """A row's own text. length: of its prompt. salt: selects the earlier answers it may use."""
 
     own: Answers
     length: int
@@ -128,7 +130,7 @@ class _Row:
 
 
 class Earlier:
-    """Earlier answers, the last `count` of them or more, but fewer than two times as many."""
+    """Earlier answers: at least the last `count`, fewer than twice as many."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -137,11 +139,11 @@ class Earlier:
 
     @property
     def texts(self) -> tuple[Answers, Answers]:
-        """The newer ones and the older ones."""
+        """Return the newer and the older answers."""
         return self._new, self._old
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Keep an answer."""
+        """Add an answer."""
         if self._held == self._count:
             self._new, self._old, self._held = Answers(), self._new, 0
         self._new.extend(tokens)
@@ -150,7 +152,7 @@ class Earlier:
 
 
 class Suffix(Speculator):
-    """Looks up what rows' last tokens were followed by, in them and in answers of equal salt."""
+    """Drafts from the row's own text and from earlier answers with the same cache salt."""
 
     name: ClassVar[str] = "suffix"
     Config: ClassVar[type] = SuffixOptions
