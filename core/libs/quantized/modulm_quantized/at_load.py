@@ -29,19 +29,18 @@ from modulm_quantized.stored import StoredAs
 
 __all__ = ["AtLoad", "AtLoadConfig", "ReadOrRound", "ReadOrRoundConfig"]
 
-#: Suffixes of vLLM's format names that say when scales are calculated.
+#: Suffixes of vLLM's format names that describe activation scales.
 _ENDINGS = ("_static", "_dynamic", "_sym")
 
 
 @frozen
 class AtLoadConfig:
-    """Which layers are quantized, and how; the default is the scheme that the method is named
-    after.
+    """Which layers are quantized, and how. The default scheme is that of the method's name.
 
     `linear`, `moe`: scheme of linear layers and of expert stacks: a name, or a table of `weight`
     (None: not quantized) and `activation`. `targets`: name patterns -> scheme of these layers
-    (None: not quantized). `ignore`: patterns of layers that stay plain. A pattern is a path, the
-    end of a path, or a regular expression after "re:", matched against the checkpoint's names.
+    (None: not quantized). `ignore`: patterns of layers that stay unquantized. A pattern is a path,
+    the end of a path, or a regular expression after "re:", matched against the checkpoint's names.
     `activations`: format of activations in products, "int8" (one scale per token and 256 inputs) or
     "bf16" (unrounded).
     """
@@ -158,12 +157,12 @@ class AtLoad(CodedMethod):
         return requested or self.config.activations or self.ROUNDED
 
     def rounded_to(self, spec: LinearSpec) -> Scheme | None:
-        """Scheme that a layer is quantized with, None if it stays plain."""
+        """Return the scheme that a layer is quantized with, None if it stays plain."""
         scheme = self._requested_scheme(spec)
         return None if scheme is None or scheme.unfit(spec.inputs) else scheme
 
     def _requested_scheme(self, spec: LinearSpec) -> Scheme | None:
-        """Scheme that the settings request. Raises ConfigError if fused parts differ."""
+        """Return the scheme that the settings request. Raises ConfigError if fused parts differ."""
         schemes = {self._of(name, spec.kind) for name in spec.part_names or (spec.name,)}
         if len(schemes) > 1:
             names = ", ".join(spec.part_names)
@@ -179,7 +178,7 @@ class AtLoad(CodedMethod):
         return self._default_scheme(kind)
 
     def _default_scheme(self, kind: str) -> Scheme | None:
-        """Scheme of layers that no pattern matches."""
+        """Return the scheme of layers that no pattern matches."""
         config = self.config
         if kind == "lm_head":
             return self._scheme(self.HEAD)
@@ -197,7 +196,7 @@ class AtLoad(CodedMethod):
         return self._sized(_scheme_of(name)) if name else None
 
     def _sized(self, scheme: Scheme) -> Scheme:
-        """The scheme, adjusted by the remaining settings."""
+        """Adjust the scheme by the remaining settings."""
         size = getattr(self.config, "group_size", None)
         return evolve(scheme, columns=size) if size and scheme.values == "int4" else scheme
 
@@ -207,15 +206,17 @@ _NOUNS = {"linear": "linear layers", "lm_head": "heads", "expert": "experts"}
 
 @frozen
 class ReadOrRoundConfig(AtLoadConfig):
-    """`quantization_config` of config.json; without `quant_method`, the settings for quantizing."""
+    """`quantization_config` of config.json; without `quant_method`, the settings for quantizing at
+    load.
+    """
 
     quant_method: str = ""
 
 
 class ReadOrRound(QuantizationMethod):
-    """A format that can be read from checkpoints and that plain checkpoints can be quantized to.
+    """A format that checkpoints are stored in and that plain checkpoints can be quantized to.
 
-    With a configuration without `quant_method`, the created object quantizes at load.
+    Without `quant_method` in the configuration, the created object quantizes at load.
     """
 
     #: Default scheme for plain checkpoints, see `AtLoad.LINEAR`.
@@ -229,7 +230,7 @@ class ReadOrRound(QuantizationMethod):
 
 @cache
 def _rounding(reader: type[ReadOrRound]) -> Any:
-    """The class that quantizes instead of reading."""
+    """Create the class that quantizes instead of reading."""
     defaults = {"LINEAR": reader.ROUNDS_TO, "EXPERT": reader.ROUNDS_TO}
     namespace = {"__doc__": "Rounds a plain checkpoint.", "__module__": reader.__module__}
     return type(f"{reader.__name__}AtLoad", (AtLoad, reader), {**defaults, **namespace})

@@ -36,7 +36,7 @@ class Codes:
         return self.values.shape[1] // self.scales.shape[1]
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], the dequantized weight, inputs in the layer's order."""
+        """Return the dequantized weight [N, K], inputs in the layer's order."""
         numbers = self.values
         if self.levels is not None:
             numbers = self.levels.to(numbers.device)[numbers.int()]
@@ -54,12 +54,12 @@ class Codes:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def rows(self, rows: slice) -> Codes:
-        """The codes of some outputs."""
+        """Return the codes of some outputs."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return evolve(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
     def in_groups_of(self, size: int) -> Codes:
-        """The same weight with scales for groups of `size`, which divides the group."""
+        """Return the same weight with scales for groups of `size`, which divides the group."""
         times = self.group // size
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, 1)
         return evolve(self, scales=self.scales.repeat_interleave(times, 1), zeros=zeros)
@@ -76,14 +76,14 @@ class CodedExperts:
         return self.codes[expert].weight(self.dtype)
 
     def grow(self, experts: int) -> None:
-        """Make room for `experts` experts; new ones repeat the last."""
+        """Add slots for `experts` experts; new ones repeat the last."""
         self.codes.extend([self.codes[-1]] * (experts - len(self.codes)))
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """The readable tensors of one expert."""
+        """Return the tensors of one expert, for reading."""
         return tuple(self.codes[expert].tensors().values())
 
     def put(self, expert: int, memory: Sequence[Tensor]) -> None:
-        """Replace an expert by another one's tensors."""
+        """Replace an expert by the tensors of another one."""
         tensors = dict(zip(self.codes[expert].tensors(), memory, strict=True))
         self.codes[expert] = evolve(self.codes[expert], **tensors)

@@ -16,7 +16,7 @@ Coded = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Unlike(Exception):
-    """Experts stored in one format were narrowed to different kernel formats."""
+    """Raised if experts stored in one format were narrowed to different kernel formats."""
 
 
 def pack_stack(

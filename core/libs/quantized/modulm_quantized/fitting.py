@@ -60,7 +60,7 @@ def for_kernels(codes: Codes, *, wide: bool = False) -> Fitted | None:
 
 
 def _coded(codes: Codes, wide: bool) -> tuple[str, Codes] | None:
-    """The name of a format, and the codes in it."""
+    """Return the name of a format, and the codes in it."""
     if codes.levels is not None:
         if codes.values.dtype == torch.uint8 and torch.equal(codes.levels.cpu(), E2M1):
             return "e2m1", evolve(codes, scales=codes.scales.float() / 2, levels=None)
@@ -84,7 +84,7 @@ def _coded(codes: Codes, wide: bool) -> tuple[str, Codes] | None:
 
 
 def _whole_levels(codes: Codes) -> Codes | None:
-    """Codes whose levels, or twice the levels, are integers, as 8-bit integers."""
+    """Return codes whose levels, or twice the levels, are integers as 8-bit integers; else None."""
     if codes.levels is None:
         return codes
     for times in (1, 2):

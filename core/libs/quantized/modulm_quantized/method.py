@@ -75,7 +75,7 @@ class CodedMethod(QuantizationMethod):
         return "bf16"
 
     def fp8_activations(self, spec: LinearSpec) -> str:
-        """For formats designed for fp8 activations.
+        """Return the activation format for formats designed for fp8 activations.
 
         "fp8" (one scale per token and 128 inputs) if the platform's kernels multiply fp8, otherwise
         "bf16". The head always gets "bf16" because its errors are errors of logits.
@@ -94,14 +94,14 @@ class CodedMethod(QuantizationMethod):
         return self.note_text(spec, stored_as.text, fits=stored_as.fits(spec))
 
     def note_text(self, spec: LinearSpec, text: str, *, fits: bool) -> str:
-        """The note on a layer; `fits` says whether kernels multiply its codes."""
+        """Return the note on a layer; `fits` says whether kernels multiply its codes."""
         if self._packer(spec) is None or fits:
             return text
         dtype = "bfloat16" if spec.experts else spec.dtype
         return f"{text}; dequantized to {dtype}: no kernel multiplies these codes"
 
     def _packer(self, spec: LinearSpec) -> Any:
-        """The op that packs codes, or None if codes stay as they are."""
+        """Return the op that packs codes, or None if codes stay as they are."""
         name = "pack_quantized_experts" if spec.experts else "pack_quantized"
         return None if spec.dtype == "float32" else self.ops.find(name)
 
@@ -131,7 +131,7 @@ class CodedMethod(QuantizationMethod):
         return _LayerPart(packed, codes.order)
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
-        """The stack for `fused_experts`: packed, or codes per expert."""
+        """Build the stack for `fused_experts`: packed, or codes per expert."""
 
         def codes_of(expert: int) -> Codes:
             one = {name: tensor[expert] for name, tensor in stored.items()}
@@ -203,7 +203,7 @@ def _joined(parts: tuple[Codes, ...]) -> Codes:
 
 
 def _in_order(codes: Codes) -> Codes:
-    """The same weight with one scale per input, so that the columns can be reordered."""
+    """Return the same weight with one scale per input, so that the columns can be reordered."""
     if codes.order is None:
         return codes
     spread, back = codes.in_groups_of(1), codes.order.argsort()

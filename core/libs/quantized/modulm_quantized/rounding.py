@@ -57,7 +57,7 @@ class Scheme:
         return f"{self.values}, {kind} per {scope}"
 
     def unfit(self, inputs: int) -> str | None:
-        """Why a weight with `inputs` inputs cannot be quantized, None if it can."""
+        """Return why a weight with `inputs` inputs cannot be quantized, None if it can."""
         if self.rows == 1 and self.columns and inputs % self.columns:
             return f"{inputs} inputs are not whole groups of {self.columns}"
         return None
@@ -130,7 +130,7 @@ def _round_rows(weight: Tensor, scheme: Scheme) -> Codes:
 
 
 def _round_blocks(weight: Tensor, scheme: Scheme) -> Codes:
-    """For scales that adjacent rows share, or that are themselves scaled per weight."""
+    """Quantize with scales that adjacent rows share, or that are themselves scaled per weight."""
     outputs, inputs = weight.shape
     rows, columns = scheme.rows or outputs, scheme.columns or inputs
     size = math.gcd(columns, inputs)
@@ -159,7 +159,9 @@ def _levels(scheme: Scheme, device: torch.device) -> Tensor | None:
 
 
 def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
-    """The maximum of each block of `rows` x `columns` entries, at every entry of the block."""
+    """Return the maximum of each block of `rows` x `columns` entries, at every entry of the
+    block.
+    """
     outputs, groups = largest.shape
     tall, wide = -(-outputs // rows), -(-groups // columns)
     padded = largest.new_zeros(tall * rows, wide * columns)
@@ -170,7 +172,7 @@ def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales(largest: Tensor, scheme: Scheme) -> Tensor:
-    """Scales for `largest`, the maximum magnitude of the values that share one."""
+    """Return the scales for `largest`, the maximum magnitude of the values that share one."""
     top = _LARGEST[scheme.values]
     if scheme.exponents:
         # The power of two that keeps the values in range (OCP Microscaling Formats, section 6.3).
@@ -196,12 +198,12 @@ def _coded(wide: Tensor, values: str) -> Tensor:
 
 
 def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """wide: [n, groups, group] -> codes 0..15, scales, zeros.
+    """Quantize wide: [n, groups, group] -> codes 0..15, scales, zeros.
 
     Tries several fractions of each group's range and keeps the one with the least squared error:
     clipping a rare outlier costs less than coarser steps for the rest of the group. Scales are bf16
-    values, as in the kernels. The groups are transposed meanwhile so that every operation runs
-    along them.
+    values, as in the kernels. Groups are transposed so that every operation is vectorized along
+    them.
     """
     shape = wide.shape[:2]
     laid = wide.flatten(0, 1).T.contiguous()
@@ -224,7 +226,7 @@ def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _folded(errors: Tensor) -> Tensor:
-    """The sum along the first dimension, added by halves: an order that kernels can reproduce."""
+    """Sum along the first dimension by halves, an order that kernels can reproduce."""
     while len(errors) > 1 and len(errors) % 2 == 0:
         first, second = errors.chunk(2)
         errors = first + second

@@ -38,7 +38,7 @@ def block_columns(spec: LinearSpec, columns: int) -> int:
 
 
 def narrowest(scale: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """The scales in 16 bits, if that is exact for them and for `zeros`."""
+    """Return the scales in 16 bits, if that is exact for them and for `zeros`."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = scale.to(dtype)
         if torch.equal(narrow.to(scale.dtype), scale) and (
@@ -49,7 +49,9 @@ def narrowest(scale: Tensor, zeros: Tensor | None = None) -> Tensor:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """Powers of two as exponents plus 127 in a byte, where kernels support it; else `narrowest`."""
+    """Return powers of two as exponents plus 127 in a byte, where kernels support it; else
+    `narrowest`.
+    """
     mantissa, exponent = torch.frexp(scale.float())
     stored = exponent + 126
     if bool(((mantissa == 0.5) & (stored >= 1) & (stored <= _LARGEST_EXPONENT)).all()):

@@ -13,7 +13,7 @@ __all__ = ["StoredAs"]
 
 
 def _size(group: int) -> int:
-    """Group size; formats write -1 for a single group."""
+    """Return the group size, 0 for a single group, which formats write as -1."""
     return max(group, 0)
 
 
@@ -36,7 +36,9 @@ class StoredAs:
 
     @classmethod
     def integers(cls, bits: int, group: int, *, zeros: bool = False, ordered: bool = False) -> Self:
-        """Integers with a scale per `group` inputs, or one for all if it is not positive."""
+        """Describe integers with a scale per `group` inputs, or one for all if it is not
+        positive.
+        """
         what = "a scale and zero point" if zeros else "a scale"
         where = f"{group} inputs" if group > 0 else "output"
         order = ", inputs sorted by group" if ordered else ""
