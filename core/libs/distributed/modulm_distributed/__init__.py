@@ -1,1 +1,1 @@
-"""Several ranks that compute one model: their groups, their processes, executors over them."""
+"""Ranks that compute one model together: their groups, processes, and executors."""

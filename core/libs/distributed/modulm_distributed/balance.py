@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BalancedExperts", "MovableStack"]
 
-#: Most tensors of an expert in a stack.
+#: Maximum tensors of an expert in a stack.
 _PIECES = 4
 
 log = logging.getLogger("modulm.eplb")
@@ -43,12 +43,12 @@ class BalancedExperts:
             log.setLevel(logging.INFO)
 
     def layer(self, fused: Callable[..., Tensor], shard: Shard, name: str) -> Callable[..., Tensor]:
-        """`fused` for one layer's experts, of which this rank loads `own`."""
+        """Wrap `fused` for the experts of one layer, of which this rank loads `shard`."""
         self._layers.append(_Layer(name, shard.whole, self._group, self._config))
         return partial(self._layers[-1], fused)
 
     def report(self) -> np.ndarray | None:
-        """[experts] int64: tokens that chose each since the last report, in all layers."""
+        """Return [experts] int64: tokens that chose each since the last report, in all layers."""
         if not self._layers:
             return None
         counts = [layer.reported for layer in self._layers]
@@ -72,7 +72,7 @@ class _Layer:
         self._counts = torch.zeros(experts, dtype=torch.int64)  # of `recent`
         #: Tokens since the last report.
         self.reported = torch.zeros(experts, dtype=torch.int64)
-        #: Slots of each expert [experts, most copies]; number of copies [experts].
+        #: Slots of each expert [experts, max copies]; number of copies [experts].
         self._slots = self._copies = torch.empty(0, dtype=torch.int64)
 
     def __call__(
@@ -84,7 +84,7 @@ class _Layer:
         *stacks: Any,
         **more: Any,
     ) -> Tensor:
-        """What the experts in this rank's slots add: [tokens, hidden], a part of the sum."""
+        """Compute the experts in this rank's slots: [tokens, hidden], a partial sum."""
         biases = [more[name] for name in ("gate_up_bias", "down_bias") if more[name] is not None]
         if not self._is_ready:  # the warm-up pass, whose tokens do not count
             self._begin([*stacks, *biases], ids.device)
@@ -107,15 +107,15 @@ class _Layer:
         self._steps += 1
 
     def _choose_slots(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Slots for the experts `ids`. If an expert has copies, a hash of the token's values picks
-        one, so that an answer does not depend on the rest of the step.
+        """Return the slots for the experts `ids`. If an expert has copies, a hash of the token's
+        values picks one, so that results do not depend on the rest of the step.
         """
         copies = self._copies[ids]
         hashes = x[:, :16].contiguous().view(torch.uint8).sum(-1, dtype=torch.int64)
         return self._slots[ids, hashes[:, None] % copies]
 
     def _begin(self, stacks: Sequence[Any], device: torch.device) -> None:
-        """Make room for copies and fill it."""
+        """Allocate and fill the slots for copies."""
         self._is_ready = True
         self._recent, self._counts = self._recent.to(device), self._counts.to(device)
         self.reported = self.reported.to(device)
@@ -155,7 +155,7 @@ class _Layer:
             )
 
     def _index_slots(self, device: torch.device) -> None:
-        """Index the slots of each expert: [experts, most copies], and the number of copies."""
+        """Index the slots of each expert: [experts, max copies], and the number of copies."""
         flat = self._placed.ravel()
         copies = np.bincount(flat, minlength=len(self._counts))
         slots = np.zeros((len(copies), copies.max()), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Collectives: how the ranks of a group exchange tensors (group `modulm.collectives`).
 
-A platform names those that it prefers (`Platform.collectives`); the first one that is installed
-and does not reject a group of ranks connects it.
+A platform lists the ones it prefers (`Platform.collectives`); the first that is installed and
+accepts a group's ranks is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Members:
     """The ranks of a group, of which this process is number `rank`.
 
     name: of the group; unique, and the same on each rank. store: where the ranks meet. one_host:
-    whether all run on this machine. seconds: how long a rank waits for the others. address: of
-    this machine, for ranks on others.
+    whether all run on this machine. seconds: how long to wait for other ranks. address: of this
+    machine, for ranks on others.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Collectives(ABC):
 
     @classmethod
     def rejects(cls, platform: Platform, members: Members) -> str | None:
-        """Why these ranks cannot be connected this way; None if they can."""
+        """Return why these ranks cannot be connected this way; None if they can."""
         return None
 
     @classmethod
     @abstractmethod
     def open(cls, platform: Platform, members: Members) -> ProcessGroup:
-        """Connect this rank with the others, which do the same. Raises EngineError."""
+        """Connect this rank with the others, which make the same call. Raises EngineError."""

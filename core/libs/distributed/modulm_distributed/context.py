@@ -1,8 +1,8 @@
 """Decode context parallelism: ranks share the cached tokens of a sequence.
 
-With fewer KV heads than ranks, or a single latent for all heads, several ranks would cache the
-same. Instead each of `n` ranks caches every n-th run of `interleave_tokens` tokens, so a block of
-the pool covers n times the tokens that one rank stores. Each rank attends to its tokens with the
+With fewer KV heads than ranks, or one latent for all heads, several ranks would cache the same
+vectors. Instead each of `n` ranks caches every n-th run of `interleave_tokens` tokens, so a block
+of the pool covers n times the tokens that one rank stores. Each rank attends to its tokens with the
 heads of all `n` ranks, and the results are merged by their log-sum-exp (Milakov and Gimelshein,
 arXiv 1805.02867), in the order of ranks.
 """
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextAttention", "ContextMesh", "Runs"]
 
-#: Features of layers whose tokens can be shared; sinks are added when parts are merged.
+#: Attention features that work with shared tokens; sinks are added when parts are merged.
 _CUT = {"value_dim", "softcap", "latent", "scales", "sinks"}
-#: Features of layers with small caches, which every rank holds whole.
+#: Features of layers whose caches are small; every rank holds them whole.
 _WHOLE = {"window", "cross"}
 
 
@@ -50,15 +50,15 @@ class Runs:
     length: int
 
     def before(self, ends: np.ndarray) -> np.ndarray:
-        """The number of the first `ends` tokens that this rank caches."""
+        """Return how many of the first `ends` tokens this rank caches."""
         turn = self.length * self.ranks
         rest = np.clip(ends % turn - self.rank * self.length, 0, self.length)
         count: np.ndarray = ends // turn * self.length + rest
         return count
 
     def slots(self, slots: np.ndarray, block: int) -> np.ndarray:
-        """Convert global slots to slots in this rank's blocks of `block` tokens; slots of other
-        ranks' tokens are in the null block.
+        """Convert global slots to slots in this rank's blocks of `block` tokens; tokens of other
+        ranks get a slot in the null block.
         """
         ids, inside = np.divmod(slots, block * self.ranks)
         runs, within = np.divmod(inside, self.length)
@@ -154,7 +154,7 @@ class ContextMesh(Mesh):
 
     @classmethod
     def of(cls, mesh: Mesh, context: ProcessGroup, interleave_tokens: int) -> ContextMesh:
-        """The same ranks, sharing the cached tokens."""
+        """Return a mesh of the same ranks that shares the cached tokens."""
         groups = {field.name: getattr(mesh, field.name) for field in fields(Mesh)}
         return cls(**{**groups, "context": context}, interleave_tokens=interleave_tokens)
 

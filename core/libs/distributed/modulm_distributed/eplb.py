@@ -1,4 +1,4 @@
-"""`--eplb-config`, with the keys of vLLM."""
+"""Parse `--eplb-config`, which has vLLM's keys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ __all__ = ["EplbConfig", "balance_of", "eplb_config"]
 
 @frozen
 class EplbConfig:
-    """Expert balancing. window_size: steps whose tokens are counted. step_interval: steps between
-    two rebalances. num_redundant_experts: extra slots on all ranks together.
+    """Settings of expert balancing.
+
+    window_size: steps whose tokens are counted. step_interval: steps between two rebalances.
+    num_redundant_experts: extra slots on all ranks together.
     """
 
     window_size: int = field(default=1000, validator=ge(1))
@@ -32,7 +34,7 @@ class EplbConfig:
 
 
 def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
-    """The configuration from a table. Raises ConfigError, which names the key."""
+    """Parse the configuration. Raises ConfigError, which names the key."""
     try:
         return structure_table(table, EplbConfig)
     except Problem as problem:
@@ -40,6 +42,6 @@ def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
 
 
 def balance_of(config: EngineConfig) -> EplbConfig | None:
-    """The configuration, or None if experts are not balanced."""
+    """Return the configuration, or None if experts are not balanced."""
     flags = config.group(DistributedConfig)
     return eplb_config(flags.eplb_config) if flags.enable_eplb else None

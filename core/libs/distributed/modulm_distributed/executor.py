@@ -51,16 +51,16 @@ __all__ = ["WorkersExecutor", "unpack_capacity"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Seconds that the other ranks have to report a step that failed on one rank.
+#: Seconds for the other ranks to report a step that failed on one rank.
 _ALL_FAIL = 5.0
-#: Seconds that workers have to end.
+#: Seconds for workers to end.
 _GRACE = 10.0
 #: Seconds between two checks for steps that take too long.
 _LOOK = 1.0
 #: Results of steps shorter than this (seconds) are polled for.
 _SHORT = 5e-4
-#: Least seconds to wait for the next step before a replica that shares experts runs an empty pass,
-#: and between two checks.
+#: Minimum seconds to wait for the next step before a replica that shares experts runs an empty
+#: pass, and between two checks.
 _NEXT = 3e-3
 #: Longer gaps between two steps (seconds) mean that the replica was idle.
 _IDLE = 5e-2
@@ -69,7 +69,7 @@ _FIRST_DEAD = 1.0
 
 
 def unpack_capacity(table: dict[str, Any]) -> Capacity:
-    """A capacity from its fields as plain values."""
+    """Build a capacity from its fields as plain values."""
     groups = tuple(GroupCapacity(**group) for group in table["groups"])
     return Capacity(**{**table, "groups": groups, "notes": tuple(table["notes"])})
 
@@ -92,8 +92,9 @@ class _Step(Future[StepResult]):
 
 @define(eq=False)
 class _Call:
-    """A call that has not been answered by all ranks. missing: those that have not answered;
-    values: the answers by rank; named: errors name the rank that they are of.
+    """A call that some ranks have not answered yet.
+
+    missing: those ranks. values: the answers by rank. named: error messages name their rank.
     """
 
     missing: set[int]
@@ -129,13 +130,13 @@ class WorkersExecutor(Executor):
         #: The rank that returns results: the first of the last stage.
         self._output_rank = 0
         self._reader: threading.Thread | None = None
-        #: For plans and for results, where all workers are on this machine.
+        #: Rings for plans and for results, if all workers are on this machine.
         self._rings: tuple[Ring, Ring] | None = None
         self._landing = threading.Lock()
         self._bell = select.poll()
         #: Seconds spent waiting for the last result.
         self._waited = 0.0
-        #: For replicas that share experts: the passes of all, and the plan of an empty one.
+        #: For replicas that share experts: the passes of all replicas, and an encoded empty plan.
         self._rounds: Rounds | None = None
         self._empty = b""
         self._empty_pass_thread: threading.Thread | None = None
@@ -144,19 +145,19 @@ class WorkersExecutor(Executor):
 
     @abstractmethod
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
-        """Start the workers' processes: the connection and the spec of each, by rank."""
+        """Start the workers' processes; returns the connection and the spec of each, by rank."""
 
     @abstractmethod
     def end(self, seconds: float) -> None:
-        """Wait for the processes to end, and kill them after so many seconds."""
+        """Wait for the processes to end; kill them after this many seconds."""
 
     def at(self, rank: int) -> str:
-        """The name of a rank in error messages."""
+        """Return the name of a rank for error messages."""
         return f"worker {rank}"
 
     @abstractmethod
     def ending(self, rank: int) -> str:
-        """How the process of a rank ended, for error messages."""
+        """Return how the process of a rank ended, for error messages."""
 
     def start(self, config: EngineConfig) -> Capacity:
         flags = config.group(DistributedConfig)
@@ -208,7 +209,7 @@ class WorkersExecutor(Executor):
         self._empty_pass_thread.start()
 
     def _ready(self) -> tuple[Capacity, ModelDescription]:
-        """Wait until all ranks have loaded; the capacity and description of the output rank."""
+        """Wait until all ranks have loaded; returns the output rank's capacity and description."""
         frames_by_rank: dict[int, list[Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, stream in enumerate(self._streams):
@@ -283,7 +284,7 @@ class WorkersExecutor(Executor):
             while not step.done():
                 wait(self._bell, _SHORT if self._waited < _SHORT else 0.0)
                 for data in self._rings[1].frames():
-                    if len(data):  # a longer one comes over its stream
+                    if len(data):  # longer results come over the stream
                         self._resolve_step(self._codec.decode_result(data))
             self._waited = time.perf_counter() - began
 
@@ -478,7 +479,7 @@ class WorkersExecutor(Executor):
             raise EngineTimeout(message) from error
 
     def _ask(self, kind: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Future[Any]:
-        """Call a function on some ranks, or all; done when each has answered."""
+        """Call a function on the ranks, all by default; done when each has answered."""
         targets = range(len(self._streams)) if ranks is None else ranks
         number, call = next(self._numbers), _Call(set(targets))
         what, rest = (kind, arguments) if kind == "prepare" else ("call", arguments)
@@ -486,7 +487,7 @@ class WorkersExecutor(Executor):
         return call.answer
 
     def _send_call(self, number: int, call: _Call, data: bytes) -> None:
-        """Send a call to the ranks that it is for."""
+        """Send a call to its ranks."""
         call.answer.set_running_or_notify_cancel()
         with self._lock:
             if self._dead is not None:
@@ -494,7 +495,7 @@ class WorkersExecutor(Executor):
                 return
             self._calls[number] = call
         for rank in sorted(call.missing):
-            with suppress(OSError):  # the reading thread sees that it is gone
+            with suppress(OSError):  # the reading thread notices the loss
                 self._streams[rank].send(data)
 
     def stop(self) -> None:

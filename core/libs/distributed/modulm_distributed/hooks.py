@@ -1,4 +1,4 @@
-"""Checks of the configuration for several ranks."""
+"""Checks of the configuration for multiple ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["modulm_config_final"]
 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
-    """Refuse expert balancing that is impossible, before a model is loaded."""
+    """Raise ConfigError for impossible expert balancing, before a model is loaded."""
     flags = config.group(DistributedConfig)
     balance = eplb_config(flags.eplb_config)
     if not flags.enable_eplb:

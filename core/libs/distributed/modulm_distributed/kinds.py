@@ -1,4 +1,4 @@
-"""The kind of driver that this package adds: collectives."""
+"""The driver kind that this package adds: collectives."""
 
 from modulm.plugins.kinds import Kind
 

@@ -30,19 +30,18 @@ __all__ = ["RankSpec", "open_mesh"]
 
 @frozen
 class RankSpec:
-    """Which rank a worker is, and how it reaches the others.
+    """A worker's rank, and how it reaches the others.
 
-    rank: of tensor * pipeline; ranks of one stage follow one another. tensor, pipeline: sizes.
-    store: where all ranks meet: "file:PATH"; "tcp:HOST:PORT", which rank 0 serves; or
-    "launcher:PREFIX", names in the store of the program that started the ranks.
-    hosts: number of machines. seconds: how long ranks wait for one another.
-    layers: of each stage; empty: split automatically.
-    expert_parallel: ranks hold whole experts (`--enable-expert-parallel`).
-    host_slot: (index, count) among the workers that share this machine; None: all ranks do.
-    address: of this machine, for ranks on others.
-    context: ranks that share the cached tokens of a sequence (`--decode-context-parallel-size`),
-    interleave_tokens at a time (`--cp-kv-cache-interleave-size`).
-    replica: index among `replicas` whose ranks share experts, and meet at `replica_store`.
+    rank: of tensor * pipeline; ranks of one stage are consecutive. tensor, pipeline: sizes. store:
+    where all ranks meet: "file:PATH"; "tcp:HOST:PORT", served by rank 0; or "launcher:PREFIX",
+    names in the store of the program that started the ranks. hosts: number of machines. seconds:
+    how long ranks wait for one another. layers: of each stage; empty: split automatically.
+    expert_parallel: ranks hold whole experts (`--enable-expert-parallel`). host_slot: (index,
+    count) among the workers that share this machine; None: all ranks do. address: of this machine,
+    for ranks on others. context: ranks that share the cached tokens of a sequence
+    (`--decode-context-parallel-size`), interleave_tokens at a time
+    (`--cp-kv-cache-interleave-size`). replica: index among `replicas` whose ranks share experts,
+    and meet at `replica_store`.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class RankSpec:
 
     @classmethod
     def all_ranks(cls, parallel: ParallelConfig, store: str, **more: Any) -> list[RankSpec]:
-        """The specs of all ranks of one replica."""
+        """Build the specs of all ranks of one replica."""
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         layers = parallel.pipeline_layer_partition
         more |= {"layers": layers, "expert_parallel": parallel.enable_expert_parallel}
@@ -84,8 +83,9 @@ class RankSpec:
 def open_mesh(
     spec: RankSpec, platform: Platform, plugins: PluginManager, balance: EplbConfig | None = None
 ) -> Mesh:
-    """Connect this rank with the ranks of its groups. balance: how experts are moved between ranks;
-    None: they stay. Raises EngineError.
+    """Connect this rank with the ranks of its groups. Raises EngineError.
+
+    balance: how experts are moved between ranks; None: never.
     """
     if spec.ranks == 1 and spec.replicas == 1:
         return Mesh()
@@ -137,7 +137,7 @@ def _store(address: str, ranks: int, spec: RankSpec) -> c10d.Store:
 
 
 def _choose(platform: Platform, members: Members, plugins: PluginManager) -> type[Collectives]:
-    """The first of the platform's collectives that is installed and accepts these ranks."""
+    """Return the first of the platform's collectives that is installed and accepts these ranks."""
     reasons = []
     for name in platform.collectives:
         try:

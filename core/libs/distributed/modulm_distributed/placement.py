@@ -1,7 +1,7 @@
 """Assign experts to ranks, some of them more than once, so that all ranks have the same load.
 
-After DeepSeek's expert-parallel load balancer (arXiv 2412.19437, 3.4.2): experts that many tokens
-choose get more copies, and copies are assigned from the heaviest down.
+Like DeepSeek's expert-parallel load balancer (arXiv 2412.19437, 3.4.2): experts chosen by many
+tokens get more copies, and copies are assigned in descending order of load.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["balancedness", "first_placement", "placement", "rank_loads"]
 
 
 def first_placement(experts: int, ranks: int, spare: int) -> np.ndarray:
-    """The initial experts of each slot: [ranks, experts / ranks + spare] int64. Each rank has its
-    share of the checkpoint, followed by copies of the next rank's experts.
+    """Return the initial experts of each slot: [ranks, experts / ranks + spare] int64. Each rank
+    has its share of the checkpoint, followed by copies of the next rank's experts.
     """
     experts_by_rank = np.arange(experts).reshape(ranks, -1)
     copies = [np.resize(np.roll(experts_by_rank, -1, 0)[rank], spare) for rank in range(ranks)]
@@ -28,10 +28,11 @@ def first_placement(experts: int, ranks: int, spare: int) -> np.ndarray:
 
 
 def placement(counts: Sequence[int] | np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The balanced experts of each slot: [ranks, slots]. Every expert has a slot, and no rank has
-    more load than the busiest one before. An expert that stays on a rank keeps its slot.
+    """Return balanced experts for each slot: [ranks, slots].
 
-    counts: [experts], tokens that chose each. before: [ranks, slots], the current experts.
+    Every expert has a slot, and no rank exceeds the previous maximum load. An expert that stays on
+    a rank keeps its slot. counts: [experts], tokens that chose each. before: [ranks, slots], the
+    current experts.
     """
     counts, (ranks, slots) = np.asarray(counts, dtype=np.float64), before.shape
     copies = _copies(counts, ranks * slots, ranks)
@@ -39,7 +40,7 @@ def placement(counts: Sequence[int] | np.ndarray, before: np.ndarray) -> np.ndar
     free = np.full(ranks, slots)
     loads = np.zeros(ranks)
     experts_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
-    # Heaviest first; among equals those with most copies, which fit on the fewest ranks.
+    # Heaviest first; of equal loads those with most copies, which fit on the fewest ranks.
     for expert in sorted(range(len(counts)), key=lambda e: (-shares[e], -copies[e], e)):
         for _ in range(copies[expert]):
             open_to = [r for r in range(ranks) if free[r]]
@@ -56,20 +57,22 @@ def placement(counts: Sequence[int] | np.ndarray, before: np.ndarray) -> np.ndar
 
 
 def rank_loads(counts: np.ndarray, placed: np.ndarray) -> np.ndarray:
-    """Tokens of each rank, [ranks]; the copies of an expert get equal shares."""
+    """Return the tokens of each rank, [ranks]; the copies of an expert get equal shares."""
     copies = np.bincount(placed.ravel(), minlength=len(counts))
     loads: np.ndarray = (counts / np.maximum(copies, 1))[placed].sum(1)
     return loads
 
 
 def balancedness(counts: np.ndarray, placed: np.ndarray) -> float:
-    """Mean load of the ranks over the largest: 1 if all have the same."""
+    """Return the mean load of the ranks divided by the largest: 1 if all are equal."""
     loads = rank_loads(counts, placed)
     return float(loads.mean() / loads.max()) if loads.max() else 1.0
 
 
 def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
-    """The copies of each expert, at most one on a rank if there are enough experts."""
+    """Return the number of copies of each expert, at most one per rank if there are enough
+    experts.
+    """
     copies = np.ones(len(counts), dtype=np.int64)
     for _ in range(slots - len(counts)):
         shares = counts / copies
@@ -79,7 +82,7 @@ def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
 
 
 def _keep_slots(wanted: Sequence[int], before: np.ndarray) -> list[int]:
-    """The experts of a rank in its slots; those that stay keep their slots."""
+    """Assign a rank's experts to its slots; those that stay keep their slots."""
     coming = list(wanted)
     slots: list[int | None] = []
     for expert in before.tolist():

@@ -1,9 +1,9 @@
 """Experts that are distributed over the ranks of several replicas.
 
-In each layer every rank gathers the tokens of all replicas, with their experts and weights, and
-applies its own experts. The results are summed in the order of the ranks, and each replica takes
-its own tokens. So all replicas must run the same layers: an idle one runs them with an empty batch
-(`modulm_distributed.rounds`).
+In each layer every rank gathers the tokens of all replicas, with their expert choices and weights,
+and applies its own experts. The results are summed in the order of ranks, and each replica takes
+its own tokens. All replicas must therefore run the same layers: an idle one runs them with an empty
+batch (`modulm_distributed.rounds`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class ReplicaExperts:
         self.empty, self._device = False, device
         self._everyone, self._data = everyone, data
         self._layers = 0
-        #: The first layer of a pass; rows of the current pass here, and of each replica.
+        #: The first layer of a pass; rows of the current pass in this replica, and in each.
         self._first: int | None = None
         self._rows = 0
         self._counts: list[int] = []
 
     def layer(self, fused: Callable[..., Tensor], shard: Shard, name: str) -> Callable[..., Tensor]:
-        """`fused` for one layer's experts, of which this rank has `own`."""
+        """Wrap `fused` for the experts of one layer, of which this rank has `shard`."""
         self._layers += 1
         return partial(self._run_layer, self._layers, fused, shard)
 
     def report(self) -> None:
-        """Returns nothing: tokens are not counted."""
+        """Return None: tokens are not counted."""
 
     def used(self, world: ProcessGroup) -> bool:
-        """Whether any layer has experts; world: all ranks of this replica."""
+        """Return whether any layer has experts; world: all ranks of this replica."""
         return bool(world.all_gather(torch.tensor([self._layers], device=self._device)).any())
 
     def _run_layer(
@@ -88,7 +88,7 @@ class ReplicaExperts:
 def _gather(
     tensors: Sequence[Tensor], counts: Sequence[int], group: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """The rows of matrices of all ranks, in their order. counts: rows of each rank."""
+    """Gather the rows of matrices of all ranks, in their order. counts: rows of each rank."""
     parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
     widths = [part.shape[1] for part in parts]
     own_rows, wide = counts[group.rank], sum(widths)

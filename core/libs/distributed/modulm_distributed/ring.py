@@ -35,7 +35,7 @@ SPIN = 1e-4
 
 
 def wait(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
-    """The descriptors that are ready, at least one: poll for some seconds, then sleep."""
+    """Return descriptors that are ready, at least one: poll for some seconds, then sleep."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         if ready := poll.poll(0):
@@ -69,8 +69,10 @@ class Ring:
         return cls(memory, [os.eventfd(0) for _ in range(readers)])
 
     def write(self, data: bytes, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Write a frame for all readers. If it is too long, write an empty one and return False.
-        Waits for readers that are behind while they are `alive`.
+        """Write a frame for all readers; a frame that is too long is written empty and returns
+        False.
+
+        Waits for slow readers while they are `alive`.
         """
         slot = self._slots[self._count % _SLOTS]
         while self._count - int(self._read.min()) >= _SLOTS and alive():
@@ -89,7 +91,9 @@ class Ring:
         os.eventfd_write(self._bells[reader], _WAKE)
 
     def frames(self, reader: int = 0) -> Iterator[memoryview]:
-        """The new frames, at least one unless woken. Each is valid until the next is requested."""
+        """Yield the new frames, at least one unless woken. Each is valid until the next is
+        requested.
+        """
         rung = int.from_bytes(os.read(self._bells[reader], 8), sys.byteorder)
         for _ in range(rung % _WAKE):
             slot = self._slots[self._count % _SLOTS]
@@ -99,7 +103,7 @@ class Ring:
             self._read[reader] = self._count
 
     def bell(self, reader: int = 0) -> int:
-        """The descriptor that a reader polls."""
+        """Return the descriptor that a reader polls."""
         return self._bells[reader]
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """Synchronize replicas that share experts: all run the same number of passes through the model.
 
-The number of passes that each replica has started is in shared memory. A replica with work starts a
-pass and wakes those that have started fewer, which start one too, with an empty batch if they are
-idle. If no replica has work, all sleep. The memory and the pipes that wake are files in a private
-folder.
+The number of passes each replica has started is in shared memory. A replica with work starts a pass
+and wakes those that are behind, which start one too, with an empty batch if they are idle. If no
+replica has work, all sleep. The memory and the wake-up pipes are files in a private folder.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Rounds:
             os.close(bell)
 
     def _wake(self, replica: int) -> None:
-        with suppress(BlockingIOError):  # the pipe is full, so it will wake
+        with suppress(BlockingIOError):  # a full pipe wakes its reader anyway
             os.write(self._bells[replica], b"!")
 
 

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["FrameStream"]
 
 _PIECE = 1 << 16
-#: Options by which a machine that does not answer is noticed: seconds, the last one milliseconds.
+#: TCP options that detect a dead machine: in seconds, the last one in milliseconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 2000}
-#: Most descriptors of a frame.
+#: Maximum descriptors of a frame.
 _MAX_DESCRIPTORS = 64
 
 
 class FrameStream:
     """Frames over a socket. Any thread may send; one receives.
 
-    session: with the process on another machine that a TCP socket leads to.
+    session: TLS session, if a TCP socket leads to another machine.
     """
 
     def __init__(self, peer: socket.socket, session: TlsSession | None = None) -> None:
@@ -35,7 +35,7 @@ class FrameStream:
         self._session = session
         self._lock = threading.Lock()
         self._data = bytearray(b"" if session is None else session.open(b""))
-        #: Descriptors that came with frames, for the receiver to take.
+        #: Descriptors received with frames, for the receiver to take.
         self.descriptors: list[int] = []
         #: Whether the other side is on this machine, so that descriptors can be sent to it.
         self.local = peer.family == socket.AF_UNIX
@@ -45,13 +45,11 @@ class FrameStream:
             _detect_death(peer)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a packed frame, and copies of descriptors. Raises OSError when the other side is
-        gone.
-        """
+        """Send a packed frame, and copies of descriptors. Raises OSError if the peer is gone."""
         with self._lock:
             if self._session is not None:
                 data = self._session.seal(data)
@@ -59,7 +57,7 @@ class FrameStream:
             self._socket.sendall(memoryview(data)[sent:])
 
     def waiting(self) -> list[Any] | None:
-        """The next frame that is complete; None if there is none."""
+        """Return the next complete frame that has been read; None if there is none."""
         if len(self._data) < 4:
             return None
         end = 4 + int.from_bytes(self._data[:4], "big")
@@ -86,7 +84,7 @@ class FrameStream:
         return bool(piece)
 
     def receive(self) -> list[Any] | None:
-        """The next frame; None when there will be none."""
+        """Wait for the next frame; None at the end of the stream."""
         while (frame := self.waiting()) is None:
             if not self.read():
                 return None
@@ -98,13 +96,13 @@ class FrameStream:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. No other thread may use the stream any more."""
+        """Close the socket. No other thread may be using the stream."""
         self.end()
         self._socket.close()
 
 
 def _detect_death(peer: socket.socket) -> None:
-    """Send small frames at once, and end the connection when the other machine is gone."""
+    """Send small frames immediately, and end the connection when the other machine is gone."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():

@@ -1,4 +1,4 @@
-"""For tests: plans that are encoded and decoded, and ranks that serve several models in turn."""
+"""Test helpers: serialized plans, and ranks that serve several models in turn."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan
 
 
 class MarkedWorker(Worker):
-    """A custom worker (`--worker-cls`) that is visible in its description."""
+    """A custom worker (`--worker-cls`) that appears in its model description."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.description = attrs.evolve(self.description, device="marked")
 
     def label(self, suffix: str) -> str:
-        """The rank's name; for calls into workers."""
+        """Return the rank's name; for calls into workers."""
         return f"rank {self.rank}{suffix}"
 
 

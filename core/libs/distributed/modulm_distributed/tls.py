@@ -1,8 +1,8 @@
 """TLS 1.3 between machines that share a secret, without certificates to manage.
 
-The secret is the private key of a certificate authority. Each process signs a certificate for
-itself with it, and accepts a peer only if the same key has signed the peer's: servers and clients
-authenticate one another, and what they send is encrypted under keys of that connection alone.
+The secret is the private key of a certificate authority. Each process signs its own certificate
+with it and accepts only peers whose certificate was signed with the same key. So servers and
+clients authenticate each other, and traffic is encrypted under keys of that connection alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _context(kind: int, authority: Certificate, authority_key: object) -> ssl.SS
     certificate = _certificate(key, authority_key, usage)
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # whoever knows the secret may be on any machine
+    context.check_hostname = False  # any machine may know the secret
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
     if is_server:
@@ -183,7 +183,7 @@ class TlsSession:
             peer.sendall(data)
 
     def seal(self, data: bytes) -> bytes:
-        """`data` as it is sent."""
+        """Encrypt `data` for the peer."""
         with self._lock:
             self._tls.write(data)
             return self._sealed.read()
@@ -218,7 +218,7 @@ class Connection:
     session: TlsSession | None = None
 
     def seal(self, data: bytes) -> bytes:
-        """`data` as it is sent over the socket."""
+        """Encrypt `data` if the connection has a session."""
         return data if self.session is None else self.session.seal(data)
 
     def reader(self) -> Readable:

@@ -95,7 +95,7 @@ class TorchGroup(ProcessGroup):
 
 
 class Gloo(Collectives):
-    """Over sockets, for tensors in host memory."""
+    """Gloo: over sockets, for tensors in host memory."""
 
     name: ClassVar[str] = "gloo"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -114,7 +114,7 @@ class Gloo(Collectives):
 
 
 class Nccl(Collectives):
-    """Between GPUs of NVIDIA, or (RCCL, by the same name) of AMD."""
+    """NCCL between NVIDIA GPUs, or RCCL (same name) between AMD GPUs."""
 
     name: ClassVar[str] = "nccl"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -133,7 +133,7 @@ class Nccl(Collectives):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The tensor as bytes, because not every backend supports every dtype."""
+    """View the tensor as bytes, because not every backend supports every dtype."""
     return x.view(-1).view(torch.uint8)
 
 

@@ -93,7 +93,7 @@ def pack_call(
     kwargs: Mapping[str, Any] | None,
     *more: Any,
 ) -> bytes:
-    """A frame with a call; functions among the arguments are sent as their names.
+    """Pack a call into a frame; functions among the arguments are sent as their names.
 
     Raises RequestError for arguments that cannot be sent.
     """
@@ -110,7 +110,7 @@ def pack_call(
 
 
 def pack_answer(number: int, value: Any, error: BaseException | None) -> bytes:
-    """The frame with an answer, or with an error if the answer cannot be sent."""
+    """Pack an answer into a frame, or an error if the answer cannot be sent."""
     problem = ""
     try:
         data = frames.pack("answer", number, value, frames.pack_error(error))

@@ -62,9 +62,9 @@ __all__ = ["main", "serve"]
 
 log = logging.getLogger("modulm.worker")
 
-#: Frames whose turn an empty frame in the ring tells.
+#: Kinds of frames that are announced by an empty frame in the ring.
 _ORDERED = ("run", "function")
-#: Seconds between two checks whether the parent process lives.
+#: Seconds between two checks that the parent process lives.
 _LOOK = 1.0
 
 
@@ -99,8 +99,8 @@ class _Plans:
                 return
 
     def _next_ordered(self) -> Iterator[list[Any]]:
-        """The next frame of the stream that is in order with plans, after those without order that
-        come before it.
+        """Yield the stream's frames up to and including the next one that is in order with
+        plans.
         """
         while not self._ordered:
             frame = self._stream.receive()
@@ -195,8 +195,8 @@ class _WorkerServer:
 
 
 def serve(stream: FrameStream) -> bool:
-    """Run a worker until the connection ends or a "stop" frame arrives; whether the connection is
-    still open.
+    """Run a worker until the connection ends or a "stop" frame arrives; returns whether the
+    connection is still open.
     """
     frame = stream.receive()
     if frame is None:
@@ -219,7 +219,7 @@ def serve(stream: FrameStream) -> bool:
                 served.frame(*request)
             worker.close()
     except Exception as error:
-        if not isinstance(error, ModulmError):  # which says all, and is the executor's to report
+        if not isinstance(error, ModulmError):  # the executor reports ModulmErrors by message
             log.exception("the worker has failed")
         frame = None
         with suppress(OSError):  # another rank's error has ended the executor
@@ -234,13 +234,13 @@ def serve(stream: FrameStream) -> bool:
 
 
 def _rings(stream: FrameStream) -> list[Ring]:
-    """The rings for plans and results, if their descriptors came with the first frame."""
+    """Return the rings for plans and results, if their descriptors came with the first frame."""
     came, stream.descriptors = stream.descriptors, []
     return [Ring(came[0], came[1:-2]), Ring(came[-2], came[-1:])] if came else []
 
 
 def _start(plugins: PluginManager, flags: dict[str, Any], spec: RankSpec) -> tuple[Worker, Mesh]:
-    """Make the worker and connect it with the other ranks."""
+    """Build the worker and connect it with the other ranks."""
     from modulm.engine.worker.worker import worker_class
 
     opened: list[Mesh] = []
@@ -262,7 +262,7 @@ def _start(plugins: PluginManager, flags: dict[str, Any], spec: RankSpec) -> tup
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End this process when its parent is gone, even during a step; the body of a thread."""
+    """End this process when its parent has died, even during a step; the body of a thread."""
     while os.getppid() == parent:
         time.sleep(_LOOK)
     shutil.rmtree(folder, ignore_errors=True)
@@ -270,10 +270,12 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def main(descriptor: str, folder: str | None = None) -> None:
-    """descriptor: of the inherited socket to the executor. folder: of files that the ranks of this
+    """Run the process.
+
+    descriptor: of the inherited socket to the executor. folder: of files that the ranks of this
     machine share, to be removed if the executor was killed.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's signals are for the parent
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     peer = socket.socket(fileno=int(descriptor))
