@@ -56,9 +56,7 @@ _LARGEST_EXPONENT = 251
 
 
 class PackedLinear:
-    """A weight [N, K] in the kernels' internal layout. Owns its memory; the original can be
-    freed.
-    """
+    """A weight [N, K] in the kernels' internal layout. Owns its memory."""
 
     __slots__ = (
         "activations", "arguments", "bias", "data", "format", "group", "inputs", "outputs",
@@ -139,12 +137,12 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
     ) -> PackedLinear:
         """Pack a weight for `linear`.
 
-        weight: [N, K] as `format` stores it: a float dtype (the default: as the weight is), int8,
-        float8_e4m3fn, or for int4 and TABLES uint8 in 0..15, a code per byte. scales, zeros: [N,
-        K / group], a weight being scale * (code - zero), kept in the dtype of `scales`, fp32 where
-        there is one scale for all of K and no zeros; uint8 scales are exponents of two plus 127.
-        zeros default to 0, for int4 to 8. `group` 0 means all of K. `activations` are what
-        integers are multiplied with, one of ACTIVATIONS.
+        weight: [N, K] in the form of `format`: a float dtype (by default the weight's own), int8,
+        float8_e4m3fn, or for int4 and TABLES uint8 in 0..15, one code per byte. scales, zeros: [N,
+        K / group]; a weight is scale * (code - zero). They are stored in the dtype of `scales`, or
+        fp32 with one scale for all of K and no zeros; uint8 scales are exponents of two plus 127.
+        zeros default to 0, for int4 to 8. `group` 0 means all of K. `activations`: format of
+        activations in products with integers, one of ACTIVATIONS.
         """
         format = format or _FLOATS.get(weight.dtype, "bf16")  # noqa: A001
         check_codes(weight, format, group, activations)

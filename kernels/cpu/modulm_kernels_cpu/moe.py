@@ -36,8 +36,7 @@ Coded = tuple[Tensor, Tensor, Tensor | None]
 class PackedExperts:
     """A stack of weights [experts, parts * N, K] in the kernels' internal layout.
 
-    Owns its memory; the original can be freed. `stack[e]` is the weight of expert e, in bf16 if it
-    was quantized.
+    Owns its memory. `stack[e]` is the weight of expert e, in bf16 if it was quantized.
     """
 
     __slots__ = ("_unpack", "arguments", "experts", "parts", "whole")
@@ -216,9 +215,9 @@ def _pack_quantized(library: Library) -> Callable[..., PackedExperts]:
     ) -> PackedExperts:
         """Pack codes for `fused_experts`, one expert after the other.
 
-        stack: of each of `experts` experts codes [parts * N, K], scales and zero points [parts * N,
-        groups] or None, as `pack_linear` takes them; alike in all experts. Experts that are made
-        when they are asked for are never all in memory.
+        stack: for each of `experts` experts, codes [parts * N, K], scales and zero points [parts *
+        N, groups] or None, as `pack_linear` takes them, all in the same format. If it is a
+        generator, only one expert's codes are in memory at a time.
         """
         room, laid, first = None, [], None
         for expert, (codes, scales, zeros) in enumerate(stack):

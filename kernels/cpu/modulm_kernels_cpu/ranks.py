@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryCollectives", "SharedMemoryGroup"]
 
 _LINE = 64
-#: Bytes of a slot: the most that ranks exchange at once.
+#: Bytes of a slot: the maximum that ranks exchange at once.
 _ROOM = 1 << 20
 
 

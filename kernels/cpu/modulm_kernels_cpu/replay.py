@@ -33,7 +33,7 @@ __all__ = ["MAX_ROWS", "Replay"]
 
 log = logging.getLogger("modulm.kernels.cpu")
 
-#: Steps of more rows take so long that the time between kernels does not matter.
+#: Steps with more rows take so long that the time between kernels does not matter.
 MAX_ROWS = 64
 #: Maximum number of programs; each takes about 50 KB.
 _MAX_PROGRAMS = 512

@@ -268,12 +268,12 @@ class Look:
 class Work:
     """A step, on the device.
 
-    block_tables: [rows, blocks] int32 with dense rows. query_starts: [rows + 1]; context_lens,
-    key_lens: [rows] int32, where key_lens are the existing keys. prompts, splits: [n, 3] int32,
-    tiles of rows with many and with few tokens: row, first token of the step, and for the latter
-    the number of preceding tokens in such rows. few: [tokens of such rows] int32, their indices in
-    the step. spans: [tokens, 2] int32, the keys that a prompt token sees in both directions, 0 and
-    0 if none.
+    block_tables: [rows, blocks] int32 with dense rows. query_starts: [rows + 1] int32.
+    context_lens, key_lens: [rows] int32; key_lens counts the keys that exist. prompts, splits: [n,
+    3] int32, tiles of rows with many and with few tokens: row, first token of the step, and for the
+    latter the number of preceding tokens in such rows. few: [tokens of such rows] int32, their
+    indices in the step. spans: [tokens, 2] int32, the keys that a prompt token sees in both
+    directions, 0 and 0 if none.
     """
 
     block_tables: Tensor
