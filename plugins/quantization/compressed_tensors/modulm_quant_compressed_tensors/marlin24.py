@@ -17,7 +17,7 @@ from modulm_quantized import unpack_words
 __all__ = ["dense_codes", "plain_scales"]
 
 _TILE, _WIDE, _QUADS = 16, 64, 4
-#: For each position in a word, by bits: the index among eight neighbouring values.
+#: For each position in a word, by bits: the index among eight adjacent values.
 _PLACES = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 _SCALES = (0, 4, 1, 5, 2, 6, 3, 7)
 

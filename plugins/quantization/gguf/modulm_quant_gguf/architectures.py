@@ -134,7 +134,7 @@ def _falcon_qkv(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterato
 
 
 def _falcon_norm(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
-    """The only norm of a layer, or the first of two: that of the feed-forward part."""
+    """Rename the only norm of a layer, or the first of two: that of the feed-forward part."""
     two = info.name.replace("attn_norm", "attn_norm_2") in keys.model.tensors
     yield plain(f"{path}{'ln_mlp' if two else 'input_layernorm'}.{suffix}", [info])
 
@@ -163,13 +163,13 @@ def _latent(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[En
 
 
 def _nothing(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
-    """No entries: the tensor is part of another tensor's entry."""
+    """Return no entries: the tensor is part of another tensor's entry."""
     return iter(())
 
 
 def _paired_bias(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
-    """Gate projections of experts: weights are separate, biases are interleaved with those of the
-    up projections, as in checkpoints.
+    """Rename gate projections of experts. Weights stay separate; biases are interleaved with those
+    of the up projections, as in checkpoints.
     """
     if suffix == "weight":
         yield linear(f"{path}mlp.experts.gate_proj", info)
@@ -192,7 +192,7 @@ def _down_bias(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator
 
 
 def _one_row(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
-    """The gate of the shared expert, a vector."""
+    """Turn the gate of the shared expert, a vector, into a matrix with one row."""
     yield linear(f"{path}mlp.shared_expert_gate", info, lambda tensors: tensors[0].reshape(1, -1))
 
 

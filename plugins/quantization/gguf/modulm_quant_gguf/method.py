@@ -278,7 +278,7 @@ class GGUF(QuantizationMethod):
         return weight
 
     def _parts(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Iterator[Blocks]:
-        """Yield neighbouring outputs of one type each."""
+        """Yield adjacent outputs of one type each."""
         kinds = self._kinds(spec)
         if STORED in stored:
             yield Blocks(kinds[0], stored[STORED])
