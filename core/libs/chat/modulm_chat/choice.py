@@ -1,4 +1,4 @@
-"""Explains which tokenizer and chat template a checkpoint uses, for `modulm explain`."""
+"""Explain which tokenizer and chat template a checkpoint uses, for `modulm explain`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The template's text. Raises ConfigError if the file cannot be read."""
+        """Read the template. Raises ConfigError if the file cannot be read."""
         try:
             return self.head + self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +47,7 @@ class ChatTemplate:
 
 
 def template_name(value: str) -> str:
-    """The template name in a `--chat-template` value. Accepts the names of vLLM's examples.
+    """Return the template name in a `--chat-template` value. Accepts the names of vLLM's examples.
 
     `examples/tool_chat_template_hermes.jinja` and `tool_chat_template_hermes` are `hermes`.
     """
