@@ -135,7 +135,7 @@ class _Bytes:
 
 
 class _Window:
-    """`_ids` is the window. Its first `_done` ids are already decoded and kept as context."""
+    """A window of ids, `_ids`; its first `_done` ids are decoded already and serve as context."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: bool, spaces: bool
