@@ -1,4 +1,4 @@
-"""Building blocks of models that read images and sound.
+"""Building blocks of models that read images and audio.
 
 `MultimodalModel` adds encoders to a text model of another plugin. The towers are encoders that
 several families share.

@@ -1,4 +1,4 @@
-"""Blocks of vision encoders: the patches of all images are concatenated, each image attends to
+"""Blocks of vision encoders. Patches of all images are concatenated; each image attends to
 itself.
 """
 

@@ -1,4 +1,4 @@
-"""Models that read media: a text model of another plugin with encoders."""
+"""Models that read media: encoders around a text model of another plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit for models that read images or hear: the engine's answers against transformers' own.
+"""The test kit for models that read images or audio: compares the engine with transformers.
 
     FAMILY = ImageFamily(
         LlavaForConditionalGeneration,
@@ -9,10 +9,9 @@
     def test_family(tmp_path):
         check_images(FAMILY, tmp_path)
 
-A tiny random checkpoint of the driver's `tiny()` is written with transformers, with a real
-processor beside it. The special tokens of `tokens` have the ids from 480 on, in their order. What
-is compared is whole vocabularies of log probabilities in fp32, of every token of prompts and
-answers.
+A tiny random checkpoint of the driver's `tiny()` is written with transformers and a real processor.
+The special tokens of `tokens` have consecutive ids from 480. The log probabilities of the whole
+vocabulary are compared in fp32, for every token of prompts and answers.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ __all__ = [
 FIRST = 480
 TOLERANCE = 1e-3
 _ANSWER = 6
-#: How many log probabilities of a token are compared once all have been with transformers.
+#: Log probabilities compared per token, once whole vocabularies have been compared.
 _LIKELIEST = 8
 
 
@@ -66,12 +65,12 @@ class ImageFamily:
     tokens: tokenizer attribute -> special token, or additional tokens under numbers. processor:
     creates the real processor. mark: the placeholder of an image in prompts; empty for the
     processor's `image_token`. sizes: (width, height) of the images. loads: transformers' class that
-    opens the checkpoint; empty for the architecture. chunk: tokens per piece of a prompt; images
-    with bidirectional attention must fit. prefix: all of a prompt with images attends in both
-    directions, and there are no prompts without. videos: (frames, width, height), for models that
+    opens the checkpoint; empty for the architecture. chunk: tokens per prompt chunk; images with
+    bidirectional attention must fit. prefix: prompts with images attend in both directions
+    throughout, and there are no prompts without. videos: (frames, width, height), for models that
     take them. video_mark: the placeholder of a video. mixes: whether transformers accepts images
-    and videos in one prompt. reuses: whether prefixes of such short prompts are cached, which those
-    of recurrent layers are not.
+    and videos in one prompt. reuses: whether prefixes of such short prompts are cached, which is
+    not so with recurrent layers.
     """
 
     driver: type[Model]
@@ -120,7 +119,7 @@ class ImageFamily:
 
 @frozen(eq=False)
 class SoundFamily(ImageFamily):
-    """A family that reads sound.
+    """A family that reads audio.
 
     seconds: durations of its sounds at 16 kHz. inputs: makes the inputs of transformers' model from
     processor, text and sounds, if the processor alone does not.
@@ -242,9 +241,9 @@ def check_images(
 ) -> None:
     """Compare answers with transformers.
 
-    Covers one and several items, mixed batches, prompts and encoders in pieces, cached prefixes,
-    and preemption. separately: pieces are also tried without preemption. Raises AssertionError with
-    the difference.
+    Covers one and several items, mixed batches, chunked prompts, encoders in pieces, cached
+    prefixes, and preemption. separately: also test pieces without preemption. Raises AssertionError
+    with the difference.
     """
     write_family(family, folder)
     reference = _Reference(family, folder)
@@ -276,9 +275,10 @@ def _check_preempted(
     answers: Sequence[Any],
     settings: Mapping[str, Any],
 ) -> None:
-    """Check answers where rows are preempted: all prompts fit into the cache together, but not with
-    their answers, which grow by three blocks. Small blocks need few tokens; with windows rows are
-    preempted only where answers are longer and the cache smaller.
+    """Check answers of preempted rows.
+
+    All prompts fit into the cache together, but not with their answers, which grow by three blocks.
+    Small blocks need few tokens; models with windows need longer answers and a smaller cache.
     """
     for size, spare in ((4, 2), (16, 2), (16, -1), (16, -4)):
         blocks = sum(-(-len(answer.prompt_token_ids) // size) for answer in answers)
@@ -293,8 +293,8 @@ def _check_preempted(
 
 
 def processor_of(architecture: str, folder: Path, otherwise: str = "") -> Any:
-    """The processor of a checkpoint, as its prompts are read; otherwise: the media family for
-    architectures without their own.
+    """Return a checkpoint's processor. otherwise: the media family for architectures without their
+    own.
     """
     known = {declared.name for declared in manager.current().names("media_families")}
     name = architecture if architecture in known else otherwise

@@ -1,4 +1,4 @@
-"""Whisper's encoder (arXiv 2212.04356), which many models use for sound."""
+"""Whisper's encoder (arXiv 2212.04356), which many models use for audio."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WhisperTowerConfig:
 
 
 class WhisperTower(Tower):
-    """Two convolutions, of which the second halves the time axis, positions, and blocks.
+    """Two convolutions, the second of which halves the time axis, then positions and blocks.
 
     post: name of the last norm. learned: whether positions are stored in the checkpoint.
     """
