@@ -1,4 +1,4 @@
-"""Images, sound and video in prompts: values, the checkpoint's processor and placeholders.
+"""Images, audio and video in prompts: values, the checkpoint's processor and placeholders.
 
 Names are imported on first use, because every command reads the flags and needs no arrays.
 Importing this package imports neither torch nor transformers.

@@ -40,7 +40,7 @@ class MediaFamily:
     #: Whether all tokens of a prompt with media, text and images, attend in both directions.
     prefix: ClassVar[bool] = False
     #: Whether the decoder reads the encoder output by cross attention only: the prompt is the
-    #: beginning of the decoder's text, and its one encoded item has no placeholder.
+    #: beginning of the decoder's text, and its only encoded item has no placeholder.
     crosses: ClassVar[bool] = False
     #: Whether the decoder reads items by cross attention from their placeholders on; no token
     #: embedding is replaced.
@@ -115,7 +115,9 @@ class MediaFamily:
         return len(processed.tokens)
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the processor for one item; `input_ids` holds the tokens of its placeholder."""
+        """Call the processor for one item; returns its outputs, with the placeholder's tokens in
+        `input_ids`.
+        """
         value = media.value
         arguments: dict[str, Any] = {"images": [value]}
         if isinstance(value, Sound):
@@ -172,7 +174,7 @@ class MediaFamily:
         )
 
     def merged_token(self, left: int, right: int) -> int | None:
-        """The single token for two adjacent tokens where text and an item meet.
+        """Return the single token for two adjacent tokens where text and an item meet.
 
         A tokenizer that saw both together would have merged them. None keeps the two tokens.
         """

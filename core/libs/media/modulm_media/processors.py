@@ -65,7 +65,10 @@ class ProcessorFiles:
         return [str(name) for name in (*names, default) if name]
 
     def processor(self, images: Mapping[str, str] | None = None, video: str | None = None) -> Any:
-        """Build the processor of the class that the files name; keywords: see `MediaFamily`."""
+        """Build the processor of the class that the files name.
+
+        images, video: replacements for parts that need torchvision, see `MediaFamily`.
+        """
         from transformers import AutoProcessor
 
         if takes_video() and (self.trust_remote_code or not self._foreign):
@@ -136,7 +139,7 @@ class ProcessorFiles:
         return str(kind).removesuffix("Fast")
 
     def _from_parts(self, processor_class: Any, images: str | None, video: str | None) -> Any:
-        """A subclass of the processor class whose parts are built here."""
+        """Create a subclass of the processor class whose parts are built here."""
 
         def part(name: str) -> Any:
             if name == "image_processor" and images is not None:
@@ -160,7 +163,7 @@ class ProcessorFiles:
         return FromParts
 
     def _video_class(self, like: str | None) -> Any:
-        """The video processor's class, None if there is none. like: the last candidate."""
+        """Return the video processor's class, None if there is none. like: the last candidate."""
         from modulm_media.video import video_processor_class
 
         settings = self.table(f"{_WHOLE}_config").get("video_processor")
@@ -175,7 +178,7 @@ class ProcessorFiles:
 
 
 def _without_checks(processor_class: Any) -> Any:
-    """A subclass that accepts any video processor; transformers rejects foreign classes."""
+    """Create a subclass that accepts any video processor; transformers rejects foreign classes."""
 
     class Unchecked(processor_class):  # type: ignore[misc]
         """The processor class without the check."""

@@ -256,7 +256,7 @@ class MediaReader:
         return before, evolve(item, tokens=tokens), end
 
     def _encoded(self, kind: str) -> np.ndarray:
-        """The tokens of a placeholder."""
+        """Return the tokens of a placeholder."""
         mark, mark_ids = self.family.mark(kind), self.family.mark_tokens(kind)
         if mark_ids is not None:
             return np.array(mark_ids, dtype=np.int64)
@@ -267,7 +267,7 @@ class MediaReader:
         return np.array(inner.encode(mark, add_special_tokens=False), dtype=np.int64)
 
     def _processed(self, media: Media, options: Mapping[str, Any]) -> tuple[Processed, bytes]:
-        """The processor's output for an item, and its name."""
+        """Run the processor on an item, unless cached; returns its output and name."""
         key = self._key(media.hash, options)
         processed = media.processed or self._cache.get(key)
         if processed is None:
@@ -324,7 +324,7 @@ def load_processor(
 
 
 def most_of(flags: MediaConfig, kind: str) -> int:
-    """The limit of items of a kind per prompt."""
+    """Return the limit of items of a kind per prompt."""
     if flags.language_model_only:
         return 0
     limit = flags.limit_mm_per_prompt.get(kind, _MOST)
@@ -339,7 +339,7 @@ def _table(folder: str, name: str) -> dict[str, Any]:
 
 
 def _item(processed: Processed, start: int, digest: bytes) -> MediaItem:
-    """The item from the first embedded token to the last.
+    """Build the item from the first embedded token to the last.
 
     If other tokens lie between them, the item's tensors say which are embedded.
     """
@@ -361,13 +361,13 @@ def _item(processed: Processed, start: int, digest: bytes) -> MediaItem:
 def _with(
     more: Mapping[str, np.ndarray], processed: Processed, digest: bytes
 ) -> tuple[Processed, bytes]:
-    """An item with extra tensors from other kinds in the prompt, and its new name."""
+    """Add tensors that depend on other kinds in the prompt; returns the item and its new name."""
     tensors = {**processed.tensors, **more}
     return evolve(processed, tensors=tensors), fingerprint(digest, *more.keys(), *more.values())
 
 
 def _leading(tokens: np.ndarray, items: Sequence[MediaItem]) -> MediaItem:
-    """The first item, extended to the beginning of the prompt.
+    """Extend the first item to the beginning of the prompt.
 
     All tokens of such prompts attend to each other, so any result depends on all of them.
     """
