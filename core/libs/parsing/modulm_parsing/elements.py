@@ -105,7 +105,7 @@ def members(parts: Sequence[tuple[Element, bool]], comma: str) -> Element:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """The common prefix of the texts."""
+    """Return the common prefix of the texts."""
     least, most = min(texts), max(texts)
     same = next((at for at, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), None)
     return least if same is None else least[:same]

@@ -38,12 +38,12 @@ TOOLS: tuple[dict[str, Any], ...] = (
 
 
 def weather(text: str, content: str | None = None, count: int = 1, **changes: Any) -> Example:
-    """An output that calls the tool `count` times."""
+    """Build an example that calls the tool `count` times."""
     example = Example(text, content, calls=WEATHER * count, context=ParseContext(tools=TOOLS))
     return evolve(example, **changes)
 
 
 def thought(text: str, **keywords: Any) -> Example:
-    """An output with the reasoning "Hm." and the answer "Hi"; the template's keywords."""
+    """Build an example with the reasoning "Hm." and the answer "Hi". keywords: of the template."""
     context = ParseContext(template_kwargs=keywords)
     return Example(text, content="Hi", reasoning="Hm.", context=context)

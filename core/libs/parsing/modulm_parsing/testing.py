@@ -137,7 +137,7 @@ def _is_plain_call(example: Example) -> bool:
 
 
 def _written(text: str, value: str) -> str | None:
-    """The text of a call with another value for Oslo, as its format writes strings.
+    """Return the text of a call with another value for Oslo, as its format writes strings.
 
     None if the format cannot express the value.
     """
