@@ -23,7 +23,7 @@ _PART = 16
 
 @frozen
 class DiskOptions:
-    """shared_storage_path: the folder; max_bytes: of all files in it, of all engines."""
+    """shared_storage_path: the folder. max_bytes: of all files in it, shared by all engines."""
 
     shared_storage_path: str = files.FOLDER
     max_bytes: int = field(default=16 << 30, validator=ge(1))

@@ -21,8 +21,8 @@ __all__ = ["HostConnector", "HostOptions"]
 
 @frozen
 class HostOptions:
-    """cpu_bytes_to_use: memory of all ranks together. store_threshold: a block is saved once that
-    many requests have begun with it; 0: every full block is.
+    """cpu_bytes_to_use: memory of all ranks together. store_threshold: number of requests that must
+    begin with a block before it is saved; 0: every full block is saved.
     """
 
     cpu_bytes_to_use: int = field(default=4 << 30, validator=ge(1))
