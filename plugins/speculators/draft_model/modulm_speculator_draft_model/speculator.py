@@ -27,7 +27,9 @@ __all__ = ["DraftModelOptions", "DraftModelSpeculator"]
 
 @frozen
 class DraftModelOptions(DraftOptions):
-    """max_model_len: of the draft, by the meaning of the flag; the others as of every draft."""
+    """Options of the draft model. max_model_len: as the flag of that name; others: see
+    `DraftOptions`.
+    """
 
     max_model_len: int | None = None
     needs_model: ClassVar[str] = "draft_model needs the path or hub id of a model"

@@ -27,7 +27,7 @@ _FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel")
 
 @frozen
 class EagleOptions(DraftOptions):
-    """As of every draft; `model` is the head."""
+    """Options of `DraftOptions`; `model` is the head."""
 
     needs_model: ClassVar[str] = "EAGLE needs the path or hub id of a head"
 

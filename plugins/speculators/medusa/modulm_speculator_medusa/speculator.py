@@ -43,7 +43,7 @@ _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
 
 @frozen
 class MedusaOptions(Options):
-    """model: folder or hub id of the heads. num_speculative_tokens: None for one of each head."""
+    """model: folder or hub id of the heads. num_speculative_tokens: None for one per head."""
 
     num_speculative_tokens: int = 64
     model: str = ""

@@ -20,8 +20,8 @@ __all__ = ["Mtp", "MtpOptions"]
 
 @frozen
 class MtpOptions(Options):
-    """model: folder or hub id where the layer lies, if not in the model's own checkpoint; revision,
-    quantization: of it.
+    """model: folder or hub id of the layer's checkpoint, if it is not the model's own. revision,
+    quantization: of that checkpoint.
     """
 
     num_speculative_tokens: int = 1

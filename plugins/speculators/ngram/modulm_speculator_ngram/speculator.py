@@ -20,9 +20,7 @@ __all__ = ["Ngram", "NgramOptions", "lookup"]
 
 @frozen
 class NgramOptions(Options):
-    """prompt_lookup_min, prompt_lookup_max: how many of the last tokens must have been there, and
-    how many are compared.
-    """
+    """prompt_lookup_min, prompt_lookup_max: minimum and maximum number of matching tokens."""
 
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = 2

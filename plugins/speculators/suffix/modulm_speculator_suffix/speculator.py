@@ -30,9 +30,11 @@ _SALTS = 64
 
 @frozen
 class SuffixOptions(Options):
-    """suffix_decoding_max_tree_depth: most tokens that are compared. ..._max_cached_requests:
-    earlier answers that are kept, 0 for none. ..._max_spec_factor: drafts per token in common.
-    ..._min_token_prob: least share of the places, for a draft and all before it.
+    """Options of suffix decoding.
+
+    suffix_decoding_max_tree_depth: maximum tokens compared. ..._max_cached_requests: earlier
+    answers stored, 0 for none. ..._max_spec_factor: maximum drafts per matching token.
+    ..._min_token_prob: minimum share of the matches, for a draft and all before it.
     """
 
     num_speculative_tokens: int = 16
