@@ -51,14 +51,16 @@ def _only(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def linear(path: str, info: TensorInfo, change: Change = _only) -> Entry:
-    """The weight of a linear layer: rows as stored, optionally reordered."""
+    """Return the entry for a linear layer's weight: rows as stored, optionally reordered."""
     blank = torch.empty(info.stored, dtype=info.dtype, device="meta")
     shape = tuple(change([blank]).shape)
     return Entry(f"{path}.{STORED}", (info,), info.kind, change, shape, info.dtype)
 
 
 def joined(path: str, infos: Sequence[TensorInfo], shape: tuple[int, ...], change: Change) -> Entry:
-    """The weight of a linear layer in plain numbers, computed from other tensors in fp32."""
+    """Return the entry for a linear layer's weight in plain numbers, computed from other tensors in
+    fp32.
+    """
 
     def compute(tensors: Sequence[Tensor]) -> Tensor:
         return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])
@@ -68,7 +70,9 @@ def joined(path: str, infos: Sequence[TensorInfo], shape: tuple[int, ...], chang
 
 
 def plain(name: str, infos: Sequence[TensorInfo], change: Change = _only) -> Entry:
-    """A tensor that is not a linear weight, in fp32, computed from other tensors in fp32."""
+    """Return the entry for a tensor that is not a linear weight, computed from other tensors in
+    fp32.
+    """
 
     def compute(tensors: Sequence[Tensor]) -> Tensor:
         return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])
