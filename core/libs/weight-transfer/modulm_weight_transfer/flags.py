@@ -12,7 +12,7 @@ __all__ = ["WeightTransferFlags"]
 
 
 def _transfer(value: Any) -> Mapping[str, Any]:
-    """A table with a backend's name. Raises ConfigError."""
+    """Validate a table with a backend's name. Raises ConfigError."""
     table = read_mapping("weight_transfer_config", value)
     if table and not isinstance(table.get("backend"), str):
         raise ConfigError("weight_transfer_config", "backend: the name of a backend is needed")
