@@ -1,7 +1,7 @@
-"""What streams feel of adapters that are loaded beside them: the gaps between their tokens.
+"""Gaps between tokens of running streams while adapters are loaded.
 
-Streams of the model run on an engine in a process of its own; after a while, adapters are loaded
-one after the other, loaded anew, and put into slots by requests that name them.
+Streams of the base model run on an engine in a separate process; after a while, adapters are loaded
+one after the other, reloaded, and put into slots by requests that name them.
 
     python bench/adapter_loading.py [--model demo] [--streams 4] [--rank 64] [--adapters 8]
 """
@@ -26,7 +26,7 @@ from modulm_server.engine.async_llm import AsyncLLM
 
 
 def write(folder: Path, model: str, rank: int, count: int) -> list[Path]:
-    """Adapters of all attention and feed-forward layers of a Llama-like checkpoint."""
+    """Write adapters of all attention and feed-forward layers of a Llama-like checkpoint."""
     table = open_checkpoint(EngineConfig.from_keywords(model=model), manager.current()).config
     hidden, inner = table["hidden_size"], table["intermediate_size"]
     size = table.get("head_dim") or hidden // table["num_attention_heads"]
@@ -46,7 +46,7 @@ def write(folder: Path, model: str, rank: int, count: int) -> list[Path]:
 
 
 async def ticking(engine: AsyncLLM, name: str, gaps: list[tuple[float, float]]) -> None:
-    """(moment, seconds since the token before) of an endless stream of the model's."""
+    """Record (time, seconds since the previous token) of an endless stream of the base model."""
     params = SamplingParams(
         temperature=0, max_tokens=1900, ignore_eos=True, output_kind=OutputKind.DELTA
     )

@@ -1,8 +1,8 @@
-"""What adapters cost: steps of a model with them beside steps without, in one run.
+"""The cost of adapters: steps of a model with and without them, in one run.
 
-A step of many rows is timed on the shape of Qwen3-0.6B with random weights (`--layers` fewer of
-them): without a bank, with one that no row uses, with one adapter on all rows, with eight different
-ones. The kinds of steps take turns, so that what else the machine does is in all of them. Run:
+Times a step of many rows on the shape of Qwen3-0.6B with random weights (`--layers` reduces their
+number): without a bank, with a bank that no row uses, with one adapter on all rows, and with eight
+different ones. The cases alternate, so that other load on the machine affects all of them. Run:
 
     python bench/adapters.py [--rows 32] [--rank 16] [--steps 40] [--layers 28] [--dtype bfloat16]
 """
@@ -57,7 +57,7 @@ def _used(adapter: str | None) -> dict[str, AdapterRow]:
 
 
 class Rows:
-    """Rows of one worker that decode step by step, `adapters[row]` each."""
+    """Rows of one worker that decode step by step, with the adapters `adapters[row]`."""
 
     def __init__(self, worker: object, rows: int, adapters: list[str | None]) -> None:
         self.runner = worker.runner
@@ -92,14 +92,14 @@ class Rows:
         self.at += count
 
     def leave(self) -> None:
-        """Give the rows back."""
+        """Release the rows."""
         none, rows = np.zeros(0, np.int32), tuple(self.rows.tolist())
         tokens, samples = none.astype(np.int64), none.astype(bool)
         self.runner.run(Plan(0, none, none, none, tokens, (), samples, release=rows))
 
 
 def open_core(folder: Path, rows: int, dtype: str, **more: object) -> EngineCore:
-    """An engine on the model's shape, weights made up."""
+    """Create an engine for the model's shape with dummy weights."""
     blocks = rows * 2048 // 16 + 1
     config = EngineConfig.from_keywords(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=dtype,
@@ -109,7 +109,7 @@ def open_core(folder: Path, rows: int, dtype: str, **more: object) -> EngineCore
 
 
 class _Nobody:
-    """A front end that wants to hear nothing."""
+    """A front end that ignores all events."""
 
     def events(self, events: object) -> None: ...
 
@@ -117,7 +117,7 @@ class _Nobody:
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Milliseconds."""
+    """Time one step in milliseconds."""
     began = time.perf_counter()
     step()
     return (time.perf_counter() - began) * 1e3
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def run(place: Path, options: argparse.Namespace) -> None:
-    """Print the table."""
+    """Run the benchmark and print the table."""
     folder = place / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape(options.layers)))

@@ -32,7 +32,7 @@ from pathlib import Path
 from probe import probe
 
 PEERS = Path(__file__).parent / "peers"
-#: The peer that is an earlier modulm: `--peer before=OTHER_CHECKOUT/.venv/bin/python`.
+#: Name of the peer that is an earlier modulm: `--peer before=OTHER_CHECKOUT/.venv/bin/python`.
 EARLIER = "before"
 UNITS = {
     "decode": "tokens/s, one stream",
@@ -41,9 +41,9 @@ UNITS = {
     "context": "tokens/s after 8,192 tokens",
     "prefix": "hit over miss, first token",
 }
-#: How llama.cpp and a plain checkpoint at load compare; other peers have bf16 only.
+#: llama.cpp and a plain checkpoint at load are compared in these formats; other peers in bf16 only.
 PLAIN = "bf16"
-#: The environment of every engine with --without-amx.
+#: Environment variables for every engine with --without-amx.
 WITHOUT_AMX = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "MODULM_PLUGIN_CONFIG": json.dumps({"kernels": {"cpu": {"level": "avx512_bf16"}}}),
@@ -51,7 +51,7 @@ WITHOUT_AMX = {
 
 
 def shape(checkpoint: Path) -> dict[str, int]:
-    """What bounds the figures: bytes and multiplications per token, from config.json."""
+    """Bytes and multiplications per token, from config.json."""
     config = json.loads((checkpoint / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, kv, size = (
@@ -67,7 +67,7 @@ def shape(checkpoint: Path) -> dict[str, int]:
 
 
 def bound(case: str, weights: str, size: dict[str, int], peaks: dict[str, float]) -> float | None:
-    """The rate that the probe's peaks allow, where one of them is the limit."""
+    """The rate that the probe's peaks allow, if one of them is the limit."""
     bits = {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4.5}[weights]
     head_bits = 8 if weights == "int4" else bits
     read = (size["layers"] * bits + size["head"] * head_bits) / 8
@@ -86,7 +86,9 @@ def peaks() -> dict[str, float]:
 
 
 def run(name: str, python: str, checkpoint: Path, cases: list[str], weights: str) -> dict:
-    """Figures by case; a case that the engine cannot do is missing, with the reason printed."""
+    """Return figures by case. Cases that the engine does not support are omitted, with the reason
+    printed.
+    """
     script = PEERS / f"{'modulm' if name == EARLIER else name}_peer.py"
     command = [python, str(script), str(checkpoint), *cases, "--weights", weights]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -110,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.without_amx:
-        os.environ.update(WITHOUT_AMX)  # before oneDNN starts here, and for the peers
+        os.environ.update(WITHOUT_AMX)  # before oneDNN starts, here and in the peers
     cases = options.case or list(UNITS)
     engines = {"modulm": sys.executable}
     for peer in options.peer:
@@ -140,7 +142,9 @@ def main() -> None:
 
 
 def line(row: dict, engines: list[str]) -> str:
-    """A row of a markdown table: the figure, its part of the limit, each peer and the ratio."""
+    """Format a row of a markdown table: the figure, its fraction of the limit, each peer and the
+    ratio.
+    """
     mine = row.get("modulm")
     part = f"{mine / row['limit']:.2f}" if mine and row["limit"] else ""
     cells = [f"{UNITS[row['case']]}, {row['weights']}", f"{mine:.3g}" if mine else "-", part]

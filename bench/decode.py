@@ -2,9 +2,9 @@
 
     python bench/decode.py MODEL [--quantization int8] [--only NAME ...] [--json FILE]
 
-Each figure is set against what the machine could do at that moment: the bytes that a step reads
-against the read bandwidth, the operations of a prompt against the rate of a bf16 product. Both are
-measured just before and just after, since neighbours on the host change them.
+Each figure is compared with the machine's peak: the bytes that a step reads with the read
+bandwidth, the operations of a prompt with the rate of a bf16 product. Both are measured just before
+and just after, since other load on the host changes them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from modulm_kernels_cpu.probe import read_bandwidth
 _RANDOM = np.random.default_rng(0)
 
 
-#: Bytes of a weight, with its share of scales and zero points; int4 keeps the head in int8.
+#: Bytes per weight, including scales and zero points; int4 keeps the head in int8.
 BYTES = {None: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 64}
 
 
 class Sizes:
-    """What a step of a dense model costs: bytes of weights, bytes of KV per token of context."""
+    """The cost of a step of a dense model: bytes of weights, bytes of KV per token of context."""
 
     def __init__(self, config: Mapping[str, Any], quantization: str | None) -> None:
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
@@ -46,17 +46,17 @@ class Sizes:
         self.kv = 2 * layers * kv_heads * size * 2
 
     def prompt_flops(self, tokens: int) -> float:
-        """Of a prompt: the linear layers, and attention over what came before."""
+        """FLOPs of a prompt: the linear layers, and causal attention."""
         return 2.0 * self.products * tokens + 2.0 * self.heads * tokens * tokens
 
 
 def prompt(tokens: int) -> list[int]:
-    """Token ids that no other prompt shares."""
+    """Token ids that share no prefix with other prompts."""
     return [int(token) for token in _RANDOM.integers(1000, 30000, tokens)]
 
 
 def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
-    """Of generating exactly `tokens` tokens for each prompt."""
+    """Time generating exactly `tokens` tokens for each prompt."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
@@ -64,26 +64,26 @@ def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
 
 
 def per_step(llm: LLM, context: int, steps: int) -> float:
-    """Seconds of one step of one stream with `context` tokens before it."""
+    """Seconds per step of one stream with `context` tokens before it."""
     ids = prompt(context)
-    seconds(llm, [ids], 1)  # the blocks of the prompt are kept: what follows is decoding alone
+    seconds(llm, [ids], 1)  # caches the prompt, so that only decoding is timed
     return (seconds(llm, [ids], steps + 2) - seconds(llm, [ids], 2)) / steps
 
 
 def beside(measure: Callable[[], float], figure: Callable[[], float]) -> tuple[float, float]:
-    """A figure, and the mean of what the machine could do before and after it."""
+    """Return a figure, and the mean of the machine's peak before and after it."""
     before = measure()
     found = figure()
     return found, (before + measure()) / 2
 
 
 def bandwidth() -> float:
-    """GB/s."""
+    """Read bandwidth in GB/s."""
     return read_bandwidth(kernels.load())
 
 
 def stream(llm: LLM, sizes: Sizes, context: int = 64, steps: int = 64) -> dict[str, float]:
-    """One stream: the bytes of weights and KV of a step over its time, as part of the bandwidth."""
+    """One stream: bytes of weights and KV per second of a step, as a fraction of the bandwidth."""
     step, possible = beside(bandwidth, lambda: per_step(llm, context, steps))
     read = (sizes.weights + sizes.kv * (context + steps / 2)) / 1e9
     return {
@@ -95,7 +95,7 @@ def stream(llm: LLM, sizes: Sizes, context: int = 64, steps: int = 64) -> dict[s
 
 
 def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
-    """A prompt, as part of the rate of a large bf16 product."""
+    """A prompt, as a fraction of the rate of a large bf16 product."""
     best, possible = beside(
         gemm_rate, lambda: min(seconds(llm, [prompt(tokens)], 1) for _ in range(3))
     )
@@ -109,13 +109,13 @@ def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
 
 
 def batch(llm: LLM, requests: int = 32, prompted: int = 256, tokens: int = 128) -> dict[str, float]:
-    """Requests that come all at once: output tokens per second."""
+    """Simultaneous requests: output tokens per second."""
     taken = seconds(llm, [prompt(prompted) for _ in range(requests)], tokens)
     return {"seconds": taken, "output tokens/s": requests * tokens / taken}
 
 
 def cases(llm: LLM, sizes: Sizes) -> Mapping[str, Callable[[], dict[str, float]]]:
-    """What can be measured, by name."""
+    """The benchmark's cases by name."""
     return {
         "stream": lambda: stream(llm, sizes),
         "prompt": lambda: prefill(llm, sizes),
@@ -125,7 +125,7 @@ def cases(llm: LLM, sizes: Sizes) -> Mapping[str, Callable[[], dict[str, float]]
 
 
 def main() -> None:
-    """Print a line for each case; write them as JSON where asked."""
+    """Print a line for each case; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--quantization")

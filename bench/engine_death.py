@@ -1,4 +1,4 @@
-"""How soon /health says that the engine was killed, and how the server's process ends then.
+"""How soon /health reports that the engine was killed, and how the server's process ends.
 
 python bench/engine_death.py --runs 3
 """
@@ -18,7 +18,7 @@ import httpx
 
 
 def status(client: httpx.Client, url: str) -> int | None:
-    """What /health answers; None while nobody listens."""
+    """The status of /health; None if nothing listens."""
     try:
         return client.get(f"{url}/health").status_code
     except httpx.TransportError:
@@ -26,7 +26,7 @@ def status(client: httpx.Client, url: str) -> int | None:
 
 
 def engine_of(server: int) -> int:
-    """The process of the engine that a server has started."""
+    """The process id of the engine that a server has started."""
     tasks = Path(f"/proc/{server}/task").glob("*/children")
     for pid in (int(word) for task in tasks for word in task.read_text().split()):
         if b"modulm.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -35,7 +35,7 @@ def engine_of(server: int) -> int:
 
 
 def measure() -> str:
-    """One server from its start to its end."""
+    """Run one server from start to end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -34,7 +34,7 @@ from harness import Client, Lost, Server, alive, command_of, form, serving
 from modulm_chat.sandbox import RenderLimits, checkpoint_renderer
 
 CHAT = "/v1/chat/completions"
-#: Flags of servers that do little beside.
+#: Flags of a server with little other work.
 SMALL = ("--cpu-threads", "1", "--max-num-seqs", "8", "--num-gpu-blocks-override", "128")
 BATCH = {"endpoint": CHAT, "completion_window": "24h"}
 
@@ -45,7 +45,7 @@ def said(**fields: Any) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Raises Bad when it does not come true."""
+    """Wait for a condition. Raises Bad after `seconds`."""
     latest = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > latest:
@@ -54,7 +54,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 class Bad(Exception):
-    """Something is not as it should be."""
+    """A check failed."""
 
 
 def need(condition: bool, what: str) -> None:
@@ -63,19 +63,19 @@ def need(condition: bool, what: str) -> None:
 
 
 def ask(server: Server, method: str, path: str, *body: Any) -> harness.Reply:
-    """One request from outside of any event loop."""
+    """Send one request, outside of any event loop."""
     return asyncio.run(Client(server.port).ask(method, path, *body))
 
 
 def answer(server: Server) -> str:
-    """What the model says to a question that always has the same answer."""
+    """The model's answer to a question with a deterministic answer."""
     reply = ask(server, "POST", CHAT, said())
     need(reply.status == 200, f"a plain request: {reply.status} {reply.body[:200]!r}")
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
 def gone(pids: list[int], what: str, seconds: float = 30.0) -> None:
-    """Nobody of them is left behind."""
+    """Wait until none of the processes is left."""
     try:
         until(lambda: not any(map(alive, pids)), what, seconds)
     except Bad:
@@ -85,7 +85,7 @@ def gone(pids: list[int], what: str, seconds: float = 30.0) -> None:
 
 @contextmanager
 def folder_for_temporary() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A TMPDIR of a server's own, and the environment that names it."""
+    """A temporary folder as a server's TMPDIR, and the environment that names it."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         yield Path(folder), {**os.environ, "TMPDIR": folder}
 
@@ -94,7 +94,7 @@ def folder_for_temporary() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def kill(_: argparse.Namespace) -> str:
-    """Each process in turn: the others say so, nobody and nothing stays."""
+    """Kill each process in turn: the failure is reported, and no process or file is left behind."""
     told = []
     for word, code in (("engine.engine_process", 1), ("serve", -signal.SIGKILL)):
         with folder_for_temporary() as (folder, env):
@@ -107,7 +107,7 @@ def kill(_: argparse.Namespace) -> str:
 
 
 def kill_one(word: str, code: int, folder: Path, env: dict[str, str]) -> str:
-    """Kill a process that the service cannot do without."""
+    """Kill a process that the service cannot run without."""
     with serving(*SMALL, "--api-server-count", "2", env=env) as server:
         pids = server.family()
         parts = [command_of(pid) for pid in pids if "sandbox_worker" not in command_of(pid)]
@@ -123,7 +123,7 @@ def kill_one(word: str, code: int, folder: Path, env: dict[str, str]) -> str:
 
 
 async def killed_in_stream(server: Server, word: str) -> str:
-    """Kill a process while it streams; how the stream ended."""
+    """Kill a process during a stream; returns how the stream ended."""
     client = Client(server.port)
     last = b""
     try:
@@ -139,7 +139,7 @@ async def killed_in_stream(server: Server, word: str) -> str:
 
 
 def kill_worker(env: dict[str, str]) -> str:
-    """A further server process is replaced, and nobody else's request ends."""
+    """Kill an additional server process: it is restarted, and requests on others continue."""
     with serving(*SMALL, "--api-server-count", "2", env=env) as server:
         before = answer(server)
         worker = server.part("api_worker")
@@ -157,7 +157,9 @@ def kill_worker(env: dict[str, str]) -> str:
 
 
 def kill_helpers(env: dict[str, str]) -> str:
-    """Those that try grammars and render templates: idle or busy, they are replaced."""
+    """Kill the helpers that compile grammars and render templates, idle or busy: they are
+    restarted.
+    """
     with serving(*SMALL, "--trust-request-chat-template", env=env) as server:
         before, numbers = answer(server), iter(range(1, 100))
 
@@ -194,7 +196,7 @@ def kill_helpers(env: dict[str, str]) -> str:
 
 
 def kill_helper(server: Server, word: str, work: Callable[[], None], pause: float | None) -> None:
-    """Kill a helper that waits, or so many seconds after it was asked; the work is done anyway."""
+    """Kill a helper while idle, or `pause` seconds into a request; the work is completed anyway."""
     helper = server.part(word)
     with ThreadPoolExecutor(1) as pool:
         asked = None
@@ -212,20 +214,20 @@ def kill_helper(server: Server, word: str, work: Callable[[], None], pause: floa
 
 
 def stop(_: argparse.Namespace) -> str:
-    """SIGTERM in each phase of a life: the process ends, all others too, nothing stays."""
+    """SIGTERM in each phase of a server's life: all processes end, and nothing is left behind."""
     told = [stop_early(pause) for pause in (0.3, 1.0, 2.0)]
     told.append(stop_in_batch())
     return "; ".join(told)
 
 
 def stop_early(pause: float) -> str:
-    """SIGTERM so many seconds after the start, ready or not."""
+    """SIGTERM `pause` seconds after the start, ready or not."""
     with folder_for_temporary() as (folder, env), serving(*SMALL, wait=False, env=env) as server:
         time.sleep(pause)
         pids, ready = server.family(), server.get("/health", 0.5)[0] == 200
         server.process.send_signal(signal.SIGTERM)
         code = server.process.wait(60)
-        # A process that has not come to its own code yet is ended by the signal itself.
+        # The signal's default action applies before the process installs its handler.
         expected = (0,) if ready else (0, 128 + signal.SIGTERM, -signal.SIGTERM)
         need(code in expected, f"SIGTERM after {pause} s: code {code}, not one of {expected}")
         gone(pids, f"SIGTERM after {pause} s")
@@ -257,7 +259,7 @@ def batch_of(server: Server, identity: str) -> dict[str, Any]:
 
 
 def records(server: Server, *identities: str | None) -> list[str]:
-    """The custom ids in the files of a batch."""
+    """The custom ids in the output files of a batch."""
     found = []
     for identity in filter(None, identities):
         reply = ask(server, "GET", f"/v1/files/{identity}/content")
@@ -271,7 +273,7 @@ def errors_of(server: Server, batch: dict[str, Any]) -> str:
 
 
 def stop_in_batch() -> str:
-    """SIGTERM in a batch: a server on the same files goes on with it."""
+    """SIGTERM during a batch: a server on the same files resumes it."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         flags = (*SMALL, "--file-storage-path", folder, "--shutdown-timeout", "1")
         with serving(*flags) as server:
@@ -299,7 +301,7 @@ def stop_in_batch() -> str:
 
 @contextmanager
 def small_disk(megabytes: int) -> Iterator[Path]:
-    """A file system of this size; raises Skip where there may be none."""
+    """Mount a file system of this size. Raises Skip if that is not permitted."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder],
@@ -314,11 +316,11 @@ def small_disk(megabytes: int) -> Iterator[Path]:
 
 
 class Skip(Exception):
-    """This machine cannot show it."""
+    """The fault cannot be produced on this machine."""
 
 
 def disk(_: argparse.Namespace) -> str:
-    """Uploads, batches and logs on a disk of 4 MB."""
+    """Uploads, batches and logs on a full disk of 4 MB."""
     with (
         small_disk(4) as folder,
         (folder / "log").open("wb") as log,
@@ -345,7 +347,7 @@ def disk(_: argparse.Namespace) -> str:
 
 
 def fill(server: Server, kept: dict[str, bytes]) -> list[int]:
-    """Upload until there is no room, in small pieces and large; what was taken is in `kept`."""
+    """Upload files of several sizes until the disk is full; `kept` gets the accepted ones."""
     statuses = []
     for size in (1_500_000, 1_500_000, 1_500_000, 300_000, 300_000, 50_000, 50_000):
         content = os.urandom(size)
@@ -359,7 +361,7 @@ def fill(server: Server, kept: dict[str, bytes]) -> list[int]:
 
 
 def full_batch(server: Server, source: str, folder: Path) -> str:
-    """What becomes of a batch when there is no room left at all."""
+    """Run a batch on a full disk; returns how it ends."""
     with suppress(OSError), (folder / "filler").open("wb") as filler:
         while True:
             filler.write(b"\0" * 4096)
@@ -417,7 +419,7 @@ int gettimeofday(struct timeval *restrict value, void *restrict zone) {
 
 
 def clock(_: argparse.Namespace) -> str:
-    """A day back, ten years forward, and back again, under streams, batches and stored things."""
+    """Set the clock a day back, ten years forward and back again, during streams and batches."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         shim, shift = Path(folder, "shim.so"), Path(folder, "shift")
         Path(folder, "shim.c").write_text(SHIM)
@@ -460,7 +462,7 @@ def clock_moves(server: Server, shift: Path) -> str:
 
 
 async def moved_in_stream(server: Server, shift: Path, moved: int) -> float:
-    """Seconds of a stream in the middle of which the clock jumps."""
+    """Seconds of a stream during which the clock jumps."""
     began, last = time.monotonic(), b""
     body = said(stream=True, max_tokens=120, ignore_eos=True)
     async for data in Client(server.port).stream(CHAT, body):
@@ -476,7 +478,7 @@ async def moved_in_stream(server: Server, shift: Path, moved: int) -> float:
 
 
 def slow(options: argparse.Namespace) -> str:
-    """So many connections that send a byte a second; others are served meanwhile."""
+    """Open connections that send a byte a second, while other clients are served."""
     harness.many_files()
     patience = 4.0 if options.minutes == 0 else 30.0
     flags = ("--request-timeout", str(patience), "--cpu-threads", "1")
@@ -497,12 +499,12 @@ HEADS = (
     b"content-type: application/json\r\n\r\n" + b" " * 1000,
     b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n" + b" " * 1000,
 )
-#: How much of them is sent at once: the second is slow in its body, the third is answered before.
+#: Bytes of each that are sent at once: the second is slow in its body, the third is answered early.
 AT_ONCE = (0, len(HEADS[1]) - 1000, len(HEADS[2]) - 1000)
 
 
 async def loris(server: Server, count: int, patience: float) -> str:
-    """Open connections, drip, and time plain requests beside them."""
+    """Open the connections, send slowly, and time normal requests meanwhile."""
     opened = open_ = 0
     lasted: list[float] = []
 
@@ -557,7 +559,7 @@ KINDS = {"slow": slow, "disk": disk, "clock": clock, "kill": kill, "stop": stop}
 
 
 def main() -> int:
-    """Run rounds of one kind, or of all."""
+    """Run rounds of one kind of fault, or of all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=[*KINDS, "all"])
     parser.add_argument("--minutes", type=float, default=0.0, help="rounds for so long; 0: one")

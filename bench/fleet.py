@@ -1,10 +1,10 @@
-"""The router between replicas, simulated: python bench/fleet.py [--replicas N] [--requests N]
+"""Simulates the router between replicas: python bench/fleet.py [--replicas N] [--requests N]
 
-Every replica's steps take as long as were measured (STEP below; `--measure CHECKPOINT` measures
-anew): a fixed time, and more for each row and each prompt token. Prompts begin with one of many
-system prompts and go on as conversations of several turns, lengths are mixed, arrivals are random.
-Printed for each way of choosing: waiting time to the first token, share of prompt tokens that were
-found in a replica's cache, and what the choice itself costs. `--policies prefix` for one of them.
+Step times are modelled from measurements (STEP below; `--measure CHECKPOINT` measures again): a
+fixed time plus a time per row and prompt token. Prompts begin with one of many system prompts and
+continue as conversations of several turns, with mixed lengths and random arrivals. Prints for each
+policy: time to first token, share of prompt tokens found in a replica's cache, and the cost of
+routing. `--policies prefix` runs one of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm_fleet.router import Router
 
-#: Seconds of a step, of each row in it, and of each prompt token: Qwen3-0.6B's shape in bf16, one
-#: thread (measured on 2026-11-22).
+#: Seconds per step, per row and per prompt token: Qwen3-0.6B's shape in bf16, one thread (measured
+#: on 2026-11-22).
 STEP, ROW, TOKEN = 0.0515, 0.0042, 0.0031
-#: Tokens of a step, rows, and tokens that a cache holds.
+#: Tokens per step, rows, and tokens of a cache.
 BUDGET, ROWS, CACHE = 512, 32, 40_000
 BLOCK = 32
 PARAMS = SamplingParams()
@@ -35,7 +35,7 @@ PARAMS = SamplingParams()
 
 @frozen
 class Asked:
-    """A request. parts: what its prompt is made of, each with where it ends, in tokens."""
+    """A request. parts: segments of its prompt, each with its end in tokens."""
 
     at: float
     parts: tuple[tuple[int, int], ...]
@@ -45,7 +45,7 @@ class Asked:
 
 @define(eq=False)
 class Job:
-    """A request at a replica. left: prompt tokens to compute; ends: on the replica's step clock."""
+    """A request on a replica. left: prompt tokens to compute. ends: the step at which it ends."""
 
     name: str
     at: float
@@ -56,7 +56,7 @@ class Job:
 
 @define(eq=False)
 class Engine:
-    """A replica whose steps pass as on a clock: `clock` counts them, `when` is its last moment."""
+    """A simulated replica: `clock` counts its steps, `when` is the time of the last one."""
 
     when: float = 0.0
     clock: float = 0.0
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def step(self) -> float:
-        """Seconds of a step as things are."""
+        """Seconds of a step with the current rows."""
         prompt = BUDGET - len(self.running) if self.computes else 0
         return STEP + ROW * len(self.running) + TOKEN * prompt
 
@@ -78,7 +78,7 @@ class Engine:
         return bool(self.waiting) and len(self.running) < ROWS
 
     def advance(self, now: float) -> None:
-        """Steps pass until now."""
+        """Run steps until now."""
         steps = (now - self.when) / self.step
         if self.computes:
             self.waiting[0].left -= steps * (BUDGET - len(self.running))
@@ -86,14 +86,14 @@ class Engine:
         self.when = now
 
     def following(self) -> float:
-        """When something happens here, if nothing comes meanwhile."""
+        """The time of the next event here, if no request arrives."""
         steps = self.running[0][0] - self.clock if self.running else float("inf")
         if self.computes:
             steps = min(steps, self.waiting[0].left / (BUDGET - len(self.running)))
         return self.when + max(0.0, steps) * self.step
 
     def found(self, parts: tuple[tuple[int, int], ...]) -> int:
-        """Tokens of a prompt that are cached; the prompt is, from now on."""
+        """Return the cached tokens of a prompt, and add the prompt to the cache."""
         hit = start = 0
         for name, end in parts:
             if name not in self.cache:
@@ -112,7 +112,7 @@ class Engine:
 
 
 def traffic(count: int, rate: float, seed: int) -> Iterator[Asked]:
-    """Requests in the order in which they come, `rate` a second."""
+    """Yield requests in order of arrival, `rate` per second."""
     rng = random.Random(seed)
     pool = np.random.default_rng(seed).integers(10, 150_000, 1 << 20)
     systems = [(rng.randrange(1 << 19), rng.choice((64, 256, 512, 1024))) for _ in range(2000)]
@@ -145,7 +145,7 @@ def traffic(count: int, rate: float, seed: int) -> Iterator[Asked]:
 
 
 class Choice:
-    """A way of choosing; `seconds` is what it has cost."""
+    """A routing policy. `seconds`: its accumulated cost."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -155,10 +155,10 @@ class Choice:
         raise NotImplementedError
 
     def gave(self, replica: int, name: str) -> None:
-        """Its first token came."""
+        """Record the first token of a request."""
 
     def ended(self, replica: int, name: str) -> None:
-        """It has ended."""
+        """Record the end of a request."""
 
 
 class AtRandom(Choice):
@@ -175,7 +175,7 @@ class RoundRobin(Choice):
 
 
 class LeastLoaded(Choice):
-    """Where the fewest requests are."""
+    """Chooses the replica with the fewest requests."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
@@ -221,7 +221,7 @@ POLICIES: dict[str, type[Choice]] = {
 
 
 def simulate(choice: Choice, requests: Iterator[Asked]) -> tuple[list[float], float]:
-    """Seconds to the first token of each request, and the share of prompt tokens found."""
+    """Return the seconds to each first token, and the cached share of prompt tokens."""
     engines = [Engine() for _ in range(choice.replicas)]
     events: list[tuple[float, int, int]] = []
     waits: list[float] = []
@@ -268,7 +268,7 @@ def simulate(choice: Choice, requests: Iterator[Asked]) -> tuple[list[float], fl
 
 
 def measured(folder: str) -> tuple[float, float, float]:
-    """STEP, ROW and TOKEN of a checkpoint on this machine, one thread."""
+    """Measure STEP, ROW and TOKEN of a checkpoint on this machine with one thread."""
     from modulm import LLM
 
     llm = LLM(folder, cpu_threads=1, max_model_len=2048, max_num_seqs=ROWS,

@@ -1,7 +1,7 @@
-"""Engine in a thread or in a process of its own: which serves faster here?
+"""Compares the engine in a thread with the engine in a process.
 
-Many streams at once on one model, every delta written as the JSON of an API chunk, as a server
-does. Run on an otherwise idle machine:
+Many concurrent streams of one model; every delta is serialized as an API chunk, as in a server. Run
+on an otherwise idle machine:
 
     python bench/front_ends.py MODEL [--streams 1 32] [--tokens 128] [--prompt 64]
 """
@@ -20,7 +20,7 @@ from modulm.contracts.sampling import OutputKind
 
 
 async def stream(engine: AsyncLLM, name: str, prompt: list[int], tokens: int) -> tuple[float, int]:
-    """(seconds to the first token, tokens) of one request."""
+    """Return (seconds to the first token, tokens) of one request."""
     began, first, received = time.perf_counter(), 0.0, 0
     params = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=OutputKind.DELTA
@@ -35,7 +35,7 @@ async def stream(engine: AsyncLLM, name: str, prompt: list[int], tokens: int) ->
 
 
 async def crowd(engine: AsyncLLM, label: str, streams: int, options: argparse.Namespace) -> None:
-    """Run `streams` requests at once and print one line."""
+    """Run `streams` requests concurrently and print one line."""
     generator = np.random.default_rng(streams)
     prompts = generator.integers(10, engine.info.vocabulary - 10, (streams, options.prompt))
     await stream(engine, "warm", prompts[0].tolist(), 4)

@@ -1,4 +1,4 @@
-"""What the soaks share: servers as processes, what they hold, and a small HTTP client."""
+"""Shared by the soak tests: server processes, their resource usage, and a small HTTP client."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-#: Seconds that a server gets to start on a busy machine.
+#: Seconds that a server may take to start on a busy machine.
 STARTING = 180.0
 
 
 @frozen
 class Held:
-    """What processes hold: anonymous memory in KiB, open files, threads."""
+    """Resource usage of processes: anonymous memory in KiB, open files, threads."""
 
     memory: int
     files: int
@@ -33,7 +33,7 @@ class Held:
 
     @classmethod
     def by(cls, pids: Sequence[int]) -> Held:
-        """Of all these processes together; one that has ended holds nothing."""
+        """Add up the usage of these processes; ended ones count as zero."""
         memory = files = threads = 0
         for pid in pids:
             try:
@@ -48,7 +48,7 @@ class Held:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, and they."""
+    """A process and all its descendants."""
     found = [pid]
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -61,7 +61,7 @@ def family(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; empty when it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -69,7 +69,7 @@ def command_of(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: a zombie does not."""
+    """Whether a process runs; zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -77,7 +77,7 @@ def alive(pid: int) -> bool:
 
 
 def many_files() -> None:
-    """As many open files as this process may have."""
+    """Raise the limit of open files as far as permitted."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -90,7 +90,7 @@ def free_port() -> int:
 
 @define(eq=False)
 class Server:
-    """A `modulm serve` of our own."""
+    """A `modulm serve` process."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -101,18 +101,18 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def family(self) -> list[int]:
-        """All its processes."""
+        """The ids of all its processes."""
         return family(self.process.pid)
 
     def part(self, word: str) -> int:
-        """The first of its processes that has the word in its command. Raises LookupError."""
+        """The first of its processes whose command contains the word. Raises LookupError."""
         for pid in self.family():
             if word in command_of(pid):
                 return pid
         raise LookupError(f"no process of the server has {word!r} in its command")
 
     def get(self, path: str, seconds: float = 10.0) -> tuple[int, bytes]:
-        """A plain GET: (status, body); status 0 when nobody answers."""
+        """A plain GET: (status, body); status 0 if nothing answers."""
         try:
             with urllib.request.urlopen(f"{self.url}{path}", timeout=seconds) as answer:
                 return answer.status, answer.read()
@@ -122,7 +122,7 @@ class Server:
             return 0, b""
 
     def wait(self) -> None:
-        """Until it answers. Raises SystemExit if it ended instead, or does not start."""
+        """Wait until the server answers. Raises SystemExit if it ends or does not start."""
         latest = time.monotonic() + STARTING
         while self.get("/health", 2.0)[0] != 200:
             code = self.process.poll()
@@ -142,7 +142,7 @@ class Server:
 def serving(
     *flags: str, model: str = "demo", wait: bool = True, **options: Any
 ) -> Iterator[Server]:
-    """Start a server, end it by SIGTERM. `options` are Popen's; stderr is dropped by default."""
+    """Start a server, later stop it with SIGTERM. `options`: of Popen; stderr is dropped."""
     port = free_port()
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
     process = subprocess.Popen(
@@ -167,7 +167,7 @@ def serving(
 
 @define(eq=False)
 class Reply:
-    """An answer: the status and what came of the body."""
+    """A response: the status and the received part of the body."""
 
     status: int
     body: bytes = b""
@@ -183,7 +183,7 @@ class Lost(Exception):
 
 @define(eq=False)
 class Client:
-    """Requests, each on a connection of its own."""
+    """Sends requests, each on a new connection."""
 
     port: int
     host: str = "127.0.0.1"
@@ -192,7 +192,7 @@ class Client:
     async def open(
         self, method: str, path: str, body: bytes = b"", kind: str = "application/json"
     ) -> AsyncGenerator[tuple[int, dict[str, str], asyncio.StreamReader], None]:
-        """Send a request; gives (status, headers, what follows). Leaving hangs up."""
+        """Send a request; yields (status, headers, reader of the body). Leaving disconnects."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
@@ -216,7 +216,7 @@ class Client:
     async def ask(
         self, method: str, path: str, body: Any = None, kind: str = "application/json"
     ) -> Reply:
-        """The whole answer. `body`: bytes, or what becomes JSON."""
+        """Return the whole response. `body`: bytes, or a value to encode as JSON."""
         data = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )
@@ -224,7 +224,7 @@ class Client:
             return Reply(status, await whole(headers, reader), headers)
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """The data of each event. Raises Refused for an answer that is no stream."""
+        """Yield the data of each event. Raises Refused if the response is not a stream."""
         async with self.open("POST", path, json.dumps(body).encode()) as (status, headers, reader):
             if status != 200:
                 raise Refused(Reply(status, await whole(headers, reader), headers))
@@ -234,7 +234,7 @@ class Client:
 
 
 class Refused(Exception):
-    """A stream that never began; `reply` says why."""
+    """The response is not a stream; `reply` has the error."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(f"{reply.status}: {reply.body[:200]!r}")
@@ -242,7 +242,7 @@ class Refused(Exception):
 
 
 async def whole(headers: dict[str, str], reader: asyncio.StreamReader) -> bytes:
-    """A body to its end. Raises Lost if it is shorter than its head said."""
+    """Read a body to its end. Raises Lost if it is shorter than its Content-Length."""
     if "content-length" in headers:
         try:
             return await reader.readexactly(int(headers["content-length"]))
@@ -256,7 +256,7 @@ async def whole(headers: dict[str, str], reader: asyncio.StreamReader) -> bytes:
 
 
 def form(name: str, content: bytes, purpose: str = "batch") -> tuple[bytes, str]:
-    """A file as an upload's body and content type."""
+    """Build the body and content type of a file upload."""
     edge = "modulm-soak-edge"
     body = (
         (

@@ -1,7 +1,7 @@
-"""How long /health takes, and how much memory the server, while it is given too much.
+"""The latency of /health and the server's memory under overload.
 
-Each scenario sends its requests from threads of this process; a process of its own asks /health
-every 20 ms meanwhile. Memory is the largest that the server's process has had.
+Each scenario sends its requests from threads of this process, while another process requests
+/health every 20 ms. Memory is the peak of the server's process.
 
     python bench/health_under_load.py [--only WORD]
 """
@@ -83,7 +83,7 @@ def ask(port: int, path: str, body: bytes, found: Counter[int]) -> None:
 
 
 def load(port: int, bodies: Bodies) -> Counter[int]:
-    """Send all at once; how often each status came, 0 for no answer."""
+    """Send all requests at once; returns the count of each status, 0 for no answer."""
     found: Counter[int] = Counter()
     threads = [
         threading.Thread(target=ask, args=(port, path, body, found)) for path, body in bodies
@@ -97,7 +97,7 @@ def load(port: int, bodies: Bodies) -> Counter[int]:
 
 
 def probe(port: int) -> None:
-    """Ask /health until standard input ends, then print the times in ms as JSON."""
+    """Request /health until standard input ends, then print the times in ms as JSON."""
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     times = []
@@ -117,7 +117,7 @@ def probe(port: int) -> None:
 
 
 def memory(server: Server) -> int:
-    """The most resident memory that the server's process has had, in MiB."""
+    """The peak resident memory of the server's process in MiB."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) // 1024
 

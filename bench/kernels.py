@@ -1,11 +1,11 @@
-"""Each CPU kernel beside its limit and beside torch, in one run.
+"""Each CPU kernel compared with its limit and with torch, in one run.
 
     python bench/kernels.py [--level LEVEL ...] [--only TEXT] [--seconds S] [--json FILE]
 
-A line per op and shape (those of Qwen3-0.6B): microseconds, what it reads or computes per second,
-that as a fraction of the peak that `bench/probe.py` measures at the start of the same run, and how
-many times faster than plain torch it is. Times are the best of many runs: on a shared machine the
-mean says more about the neighbours.
+Prints a line per op and shape (those of Qwen3-0.6B): microseconds, the rate of reading or
+computing, that rate as a fraction of the peak that `bench/probe.py` measures at the start of the
+run, and the speedup over plain torch. Times are the best of many runs, because means on a shared
+machine depend on other load.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from modulm.ops import sampling_twins, twins
 from modulm.testing.paged_attention import qkv_prepare
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
-COPIES = 40  # weights of a product that are cycled through
-STREAM = 1 << 30  # bytes of weights where reading them is what counts: more than any cache holds
+COPIES = 40  # weight copies that are cycled through
+STREAM = 1 << 30  # bytes of weights for bandwidth-bound cases: more than any cache holds
 
 
 @dataclass
 class Case:
-    """One line: `run` is the kernel, `other` torch's way; `bytes` or `flops` is its work."""
+    """One line. `run`: the kernel. `other`: the torch version. `bytes` or `flops`: its work."""
 
     name: str
     run: Callable[[], object]
     other: Callable[[], object]
     bytes: float = 0.0
     flops: float = 0.0
-    times: float = 1.0  # how often `run` does what `other` does once
+    times: float = 1.0  # calls of `other` per call of `run`
 
 
 def best_time(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest call within `seconds`."""
+    """Time the fastest call within `seconds`."""
     run()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -54,7 +54,7 @@ def best_time(run: Callable[[], object], seconds: float) -> float:
 
 
 def cases(ops) -> Iterator[Case]:
-    """Everything that is measured, made when its turn comes."""
+    """Yield all cases, created on demand."""
     yield from linears(ops)
     yield from attentions(ops)
     yield from small(ops)
@@ -75,7 +75,7 @@ def linears(ops) -> Iterator[Case]:
 
 
 def products(ops, form: str, plain, packed, counts) -> Iterator[Case]:
-    """A layer's product against torch's with the float weight."""
+    """Compare a linear layer with torch's on the float weight."""
     outputs, inputs = plain[0].shape
     for rows in counts:
         x = torch.randn(rows, inputs).to(plain[0].dtype)
@@ -93,10 +93,10 @@ def products(ops, form: str, plain, packed, counts) -> Iterator[Case]:
 
 
 def pack(ops, weight: torch.Tensor, form: str) -> kernels.PackedLinear:
-    """Codes without care for accuracy: their values do not change the time.
+    """Quantize without regard to accuracy, which does not affect the time.
 
-    int8 and int4 have 16-bit activations, w8a8 and w4a8 those of 8 bits; groups of 64 with zero
-    points for 4 bits.
+    int8 and int4 have 16-bit activations, w8a8 and w4a8 8-bit ones; 4-bit codes have groups of 64
+    with zero points.
     """
     if form == "bf16":
         return ops["pack_linear"](weight)
@@ -131,7 +131,7 @@ class Attended:
 
     @property
     def flops(self) -> float:
-        """Of both products, over what the causal mask leaves."""
+        """FLOPs of both products, excluding what the causal mask removes."""
         pairs = self.fresh * (self.context - (self.fresh - 1) / 2)
         return 2.0 * self.rows * self.heads * pairs * (self.size + (self.latent or self.size))
 
@@ -155,10 +155,10 @@ def attentions(ops) -> Iterator[Case]:
 
 
 def attention(ops, step: Attended) -> Case:
-    """Reading the cache is the work where there are fewer than 32 queries to each head of it.
+    """Compare attention; it is bandwidth-bound below 32 queries per cached head.
 
-    torch attends over dense keys and values in bf16 whatever the cache is kept in; its heads share
-    one key as queries of one head, and a prompt's as separate heads.
+    torch attends over dense keys and values in bf16 whatever the cache format. Its heads share one
+    key as queries of one head, and those of a prompt as separate heads.
     """
     block, rows, fresh = 32, step.rows, step.fresh
     width = step.context // block
@@ -262,7 +262,7 @@ def show(line: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Measure and print; write JSON where asked."""
+    """Measure and print; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--level", choices=kernels.levels(), nargs="+", default=[kernels.levels()[-1]],

@@ -1,14 +1,14 @@
-"""Vision encoders: beside the machine's GEMM rate and transformers, in one run; an image that is
-asked about twice; a stream of text beside an image, encoded whole and in pieces.
+"""Vision encoders compared with the machine's GEMM rate and transformers; a repeated image; a text
+stream beside an image that is encoded whole and in pieces.
 
     python bench/media.py [--pixels 1024] [--runs 3] [--gaps]
 
-Random checkpoints with the encoder of Qwen3-VL, which is SigLIP 2 so400m (27 layers of 1,152 that
-see the whole image), and that of Qwen2.5-VL at a like size (windows). The text model is tiny, so
-that what is seen is the encoder. The work of an encoder are the products with its weights and
-those of attention, by count; times are medians. transformers runs the same files in the faster of
-two dtypes, in a process that keeps freed memory as modulm's does. --gaps: nothing but the stream:
-the largest time between two of its tokens, with and without an image that is asked about meanwhile.
+Random checkpoints with the encoder of Qwen3-VL, which is SigLIP 2 so400m (27 layers of width 1,152
+with global attention), and that of Qwen2.5-VL of similar size (windowed attention). The text model
+is tiny, so the encoder dominates. The work of an encoder is the FLOPs of its linear layers and
+attention; times are medians. transformers runs the same files in the faster of two dtypes, in a
+process with the same malloc settings. --gaps runs only the stream: the largest time between two of
+its tokens, with and without a concurrent image.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 
 
 def write(architecture: str, folder: Path) -> Path:
-    """A random checkpoint in bf16 with a tokenizer and a processor."""
+    """Write a random checkpoint in bf16 with a tokenizer and a processor."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
@@ -83,7 +83,7 @@ def write(architecture: str, folder: Path) -> Path:
 
 
 def flops(vision: dict[str, Any], side: int) -> float:
-    """Of an image of `side` patches along each side."""
+    """FLOPs of an image with `side` patches along each side."""
     patches, width = side * side, vision["hidden_size"]
     gated = "fullatt_block_indexes" in vision
     weights = 4 * width * width + (3 if gated else 2) * width * vision["intermediate_size"]
@@ -97,7 +97,7 @@ def flops(vision: dict[str, Any], side: int) -> float:
 
 
 def median(run: Callable[[], object], runs: int) -> float:
-    """Seconds, after a first run that is not counted."""
+    """Median seconds after a warm-up run."""
     run()
     times = []
     for _ in range(runs):
@@ -115,7 +115,7 @@ def picture(pixels: int, seed: int) -> Image.Image:
 
 @torch.inference_mode()
 def encoders(folder: Path, vision: dict[str, Any], pixels: int, runs: int) -> None:
-    """The encoder by itself, ours and transformers'."""
+    """Time the encoder alone, modulm's and transformers'."""
     import transformers
 
     side = round(pixels / (2 * vision["patch_size"])) * 2
@@ -144,7 +144,7 @@ def encoders(folder: Path, vision: dict[str, Any], pixels: int, runs: int) -> No
 
 
 def twice(folder: Path, pixels: int) -> None:
-    """Seconds until the first token of a question about an image, and about the same again."""
+    """Time to first token of a question about an image, and of another one about the same image."""
     params = modulm.SamplingParams(max_tokens=1, temperature=0)
     settings = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 8192}
     with modulm.LLM(str(folder), **settings) as llm:
@@ -163,7 +163,7 @@ def twice(folder: Path, pixels: int) -> None:
 
 
 async def gaps(folder: Path, pixels: int) -> None:
-    """Largest gaps of a stream, and an image's first token, by `--mm-encoder-chunk`."""
+    """Largest gaps of a stream, and time to first token of an image, by `--mm-encoder-chunk`."""
     for chunk in (0, 32768, 8192):
         engine = modulm.AsyncLLM(
             str(folder), dtype="bfloat16", device="cpu", max_model_len=8192,
@@ -189,7 +189,7 @@ async def gaps(folder: Path, pixels: int) -> None:
 
 
 async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
-    """Seconds until the first token of a question about an image."""
+    """Seconds to the first token of a question about an image."""
     prompt = "<|vision_start|><|image_pad|><|vision_end|>What is this?"
     asked = {"prompt": prompt, "multi_modal_data": {"image": image}}
     began = time.perf_counter()
@@ -199,7 +199,7 @@ async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
 
 
 async def _stream(engine: modulm.AsyncLLM, times: list[float]) -> None:
-    """Text until it is cancelled; when each token came."""
+    """Stream text until cancelled, recording the time of each token."""
     params = modulm.SamplingParams(max_tokens=8000, ignore_eos=True)
     async for output in engine.generate("Once upon a time", params, "stream"):
         if output.outputs[0].token_ids:

@@ -1,10 +1,10 @@
 """One stream on a mixture of experts: python bench/mixture.py FOLDER [--quantization int8]
 
 Writes a random bf16 checkpoint of a 1-billion-parameter Qwen3-MoE shape to FOLDER if there is none,
-then decodes one stream with the engine and with transformers. The yardstick is the time to read the
-weights that one token needs (its experts, everything that all tokens take, the head) and the keys
-and values, at the read bandwidth that the probe measures on both sides of each round. Tokens and
-passes of the probe are averaged alike, since neighbours slow both down.
+then decodes one stream with the engine and with transformers. The reference is the time to read the
+weights that one token needs (its experts, all shared layers, the head) and the KV cache, at the
+read bandwidth that the probe measures before and after each round. Tokens and probe passes are
+averaged alike, since other load slows both down.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SHAPE = {
 }
 PROMPT = list(range(100, 132))
 SHORT, LONG = 8, 56
-PASSES = 5  # of the probe on either side of a round
-#: Bytes that the probe reads, like all weights together: no last-level cache holds them.
+PASSES = 5  # probe passes before and after a round
+#: Bytes that the probe reads, about as many as all weights: more than any last-level cache.
 SIZE = 2 << 30
 
 Generate = Callable[[int], None]
@@ -60,12 +60,12 @@ def write(folder: Path) -> None:
     make_tokenizer(folder)
 
 
-#: Bits that a weight takes, scales included: in experts, in other linear layers, in the head.
+#: Bits per weight, including scales: in experts, in other linear layers, in the head.
 BITS = {None: (16, 16, 16), "int8": (8, 8, 8), "int4": (4.5, 4.5, 8)}
 
 
 def active(quantization: str | None = None) -> int:
-    """Bytes that one token reads."""
+    """Bytes of weights that one token reads."""
     in_experts, in_linears, in_head = BITS[quantization]
     s = SHAPE
     hidden, heads = s["hidden_size"], s["num_attention_heads"] + 2 * s["num_key_value_heads"]
@@ -79,7 +79,7 @@ def active(quantization: str | None = None) -> int:
 
 
 def parameters() -> int:
-    """All weights of the shape."""
+    """The number of all weights of the shape."""
     more = SHAPE["num_experts"] - SHAPE["num_experts_per_tok"]
     idle = 3 * SHAPE["hidden_size"] * SHAPE["moe_intermediate_size"] * more
     return active() // 2 + idle * SHAPE["num_hidden_layers"]
@@ -108,7 +108,7 @@ def engine(folder: Path, quantization: str | None) -> Generate:
 
 
 def peer(folder: Path) -> Generate:
-    """transformers with its own cache, in bf16."""
+    """transformers with its own KV cache, in bf16."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -129,7 +129,7 @@ def peer(folder: Path) -> Generate:
 
 
 def per_token(generate: Generate, longer: int = LONG) -> float:
-    """Seconds for one more token."""
+    """Seconds per additional token."""
     times = []
     for new in (SHORT, longer):
         start = time.perf_counter()
@@ -139,7 +139,7 @@ def per_token(generate: Generate, longer: int = LONG) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """The table's figures by name."""
+    """Return the table's figures by name."""
     library = kernels.load()
     needed = active(options.quantization)
     generate = engine(options.folder, options.quantization)
@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "median fraction": round(statistics.median(fractions), 3),
     }
     if options.peer:
-        library.set_threads(1)  # whose helpers would spin beside torch's threads
+        library.set_threads(1)  # its helper threads would spin beside torch's
         other = peer(options.folder)
         other(2)
         slow = per_token(other, 2 * SHORT)
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the figures; write them as JSON where asked."""
+    """Print the figures; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the checkpoint is or goes")
     parser.add_argument("--quantization", choices=["int8", "int4"], help="as for the engine")

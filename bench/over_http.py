@@ -1,8 +1,8 @@
-"""What is left of the offline speed over HTTP: the same requests, streamed to as many clients.
+"""Throughput over HTTP relative to offline: the same requests, each streamed to its own client.
 
     python bench/over_http.py MODEL [--requests 32] [--input 256] [--output 128] [--times 3]
 
-The offline engine and the server take turns, each in its own process and alone on the machine;
+The offline engine and the server alternate, each in its own process and alone on the machine;
 clients and server share the cores.
 """
 
@@ -35,7 +35,7 @@ print(time.perf_counter() - began)
 
 
 def offline(model: str, prompts: list[list[int]], output: int) -> float:
-    """Seconds to answer all prompts in process."""
+    """Seconds to generate for all prompts in this process."""
     asked = json.dumps([model, output, prompts])
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE], input=asked, check=True, capture_output=True, text=True
@@ -44,7 +44,7 @@ def offline(model: str, prompts: list[list[int]], output: int) -> float:
 
 
 async def stream(client: httpx.AsyncClient, prompt: list[int], output: int) -> int:
-    """One request; the number of its events."""
+    """Stream one request; returns the number of events."""
     body = {"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     events = 0
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
@@ -55,7 +55,7 @@ async def stream(client: httpx.AsyncClient, prompt: list[int], output: int) -> i
 
 
 async def everybody(address: str, prompts: list[list[int]], output: int) -> float:
-    """Seconds until every stream has ended."""
+    """Seconds until all streams have ended."""
     limits = httpx.Limits(max_connections=len(prompts))
     async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as client:
         while True:

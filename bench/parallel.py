@@ -1,10 +1,10 @@
-"""Ranks that share a model, beside one process with as many threads; all there at once, in turns.
+"""Ranks that share a model, compared with one process with as many threads; rounds alternate.
 
     python bench/parallel.py CHECKPOINT [--rounds 6] [--only streams|prompt|step|reduce]
 
-CHECKPOINT: a folder of Qwen3-0.6B's shape for streams and prompts. "step" is what a step of a tiny
-model takes longer over `mp` with one worker than in the engine's process; "reduce" one sum of a
-row of 1,024 bf16 between two processes.
+CHECKPOINT: a folder of Qwen3-0.6B's shape for streams and prompts. "step" is the overhead per step
+of a tiny model with one `mp` worker compared with the engine's process; "reduce" is an all-reduce
+of a row of 1,024 bf16 between two processes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def seconds(llm: LLM, rows: int, prompt: int, tokens: int, salt: int) -> float:
 
 
 def turns(llms: dict[str, LLM], rounds: int, *shape: int, warm: int = 0) -> dict[str, list[float]]:
-    """Seconds of each, round by round; a first round is not counted, nor are the first `warm` runs
-    of a turn.
-    """
+    """Seconds by engine and round, without the first round and `warm` runs per turn."""
     found: dict[str, list[float]] = {name: [] for name in llms}
     for turn in range(rounds + 1):
         for name, llm in llms.items():
@@ -93,7 +91,7 @@ def step(rounds: int) -> None:
             "one process": opened(folder, 256, dtype="float32"),
             "mp": opened(folder, 256, dtype="float32", distributed_executor_backend="mp"),
         }
-        # Processes that slept are slow to begin, and those of another engine sleep in its turns.
+        # Processes are slow after sleeping, and those of an engine sleep during the others' turns.
         found = turns(llms, rounds, 1, 8, 200, warm=2)
         each = {n: statistics.median(t) / 200 * 1e6 for n, t in found.items()}
         more = each["mp"] - each["one process"]
@@ -103,7 +101,7 @@ def step(rounds: int) -> None:
 
 
 def reduce(calls: int = 20000) -> None:
-    """Both processes sum `calls` times; the time of one call, of the best of five runs."""
+    """Time an all-reduce of both processes: the best mean of five runs of `calls` calls."""
     from modulm.plugins import manager
     from modulm_distributed.mesh import Place, open_mesh
 

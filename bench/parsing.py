@@ -1,8 +1,8 @@
-"""What reading a streamed call costs: microseconds of CPU time a token more than plain text.
+"""The cost of parsing a streamed tool call: microseconds of CPU time per token above plain text.
 
-The text of each parser's first call is made long (a string argument of many words), cut as a
-tokenizer would about cut it, and fed token by token with ids; beside it as many tokens of prose
-through no parser at all. The parsers' own cost for prose is shown, too.
+The first call in each parser's examples gets a long string argument, is cut roughly as by a
+tokenizer, and fed token by token with ids; it is compared with as many tokens of prose without a
+parser. Also shows the parsers' cost for prose.
 
     python bench/parsing.py [--tokens 400] [--repeat 7] [NAME ...]
 """
@@ -28,7 +28,7 @@ LIMIT = 3.0
 
 
 def cost(pieces: list[str], tool: str | None, tokenizer: Tokenizer, repeat: int) -> float:
-    """Microseconds of CPU time per piece, the least of some runs."""
+    """Microseconds of CPU time per piece, the minimum of `repeat` runs."""
     context = ParseContext(tools=TOOLS, prompt_tail="", tokenizer=tokenizer)
     tokens = [(piece, (tokenizer.added_tokens.get(piece, 300),)) for piece in pieces]
     least = float("inf")

@@ -1,11 +1,11 @@
-"""What quantization at load costs the embedded model in perplexity, against bf16.
+"""Perplexity of the embedded model under quantization at load, relative to bf16.
 
     python bench/perplexity.py [--conversations N] [--seed S] [--only TEXT] [--json FILE]
 
-The text is conversations of the model's own recipe that training never asked, of a seed of their
-own, rendered by its template. Log probabilities come from the engine's `prompt_logprobs`, so all
-of a prompt's kernels take part. `written` are the tokens that the model has to write (the answers),
-`all` includes the questions.
+The texts are held-out conversations of the model's own recipe, from a separate seed, rendered by
+its template. Log probabilities come from the engine's `prompt_logprobs`, which uses the prompt
+kernels. `written` counts the tokens that the model has to write (answers), `all` includes the
+questions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMS: Mapping[str, tuple[str | None, Mapping[str, object]]] = {
 
 
 def conversations(tokenizer, seed: int, count: int) -> list[Document]:
-    """`count` held-out conversations, the same number of each category."""
+    """Generate `count` held-out conversations, the same number of each category."""
     chosen = [e for name in CATEGORIES for e in heldout(seed, name, -(-count // len(CATEGORIES)))]
     made = []
     for example in chosen[:count]:
@@ -57,7 +57,7 @@ def conversations(tokenizer, seed: int, count: int) -> list[Document]:
 
 
 def perplexities(form: str, documents: list[Document]) -> dict[str, float]:
-    """Perplexity over written tokens and over all, under one of FORMS."""
+    """Perplexity over written tokens and over all, for one of FORMS."""
     quantization, settings = FORMS[form]
     engine = LLM(model="demo", quantization=quantization, quantization_config=dict(settings))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -75,7 +75,7 @@ def perplexities(form: str, documents: list[Document]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print a table; write JSON where asked."""
+    """Measure and print a table; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=300)
     parser.add_argument("--seed", type=int, default=2026, help="of the text; training used 1 and 3")

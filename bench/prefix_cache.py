@@ -1,8 +1,8 @@
-"""What the prefix cache gains when a long beginning is shared, and costs when nothing is.
+"""The gain of the prefix cache with a long shared prefix, and its cost without.
 
     python bench/prefix_cache.py [MODEL] [--prefix 2000] [--requests 64]
 
-Times are of the processor, so that a busy machine changes little.
+Times are CPU times, so that other load changes little.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 def seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
-    """CPU time of answering all prompts."""
+    """CPU time of generating for all prompts."""
     began = time.process_time()
     llm.generate(prompts, params, use_tqdm=False)
     return time.process_time() - began
 
 
 def first_token(llm: LLM, prefix: int) -> tuple[float, float]:
-    """(miss, hit): medians for a prompt of `prefix` tokens and ten of its own."""
+    """Return (miss, hit): medians for a prompt of `prefix` tokens and ten unique ones."""
     generator = np.random.default_rng(0)
     misses, hits = [], []
     for _ in range(5):
@@ -64,7 +64,7 @@ def main() -> None:
     }
     for llm in engines.values():
         seconds(llm, [[9] * 64], params)
-    # The pool is small, so that it is soon touched and evicting as it would be in the long run.
+    # The pool is small, so that it is evicting as in steady state.
     for _ in range(9):
         rows = generator.integers(10, engines[True].info.vocabulary, (options.requests, 128))
         for cached, llm in engines.items():

@@ -1,10 +1,9 @@
-"""What this machine can do: the peaks that other figures are fractions of.
+"""The machine's peaks, of which other figures are fractions.
 
     python bench/probe.py [--json FILE]
 
-Read bandwidth with all cores, instruction rates, and the rate of a large bf16 product through
-torch's oneDNN. Neighbours on the host and a busy machine change all of them: run it just before
-what is to be compared.
+Read bandwidth with all cores, instruction rates, and the rate of a large bf16 product with torch's
+oneDNN. Other load changes all of them: run it just before the benchmark.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def probe() -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the table; write it as JSON where asked."""
+    """Print the table; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Checkpoints as quantizing libraries publish them, made of a plain one for bench/quantized.py.
+"""Writes checkpoints in the formats of quantization libraries, for bench/quantized.py.
 
-Codes are those of rounding at load in groups of 128, laid out as each format has them (sources: the
-docstrings of the packages that read them). Accuracy does not count here, only where bytes lie.
+Codes are those of quantization at load in groups of 128, laid out as in each format (sources: the
+docstrings of the packages that read them). Only the layout matters, not the accuracy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _gptq(weight: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def _gptq_desc_act(weight: Tensor) -> dict[str, Tensor]:
-    """Layers with the same inputs have them in the same order, as calibration gives it."""
+    """Layers with the same inputs get the same column order, as from calibration."""
     seed = torch.Generator().manual_seed(weight.shape[1])
     return _gptq(weight, torch.randperm(weight.shape[1], generator=seed))
 
@@ -99,7 +99,7 @@ def _compressed(form: str, bits: int, kind: str, activations: object = None) -> 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
 
-#: Name -> what a layer becomes, and quantization_config.
+#: Name -> conversion of a layer, and quantization_config.
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, object]]] = {
     "awq": (_awq, {**_AWQ, "version": "gemm"}),
     "gptq": (_gptq, {**_GPTQ, "desc_act": False}),
@@ -112,7 +112,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, object
 
 
 def make(plain: Path, folder: Path, name: str) -> Path:
-    """The checkpoint `plain` in a format, written below `folder` if it is not there."""
+    """Write the checkpoint `plain` in a format below `folder`, unless it exists."""
     target = folder / name
     if (target / "model.safetensors").exists():
         return target

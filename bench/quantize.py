@@ -1,11 +1,11 @@
-"""Perplexity of the embedded model under every scheme and method of `modulm quantize`.
+"""Perplexity of the embedded model for every scheme and method of `modulm quantize`.
 
     python bench/quantize.py [--model NAME] [--samples N] [--length N] [--groups N...]
                              [--only TEXT] [--json FILE]
 
-Each line is a run of the command, with the command's own measure: a quarter of the installed
-model's conversations, which took no part in calibration, as the engine runs the folder that was
-written. `--groups` are sizes of groups of four bits.
+Each line is a run of the command, with the command's own evaluation: the engine runs the written
+folder on a quarter of the model's conversations, which are excluded from calibration. `--groups`
+are group sizes of 4-bit codes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOUND = re.compile(r"perplexity: ([\d.]+) before, ([\d.]+) after")
 
 
 def runs(sizes: list[int]) -> list[tuple[str, list[str]]]:
-    """Name of a line, and the options of its scheme."""
+    """Name of each line, and the options of its scheme."""
     found = []
     for scheme in SCHEMES.values():
         for group in sizes if scheme.group else (None,):
@@ -38,7 +38,7 @@ def runs(sizes: list[int]) -> list[tuple[str, list[str]]]:
 
 
 def measure(model: str, options: list[str]) -> tuple[float, float, float]:
-    """Perplexity before and after, and seconds, of one run."""
+    """Return (perplexity before, perplexity after, seconds) of one run."""
     shown = io.StringIO()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(shown):

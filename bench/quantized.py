@@ -42,7 +42,7 @@ NEW = 24  # tokens of a stream in each round
 STREAMS = 16
 PROMPT = 2048
 PARTS = ("stream", "prompt", "gguf", "mixture", "load")
-#: Stays as the checkpoint has it, as in the formats that are compared.
+#: Layers that stay unquantized, as in the compared formats.
 PLAIN_HEAD = {"ignore": ["lm_head"]}
 
 Generate = Callable[[list[list[int]], int], float]
@@ -53,7 +53,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def engine(model: Path, length: int, streams: int = 1, **flags: Any) -> Generate:
-    """The engine on a checkpoint: seconds that prompts with `new` answered tokens take."""
+    """The engine on a checkpoint: a function that times prompts with `new` output tokens each."""
     from modulm import LLM, SamplingParams
 
     llm = LLM(
@@ -78,7 +78,7 @@ def engine(model: Path, length: int, streams: int = 1, **flags: Any) -> Generate
 
 
 class Watch:
-    """What linear layers that were packed since the last look multiply."""
+    """Tracks the form in which linear layers were packed since the last call."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -100,7 +100,7 @@ def multiplies(held: kernels.PackedLinear) -> str:
 
 
 def decoding(generate: Generate, streams: int = 1, length: int = 32, new: int = NEW) -> float:
-    """Tokens per second, the prompts' share taken off."""
+    """Output tokens per second, without the time of the prompts."""
     asked = prompts(streams, length)
     once = generate(asked, 1)
     return streams * new / (generate(asked, new + 1) - once)
@@ -109,7 +109,7 @@ def decoding(generate: Generate, streams: int = 1, length: int = 32, new: int = 
 def rounds_of(
     count: int, engines: Mapping[str, Generate], figure: Callable[[Generate], float]
 ) -> dict[str, list[float]]:
-    """The figure of each engine in every round; the order turns, and the first round is dropped."""
+    """Run all engines in every round, in rotating order; the first round is dropped."""
     found: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for turn in range(count + 1):
@@ -160,7 +160,7 @@ def stream(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompt(options: argparse.Namespace) -> dict[str, Any]:
-    """A long prompt, where arithmetic counts."""
+    """A long prompt, which is compute-bound."""
     length = PROMPT + 16
     engines = {"bf16": engine(options.checkpoint, length)}
     for name in ("fp8", "ct-w8a8", "ct-w4a8", "awq"):
@@ -213,8 +213,8 @@ class Llama:
 
 
 def gguf(options: argparse.Namespace) -> dict[str, Any]:
-    """The same file in both engines, turn by turn; the ratio of every round is told, and for one
-    stream the share of the bandwidth that the probe found before and after.
+    """The same file in both engines, alternating; prints the ratio of every round, and for one
+    stream the fraction of the bandwidth that the probe measures before and after.
     """
     cases: dict[str, Callable[[Generate], float]] = {
         "one stream": decoding,
@@ -293,10 +293,10 @@ print(json.dumps({"seconds": seconds, **held}))
 
 
 def load(options: argparse.Namespace) -> dict[str, Any]:
-    """Weights from the page cache to where they are multiplied, each in a process of its own.
+    """Time from the page cache to packed weights, each in a new process.
 
-    `peak` is that of the process: weights, what is not theirs, and pages of the file that it maps,
-    which the system takes back when it needs them; `held` is what is its own at the end.
+    `peak`: of the process: weights, other memory, and reclaimable pages of the mapped file. `held`:
+    private memory at the end.
     """
     asked = {"read": (_READ, "")}
     asked |= {name or "bf16": (_LOAD, name) for name in ("", "int8", "int4", "fp8")}
@@ -323,7 +323,7 @@ MEASURES = {"stream": stream, "prompt": prompt, "gguf": gguf, "mixture": mixed, 
 
 
 def main() -> None:
-    """Print a table for each part; write JSON where asked."""
+    """Print a table for each part; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)

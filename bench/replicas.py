@@ -1,9 +1,9 @@
-"""Replicas beside one engine: python bench/replicas.py CHECKPOINT [--rounds 5] [--only tokens|hits]
+"""Replicas compared with one engine: python bench/replicas.py CHECKPOINT [--rounds 5] [--only
+tokens|hits]
 
-tokens: 32 streams on two replicas of one thread each, and on one engine with two threads, in turns.
-hits: what share of prompt tokens is found in caches where 50 prefixes are shared, on one engine and
-on two replicas that have half of its cache each (a tiny model: what is counted does not depend on
-it).
+tokens: 32 streams on two replicas of one thread each, and on one engine with two threads,
+alternating. hits: share of prompt tokens found in caches with 50 shared prefixes, on one engine and
+on two replicas with half of its cache each (on a tiny model, which does not affect the counts).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def ask(llm: AsyncLLM, name: str, prompt: list[int], tokens: int) -> None:
 
 
 async def crowd(llm: AsyncLLM, label: str, salt: int) -> float:
-    """Tokens a second of all streams."""
+    """Output tokens per second of all streams."""
     asked = STREAMS * EACH
     prompts = np.random.default_rng(salt).integers(10, 900, (asked, PROMPT)).tolist()
     left = list(enumerate(prompts))

@@ -1,12 +1,12 @@
-"""An hour of everything at twice what fits: python bench/soak.py --minutes 60
+"""A soak test with a mixed load at twice the capacity: python bench/soak.py --minutes 60
 
-Streams, answers whose readers leave, grammars good and bad, tools, several prompts, embeddings,
-files, batches, stored responses and nonsense, from twice as many clients as there are places for
-rows, on a cache of half the blocks that they would like. Every answer is looked at. Prints a line
-per minute and, at the end, what was asked, what went wrong, and what the servers still hold.
+Streams, disconnecting clients, valid and invalid grammars, tools, several prompts, embeddings,
+files, batches, stored responses and invalid requests, from twice as many clients as there are rows,
+on a cache with half of the blocks needed. Every answer is checked. Prints a line per minute and, at
+the end, the requests, the failures, and the servers' resources.
 
-Ends with 0 if nothing that was acknowledged was lost, memory was flat to --flat per cent after
---settle of the time, and open files and tasks were back where they began.
+Exits with 0 if nothing acknowledged was lost, memory grew less than --flat per cent after --settle
+of the time, and open files and tasks returned to their initial numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ WORDS = (
     "Hello", "weather", "Paris", "Rome", "baker", "river", "count", "story", "name", "time", "red",
     "blue", "green", "seven",
 )  # fmt: skip
-#: Batches that a server remembers: so many are made before memory is looked at.
+#: Batches that a server remembers; as many are created before memory is measured.
 REMEMBERED = 1_000
-#: Rows that run at once, blocks of the cache, and requests that may wait.
+#: Concurrent rows, blocks of the cache, and maximum queued requests.
 ROWS, BLOCKS, QUEUE = 8, 64, 24
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}},
         "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -48,7 +48,7 @@ BAD_GRAMMARS: tuple[dict[str, Any], ...] = (
 
 
 class Wrong(Exception):
-    """An answer that must not be."""
+    """An answer is wrong."""
 
 
 def need(condition: bool, what: str) -> None:
@@ -57,7 +57,7 @@ def need(condition: bool, what: str) -> None:
 
 
 def is_city(text: str) -> bool:
-    """Whether a text is what the grammar of CITY allows."""
+    """Whether a text matches the schema CITY."""
     try:
         return json.loads(text) in ({"city": "Rome"}, {"city": "Paris"})
     except ValueError:
@@ -65,7 +65,7 @@ def is_city(text: str) -> bool:
 
 
 def good(reply: Reply) -> Any:
-    """A 200's JSON; a full queue is an honest answer too. Raises Refused or Wrong."""
+    """Return a 200's JSON; a full queue is valid too. Raises Refused or Wrong."""
     if reply.status == 429:
         raise Refused(reply)
     need(reply.status == 200, f"{reply.status}: {reply.body[:300]!r}")
@@ -74,7 +74,7 @@ def good(reply: Reply) -> Any:
 
 @define(eq=False)
 class Caller:
-    """Somebody who asks for one thing after another."""
+    """A client that sends one request after another."""
 
     chat: Client
     embed: Client
@@ -140,7 +140,7 @@ class Caller:
             await self.chat.ask("POST", "/v1/chat/completions", {**asked, "max_tokens": 60})
         )
         choice = found["choices"][0]
-        # A model may end in its thought, which the grammar does not hold.
+        # The answer may end within the reasoning, which the grammar does not cover.
         if choice["finish_reason"] == "stop" and not choice["message"].get("reasoning"):
             need(is_city(choice["message"]["content"]), str(found))
 
@@ -245,7 +245,7 @@ KINDS: dict[str, tuple[Callable[[Caller], Awaitable[None]], int]] = {
 
 @define(eq=False)
 class Tally:
-    """What was asked and what came of it."""
+    """Counts of requests and their outcomes."""
 
     done: Counter[str] = field(factory=Counter)
     full: Counter[str] = field(factory=Counter)
@@ -272,7 +272,7 @@ class Tally:
 
 @frozen
 class Sample:
-    """What one server held at a moment: KiB of each process, `tasks` of its event loop."""
+    """Resources of a server at one time: KiB of each process, `tasks` of its event loop."""
 
     seconds: float
     held: Held
@@ -283,14 +283,14 @@ class Sample:
 
 @define(eq=False)
 class Watched:
-    """A server and what it has held."""
+    """A server and the history of its resources."""
 
     name: str
     server: Server
     samples: list[Sample] = field(factory=list)
 
     def look(self, began: float) -> Sample:
-        """Raises SystemExit when a process is gone."""
+        """Record the resources. Raises SystemExit if a process is gone."""
         told = json.loads(self.server.get("/soak", 30.0)[1] or b"{}")
         if not told:
             raise SystemExit(f"the server of {self.name} does not answer")
@@ -301,7 +301,7 @@ class Watched:
         return sample
 
     def grown(self, settled: float) -> float:
-        """Per cent by which the last tenth after `settled` seconds holds more than the first."""
+        """Growth in per cent of the last tenth after `settled` seconds, compared with the first."""
         later = [sample.held.memory for sample in self.samples if sample.seconds >= settled]
         if len(later) < 2:
             return 0.0
@@ -311,7 +311,7 @@ class Watched:
 
 
 async def ask_on(caller: Caller, tally: Tally, names: Sequence[str], end: float) -> None:
-    """One thing after another until the time is up."""
+    """Send requests until the time is up."""
     weights = [KINDS[name][1] for name in names]
     while time.monotonic() < end:
         kind = caller.rng.choices(names, weights)[0]
@@ -319,9 +319,9 @@ async def ask_on(caller: Caller, tally: Tally, names: Sequence[str], end: float)
 
 
 async def fill(caller: Caller, batches: int) -> None:
-    """Make so many batches: the server's table of past ones is full before it is measured.
+    """Create batches until the server's table of past ones is full.
 
-    It is bounded, but fills for most of an hour at the pace of the soak.
+    The table is bounded, but would take most of an hour to fill during the soak.
     """
     places = asyncio.Semaphore(8)
 
@@ -341,13 +341,15 @@ async def fill(caller: Caller, batches: int) -> None:
 
 
 async def every_kind(caller: Caller, tally: Tally) -> None:
-    """Each thing once: what is made at its first use is there before the first look."""
+    """Send each kind of request once, so that lazily created resources exist before the first
+    sample.
+    """
     for kind, (ask, _) in KINDS.items():
         await tally.count(kind, ask(caller))
 
 
 async def quiet(servers: list[Watched]) -> None:
-    """Wait until nothing runs, for a moment; requests that were left end by themselves."""
+    """Wait until nothing has been running for a moment; leftover requests end by themselves."""
     latest = time.monotonic() + 30
     while time.monotonic() < latest:
         loads = [json.loads(w.server.get("/load", 30)[1])["server_load"] for w in servers]
@@ -360,7 +362,7 @@ async def quiet(servers: list[Watched]) -> None:
 async def soak(
     servers: list[Watched], minutes: float, clients: int, seed: int, kinds: Sequence[str]
 ) -> tuple[Tally, Any]:
-    """The traffic, and the servers before and after it."""
+    """Run the traffic; returns the counts, and the servers' samples before and after it."""
     tally = Tally()
 
     def caller(number: int) -> Caller:
@@ -398,7 +400,7 @@ async def soak(
 
 
 async def rested(watched: Watched, before: Sample, began: float) -> Sample:
-    """What a server holds once it has closed what it will close, within half a minute."""
+    """Sample a server once its resources have settled, after at most half a minute."""
     for _ in range(30):
         sample = watched.look(began)
         if sample.held.files <= before.held.files and sample.tasks <= before.tasks:
@@ -421,7 +423,7 @@ def row(watched: Watched, tally: Tally) -> str:
 def verdict(
     tally: Tally, ends: list[tuple[Watched, Sample, Sample]], settled: float, flat: float
 ) -> list[str]:
-    """What is not as it should be."""
+    """List the failed criteria."""
     found = list(tally.examples[:20])
     for watched, before, after in ends:
         grown = watched.grown(settled)
@@ -455,7 +457,7 @@ def table(tally: Tally, ends: list[tuple[Watched, Sample, Sample]], settled: flo
 
 
 def main() -> int:
-    """Serve, soak, say."""
+    """Start the servers, run the soak, and print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--settle", type=float, default=1 / 6, help="part of the time (1/6)")

@@ -1,8 +1,9 @@
-"""A soak over replicas: python bench/soak_replicas.py [--requests 5000] [--replicas 2] [--kills 2]
+"""A soak test of replicas: python bench/soak_replicas.py [--requests 5000] [--replicas 2] [--kills
+2]
 
-Streams, plain answers and callers that leave, from many clients, while replicas are killed. Every
-request must be answered, or fail with an error that says why. Ends with 0 if that is so and the
-caches, queues and processes of the server are in the end as they were at the start.
+Streams, plain answers and disconnecting clients, from many clients, while replicas are killed.
+Every request must be answered or fail with an error that names the cause. Exits with 0 if so, and
+if the server's caches, queues and processes are the same at the end as at the start.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections import Counter
 from attrs import define, field
 from harness import Client, Lost, Refused, Server, command_of, family, serving
 
-#: Codes of errors that say why, where replicas die and queues are full.
+#: Error codes that are valid while replicas die and queues are full.
 SAYS_WHY = frozenset({"replica_died", "engine_stalled", "overloaded"})
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 @define(eq=False)
 class Soak:
-    """What was asked and how it ended."""
+    """Counts of requests and outcomes."""
 
     client: Client
     rng: random.Random
@@ -35,7 +36,7 @@ class Soak:
     wrong: list[str] = field(factory=list)
 
     async def one(self) -> None:
-        """One request of any kind."""
+        """Send one request of a random kind."""
         prompt = [self.rng.randrange(20, 40)] * self.rng.randrange(1, 200)
         length, act = self.rng.randrange(1, 80), self.rng.random()
         body = {"model": "M", "prompt": prompt, "max_tokens": length, "ignore_eos": True}
@@ -86,12 +87,12 @@ class Soak:
 
 
 def engines(server: Server) -> list[int]:
-    """The replicas' processes."""
+    """The process ids of the replicas."""
     return [pid for pid in family(server.process.pid) if "engine_process" in command_of(pid)]
 
 
 def well(server: Server) -> bool:
-    """Whether all replicas are."""
+    """Whether all replicas work."""
     status, body = server.get("/health")
     return status == 200 and json.loads(body)["status"] == "ok"
 

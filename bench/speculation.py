@@ -1,16 +1,16 @@
-"""What speculation brings one stream, and what verifying costs: paired rounds against plain.
+"""The gain of speculation for one stream, and the cost of verification: paired with plain rounds.
 
     python bench/speculation.py [--folder FOLDER] [--rounds 7] [--tokens 96] [--json FILE]
 
-FOLDER keeps two checkpoints of random weights, made on the first run: one of Qwen3-0.6B's shape
-and a draft of an eighth of its parameters. Each engine is a process of its own; in each round all
-do the same work, in an order that changes, and are compared with the plain one of that round.
+FOLDER keeps two checkpoints of random weights, created on the first run: one of Qwen3-0.6B's shape
+and a draft model of an eighth of its parameters. Each engine is a separate process. In each round
+all do the same work, in a changing order, and are compared with the plain one of that round.
 
-- `ngram`: greedy answers to a text that repeats itself, and answers drawn at temperature 1, which
-  do not repeat;
-- `draft`: the small model runs as it would, but what it says is replaced: a token is right with
+- `ngram`: greedy answers to a repetitive text, and answers sampled at temperature 1, which do not
+  repeat;
+- `draft`: the draft model runs at full cost, but its tokens are replaced: each is correct with
   probability 0.7, known from the plain answer;
-- `wrong`: four tokens that are never right are drafted at no cost, so every step verifies them.
+- `wrong`: four wrong tokens are drafted at no cost, so every step verifies them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ DRAFT = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 ACCEPTANCE = 0.7
-#: Whole sequences, prompt included, in which the synthetic draft looks up what is right.
+#: Whole sequences, prompt included, from which the synthetic draft takes the correct tokens.
 KNOWN: list[list[int]] = []
 
 
 class Wrong(Speculator):
-    """Never right, and free."""
+    """Drafts wrong tokens at no cost."""
 
     name: ClassVar[str] = "wrong"
 
@@ -59,7 +59,7 @@ class Wrong(Speculator):
 
 @frozen
 class SyntheticOptions(DraftModelOptions):
-    """draft: its folder, as `model` says the class."""
+    """draft: folder of the draft model, since `model` names the class."""
 
     draft: str = ""
 
@@ -68,7 +68,7 @@ class SyntheticOptions(DraftModelOptions):
 
 
 class Synthetic(DraftModelSpeculator):
-    """The draft model at its full cost; its tokens are right as often as is wanted."""
+    """The draft model at its full cost, with a fixed acceptance rate."""
 
     name: ClassVar[str] = "synthetic"
     Config: ClassVar[type] = SyntheticOptions
@@ -86,7 +86,7 @@ class Synthetic(DraftModelSpeculator):
 
 
 def engines(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> the flags of speculation."""
+    """Name -> speculation flags."""
     fixed = {"method": "custom", "adaptive": False}
     return {
         "plain": {},
@@ -100,7 +100,9 @@ def engines(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def work(name: str, folder: Path) -> None:
-    """An engine in this process: a request by line on stdin, what it took on stdout."""
+    """Run an engine in this process: reads a request per line from stdin, writes its time to
+    stdout.
+    """
     import speculation  # this file, as the engine imports it
 
     table = engines(folder)[name]
@@ -128,7 +130,7 @@ def work(name: str, folder: Path) -> None:
 
 
 class Engine:
-    """One of the engines, seen from outside."""
+    """A handle of an engine's process."""
 
     def __init__(self, name: str, folder: Path) -> None:
         command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
@@ -166,7 +168,7 @@ def main() -> None:
 
 
 def rounds(folder: Path, count: int, tokens: int) -> dict[str, list[float]]:
-    """All measurements: what is printed, by name."""
+    """Run all measurements; returns the printed figures by name."""
     draw = np.random.default_rng(0)
     running = {name: Engine(name, folder) for name in engines(folder)}
     once = draw.integers(5, 1000, 40).tolist()

@@ -1,9 +1,9 @@
-"""From typing `modulm serve` to the first token, and the memory that is held then.
+"""Time from `modulm serve` to the first token, and the memory used then.
 
     python bench/start.py MODEL [--kv-gib 1] [-- FLAGS OF SERVE]
 
-Seconds are of one cold process with the checkpoint in the file cache. Memory is what all processes
-of the server hold alone plus their shares of what they hold together (PSS).
+Seconds are of one cold process with the checkpoint in the page cache. Memory is the proportional
+set size (PSS) of all processes of the server.
 """
 
 from __future__ import annotations

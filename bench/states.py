@@ -1,4 +1,4 @@
-"""Recurrences over one prompt and over decoding rows: token by token in torch, twin, kernel.
+"""Recurrences on one prompt and on decoding rows: token by token in torch, twin, kernel.
 
 python bench/states.py
 """
@@ -21,7 +21,7 @@ ROWS = 16
 
 
 def plan_of(counts: list[int]) -> StatePlan:
-    """Fresh rows of so many tokens each."""
+    """A plan of new rows with these token counts."""
     return StatePlan(
         slots=torch.arange(1, len(counts) + 1),
         fresh=torch.ones(len(counts), dtype=torch.bool),

@@ -1,7 +1,7 @@
 """Host time of the engine per step, with an executor that does nothing.
 
-What is measured is the work of one step outside of the model: plan, commit and the events for
-front ends. Every row decodes; blocks fill up and get named as in earnest. Run:
+Measures a step's work outside of the model: planning, commit and events for front ends. Every row
+decodes; blocks fill up and are hashed as usual. Run:
 
     python bench/step_overhead.py [--rows 1 32 256 1024] [--steps 2000] [--block-size 16] [--async]
 """
@@ -41,12 +41,12 @@ def scheduler(rows: int, steps: int, block_size: int, policy: Policy) -> BudgetS
 
 
 def result(plan: Plan) -> StepResult:
-    """What a model would give, at no cost."""
+    """A model's result, at no cost."""
     return StepResult(plan.step, np.full(int(plan.samples.sum()), 7 + plan.step % 1000))
 
 
 def measure(rows: int, steps: int, block_size: int, depth: int, policy: Policy) -> list[float]:
-    """Microseconds of host time for each step."""
+    """Measure the microseconds of host time of each step."""
     made = scheduler(rows, steps, block_size, policy)
     flights: deque[tuple[Plan, StepResult]] = deque()
     times = []

@@ -1,7 +1,7 @@
-"""What a server does for a streamed token: an engine that answers at once, and no network.
+"""The server's CPU time per streamed token, with an engine that answers immediately and no network.
 
-CPU time of the application alone, from the engine's output to the bytes of a frame, for
-/v1/chat/completions and /v1/completions; and the time from token ids to a request of the engine.
+CPU time of the application from the engine's output to the bytes of a frame, for
+/v1/chat/completions and /v1/completions; and the time from token ids to an engine request.
 
     python bench/stream_overhead.py [--streams 32] [--tokens 200] [--prompt 8000] [--repeat 5]
 """
@@ -33,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def stream(app: Any, path: str, body: bytes) -> int:
-    """Frames of one request to the application."""
+    """Send one request to the application; returns the number of frames."""
     given, frames, never = False, 0, asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -58,7 +58,7 @@ async def stream(app: Any, path: str, body: bytes) -> int:
 
 
 async def crowd(app: Any, path: str, options: argparse.Namespace) -> float:
-    """Microseconds of CPU time per streamed token."""
+    """Measure the microseconds of CPU time per streamed token."""
     body = {"stream": True, "max_tokens": options.tokens, "ignore_eos": True, **BODIES[path]}
     data = json.dumps(body).encode()
     began = time.process_time()
@@ -70,7 +70,7 @@ async def crowd(app: Any, path: str, options: argparse.Namespace) -> float:
 
 
 def prompt(tokenizer: Tokenizer, length: int, repeat: int = 50) -> float:
-    """Microseconds from a list of token ids to a request of the engine."""
+    """Measure the microseconds from a list of token ids to an engine request."""
     info = scripted_info(tokenizer, max_model_len=2 * length)
     processor = InputProcessor(info, tokenizer, manager.current())
     ids = [i % 400 for i in range(length)]

@@ -1,8 +1,8 @@
-"""Many streams at once on one server: python bench/streams.py [--streams 1000] [--model demo]
+"""Many concurrent streams on one server: python bench/streams.py [--streams 1000] [--model demo]
 
 Starts `modulm serve`, opens all streams at the same time, reads each to its end, and prints how
-many were complete, how long the first and the last took, and the server's memory and open files
-before, at the most, and after.
+many were complete, the times of the first and the last, and the server's memory and open files
+before, at the peak, and after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = "Tell me a short story about a baker called Nora."
 
 @frozen
 class Size:
-    """What a process holds: resident memory in MiB, open files."""
+    """Resources of a process: resident memory in MiB, open files."""
 
     memory: int
     files: int
@@ -39,7 +39,7 @@ class Size:
 
 @define
 class Stream:
-    """One answer as it came: seconds to its first and last frame, and whether it was whole."""
+    """One stream: seconds to its first and last frame, and whether it was complete."""
 
     first: float = 0.0
     last: float = 0.0
@@ -68,7 +68,7 @@ async def read(port: int, model: str, began: float) -> Stream:
 
 
 async def watch(pid: int, sizes: list[Size]) -> None:
-    """Look at the process every 50 ms until cancelled."""
+    """Sample the process every 50 ms until cancelled."""
     while True:
         sizes.append(Size.of(pid))
         await asyncio.sleep(0.05)
@@ -106,7 +106,7 @@ def ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Serve, measure, stop."""
+    """Start the server, measure, and stop it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--model", default="demo")

@@ -1,12 +1,12 @@
-"""What a message between machines costs: python bench/transport.py [--rounds 3]
+"""The cost of a message between machines: python bench/transport.py [--rounds 3]
 
-Frames go over the loopback interface between two processes, in turns of: a plain TCP socket, one
-with the TLS session that modulm uses between machines, and PAIR sockets of pyzmq without security
-and with CURVE (`pip install pyzmq`; left out where it is not installed).
+Frames are sent over the loopback interface between two processes, alternating between: a plain TCP
+socket, one with the TLS session that modulm uses between machines, and PAIR sockets of pyzmq
+without security and with CURVE (`pip install pyzmq`; skipped if not installed).
 
-echo: microseconds until a frame has come back, the median. cpu: microseconds of processor time of
-both processes, threads included, for a frame that is echoed (each way) and for one of many that are
-sent in a row. Of all rounds the least one counts.
+echo: median microseconds until a frame has come back. cpu: microseconds of CPU time of both
+processes, all threads, per echoed frame (each way) and per frame of a one-way burst. The minimum of
+all rounds counts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stream:
 
 
 def opened(transport: str, told: Callable[[int], None]) -> Any:
-    """The server's end, once the client has connected; `told` is given the port."""
+    """Open the server's end and wait for the client. `told` is called with the port."""
     if transport.startswith("zmq"):
         peer = zmq.Context().socket(zmq.PAIR)
         if transport == "zmq-curve":
@@ -68,7 +68,7 @@ def opened(transport: str, told: Callable[[int], None]) -> Any:
 
 
 def connected(transport: str, port: int) -> Any:
-    """The client's end."""
+    """Open the client's end."""
     if transport.startswith("zmq"):
         peer = zmq.Context().socket(zmq.PAIR)
         if transport == "zmq-curve":
@@ -80,13 +80,13 @@ def connected(transport: str, port: int) -> Any:
 
 
 def spent() -> float:
-    """Seconds of processor time of this process."""
+    """Seconds of CPU time of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def serve(transport: str, pipe: int) -> None:
-    """Echo frames that begin with "e", swallow others, and say what was spent at a frame "?"."""
+    """Echo frames that begin with "e", drop others, and answer "?" with the CPU time."""
     peer = opened(transport, lambda port: os.write(pipe, struct.pack("!H", port)) and None)
     while True:
         data = peer.recv()
@@ -99,7 +99,7 @@ def serve(transport: str, pipe: int) -> None:
 
 
 def measure(transport: str) -> dict[int, tuple[float, float, float]]:
-    """By size: echo, cpu of an echoed frame, cpu of one in a row; microseconds."""
+    """By size: microseconds of an echo, CPU of an echoed frame, CPU of a frame in a burst."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

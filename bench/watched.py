@@ -1,4 +1,4 @@
-"""Middleware of the soaks (`--middleware watched.Tasks`): tells what an event loop still does."""
+"""Middleware of the soak tests (`--middleware watched.Tasks`): reports an event loop's tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["Tasks"]
 
 
 class Tasks:
-    """Answers GET /soak: the event loop's tasks after a collection, and what they run."""
+    """Answers GET /soak with the event loop's tasks after a garbage collection, and their
+    coroutines.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -82,7 +82,7 @@ def main() -> None:
 def measure(
     folder: str, tensors: dict[str, torch.Tensor], quantization: str | None, rounds: int
 ) -> dict[str, float]:
-    """Load the checkpoint, and update all its weights so many times. Seconds, and ratios."""
+    """Load the checkpoint and update all its weights `rounds` times; returns seconds and ratios."""
     began = time.perf_counter()
     llm = LLM(
         folder,

@@ -1,10 +1,10 @@
-"""Whisper of the small checkpoint's shape: 16 sounds at once, beside transformers in one run.
+"""Whisper in the shape of the small checkpoint: 16 concurrent sounds, compared with transformers.
 
     python bench/whisper.py [--sounds 16] [--tokens 64] [--runs 2]
 
-Random weights, so that answers have as many tokens as they may. What is timed is from samples to
+Random weights, so that answers have the maximum number of tokens. Times the way from samples to
 tokens: features, encoder and decoder. transformers runs the same files as one batch, in the faster
-of two dtypes, in a process that keeps freed memory as modulm's does; times are the runs' best.
+of two dtypes, in a process with the same malloc settings; times are the best of the runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEGUN = [1, 5, 6, 7]
 
 
 def best(runs: int, call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of these runs, after one that is not counted."""
+    """Seconds of the fastest run after a warm-up."""
     times = []
     for _ in range(runs + 1):
         began = time.perf_counter()
@@ -45,13 +45,13 @@ def best(runs: int, call: Callable[[], Any]) -> float:
 
 
 def ours(folder: Path, sounds: list[np.ndarray], tokens: int, runs: int) -> float:
-    """Seconds of all sounds in the engine."""
+    """Seconds for all sounds in the engine."""
     params = modulm.SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
     )
 
     def ask() -> None:
-        # Other samples in each run: nothing of a sound before is kept for it.
+        # Other samples in each run, so that nothing is cached.
         fresh = [sound + np.float32(np.random.default_rng().normal(0, 1e-3)) for sound in sounds]
         asked = [
             {"prompt_token_ids": _BEGUN, "multi_modal_data": {"audio": (sound, _RATE)}}
@@ -69,7 +69,7 @@ def ours(folder: Path, sounds: list[np.ndarray], tokens: int, runs: int) -> floa
 def theirs(
     folder: Path, sounds: list[np.ndarray], tokens: int, runs: int, dtype: torch.dtype
 ) -> float:
-    """Seconds of the same in transformers."""
+    """Seconds for all sounds in transformers."""
     import transformers
 
     model = transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()

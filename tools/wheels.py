@@ -2,14 +2,14 @@
 
     wheels.py [FOLDER] [--kernels all|built|none] [--extras cpu,ray-serve]
 
-Beside the wheels: `modulm.txt`, this project's wheels that the extras need, each by its hash;
-`third-party.txt` and `constraints.txt`, what those need from others and the versions that were
-tested; and `sbom.cdx.json`, all of them as a CycloneDX document.
-Installed in two steps (`commands`), nobody else's package can take the name of one of these.
+Also writes `modulm.txt`, this project's wheels that the extras need, with hashes; `third-party.txt`
+and `constraints.txt`, their other requirements and the tested versions; and `sbom.cdx.json`, all of
+them as a CycloneDX document. Installing in two steps (`commands`) ensures that no other package
+replaces one of these.
 
-Pure packages take a few hundredths of a second each, several in parallel. The wheel of the kernels
-holds the libraries of all levels and takes minutes to build; `built` packs those that setup has
-compiled for this machine instead, and `none` leaves that package out.
+Pure packages build in parallel, in a few hundredths of a second each. The wheel of the kernels
+contains all levels and takes minutes to build; `built` packs those that setup has compiled for this
+machine instead, and `none` omits that package.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def build_all(out: Path, kernels: str) -> list[Path]:
 
 
 def commands(folder: Path) -> tuple[str, str]:
-    """How the wheels of a folder are installed: others' packages, then these and only these."""
+    """Return the commands that install a folder's wheels: other packages first, then only these."""
     own = f"--no-index --no-deps --require-hashes --find-links {folder}"
     return (
         f"pip install --constraint {folder}/constraints.txt -r {folder}/third-party.txt",
@@ -102,7 +102,7 @@ def commands(folder: Path) -> tuple[str, str]:
 
 
 def requirements(wheel: Path) -> list[Requirement]:
-    """What a wheel requires, by its metadata."""
+    """Return the requirements in a wheel's metadata."""
     with ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())
