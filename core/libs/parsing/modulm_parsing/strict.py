@@ -160,7 +160,7 @@ def _either_plain(*parts: Element) -> Element:
 
 
 def json_call(call: str, function: Function) -> Element:
-    """A call whose arguments are JSON."""
+    """Return the element for a call whose arguments are JSON."""
     match = re.search(rf'\{{\s*"{_CITY}"', call)
     if match is None:
         raise unwritable(function.name, "the format's example has no JSON arguments")
@@ -176,7 +176,8 @@ def json_call(call: str, function: Function) -> Element:
 def tagged_call(
     call: str, function: Function, begin: str, end: str, excludes: Sequence[str]
 ) -> Element:
-    """A call whose arguments are written one by one between the markers `begin` and `end`.
+    """Return the element for a call whose arguments are written one by one between `begin` and
+    `end`.
 
     The example's first argument shows how text is written, the second how JSON is. excludes:
     strings that the text of an argument must not contain.
@@ -223,7 +224,7 @@ class _ExampleArguments:
 
 
 def python_call(call: str, function: Function) -> Element:
-    """A call with literal keyword arguments."""
+    """Return the element for a call with literal keyword arguments."""
     name = call[: call.index("(")].replace(_NAME, function.name)
     arguments = []
     for key, schema, needed in properties_of(function):
@@ -234,7 +235,7 @@ def python_call(call: str, function: Function) -> Element:
 
 
 def _literal(schema: object, function: Function) -> Element:
-    """A Python value; inside lists and dictionaries JSON is accepted as well."""
+    """Return the element for a Python value; inside lists and dictionaries it may also be JSON."""
     if isinstance(schema, Mapping) and not schema.keys() & {"enum", "const"}:
         allowed = kinds(schema, function.parameters)
         if allowed == {"boolean"}:
@@ -376,5 +377,5 @@ def unwritable(tool: str, reason: str) -> RequestError:
 
 
 def as_tag(element: Element | None) -> dict[str, Any] | None:
-    """The complete structural tag."""
+    """Return the complete structural tag."""
     return None if element is None else {"type": "structural_tag", "format": element}
