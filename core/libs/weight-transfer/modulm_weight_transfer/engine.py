@@ -153,8 +153,8 @@ class EngineWeights:
         self._set(weight_version=weight_version)
 
     def pause(self, mode: str) -> None:
-        """Pause: front ends hold new requests back. Running ones are aborted (abort), finished
-        (wait), or suspended (keep).
+        """Make front ends hold new requests back. mode: running requests are aborted ("abort"),
+        continue ("wait"), or are suspended ("keep").
         """
         if mode not in PAUSES:
             raise RequestError(f"must be one of {', '.join(PAUSES)}", "mode")
