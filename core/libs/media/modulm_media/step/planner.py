@@ -6,7 +6,7 @@ token to its last; embeddings that no row needs are evicted when space is needed
 used first. A row that waits for space holds none, so there is always a row that can continue.
 
 While rows decode, items are encoded in pieces, one per step; a row stops before an item until its
-last piece is done. While no row decodes, items are encoded whole.
+last piece is done. While no row decodes, items are encoded whole, begun ones included.
 """
 
 from __future__ import annotations
