@@ -112,7 +112,7 @@ class _Mover(CopyingMover):
             self.synchronize()
 
     def _read(self, name: bytes, into: memoryview) -> None:
-        """Read a file into `into`. A damaged file is removed, and logged once."""
+        """Read a file into `into`; removes a damaged one. Raises TransferFailed."""
         path = self._path(name)
         try:
             files.read(path, self._described(name), into)
