@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI, arXiv 2509.14233): normed queries and keys, an activation that is learnt."""
+"""Apertus (Swiss AI, arXiv 2509.14233): normed queries and keys, a learned activation."""
 
 from __future__ import annotations
 

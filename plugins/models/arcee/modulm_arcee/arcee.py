@@ -1,4 +1,4 @@
-"""AFM (Arcee AI, 2025): Llama's block with a plain feed-forward part of squared ReLU."""
+"""AFM (Arcee AI, 2025): Llama's block with a plain feed-forward block of squared ReLU."""
 
 from __future__ import annotations
 

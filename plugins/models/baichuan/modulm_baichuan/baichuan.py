@@ -1,6 +1,6 @@
-"""Baichuan 1 and 2 (arXiv 2309.10305): Llama's block; 7B has rotary positions, 13B alibi.
+"""Baichuan 1 and 2 (arXiv 2309.10305): Llama's block; 7B has rotary positions, 13B ALiBi.
 
-The head of Baichuan 2 is made of vectors of length 1.
+The LM head of Baichuan 2 has normalized rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from modulm_layers import (
 
 __all__ = ["BaiChuanForCausalLM", "BaichuanConfig", "BaichuanForCausalLM", "BaichuanLayer"]
 
-#: What tells 7B from 13B, and Baichuan 2 from 1: files have no key for it.
+#: Values that distinguish 7B from 13B and Baichuan 2 from 1, as files have no key for it.
 _HIDDEN_7B, _VOCABULARY_2 = 4096, 125696
 
 
@@ -45,12 +45,12 @@ class BaichuanConfig(DecoderConfig):
 
     @property
     def rotates(self) -> bool:
-        """Whether positions are rotary; 13B has alibi."""
+        """Whether positions are rotary; 13B has ALiBi."""
         return self.hidden_size == _HIDDEN_7B or "BaiChuanForCausalLM" in self.architectures
 
     @property
     def normed_head(self) -> bool:
-        """Whether the head's vectors are brought to length 1."""
+        """Whether the rows of the LM head are normalized."""
         known = self.norm_head
         return self.vocab_size == _VOCABULARY_2 if known is None else known
 
@@ -92,7 +92,7 @@ class BaichuanForCausalLM(DecoderForCausalLM):
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):
-    """Baichuan 7B by the name of its first files."""
+    """Baichuan 7B, under the name in its first files."""
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What tests compare Baichuan with: transformers' Llama, told where alibi is."""
+"""Reference for tests of Baichuan: transformers' Llama, with ALiBi where needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AsLlama"]
 
 
 class AsLlama(Converted):
-    """transformers' Llama; with alibi it gets no positions, and distances in its mask."""
+    """transformers' Llama; for ALiBi without positions and with distances in the mask."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**config, "model_type": "llama"}

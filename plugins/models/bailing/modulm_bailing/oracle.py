@@ -1,4 +1,4 @@
-"""What tests compare Ling 2.0 with: transformers' GLM 4.5 with the same weights."""
+"""Reference for tests of Ling 2.0: transformers' GLM 4.5 with the same weights."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _EPS = 1e-5
-#: Learned positions are stored from this row on.
+#: Offset of the learned positions in their table.
 _OFFSET = 2
 
 
@@ -73,17 +73,17 @@ class BartConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest text of either side, in tokens."""
+        """The maximum length of either side in tokens."""
         return self.max_position_embeddings
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
 
 class Positions(Module):
-    """Vectors of positions that are computed: [rows, width], on the device."""
+    """Sinusoidal position vectors: [rows, width], on the device."""
 
     table: Tensor
 
@@ -97,7 +97,7 @@ class Positions(Module):
 
 
 class TextEmbedding(Module):
-    """Token vectors and those of their positions, normed or not."""
+    """Token plus position embeddings, normed or not."""
 
     def __init__(
         self, tokens: Embedding, positions: Embedding | Positions, norm: Norm | None
@@ -119,7 +119,7 @@ class TextEmbedding(Module):
 
 
 class _EncoderLayer(Module):
-    """Tokens see all of their text; norms before the branches, or after the additions."""
+    """Bidirectional attention within a text; norms before the branches, or after the additions."""
 
     def __init__(self, c: BartConfig, b: Builder, before: bool) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class BartForConditionalGeneration(DecoderForCausalLM):
         return whole(self.encode_in_pieces(items))
 
     def encode_in_pieces(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        """[tokens, hidden] of each text."""
+        """Encode texts: [tokens, hidden] of each."""
         lengths = [len(item.tensors["input_ids"]) for item in items]
         tokens = np.concatenate([item.tensors["input_ids"] for item in items])
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -257,7 +257,7 @@ class BartForConditionalGeneration(DecoderForCausalLM):
 
 
 class _NoNorm(Norm):
-    """The end of a model that norms after each addition."""
+    """Identity, for models with a norm after each addition."""
 
     def __init__(self, b: Builder) -> None:
         super().__init__()

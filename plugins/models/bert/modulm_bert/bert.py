@@ -75,22 +75,22 @@ class BertConfig:
 
     @property
     def first_position(self) -> int:
-        """The row of the position table that the first token takes; kin override it."""
+        """The row of the position table for the first token; overridden by related models."""
         return 0
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
     @property
     def max_length(self) -> int:
-        """The longest row in tokens."""
+        """The maximum length of a row in tokens."""
         return self.max_position_embeddings - self.first_position
 
 
 class BertEmbedding(Module):
-    """Token, position and token type vectors, added and normed."""
+    """Token, position and token type embeddings, added and normed."""
 
     def __init__(self, c: BertConfig, b: Builder) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class BertEmbedding(Module):
         self.first, self.most_type = c.first_position, c.type_vocab_size - 1
 
     def forward(self, batch: Batch) -> Tensor:
-        """[tokens, hidden]; tokens are of type 0 unless the batch brings types."""
+        """[tokens, hidden]; token types are 0 unless the batch has them."""
         types = batch.extras.get("token_types")
         types = torch.zeros_like(batch.tokens) if types is None else types.clamp(max=self.most_type)
         x = self.tokens(batch) + self.types.lookup(types)
@@ -134,7 +134,7 @@ class BertLayer(Module):
 
 
 class TanhHead(Module):
-    """linear, tanh, linear: the classifier of a whole text."""
+    """linear, tanh, linear: the classifier of a text."""
 
     def __init__(self, b: Builder, hidden: int, classes: int, dense: str, out: str) -> None:
         super().__init__()

@@ -78,16 +78,16 @@ class ModernBertConfig:
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
     @property
     def max_length(self) -> int:
-        """The longest row in tokens."""
+        """The maximum length of a row in tokens."""
         return self.max_position_embeddings
 
     def is_local(self, index: int) -> bool:
-        """Whether layer `index` sees a window."""
+        """Whether layer `index` has a window."""
         if self.layer_types is not None:
             return self.layer_types[index] == _LOCAL
         return index % self.global_attn_every_n_layers != 0
@@ -105,7 +105,7 @@ class ModernBertConfig:
 
 
 class ModernBertEmbedding(Module):
-    """Normed token vectors."""
+    """Token embeddings with a norm."""
 
     def __init__(self, c: ModernBertConfig, b: Builder) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class ModernBertEmbedding(Module):
 
 
 class ModernBertLayer(Module):
-    """norm, attention, norm, gated feed-forward; the first layer's input is normed already."""
+    """norm, attention, norm, gated feed-forward; the first layer's input is already normed."""
 
     def __init__(self, c: ModernBertConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class ModernBertModel(Encoder):
         return None
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """Before the norm, which all rows of a batch pass."""
+        """Token embeddings before the norm, which is applied to all rows of a batch."""
         return self.embed.tokens.lookup(tokens)
 
     @classmethod

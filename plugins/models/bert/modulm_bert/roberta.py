@@ -1,6 +1,6 @@
 """RoBERTa (Liu et al., arXiv 1907.11692) and XLM-RoBERTa (Conneau et al., arXiv 1911.02116).
 
-BERT's layers. Positions start after the padding id, and the classifier has a dense layer of its own
+BERT's layers. Positions start after the padding id, and the classifier has its own dense layer
 instead of the pooler.
 """
 

@@ -1,4 +1,4 @@
-"""BioGPT (Luo et al., arXiv 2210.10341): learned positions from row 2 on, scaled embeddings."""
+"""BioGPT (Luo et al., arXiv 2210.10341): learned positions offset by 2, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BioGptLayer(PreNormLayer):
 
 
 def _from_first(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The table of positions without the rows before the first one's."""
+    """Remove the rows before the first position from the table."""
     yield name, tensor[_OFFSET:]
 
 

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv 2211.05100): positions only through alibi, and a norm on the embeddings."""
+"""BLOOM (arXiv 2211.05100): ALiBi positions, and a norm on the embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = AttentionNames(out="dense", qkv="query_key_value")
 
 @frozen(kw_only=True)
 class BloomConfig(DecoderConfig):
-    """config.json of BLOOM, in its own spelling of the keys."""
+    """config.json of BLOOM, with its own key names."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "n_embed": "hidden_size",
@@ -46,7 +46,7 @@ class BloomConfig(DecoderConfig):
 
 
 class BloomLayer(Module):
-    """The pre-norm block; a setting adds branches to the normed stream instead of the stream."""
+    """The pre-norm block; a setting adds branches to the normed stream instead."""
 
     def __init__(self, c: BloomConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class BloomLayer(Module):
 
 
 class BloomEmbedding(Module):
-    """Normed token vectors."""
+    """Token embeddings with a norm."""
 
     def __init__(self, c: BloomConfig, b: Builder) -> None:
         super().__init__()

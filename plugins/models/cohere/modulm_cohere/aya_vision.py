@@ -1,4 +1,4 @@
-"""Aya Vision (arXiv 2505.08751): SigLIP on tiles, squares of patches side by side."""
+"""Aya Vision (arXiv 2505.08751): SigLIP on tiles, with squares of patches merged into tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AyaVisionConfig(MultimodalConfig):
 
 
 class GatedProjector(Module):
-    """A gated map whose first half is the value, the second the gate."""
+    """A gated projection whose first half is the value, the second the gate."""
 
     def __init__(self, config: Any, b: Builder, *, normed: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class AyaVisionForConditionalGeneration(MultimodalModel):
         return list(tokens.split([count * each for count in counts]))
 
     def states_of(self, pixels: Tensor) -> Pieces[Tensor]:
-        """The tower's states that are read: [n, patches, width]."""
+        """The states of the selected tower layer: [n, patches, width]."""
         (states,) = yield from self.tower.states(pixels, [self.config.layer])
         return states
 

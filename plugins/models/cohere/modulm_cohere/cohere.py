@@ -41,7 +41,7 @@ class CohereConfig(DecoderConfig):
 
 @frozen(kw_only=True)
 class Cohere2Config(CohereConfig):
-    """config.json of Command A; older files give a pattern instead of layer types."""
+    """config.json of Command A; older files have a pattern instead of layer types."""
 
     sliding_window: int | None = size(4096)
     sliding_window_pattern: int = size(4)
@@ -70,7 +70,7 @@ class HeadNorm(Norm):
 
 
 def _attention(c: CohereConfig, b: Builder, index: int) -> Attention:
-    """Rotated by neighbouring pairs; Command A's full layers are not rotated at all."""
+    """Interleaved rotary attention; Command A's full layers have no positions."""
     at = b.at("self_attn")
     norms = None
     if c.use_qk_norm:
@@ -81,7 +81,7 @@ def _attention(c: CohereConfig, b: Builder, index: int) -> Attention:
 
 
 class CohereLayer(ParallelLayer):
-    """One norm for both branches."""
+    """Parallel branches on one norm."""
 
     def __init__(self, c: CohereConfig, b: Builder, index: int) -> None:
         norm = b.layer_norm("input_layernorm", c.hidden_size, c.layer_norm_eps, bias=False)

@@ -1,7 +1,6 @@
-"""The image processor of Command A Vision without torchvision.
+"""The image processor of Command A Vision without torchvision, which transformers' own requires.
 
-transformers has one only for where torchvision is. What this does is the same, with its classes for
-plain arrays.
+Computes the same on numpy arrays, with transformers' classes for these.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["Cohere2VisionImageProcessorPil"]
 
 
 class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):  # type: ignore[misc]
-    """Command A Vision: as many tiles as enlarge the image least, and a small one of all."""
+    """Command A Vision: the tiling that enlarges the image least, plus a thumbnail."""
 
     size = {"height": 512, "width": 512}  # noqa: RUF012
     crop_to_patches = True

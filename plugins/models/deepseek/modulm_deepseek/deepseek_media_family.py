@@ -11,7 +11,7 @@ from modulm_media import Media, MediaFamily
 
 __all__ = ["DeepseekOcr2Family", "DeepseekVLFamily"]
 
-#: Tokens of a view of at most this many patches, and of a larger one.
+#: Tokens of a view with at most this many patches, and of a larger one.
 _FEW, _MANY = 144, 256
 
 
@@ -31,6 +31,6 @@ class DeepseekOcr2Family(MediaFamily):
         return outputs
 
     def _tokens(self, pixels: np.ndarray) -> int:
-        """pixels: [views, channels, height, width]."""
+        """The number of tokens. pixels: [views, channels, height, width]."""
         side = -(-pixels.shape[-1] // (self.processor.patch_size * self.processor.downsample_ratio))
         return len(pixels) * (_FEW if side * side <= _FEW else _MANY)

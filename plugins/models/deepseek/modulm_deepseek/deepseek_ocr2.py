@@ -151,7 +151,7 @@ class DeepseekOcr2ForConditionalGeneration(MultimodalModel):
 
 
 def _experts() -> dict[str, Any]:
-    """The text model's keys that are not every decoder's, for two layers."""
+    """The text model's additional keys, for two layers."""
     tiny = DeepseekMoEForCausalLM.tiny()
     keys = ("num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
             "moe_intermediate_size")  # fmt: skip

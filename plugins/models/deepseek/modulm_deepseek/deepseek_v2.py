@@ -39,7 +39,7 @@ __all__ = [
 
 @frozen(kw_only=True)
 class DeepseekConfig(RoutedConfig):
-    """The keys that both versions have. Heads rotate `qk_rope_head_dim` dimensions only."""
+    """Keys of both versions. Heads rotate only `qk_rope_head_dim` dimensions."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "num_experts": "n_routed_experts",
@@ -67,7 +67,7 @@ class DeepseekConfig(RoutedConfig):
 
 @frozen(kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """config.json of DeepSeek-V2. A group of experts is as good as its best one."""
+    """config.json of DeepSeek-V2. A group of experts is scored by its best one."""
 
     CHOICE_BIAS: ClassVar[bool] = False
 
@@ -79,12 +79,12 @@ class DeepseekV2Config(DeepseekConfig):
 
     @property
     def routing(self) -> Routing:
-        """By softmax."""
+        """Softmax routing."""
         return softmax_routing(self, self.topk_method)
 
 
 def softmax_routing(c: RoutedConfig, method: str) -> Routing:
-    """Weights are made to sum to one or scaled, not both, as the family's own code has it.
+    """Softmax routing. As in the original code, weights are normalized or scaled, never both.
 
     method: `topk_method`.
     """
@@ -99,7 +99,7 @@ def softmax_routing(c: RoutedConfig, method: str) -> Routing:
 
 
 def latent_settings(c: DeepseekConfig) -> Mapping[str, Any]:
-    """What `LatentAttention` takes from the keys that all versions have."""
+    """Arguments of `LatentAttention` from the keys of all versions."""
     return {
         "hidden": c.hidden_size,
         "heads": c.heads,
@@ -127,7 +127,7 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekForCausalLM(DecoderForCausalLM):
-    """What both versions are. Layers beyond the last draft tokens (`mtp`)."""
+    """The base class of both versions. Layers beyond the last draft tokens (`mtp`)."""
 
     layer = DeepseekLayer
 

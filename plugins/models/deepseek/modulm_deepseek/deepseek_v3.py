@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437): V2's block with another way to choose experts."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): V2's block with sigmoid routing and a bias for balance."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2 (2025) and GLM 5 (Z.ai, 2026): latent attention over tokens that an indexer picks.
+"""DeepSeek-V3.2 (2025) and GLM 5 (Z.ai, 2026): latent attention over tokens selected by an indexer.
 
-DeepSeek Sparse Attention is described in the report that came with DeepSeek-V3.2-Exp. Its code
-rotates index queries and keys by a Hadamard matrix and rounds them to fp8; the first changes no
-product, the second is left out here, as transformers does.
+DeepSeek Sparse Attention is described in the report of DeepSeek-V3.2-Exp. Its code rotates index
+queries and keys by a Hadamard matrix, which changes no product, and rounds them to fp8; as in
+transformers, both are omitted here.
 """
 
 from __future__ import annotations
@@ -136,11 +136,13 @@ class Indexer(Module):
             picks=c.index_topk,
         )
         self.cache, self.backend = b.attention_cache(spec, follows=follows)
-        #: Its selection in this step, for the layers that share it.
+        #: The selection of this step, for the layers that share it.
         self.picked = PLAIN
 
     def forward(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
-        """x: [tokens, hidden]; compressed: [tokens, q rank], what the layer makes queries from."""
+        """Select tokens. x: [tokens, hidden]; compressed: [tokens, q rank], the layer's compressed
+        queries.
+        """
         q = torch.unflatten(self.q(compressed), -1, (self.heads, -1)).contiguous()
         k = self.k_norm(self.k(x)).unsqueeze(1)
         self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, self.rotation.rope.neox)
@@ -153,7 +155,7 @@ class Indexer(Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention over the tokens that an indexer picks: its own or that of a layer before."""
+    """Latent attention over the tokens selected by an indexer: its own or a previous layer's."""
 
     def __init__(self, c: DeepseekV32Config, b: Builder, index: int) -> None:
         super().__init__(b, **latent_settings(c), selection=1)
@@ -219,6 +221,6 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
 
 def _tiny(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:
-    """Queries see 6 tokens, so that most prompts have more to choose from."""
+    """A tiny config whose queries attend to 6 tokens, so that most prompts require a selection."""
     settings = {"q_lora_rank": 40, "index_topk": 6, "index_head_dim": 32, "index_n_heads": 16}
     return tiny_deepseek(model_type, architecture, **{**settings, **changes})

@@ -1,4 +1,4 @@
-"""DeepSeek-VL (arXiv 2403.05525): SigLIP's patches through two linear maps into Llama."""
+"""DeepSeek-VL (arXiv 2403.05525): SigLIP's patches, projected by two linear layers, and Llama."""
 
 from __future__ import annotations
 

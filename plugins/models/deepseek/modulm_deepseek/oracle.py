@@ -1,4 +1,4 @@
-"""What tests compare DeepSeekMoE with: the text model of DeepSeek-OCR 2 in transformers."""
+"""Reference for tests of DeepSeekMoE: the text model of DeepSeek-OCR 2 in transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AsOcr2Text:
     """transformers' model with the same weights."""
 
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Random ones, of about unit gain for each map."""
+        """Random weights, with about unit gain per layer."""
         width = config["hidden_size"]
         tensors = {"lm_head.weight": 3 * torch.randn(config["vocab_size"], width) * width**-0.5}
         for name, parameter in _model(config).named_parameters():

@@ -51,7 +51,9 @@ class QueryConfig:
 
 
 class QueryEncoder(Tower):
-    """Patches see each other in both directions; a query sees patches and the queries before it."""
+    """Patches attend to each other bidirectionally; a query attends to patches and previous
+    queries.
+    """
 
     query_768: Tensor
     query_1024: Tensor
@@ -82,7 +84,7 @@ class QueryEncoder(Tower):
         return out
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """[tokens, head_dim], cosines, then sines."""
+        """[tokens, head_dim]: cosines, then sines."""
         wide, theta = self.config.head_dim, self.config.rope_parameters.get("rope_theta", 10000.0)
         steps = torch.arange(0, wide, 2, dtype=torch.float32, device=positions.device) / wide
         angles = positions[:, None].float() / float(str(theta)) ** steps

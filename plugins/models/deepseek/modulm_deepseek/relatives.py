@@ -1,4 +1,4 @@
-"""DeepSeek-V3's block under other names: GLM 4.7 Flash (Z.ai, 2026), Youtu-LLM (Tencent, 2025)."""
+"""Models with DeepSeek-V3's block: GLM 4.7 Flash (Z.ai, 2026), Youtu-LLM (Tencent, 2025)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A small trained chat model that travels inside the package.
+"""A small trained chat model that is included in the package.
 
-It lets `modulm serve demo` answer on a machine with no network and no GPU. It knows tables of
-facts, small arithmetic, tool calls, filling JSON objects, small talk, poems and modulm itself, and
-says so when it does not know. `modulm_demo.recipe` holds the seeded text generator and the training
-that made it.
+It lets `modulm serve demo` answer on a machine without network or GPU. It knows tables of facts,
+small arithmetic, tool calls, filling JSON objects, small talk, poems and modulm itself, and says so
+when it does not know. `modulm_demo.recipe` has the seeded text generator and the training code.
 """
 
 import itertools
@@ -14,7 +13,7 @@ from modulm.contracts.checkpoint import NamedCheckpoint
 
 __all__ = ["Demo", "DemoEagle"]
 
-#: Number of texts, and a seed that training did not use.
+#: Number of texts, and a held-out seed.
 _TEXTS, _TEXTS_SEED = 400, 2026
 
 
@@ -30,7 +29,7 @@ class Demo(NamedCheckpoint):
 
     @classmethod
     def texts(cls) -> Iterator[str]:
-        """Conversations of the recipe that training never asked."""
+        """Yield held-out conversations of the recipe."""
         from transformers import AutoTokenizer
 
         from modulm_demo.recipe.generator import CATEGORIES, heldout

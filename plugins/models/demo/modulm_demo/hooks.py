@@ -1,4 +1,4 @@
-"""The hook: which parsers read what a checkpoint of this package's recipe writes."""
+"""The hook that chooses the parsers for checkpoints of this package's recipe."""
 
 from __future__ import annotations
 

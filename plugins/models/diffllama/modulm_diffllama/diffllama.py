@@ -1,7 +1,7 @@
 """DiffLlama: Llama with differential attention (Ye et al., arXiv 2410.05258).
 
-Heads come in pairs, and the second head's output is subtracted from the first's. Each attends to
-values of two heads at once.
+Heads are paired, and the second head's output is subtracted from the first's. Each attends to the
+concatenated values of two heads.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class DiffLlamaConfig(DecoderConfig):
 class DifferentialAttention(Module):
     """softmax(Q1 K1) V - lambda softmax(Q2 K2) V, normed; V has two heads.
 
-    Head h and head h + heads / 2 are a pair, and so are values. `index` is the layer's, by which
-    lambda starts.
+    Heads h and h + heads / 2 are a pair, as are their values. `index`: of the layer, which sets the
+    initial lambda.
     """
 
     lambda_q1: Tensor
@@ -84,7 +84,7 @@ class DifferentialAttention(Module):
             kv_dtype=b.shared.kv_dtype,
         )
         self.cache, self.backend = b.attention_cache(spec)
-        #: Computed in the first step, as weights are loaded after the layer is made.
+        #: Computed in the first step, because weights are loaded after the layer is built.
         self._weight: float | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

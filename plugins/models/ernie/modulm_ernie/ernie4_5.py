@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu, 2025): Llama's block, rotated by neighbouring pairs."""
+"""ERNIE 4.5, dense (Baidu, 2025): Llama's block with interleaved rotary positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Ernie45Config", "Ernie45ForCausalLM", "Ernie45Layer", "ErnieConfig",
 
 @frozen(kw_only=True)
 class ErnieConfig(DecoderConfig):
-    """What both kinds have; `use_bias` is for every projection."""
+    """Keys of both kinds; `use_bias` applies to every projection."""
 
     ROPE_NEOX = False
 

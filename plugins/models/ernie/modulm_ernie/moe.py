@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts (Baidu, 2025; 21B-A3B, 300B-A47B): a learned bias balances the choice."""
+"""ERNIE 4.5 with experts (Baidu, 2025; 21B-A3B, 300B-A47B): routing with a learned balance bias."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _NAMES = ExpertNames(choice_bias="moe_statics.e_score_correction_bias")
 
 @frozen(kw_only=True)
 class Ernie45MoeConfig(ErnieConfig):
-    """config.json of ERNIE 4.5 with experts: in every `moe_layer_interval`-th layer from
-    `moe_layer_start_index` to `moe_layer_end_index`, of which -1 is the last."""
+    """config.json of ERNIE 4.5 with experts, which are in every `moe_layer_interval`-th layer from
+    `moe_layer_start_index` to `moe_layer_end_index`; -1 is the last one.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "num_experts": "moe_num_experts",

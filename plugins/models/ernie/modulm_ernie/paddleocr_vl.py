@@ -1,4 +1,4 @@
-"""PaddleOCR-VL (arXiv 2510.14528): NaViT's encoder of images of any size before a small ERNIE."""
+"""PaddleOCR-VL (arXiv 2510.14528): a NaViT encoder for images of any size before a small ERNIE."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class _TowerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
+        """Dimensions of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def side(self) -> int:
-        """Along a side of the square of learned positions."""
+        """The side of the square of learned positions."""
         return self.image_size // self.patch_size
 
 
@@ -87,7 +87,7 @@ class PaddleOCRVLConfig(MultimodalConfig):
 
 
 class _Tower(Tower):
-    """Patches of all images end to end, row by row."""
+    """Encodes the concatenated patches of all images, row by row."""
 
     positions: Tensor
 
@@ -107,8 +107,8 @@ class _Tower(Tower):
         self.post = b.layer_norm("post_layernorm", c.hidden_size, c.layer_norm_eps)
 
     def run(self, pixels: Tensor, grids: Grids) -> Pieces[Tensor]:
-        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of patches of each
-        image -> [patches, hidden].
+        """pixels: [patches, values per patch] -> [patches, hidden]. grids: (frames, rows, columns)
+        of patches of each image.
         """
         c = self.config
         x = self.patch(pixels.to(self.dtype))
@@ -121,7 +121,7 @@ class _Tower(Tower):
         return out
 
     def _positions(self, grid: Sequence[int]) -> Tensor:
-        """[patches, hidden]: the learned square stretched to the grid, pixels seen as areas."""
+        """[patches, hidden]: learned positions, interpolated bilinearly to the grid."""
         frames, rows, columns = grid
         square = self.positions.float().view(1, self.config.side, self.config.side, -1)
         resized = F.interpolate(square.permute(0, 3, 1, 2), (rows, columns), mode="bilinear")

@@ -75,7 +75,7 @@ def layer_kind(c: DecoderConfig, pattern: int | str, index: int) -> str:
 
 
 def exaone_attention(c: DecoderConfig, b: Builder, kind: str) -> Attention:
-    """Attention of a layer of a kind; queries and keys are normed head by head."""
+    """Attention of a layer of a kind; queries and keys have a norm per head."""
     at = b.at("self_attn")
     norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
     hybrid = c.sliding_window is not None

@@ -66,8 +66,9 @@ class ExaoneMoeConfig(RoutedConfig):
 
 
 class ExaoneMoeLayer(PreNormLayer):
-    """The pre-norm block; the first layers have no experts. A layer that `drafts` has none
-    either, and sees everything."""
+    """The pre-norm block; the first layers have no experts. `drafts`: a drafting layer has no
+    experts and full attention.
+    """
 
     def __init__(self, c: ExaoneMoeConfig, b: Builder, index: int, *, drafts: bool = False) -> None:
         dense = drafts or not c.sparse(index)

@@ -1,4 +1,4 @@
-"""What tests compare EXAONE 3 with: transformers' Llama with the same weights."""
+"""Reference for tests of EXAONE 3: transformers' Llama with the same weights."""
 
 from __future__ import annotations
 

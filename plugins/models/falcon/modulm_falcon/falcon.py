@@ -1,7 +1,7 @@
-"""Falcon (arXiv 2311.16867): one key head, or groups of them, and parallel branches.
+"""Falcon (arXiv 2311.16867): one key head or grouped ones, and parallel branches.
 
 7B has one key head and one norm for both branches; 40B and 180B ("new_decoder_architecture") have
-groups and a norm for each; the RW models have neither parallel branches nor rotation, but alibi.
+groups and a norm per branch; RW models have sequential branches and ALiBi.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FalconConfig(DecoderConfig):
 
     @property
     def grouped(self) -> bool:
-        """Whether key heads come in groups; Falcon 40B's first files say so by their type."""
+        """Whether key heads are grouped; Falcon 40B's first files show it by their model type."""
         return self.new_decoder_architecture or self.model_type == "RefinedWeb"
 
     @property
@@ -78,7 +78,7 @@ class FalconConfig(DecoderConfig):
 
 
 def _attention(c: FalconConfig, b: Builder, index: int) -> Attention:
-    """With alibi, distances are scaled as the scores are."""
+    """With ALiBi, biases are scaled like the scores."""
     return standard_attention(
         c,
         b,
@@ -93,7 +93,7 @@ def _attention(c: FalconConfig, b: Builder, index: int) -> Attention:
 
 
 def falcon_layer(c: FalconConfig, b: Builder, index: int) -> Module:
-    """Parallel branches with one norm or two, or one branch after the other."""
+    """Parallel branches with one norm or two, or sequential branches."""
 
     def norm(name: str) -> Norm:
         return b.layer_norm(name, c.hidden_size, c.layer_norm_eps)

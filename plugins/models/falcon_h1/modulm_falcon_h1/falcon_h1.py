@@ -1,6 +1,6 @@
-"""Falcon-H1 (TII, arXiv 2507.22448): a state space and attention side by side in every layer.
+"""Falcon-H1 (TII, arXiv 2507.22448): a state space and attention in parallel in every layer.
 
-Its many multipliers are put into the weights while these are loaded, so that they cost nothing.
+Its multipliers are folded into the weights during loading.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ColPali (arXiv 2407.01449): PaliGemma, a vector for every token of a page or of a question."""
+"""ColPali (arXiv 2407.01449): PaliGemma with a vector per token of a page or a query."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class _Layer(PreNormLayer):
     def both_ways(
         self, x: Tensor, residual: Tensor | None, batch: Batch, rows: tuple[Segment, ...]
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`."""
+        """See `forward`."""
         x, stream = self.attn_norm.add(x, residual)
         x, stream = self.mlp_norm.add(self.attn(x, batch, rows), stream)
         return self.mlp(x), stream
 
 
 class _Reader(GemmaForCausalLM):
-    """Gemma as an encoder: it keeps nothing, so its prompts run whole, each in one step."""
+    """Gemma as an encoder: without a KV cache, so each prompt runs whole, in one step."""
 
     layer = _Layer
 
@@ -88,7 +88,7 @@ class ColPaliConfig(PaliGemmaConfig):
 
 
 class ColPaliForRetrieval(TokenVectors, PaliGemmaForConditionalGeneration):
-    """ColPali; all tokens of a prompt see each other, with an image in it or without."""
+    """ColPali; all tokens of a prompt attend to each other, with or without an image."""
 
     config_type: ClassVar[type] = ColPaliConfig
     bidirectional = False

@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295): scaled embeddings, norms stored less one, a tied head, wide heads."""
+"""Gemma (arXiv 2403.08295): scaled embeddings, norm weights stored minus one, a tied head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GemmaConfig(DecoderConfig):
 
     @property
     def activation(self) -> str:
-        """The activation; early files said "gelu" and meant its approximation by tanh."""
+        """The activation; "gelu" in early files means its tanh approximation."""
         fallback = "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
         return self.hidden_activation or fallback
 
@@ -62,7 +62,7 @@ class GemmaLayer(PreNormLayer):
 
 
 class GemmaBase(DecoderForCausalLM):
-    """What all Gemmas share around their layers."""
+    """The base class of all Gemma models."""
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
         hidden = config.hidden_size

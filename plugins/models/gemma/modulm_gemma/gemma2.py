@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118): norms around branches, capped scores, every other layer a window."""
+"""Gemma 2 (arXiv 2408.00118): norms around branches, softcaps, a window in every other layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Gemma2Config", "Gemma2ForCausalLM", "Gemma2Layer"]
 class Gemma2Config(GemmaConfig):
     """config.json of Gemma 2; without layer types even layers have the window.
 
-    Caps are off where the file says null; what it leaves out is in keys.json.
+    null disables a softcap; defaults are in keys.json.
     """
 
     sliding_window: int | None = size(4096)

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786): five windows to one full layer, each kind with its own rotation."""
+"""Gemma 3 (arXiv 2503.19786): five window layers per full one, with different rotary bases."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["Gemma3Config", "Gemma3ForCausalLM", "Gemma3Layer"]
 
 @frozen(kw_only=True)
 class Gemma3Config(Gemma2Config):
-    """config.json of Gemma 3 for text. Older files give the windows' rotation as
-    `rope_local_base_freq` and say which layers are full by `sliding_window_pattern`."""
+    """config.json of Gemma 3 for text. Older files have `rope_local_base_freq` for window layers
+    and `sliding_window_pattern` instead of layer types.
+    """
 
     max_position_embeddings: int = size(131072)
     attn_logit_softcapping: float | None = None

@@ -1,4 +1,4 @@
-"""Gemma 3 with images (arXiv 2503.19786): SigLIP, its patches averaged to few tokens."""
+"""Gemma 3 with images (arXiv 2503.19786): SigLIP with average-pooled patches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gemma3Config(MultimodalConfig):
 
 
 class _Projector(Module):
-    """Squares of patches averaged, normed, and mapped to the text model's width."""
+    """Average-pools squares of patches, norms them, and projects them to the text model's width."""
 
     weight: Tensor
 

@@ -38,7 +38,7 @@ class Gemma3Family(MediaFamily):
 
 
 class PaliGemmaFamily(MediaFamily):
-    """PaliGemma 1 and 2. Behind the last image a prompt's text begins, and a line end closes it."""
+    """PaliGemma 1 and 2. The text of a prompt follows the last image and ends with a line feed."""
 
     prefix = True
 

@@ -1,4 +1,4 @@
-"""PaliGemma 1 and 2 (arXiv 2407.07726, 2412.03555): SigLIP before Gemma; prompts look both ways."""
+"""PaliGemma 1 and 2 (arXiv 2407.07726, 2412.03555): SigLIP before Gemma; bidirectional prompts."""
 
 from __future__ import annotations
 

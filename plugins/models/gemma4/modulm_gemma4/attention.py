@@ -1,4 +1,4 @@
-"""Attention of Gemma 3n and 4: values are normed, some layers use the keys of an earlier one."""
+"""Attention of Gemma 3n and 4: values are normed, some layers share an earlier layer's keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SharedKeyValues:
         self.k, self.v, self.cache, self.backend = k, v, cache, backend
 
     def attend(self, q: Tensor, batch: Batch) -> Tensor:
-        """q: [tokens, heads, head_dim] -> the same shape. Writes k and v, which may be there."""
+        """q: [tokens, heads, head_dim] -> the same shape. Writes k and v, possibly again."""
         out = q.new_empty(q.shape)
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
         self.backend.forward(q, self.k, self.v, cache, plan, out)
@@ -113,6 +113,6 @@ def attention(c: SharingConfig, b: Builder, index: int) -> Module:
 
 
 def shared_names(c: SharingConfig) -> tuple[str, ...]:
-    """Weights of keys and values in layers that use none; files hold them nevertheless."""
+    """Names of key and value weights that files contain for layers that share others'."""
     listed = "|".join(map(str, range(c.first_shared, c.num_hidden_layers))) or "none"
     return (rf"layers\.({listed})\.self_attn\.(k_proj|v_proj|k_norm)\.",)

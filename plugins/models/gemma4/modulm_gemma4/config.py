@@ -15,8 +15,9 @@ __all__ = ["Gemma3nConfig", "Gemma4Config", "SharingConfig"]
 
 @frozen(kw_only=True)
 class SharingConfig(DecoderConfig):
-    """What Gemma 3n and 4 have in common. The last `num_kv_shared_layers` layers use the keys and
-    values of the last layer of their kind before them."""
+    """Keys of Gemma 3n and 4. The last `num_kv_shared_layers` layers share the keys and values of
+    the last layer of their kind before them.
+    """
 
     PERIOD: ClassVar[int]
 
@@ -40,7 +41,7 @@ class SharingConfig(DecoderConfig):
 
     @property
     def first_shared(self) -> int:
-        """The first layer that uses another's keys and values."""
+        """The first layer that shares another's keys and values."""
         return self.num_hidden_layers - self.num_kv_shared_layers
 
     def layer_type(self, index: int) -> str:
@@ -59,10 +60,10 @@ class SharingConfig(DecoderConfig):
 
 @frozen(kw_only=True)
 class Gemma3nConfig(SharingConfig):
-    """config.json of Gemma 3n: `intermediate_size` may be a list, with a number for each layer.
+    """config.json of Gemma 3n. `intermediate_size` may be a list with a value per layer.
 
-    `activation_sparsity_pattern` is the part of each layer's gates that is cut off. Older files
-    give the windows' rotation as `rope_local_base_freq`.
+    `activation_sparsity_pattern` is the fraction of each layer's gates that is zeroed. Older files
+    have `rope_local_base_freq` for window layers.
     """
 
     PERIOD = 5
@@ -93,7 +94,7 @@ class Gemma3nConfig(SharingConfig):
         super().__attrs_post_init__()
 
     def per_layer(self, key: str) -> list[Any]:
-        """A key that may hold a list, one number, or nothing, as a list with one for each layer."""
+        """The values by layer of a key that holds a list, one number, or nothing."""
         layers = self.num_hidden_layers
         value = {
             "intermediate_size": self.intermediate_size,

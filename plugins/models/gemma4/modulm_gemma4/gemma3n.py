@@ -1,7 +1,7 @@
-"""Gemma 3n for text (Google, 2025): four streams, of which each layer computes one.
+"""Gemma 3n for text (Google, 2025): four residual streams, of which each layer computes one.
 
-The others follow by small learned maps (AltUp, Baykal et al., arXiv 2301.13310). Beside attention
-lies a branch of low rank (LAuReL, arXiv 2411.07501); gates of the first layers are sparse.
+AltUp (Baykal et al., arXiv 2301.13310) predicts the others. A low-rank branch runs parallel to
+attention (LAuReL, arXiv 2411.07501); gates of the first layers are sparse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ __all__ = ["AltUp", "Gemma3nForCausalLM", "Gemma3nLayer", "Laurel", "SparseMLP"]
 
 
 class AltUp(Module):
-    """Streams [n, tokens, hidden] before a layer that computes one of them, and after."""
+    """AltUp: predicts and corrects the streams [n, tokens, hidden] around a layer that computes
+    one.
+    """
 
     output_scale: Tensor
 
@@ -41,7 +43,7 @@ class AltUp(Module):
         b.parameter("correct_output_scale", self, "output_scale", (hidden,))
 
     def predict(self, x: Tensor) -> Tensor:
-        """What each stream will be, from all of them."""
+        """Predict each stream from all of them."""
         n = self.streams
         maps = self.prediction(self._mixture(x[self.active])).view(-1, n, n).permute(1, 2, 0)
         predicted = x.clone()
@@ -50,13 +52,13 @@ class AltUp(Module):
         return predicted
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """The streams, moved by how far the computed one [tokens, hidden] is off."""
+        """Correct the streams by the error of the computed one [tokens, hidden]."""
         weights = self.correction(self._mixture(computed)).t() + 1.0
         moved: Tensor = weights.unsqueeze(-1) * (computed - predicted[self.active])
         return predicted + moved
 
     def seen(self, x: Tensor) -> Tensor:
-        """The computed stream, as the layer's own vectors see it."""
+        """The computed stream, scaled for the per-layer input."""
         active = x[self.active]
         return active * self.output_scale if self.scaled else active
 
@@ -82,7 +84,7 @@ class Laurel(Module):
 
 
 class SparseMLP(GatedMLP):
-    """A feed-forward block that keeps the gates beyond a quantile of a normal distribution."""
+    """A feed-forward block that keeps only gates above a quantile of a normal distribution."""
 
     def __init__(self, c: Gemma3nConfig, b: Builder, index: int) -> None:
         inner = int(c.per_layer("intermediate_size")[index])

@@ -1,4 +1,4 @@
-"""Gemma 4 for text (Google, 2026): each layer adds a per-token vector of its own.
+"""Gemma 4 for text (Google, 2026): each layer adds its own per-token vector.
 
 The output of each layer is scaled. Some models have experts in addition to each feed-forward block.
 """
@@ -167,9 +167,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return normed
 
     def _layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
-        """[tokens, width] for each layer; tokens of images and sound use the padding token's
-        row.
-        """
+        """Inputs by layer, [tokens, width] each; media tokens use the padding token's row."""
         if self.inputs is None:
             return None
         tokens, media = batch.tokens, batch.embeds_mask

@@ -1,4 +1,4 @@
-"""The vectors that layers of Gemma 3n and 4 have of their own for every token."""
+"""Per-layer token embeddings of Gemma 3n and 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4 with images (Google, 2026): images of any shape, squares of patches averaged."""
+"""Gemma 4 with images (Google, 2026): images of any aspect ratio, with pooled patches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Linear(Module):
 
 
 class _Attention(Module):
-    """Norms of queries, keys and values, scores without a scale."""
+    """Attention with norms of queries, keys and values, and unscaled scores."""
 
     def __init__(self, c: _TowerConfig, b: Builder) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Layer(Module):
 
 
 class _Tower(Tower):
-    """Patches of all images end to end, each with a column and a row."""
+    """Encodes the concatenated patches of all images, with column and row positions."""
 
     positions: Tensor
     std_bias: Tensor
@@ -145,8 +145,8 @@ class _Tower(Tower):
             b.parameter(name, self, name, (c.hidden_size,))
 
     def run(self, pixels: Tensor, coordinates: Sequence[Tensor]) -> Pieces[list[Tensor]]:
-        """pixels: [patches, numbers of one], from 0 to 1; places: [patches, 2] int64 of each image,
-        columns and rows -> [tokens, hidden] of each.
+        """pixels: [patches, values per patch] in [0, 1]; coordinates: [patches, 2] int64 (column,
+        row) of each image -> [tokens, hidden] of each.
         """
         flat = torch.cat(list(coordinates))
         columns, rows = self.positions
@@ -170,7 +170,7 @@ class _Tower(Tower):
         return scaled.to(x.dtype)
 
     def _turns(self, coordinates: Tensor) -> Tensor:
-        """[2, patches, head_dim]: one half of a head is turned by columns, the other by rows."""
+        """[2, patches, head_dim]: half of a head is rotated by columns, the other half by rows."""
         half, rope = self.config.head_dim // 2, self.config.rope_parameters
         steps = torch.arange(0, half, 2, dtype=torch.float32, device=coordinates.device) / half
         waves = 1.0 / float(rope.get("rope_theta", 100.0)) ** steps
@@ -179,14 +179,14 @@ class _Tower(Tower):
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """x: [patches, heads, head_dim], each half of which is turned by itself."""
+    """x: [patches, heads, head_dim], whose halves are rotated separately."""
     cos, sin = turns[:, :, None].to(x.dtype)
     a, b, c, d = x.chunk(4, dim=-1)
     return x * cos + torch.cat([-b, a, -d, c], dim=-1) * sin
 
 
 class Gemma4ForConditionalGeneration(MultimodalModel):
-    """Gemma 4 with images; the text model is its own. Sound is not read."""
+    """Gemma 4 with images. Audio is not supported."""
 
     api = 1
     config_type: ClassVar[type] = Gemma4VisionConfig

@@ -1,4 +1,4 @@
-"""ChatGLM 2 and 3, and GLM 4 in its first files (arXiv 2406.12793): GLM 4 by other names."""
+"""ChatGLM 2 and 3, and the first files of GLM 4 (arXiv 2406.12793): GLM 4 under other names."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ class ChatGLMConfig(GlmConfig):
 
 
 class ChatGLMLayer(PreNormLayer):
-    """The pre-norm block; queries, keys and values are one tensor, gate and up another."""
+    """The pre-norm block; queries, keys and values are stored as one tensor, gate and up as
+    another.
+    """
 
     def __init__(self, c: ChatGLMConfig, b: Builder, index: int) -> None:
         names = AttentionNames(out="dense", qkv="query_key_value")

@@ -1,4 +1,4 @@
-"""GLM 4 (arXiv 2406.12793): Llama's block, half of each head turned by neighbouring pairs.
+"""GLM 4 (arXiv 2406.12793): Llama's block with interleaved rotary positions on half of each head.
 
 The 0414 models (Glm4) also norm each branch before it is added.
 """

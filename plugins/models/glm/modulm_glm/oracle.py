@@ -1,4 +1,4 @@
-"""What tests compare ChatGLM with: transformers' GLM 4 with the same weights."""
+"""Reference for tests of ChatGLM: transformers' GLM 4 with the same weights."""
 
 from __future__ import annotations
 

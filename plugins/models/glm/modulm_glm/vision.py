@@ -88,8 +88,8 @@ class GlmTower(Tower):
         self.mlp = GatedMLP(at, merged, c.intermediate_size, c.hidden_act)
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
-        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of each image or video
-        -> [tokens, hidden of the text model].
+        """pixels: [patches, values per patch] -> [tokens, hidden of the text model]. grids:
+        (frames, rows, columns) of each image or video.
         """
         c = self.config
         coordinates = [grid_coordinates(grid, c.spatial_merge_size) for grid in grids]
@@ -108,9 +108,9 @@ class GlmTower(Tower):
         return out
 
     def _learned(self, grid: Sequence[int], coordinates: Tensor) -> Tensor:
-        """[patches, hidden] fp32: the square of learned positions, bicubic at the patches' places.
+        """[patches, hidden] fp32: learned positions, interpolated bicubically at the patches.
 
-        places: [patches, 2], row and column.
+        coordinates: [patches, 2], row and column.
         """
         side = round(len(self.positions) ** 0.5)
         table = self.positions.float().T.reshape(1, -1, side, side)

@@ -1,4 +1,4 @@
-"""GLM-4.1V, 4.5V and 4.6V (arXiv 2507.01006): GLM's text models, and images of any size."""
+"""GLM-4.1V, 4.5V and 4.6V (arXiv 2507.01006): GLM's text models with images of any size."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ _TOWER: Mapping[str, Any] = {
 
 @frozen(eq=False, kw_only=True)
 class GlmVConfig(MultimodalConfig):
-    """config.json of GLM-V. Its heads share the hidden numbers, and turn whole if it says nothing
-    else.
-    """
+    """config.json of GLM-V. By default heads divide the hidden size and are fully rotated."""
 
     vision_type: ClassVar[type] = GlmTowerConfig
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        """Raises CheckpointError, UnsupportedError."""
+        """Parse the table. Raises CheckpointError, UnsupportedError."""
         text = dict(table.get("text_config") or {})
         hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -88,7 +86,7 @@ class Glm4vForConditionalGeneration(MultimodalModel):
 
 
 class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
-    """GLM-4.6V, of the same parts; dense and with experts."""
+    """GLM-4.6V, which has the same parts; dense and with experts."""
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -107,7 +105,7 @@ class Glm4vMoeForConditionalGeneration(Glm4vForConditionalGeneration):
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """[outputs, hidden, rows, columns] of a convolution as [outputs, numbers of a square]."""
+    """Reshape a convolution [outputs, hidden, rows, columns] to [outputs, values per square]."""
     return tensor.permute(0, 2, 3, 1).reshape(len(tensor), -1)
 
 

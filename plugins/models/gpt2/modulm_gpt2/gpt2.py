@@ -28,7 +28,7 @@ _NAMES = AttentionNames(out="c_proj", qkv="c_attn")
 
 @frozen(kw_only=True)
 class GPT2Config(DecoderConfig):
-    """config.json of GPT-2, in its own spelling of the keys."""
+    """config.json of GPT-2, with its own key names."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "n_embd": "hidden_size",
@@ -55,7 +55,7 @@ class GPT2Config(DecoderConfig):
             raise ValueError("add_cross_attention: not supported yet: true")
 
     def attention_scale(self, index: int) -> float:
-        """What the scores of layer `index` are multiplied by."""
+        """The factor of the scores of layer `index`."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         return scale / (index + 1) if self.scale_attn_by_inverse_layer_idx else scale
 

@@ -16,7 +16,7 @@ __all__ = ["GPTBigCodeConfig", "GPTBigCodeForCausalLM"]
 
 @frozen(kw_only=True)
 class GPTBigCodeConfig(GPT2Config):
-    """config.json of StarCoder, in GPT-2's spelling of the keys."""
+    """config.json of StarCoder, with GPT-2's key names."""
 
     hidden_act: str = "gelu_pytorch_tanh"
     multi_query: bool = True

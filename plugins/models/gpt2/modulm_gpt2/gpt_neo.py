@@ -22,7 +22,7 @@ _NAMES = AttentionNames(out="out_proj")
 
 @frozen(kw_only=True)
 class GPTNeoConfig(DecoderConfig):
-    """config.json of GPT-Neo; `attention_types` are kinds of layers and how often they repeat."""
+    """config.json of GPT-Neo; `attention_types`: kinds of layers, and how often they repeat."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "num_layers": "num_hidden_layers",

@@ -48,7 +48,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 def neox_layer(c: GPTNeoXConfig, b: Builder, index: int) -> Module:
-    """Both branches from the same stream, or one after the other."""
+    """Parallel or sequential branches."""
     attn_norm = b.layer_norm("input_layernorm", c.hidden_size, c.layer_norm_eps)
     attn = standard_attention(c, b, index, at="attention", names=_NAMES)
     mlp_norm = b.layer_norm("post_attention_layernorm", c.hidden_size, c.layer_norm_eps)

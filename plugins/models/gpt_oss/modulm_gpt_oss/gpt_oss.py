@@ -1,8 +1,8 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, alternating windows, experts with a clamped SwiGLU.
 
-The file stores experts as [expert, inputs, outputs] with gate and up in alternating columns; they
-are turned round while loading. In MXFP4, for which there is a quantization method of that name,
-it stores rows of blocks and their scales, where gate and up alternate too.
+Files store experts as [expert, inputs, outputs] with gate and up in alternating columns, which are
+transposed during loading. In MXFP4, which has its own quantization method, they store rows of
+blocks and scales, with gate and up alternating too.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class GptOssLayer(PreNormLayer):
 
 
 def _part_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Rows with gate and up in turns: all of gate, then all of up."""
+    """Split alternating rows into gate and up."""
     yield name, torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
 
 
 def _turn_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The same for columns, which become rows."""
+    """Split alternating columns into gate and up, transposed."""
     return _part_pairs(name, tensor.transpose(-1, -2))
 
 

@@ -28,7 +28,7 @@ class CodeGenConfig(GPTJConfig):
 
 
 def _split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each share has its queries, its values, its keys."""
+    """Split a fused projection, whose shards contain queries, values and keys in this order."""
     parts = tensor.unflatten(0, (_SHARES, 3, -1))
     for index, part in enumerate(("q_proj", "v_proj", "k_proj")):
         yield name.replace("qkv_proj", part), parts[:, index].flatten(0, 1)

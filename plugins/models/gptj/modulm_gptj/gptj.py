@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki, 2021): parallel branches, rotation of neighbouring pairs."""
+"""GPT-J (Wang and Komatsuzaki, 2021): parallel branches, interleaved rotary positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ __all__ = ["GPTJConfig", "GPTJForCausalLM", "GPTJLayer", "tiny_gptj"]
 
 @frozen(kw_only=True)
 class GPTJConfig(DecoderConfig):
-    """config.json of GPT-J, in its own spelling; `rotary_dim` dimensions of each head turn."""
+    """config.json of GPT-J, with its own key names; `rotary_dim` dimensions of each head are
+    rotated.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "n_embd": "hidden_size",
@@ -53,7 +55,7 @@ class GPTJConfig(DecoderConfig):
 
 
 class GPTJLayer(ParallelLayer):
-    """One norm for both branches; only the feed-forward one has biases."""
+    """Parallel branches on one norm; only the feed-forward block has biases."""
 
     def __init__(self, c: GPTJConfig, b: Builder, index: int) -> None:
         names = AttentionNames(out="out_proj")
@@ -93,7 +95,7 @@ class GPTJForCausalLM(DecoderForCausalLM):
 
 
 def tiny_gptj(model_type: str, architecture: str) -> Mapping[str, Any]:
-    """config.json of a tiny checkpoint, half of each head turned."""
+    """config.json of a tiny checkpoint with half of each head rotated."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

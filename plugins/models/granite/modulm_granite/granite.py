@@ -25,7 +25,9 @@ __all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteLayer", "ScaledLayer"]
 
 @frozen(kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """config.json of Granite: multipliers of embeddings, branches, scores; logits are divided."""
+    """config.json of Granite, with multipliers of embeddings, branches, scores and logits (a
+    divisor).
+    """
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

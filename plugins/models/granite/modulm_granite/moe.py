@@ -1,4 +1,4 @@
-"""Granite 3 with experts (IBM, 2024): Granite's block; some models have one for every token."""
+"""Granite 3 with experts (IBM, 2024): Granite's block; some models have a shared expert."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 _EXPERTS = ExpertNames(
     router="router.layer", gate_up_stack="input_linear", down_stack="output_linear"
 )
-#: The stacks are stored like the weights of linear layers.
+#: Expert stacks are stored like the weights of linear layers.
 EXPERT_NAMES = WeightNames(rename=((r"(block_sparse_moe\.(?:in|out)put_linear)\.weight$", r"\1"),))
 
 
 class _Sizes(Protocol):
-    """What the configurations of all Granites with experts have."""
+    """Keys of all Granite models with experts."""
 
     hidden_size: int
     hidden_act: str
@@ -41,7 +41,7 @@ class _Sizes(Protocol):
 
 @frozen(kw_only=True)
 class GraniteMoeConfig(GraniteConfig):
-    """config.json of Granite with experts; a shared one exists if it has a size."""
+    """config.json of Granite with experts; a size above 0 enables the shared one."""
 
     num_local_experts: int = size(8)
     num_experts_per_tok: int = size(2)
@@ -56,7 +56,7 @@ class GraniteMoeConfig(GraniteConfig):
 
 
 def granite_experts(c: _Sizes, b: Builder) -> MoE:
-    """The routed experts plus the shared one; `b` points at the layer."""
+    """Build the routed experts plus the shared one; `b` points at the layer."""
     return MoE(
         b.at("block_sparse_moe"),
         hidden=c.hidden_size,
@@ -70,7 +70,7 @@ def granite_experts(c: _Sizes, b: Builder) -> MoE:
 
 
 def granite_shared(c: _Sizes, b: Builder) -> GatedMLP:
-    """The feed-forward part that every token takes."""
+    """Build the shared expert."""
     return GatedMLP(
         b.at("shared_mlp"),
         c.hidden_size,

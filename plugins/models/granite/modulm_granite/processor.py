@@ -1,7 +1,7 @@
-"""Granite Speech's processor where transformers cannot make its own, which asks for torchaudio.
+"""Granite Speech's processor without torchaudio, which transformers' own requires.
 
-The spectrogram is made with transformers' functions for other models: power of 400 samples around
-every 160th, in bins of the HTK mel scale, as logarithms from the loudest down to 80 dB below it.
+The spectrogram uses transformers' functions for other models: power of 400 samples every 160
+samples, in bins of the HTK mel scale, as logarithms clipped to 80 dB below the maximum.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ __all__ = ["SpeechProcessor"]
 
 
 class SpeechProcessor:
-    """As transformers' `GraniteSpeechProcessor`, as far as prompts need it; table: of its feature
-    extractor."""
+    """The part of transformers' `GraniteSpeechProcessor` that prompts need. table: of its feature
+    extractor.
+    """
 
     def __init__(self, tokenizer: Any, table: Mapping[str, Any], token: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -69,7 +70,7 @@ class SpeechProcessor:
         return {**read, **features}
 
     def _spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """[frames / 2, 2 * bins] float32 of [n] samples."""
+        """[n] samples -> [frames / 2, 2 * bins] float32."""
         from transformers.audio_utils import spectrogram, window_function
 
         power = spectrogram(

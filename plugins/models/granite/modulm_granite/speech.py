@@ -1,4 +1,4 @@
-"""Granite Speech (arXiv 2505.08699): a conformer, and queries that read windows of its frames."""
+"""Granite Speech (arXiv 2505.08699): a conformer, and a Q-Former on windows of its frames."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GraniteSpeechConfig(MultimodalConfig):
 
 
 class GraniteSpeechForConditionalGeneration(MultimodalModel):
-    """Granite Speech. The adapter that some checkpoints have for prompts with sound is loaded like
+    """Granite Speech. The LoRA adapter of some checkpoints, for prompts with audio, is loaded like
     any other.
     """
 

@@ -1,4 +1,4 @@
-"""The state space of Bamba and Granite 4 (Mamba 2), by the keys of their config.json."""
+"""The Mamba 2 state space of Bamba and Granite 4, with the keys of their config.json."""
 
 from __future__ import annotations
 

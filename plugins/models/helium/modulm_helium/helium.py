@@ -1,4 +1,4 @@
-"""Helium (Kyutai, 2025): Llama's block, rotated by neighbouring pairs."""
+"""Helium (Kyutai, 2025): Llama's block with interleaved rotary positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan V1, dense (Tencent, 2025): Llama's block; queries and keys are normed once rotated."""
+"""Hunyuan V1, dense (Tencent, 2025): Llama's block; queries and keys are normed after rotation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @frozen(kw_only=True)
 class HunYuanConfig(DecoderConfig):
-    """config.json of Hunyuan. A scaling with `alpha` raises the base once and for all lengths."""
+    """config.json of Hunyuan. A rotary scaling with `alpha` raises the base for all lengths."""
 
     rms_norm_eps: float = 1e-5
 

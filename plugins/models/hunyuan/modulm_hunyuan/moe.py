@@ -27,7 +27,7 @@ _NAMES = ExpertNames(router="gate.wg")
 
 @frozen(kw_only=True)
 class HunYuanMoEConfig(HunYuanConfig):
-    """config.json of Hunyuan with experts; `moe_topk` is one number or one for each layer."""
+    """config.json of Hunyuan with experts; `moe_topk` is one value, or one per layer."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "num_local_experts": "num_experts",
@@ -48,7 +48,7 @@ class HunYuanMoEConfig(HunYuanConfig):
                 raise ValueError(f"moe_topk: {top!r} of {self.num_experts} experts")
 
     def top_k(self, index: int) -> int:
-        """How many experts a token takes in layer `index`."""
+        """The number of experts per token in layer `index`."""
         setting: Any = self.moe_topk
         top: int = setting[index] if isinstance(setting, list | tuple) else setting
         return top

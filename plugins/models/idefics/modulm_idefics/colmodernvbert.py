@@ -1,4 +1,4 @@
-"""ColModernVBERT (arXiv 2510.01149): SigLIP before ModernBERT, a vector for every token."""
+"""ColModernVBERT (arXiv 2510.01149): SigLIP before ModernBERT, with a vector per token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ColModernVBertConfig(Idefics3Config):
 
 
 class ModernVBertModel(Idefics3ForConditionalGeneration):
-    """Idefics' tiles and squares of patches before an encoder of text."""
+    """Idefics' vision encoder before a text encoder."""
 
     names = WeightNames(
         rename=((r"^vision_model\.vision_model\.", "vision_model."),),
@@ -60,7 +60,7 @@ class ModernVBertModel(Idefics3ForConditionalGeneration):
 
 
 class ColModernVBertForRetrieval(TokenVectors, ModernVBertModel):
-    """ColModernVBERT; all tokens of a prompt see each other."""
+    """ColModernVBERT; all tokens of a prompt attend to each other."""
 
     config_type: ClassVar[type] = ColModernVBertConfig
 

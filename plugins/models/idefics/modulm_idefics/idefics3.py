@@ -1,4 +1,4 @@
-"""Idefics 3 (arXiv 2408.12637) and SmolVLM (arXiv 2504.05299): SigLIP on tiles, few tokens each."""
+"""Idefics 3 (arXiv 2408.12637), SmolVLM (arXiv 2504.05299): SigLIP on tiles, merged patches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
 
 
 class _Tower(ClipTower):
-    """Positions are those of the fractions of a side that patches begin at, as they are rounded."""
+    """Positions of patches are bucketed by their fraction of a side, as in transformers."""
 
     def embed(self, pixels: Tensor) -> Tensor:
         x = super().embed(pixels) - self.positions

@@ -34,7 +34,7 @@ class ColModernVBertFamily(IdeficsFamily):
 
 
 class SmolVLMFamily(IdeficsFamily):
-    """SmolVLM takes video: frames are images that are not cut."""
+    """SmolVLM accepts video: frames are images without tiles."""
 
     kinds = ("image", "video")
 

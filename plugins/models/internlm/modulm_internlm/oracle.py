@@ -1,4 +1,4 @@
-"""What tests compare InternLM 2 with: transformers' Llama with the same weights."""
+"""Reference for tests of InternLM 2: transformers' Llama with the same weights."""
 
 from __future__ import annotations
 

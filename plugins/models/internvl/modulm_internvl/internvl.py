@@ -43,7 +43,7 @@ _NAMES = BlockNames(
 
 @frozen(kw_only=True)
 class _TowerConfig:
-    """`vision_config`; its sizes are those of square images and patches."""
+    """`vision_config`; images and patches are square."""
 
     hidden_size: int = size()
     intermediate_size: int = size()

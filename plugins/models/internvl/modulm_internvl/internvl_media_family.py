@@ -11,7 +11,7 @@ __all__ = ["InternVLFamily"]
 
 
 class InternVLFamily(MediaFamily):
-    """InternVL, in the format of transformers. A frame of a video is as an image."""
+    """InternVL, in the format of transformers. Video frames are processed like images."""
 
     kinds = ("image", "video")
 

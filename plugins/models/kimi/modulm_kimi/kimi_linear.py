@@ -40,8 +40,9 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 @frozen(kw_only=True)
 class KimiLinearConfig(RoutedConfig):
-    """config.json of Kimi Linear. Its own files describe the layers with a delta rule in a table,
-    `linear_attn_config`, which counts layers from 1."""
+    """config.json of Kimi Linear. `linear_attn_config`, a table in its own files, lists the
+    delta-rule layers, counted from 1.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "model_max_length": "max_position_embeddings",
@@ -85,7 +86,7 @@ class KimiLinearConfig(RoutedConfig):
 
     @property
     def delta(self) -> tuple[int, int, int]:
-        """Heads of a delta rule, their dimensions, and the tokens its convolutions see."""
+        """(heads, head size, convolution width) of a delta rule."""
         settings = self.linear_attn_config
         return (
             settings.get("num_heads", self.linear_num_heads),
@@ -170,7 +171,7 @@ class KimiDeltaAttention(Module):
 
 
 def _attention(c: KimiLinearConfig, b: Builder) -> LatentAttention:
-    """Latent attention that does not turn: an infinite factor stops each pair of dimensions."""
+    """Latent attention without rotation: infinite factors disable every pair of dimensions."""
     still = (math.inf,) * (c.qk_rope_head_dim // 2)
     rope = Rope(c.qk_rope_head_dim, kind="longrope", short_factors=still, long_factors=still)
     return LatentAttention(
@@ -201,7 +202,7 @@ class KimiLinearLayer(PreNormLayer):
 
 
 def _flat(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A number for each head, however it is shaped."""
+    """Flatten to one value per head."""
     yield name, tensor.flatten()
 
 
@@ -239,5 +240,5 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1."""
+    """Normalize vectors to length 1."""
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()

@@ -25,7 +25,7 @@ class KimiVLFamily(MediaFamily):
 
 
 class KimiK25Family(KimiVLFamily):
-    """Kimi K2.5: a video is clips of a few frames with their times before them."""
+    """Kimi K2.5: a video is a sequence of short clips, each preceded by its time."""
 
     kinds = ("image", "video")
 

@@ -1,6 +1,6 @@
 """Kimi-VL (arXiv 2504.07491) and Kimi K2.5: MoonViT and DeepSeek-V3's text model.
 
-Files are those of Moonshot AI's own code, or as transformers writes them.
+Accepts files of Moonshot AI's own code and of transformers.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class KimiVLConfig(MultimodalConfig):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        """Raises CheckpointError, UnsupportedError."""
+        """Parse the table. Raises CheckpointError, UnsupportedError."""
         return super().from_table(_transformers_table(table), file)
 
 
 def _transformers_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json in the words of transformers."""
+    """Convert config.json to transformers' form."""
     renamed = {**table, "architectures": [_KNOWN]}
     vision = table.get("vision_config")
     if not isinstance(vision, Mapping):
@@ -158,20 +158,20 @@ class KimiVLForConditionalGeneration(MultimodalModel):
 
 
 class KimiK25ForConditionalGeneration(KimiVLForConditionalGeneration):
-    """Kimi K2.5: videos too, as clips of a few frames."""
+    """Kimi K2.5: images, and videos as short clips."""
 
     media = ("image", "video")
 
 
 def _turned(heads: int, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Reorder query and key weights from rotated pairs of neighbours to rotated halves."""
+    """Reorder query and key weights from interleaved to half-split rotary dimensions."""
     q, k, v = tensor.chunk(3)
     pair = [part.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) for part in (q, k)]
     return [(name.replace(".wqkv.", ".attn.qkv."), torch.cat([*pair, v]))]
 
 
 def _tiny_text() -> dict[str, Any]:
-    """DeepSeek-V3's, a dense layer and one with experts."""
+    """A tiny DeepSeek-V3 with one dense layer and one with experts."""
     return tiny_text(
         "deepseek_v3",
         num_hidden_layers=2,

@@ -31,7 +31,7 @@ _KINDS = ("conv", "full_attention")
 
 @frozen(kw_only=True)
 class Lfm2BaseConfig(DecoderConfig):
-    """What all LFM2 have; `conv_L_cache` is how many tokens a convolution sees."""
+    """Keys of all LFM2 models; `conv_L_cache` is the width of the convolution in tokens."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"tie_embedding": "tie_word_embeddings"}
 
@@ -85,7 +85,7 @@ class Lfm2Config(Lfm2BaseConfig):
 
 
 class ShortConv(Module):
-    """A convolution over the last few tokens, with a gate before it and one after."""
+    """A short causal convolution with gates before and after it."""
 
     def __init__(self, c: Lfm2BaseConfig, b: Builder) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def lfm2_mlp(c: Lfm2BaseConfig, b: Builder) -> GatedMLP:
 
 
 class Lfm2Layer(PreNormLayer):
-    """A convolution or attention, then the feed-forward part; `mlp` may be another one."""
+    """A convolution or attention, then feed-forward; `mlp` replaces the default block."""
 
     def __init__(
         self, c: Lfm2BaseConfig, b: Builder, index: int, mlp: Module | None = None

@@ -1,4 +1,4 @@
-"""LFM2 with experts (Liquid AI, 2025; 8B-A1B): chosen by sigmoids, but for the first layers."""
+"""LFM2 with experts (Liquid AI, 2025; 8B-A1B): sigmoid routing, except in the first layers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Llama4Config(DecoderConfig):
             )
 
     def rotates(self, index: int) -> bool:
-        """Whether layer `index` knows positions."""
+        """Whether layer `index` has rotary positions."""
         if self.no_rope_layers:
             return bool(self.no_rope_layers[index])
         return bool((index + 1) % self.no_rope_layer_interval)
@@ -124,7 +124,7 @@ class _Widened(Builder):
 
 
 class Llama4Attention(Attention):
-    """Attention in chunks, or with queries that grow with their position."""
+    """Attention within chunks, or with queries that grow with their position."""
 
     def __init__(self, c: Llama4Config, b: Builder, index: int) -> None:
         rotates, chunk = c.rotates(index), c.chunk(index)

@@ -1,4 +1,4 @@
-"""Llama 4 with images (Meta, 2025): tiles turned by column and row, squares of patches merged."""
+"""Llama 4 with images (Meta, 2025): tiles with 2D rotary positions and merged patches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _TowerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
+        """Dimensions of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -96,7 +96,7 @@ class Llama4VisionConfig(MultimodalConfig):
 
 
 class _Tower(Tower):
-    """Patches, then a token of the tile's own, which is not turned."""
+    """Encodes the patches of a tile and a final class token, which is not rotated."""
 
     last: Tensor
     positions: Tensor
@@ -137,7 +137,7 @@ class _Tower(Tower):
         return tokens.view(n, squares.shape[1], -1)
 
     def _turns(self) -> Tensor:
-        """[tokens of a tile, head_dim]: columns and rows count from 1."""
+        """[tokens of a tile, head_dim]; columns and rows count from 1."""
         theta = float(self.config.rope_parameters.get("rope_theta", 10000.0))
         coordinates = grid_coordinates((1, self.config.side, self.config.side), 1).flip(1) + 1
         all_coordinates = torch.cat([coordinates, coordinates.new_zeros(1, 2)])

@@ -17,7 +17,7 @@ class MistralFamily(RowsFamily):
 
 
 class Llama4Family(MediaFamily):
-    """Llama 4: tiles, and tokens between them that say how they lie."""
+    """Llama 4: tiles, with separator tokens that show their layout."""
 
     image_processors: ClassVar = {
         "Llama4ImageProcessor": "modulm_llama.tiles:Llama4ImageProcessorPil"
@@ -28,7 +28,7 @@ class Llama4Family(MediaFamily):
 
 
 class MllamaFamily(MediaFamily):
-    """Llama 3.2 Vision: an image is one token, from which on its tiles are looked at."""
+    """Llama 3.2 Vision: an image is one token; text from there on attends to its tiles."""
 
     looks = True
 
@@ -57,8 +57,8 @@ class MllamaFamily(MediaFamily):
 
 
 class VoxtralFamily(MediaFamily):
-    """Sounds are filled up to whole windows. The processor itself takes sound in conversations
-    only, as mistral-common writes them; here its feature extractor is used.
+    """Voxtral. Audio is padded to whole windows. Uses the feature extractor, since the processor
+    accepts audio only in mistral-common's conversations.
     """
 
     kinds = ("audio",)

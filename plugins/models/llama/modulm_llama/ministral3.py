@@ -54,7 +54,7 @@ class Ministral3Config(MistralConfig):
 
     @property
     def growth(self) -> float:
-        """How fast queries grow."""
+        """The growth factor of queries."""
         beta: float = (self.rope_parameters or {}).get("llama_4_scaling_beta", 0.0)
         return beta
 

@@ -18,7 +18,7 @@ __all__ = ["MinistralForCausalLM", "MistralConfig", "MistralForCausalLM"]
 
 @frozen(kw_only=True)
 class MistralConfig(DecoderConfig):
-    """config.json of both; a `sliding_window` of null lets every layer see everything."""
+    """config.json of Mistral and Ministral; a `sliding_window` of null means full attention."""
 
     max_position_embeddings: int = size(131072)
 

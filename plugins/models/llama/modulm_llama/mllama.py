@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision's text model (Meta, 2024): Llama, with layers that look at images."""
+"""Llama 3.2 Vision's text model (Meta, 2024): Llama with cross-attention layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NAMES = AttentionNames()
 
 @frozen(kw_only=True)
 class MllamaTextConfig(DecoderConfig):
-    """config.json of the text model. image_tokens: the most that a row looks at, said by the model
-    around it.
+    """config.json of the text model. image_tokens: maximum encoder outputs per row, set by the
+    surrounding model.
     """
 
     cross_attention_layers: tuple[int, ...] = field(default=(3, 8, 13, 18, 23, 28, 33, 38))
@@ -74,14 +74,14 @@ class _CrossLayer(Module):
         """x, residual: [tokens, hidden]."""
         x, residual = self.attn_norm.add(x, residual)
         attended = self.attn(x, batch)
-        # Tokens without image get zeros, and no bias is added to them.
+        # Tokens before the first image attend to nothing; no bias is added to their zeros.
         looking = (attended != 0).any(-1, keepdim=True)
         x, residual = self.mlp_norm.add(attended * self.attn_gate.tanh(), residual)
         return self.mlp(x) * (looking * self.mlp_gate.tanh()), residual
 
 
 class MllamaForCausalLM(DecoderForCausalLM):
-    """The text model. Without images its layers of cross attention do nothing."""
+    """The text model. Without images, its cross-attention layers do nothing."""
 
     api = 1
     config_type = MllamaTextConfig

@@ -29,7 +29,8 @@ from modulm_towers import (
 
 __all__ = ["MllamaConfig", "MllamaForConditionalGeneration"]
 
-#: Number of images of all tiles that fit into a prompt; the cache reserves blocks for them.
+#: Number of images with the maximum of tiles that fit into a prompt; the cache reserves blocks for
+#: them.
 _IMAGES = 4
 _BLOCK = 256
 #: The patches of a tile are padded to a multiple of this.
@@ -71,7 +72,7 @@ class _TowerConfig:
 
     @property
     def patches(self) -> int:
-        """Of a tile, with the token that is its own."""
+        """The number of patches of a tile, including its class token."""
         side: int = self.image_size // self.patch_size
         return side * side + 1
 
@@ -92,7 +93,7 @@ class MllamaConfig(MultimodalConfig):
 
     @property
     def vocab_size(self) -> int:
-        """With the tokens that are read and never said."""
+        """The vocabulary size, including tokens that only occur in prompts."""
         return self.text.vocab_size + MORE
 
 
@@ -125,7 +126,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Block(Module):
-    """norm, attention, norm, feed-forward, each branch added to the stream, or a part of it."""
+    """norm, attention, norm, feed-forward, with optionally gated residual additions."""
 
     gate_attn: Tensor
     gate_ffn: Tensor
@@ -142,7 +143,7 @@ class _Block(Module):
             b.parameter(name, self, name, (1,))
 
     def forward(self, x: Tensor, real: Sequence[Tensor]) -> Tensor:
-        """As `_Attention`."""
+        """See `_Attention`."""
         seen = self.attn(self.norm1(x), real)
         x = x + (seen * self.gate_attn.tanh() if self.gated else seen)
         transformed = self.mlp(self.norm2(x))
@@ -188,8 +189,8 @@ class _Tower(Tower):
         )
 
     def run(self, pixels: Sequence[Tensor], kinds: Tensor) -> Pieces[list[Tensor]]:
-        """pixels: of each image, [tiles, channels, height, width]; kinds: [images] int64, of its
-        shape in tiles -> [tokens of its tiles, vision_output_dim] each.
+        """pixels: of each image, [tiles, channels, height, width]; kinds: [images] int64, index of
+        its tiling -> [tokens of its tiles, vision_output_dim] each.
         """
         c, n = self.config, len(pixels)
         x = self._embedded(pixels, kinds)
@@ -225,11 +226,11 @@ class _Tower(Tower):
         return normed.view(x.shape)
 
     def _placed(self, x: Tensor, table: Tensor, gate: Tensor) -> Tensor:
-        """x: [images, tiles, patches, hidden], with what tells the tiles apart."""
+        """Add tile embeddings to x: [images, tiles, patches, hidden]."""
         return x + table.view(*x.shape[:2], 1, -1) * gate.tanh()
 
     def _real(self, tiles: int, filled: int) -> Tensor:
-        """[patches] bool: which are of the image."""
+        """[patches] bool: False for padding."""
         there = torch.zeros(self.config.max_num_tiles, filled, dtype=torch.bool)
         there[:tiles, : self.config.patches] = True
         return there.flatten()

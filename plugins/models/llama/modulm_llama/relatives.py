@@ -1,6 +1,6 @@
-"""Llama's mathematics under other names: InternLM 1 and 3, IQuest-Coder, TeleChat 3.
+"""Models with Llama's computation under other names: InternLM 1 and 3, IQuest-Coder, TeleChat 3.
 
-Aquila and XVERSE need nothing of their own, so their names stand for `LlamaForCausalLM`.
+Aquila and XVERSE are aliases of `LlamaForCausalLM`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class IQuestCoderForCausalLM(LlamaForCausalLM):
 
 @frozen(kw_only=True)
 class TeleChat3Config(LlamaConfig):
-    """config.json of TeleChat 3, whose yarn grows cosines and sines by 0.07 ln(factor)."""
+    """config.json of TeleChat 3, whose YaRN scales cosines and sines by 1 + 0.07 ln(factor)."""
 
     def rope(self, layer_type: str = "") -> Rope:
         table = dict(self.rope_scaling or self.rope_parameters or {})

@@ -1,7 +1,6 @@
-"""The image processor of Llama 4 without torchvision.
+"""The image processor of Llama 4 without torchvision, which transformers' own requires.
 
-transformers has one only for where torchvision is. What this does is the same, with its classes for
-plain arrays.
+Computes the same on numpy arrays, with transformers' classes for these.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Llama4Keywords(ImagesKwargs, total=False):  # type: ignore[misc, call-arg
 
 
 class Llama4ImageProcessorPil(PilBackend):  # type: ignore[misc]
-    """Llama 4: the canvas of tiles that the image fits best, padded below and to the right."""
+    """Llama 4: the best-fitting canvas of tiles, padded at the bottom and right."""
 
     valid_kwargs = _Llama4Keywords
     resample = PILImageResampling.BILINEAR
@@ -55,7 +54,7 @@ class Llama4ImageProcessorPil(PilBackend):  # type: ignore[misc]
         resize_to_max_canvas: bool,
         **more: Any,
     ) -> BatchFeature:
-        """images: [channels, height, width] each -> the tiles of all, and rows and columns."""
+        """images: [channels, height, width] each -> the tiles of all, their rows and columns."""
 
         def numbers(pixels: np.ndarray) -> np.ndarray:
             values = torch.from_numpy(pixels)
@@ -88,7 +87,7 @@ class Llama4ImageProcessorPil(PilBackend):  # type: ignore[misc]
 
 
 def _canvas(image: tuple[int, ...], side: int, most: int, largest: bool) -> tuple[int, int]:
-    """(height, width) of tiles that the image is enlarged least for, or reduced least."""
+    """(height, width) of the canvas of tiles that enlarges the image least, or reduces it least."""
     layouts = shapes(most) * side
     scales = (layouts / np.array(image)).astype(np.float32).min(1)
     fits = scales[scales >= 1]
@@ -98,7 +97,7 @@ def _canvas(image: tuple[int, ...], side: int, most: int, largest: bool) -> tupl
 
 
 def _within(image: tuple[int, ...], most: tuple[int, ...]) -> tuple[int, int]:
-    """The largest (height, width) of the image's shape."""
+    """The largest (height, width) within `most` with the image's aspect ratio."""
     (height, width), (high, wide) = image, most
     if wide / width < high / height:
         return max(min(int(height * (wide / width)), high), 1), wide

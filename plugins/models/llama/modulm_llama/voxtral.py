@@ -1,4 +1,4 @@
-"""Voxtral (arXiv 2507.13264): Whisper's encoder, four of its positions to a token."""
+"""Voxtral (arXiv 2507.13264): Whisper's encoder, four frames per token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class VoxtralConfig(MultimodalConfig):
-    """config.json of Voxtral; the encoder's inner width is that of the positions of one token."""
+    """config.json of Voxtral; the encoder's inner width is that of the frames of one token."""
 
     audio_type: ClassVar[type | None] = WhisperTowerConfig
     whole_type: ClassVar[type | None] = _Keys

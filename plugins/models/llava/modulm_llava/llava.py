@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (arXiv 2310.03744): CLIP's patches through two linear maps into the text model."""
+"""LLaVA 1.5 (arXiv 2310.03744): CLIP's patches, projected by two linear layers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def feature_layers(keys: Mapping[str, Any], file: str) -> tuple[int, ...]:
 
 
 class LlavaForConditionalGeneration(MultimodalModel):
-    """LLaVA 1.5 and those like it: one square image is one row of patches."""
+    """LLaVA 1.5 and similar models, with one square image."""
 
     api = 1
     config_type: ClassVar[type] = LlavaConfig

@@ -15,7 +15,7 @@ class LlavaFamily(RowsFamily):
 
 
 class LlavaNextVideoFamily(LlavaFamily):
-    """Videos as well."""
+    """Also accepts videos."""
 
     kinds = ("image", "video")
 

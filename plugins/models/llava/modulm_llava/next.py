@@ -54,7 +54,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         return embeddings
 
     def _picture(self, item: MediaItem) -> Pieces[Tensor]:
-        """One image; or one video, of families that take them."""
+        """Encode one image, or one video in families that accept videos."""
         if item.kind == "video":
             return (yield from self.film(self.tensor(item, "pixel_values_videos")[0]))
         size = item.tensors["image_sizes"].reshape(-1).tolist()
@@ -62,7 +62,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         return self._packed(tiles, size)
 
     def film(self, frames: Tensor) -> Pieces[Tensor]:
-        """frames: [n, channels, height, width] of a video -> [tokens, hidden]."""
+        """Encode a video: [n, channels, height, width] -> [tokens, hidden]."""
         tokens = yield from self.project(frames)
         return tokens.flatten(0, 1)
 
@@ -83,7 +83,9 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         return torch.cat([whole, torch.cat([cropped_grid, ends], dim=1).flatten(0, 1)])
 
     def reduced(self, grid: Tensor, side: int) -> Tensor:
-        """The patches of all tiles [rows, columns, hidden]; side: of one tile, in patches."""
+        """Reduce the patches of all tiles [rows, columns, hidden]. side: patches per side of a
+        tile.
+        """
         return grid
 
     @classmethod
@@ -99,7 +101,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
 
 
 def unpadded(grid: Tensor, image: Sequence[int]) -> Tensor:
-    """grid: [rows, columns, hidden] of an image (height, width) that was padded to its shape."""
+    """Remove padding from a grid [rows, columns, hidden] of an image of (height, width)."""
     (height, width), (rows, columns) = image, grid.shape[:2]
     if width / height > columns / rows:
         cut = (rows - int(round(height * (columns / width), 7))) // 2

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video (2024): LLaVA-NeXT with videos, whose frames have fewer tokens."""
+"""LLaVA-NeXT-Video (2024): LLaVA-NeXT with videos, whose frames are pooled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LlavaNextVideoConfig", "LlavaNextVideoForConditionalGeneration"]
 
 @frozen(kw_only=True)
 class _Keys(LlavaNextKeys):
-    """spatial_pool_mode, spatial_pool_stride: how squares of patches become one."""
+    """spatial_pool_mode, spatial_pool_stride: how squares of patches are pooled."""
 
     spatial_pool_mode: str = "average"
     spatial_pool_stride: int = size(2)

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision (arXiv 2408.03326): LLaVA-NeXT with SigLIP; many tiles are made fewer tokens."""
+"""LLaVA-OneVision (arXiv 2408.03326): LLaVA-NeXT with SigLIP, and a limit on tokens per image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "anyres_max_"
 
 @frozen(kw_only=True)
 class _Keys(LlavaNextKeys):
-    """vision_aspect_ratio: "anyres_max_" and how many tiles' tokens an image has at most."""
+    """vision_aspect_ratio: "anyres_max_" and the maximum tokens of an image, in tiles."""
 
     vision_aspect_ratio: str = "anyres_max_9"
 
@@ -35,7 +35,7 @@ class _Keys(LlavaNextKeys):
 
     @property
     def most(self) -> int:
-        """Most tiles' tokens of an image."""
+        """The maximum tokens of an image, in tiles."""
         return int(self.vision_aspect_ratio.removeprefix(_PREFIX))
 
 

@@ -1,4 +1,4 @@
-"""Falcon Mamba (arXiv 2410.05355): Mamba with norms of step sizes, b and c that have no weights."""
+"""Falcon Mamba (arXiv 2410.05355): Mamba with weightless norms of step sizes, b and c."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class JambaConfig(DecoderConfig):
             )
 
     def attends(self, index: int) -> bool:
-        """Whether layer `index` has attention in place of a state."""
+        """Whether layer `index` has attention instead of a state space."""
         return index % self.attn_layer_period == self.attn_layer_offset
 
     def sparse(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao, arXiv 2312.00752): selective state spaces in place of attention."""
+"""Mamba (Gu and Dao, arXiv 2312.00752): selective state spaces instead of attention."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class MambaConfig(DecoderConfig):
 
     @property
     def rank(self) -> int:
-        """The bottleneck of the step sizes."""
+        """The rank of the step-size projection."""
         return narrow_rank("time_step_rank", self.time_step_rank, self.hidden_size)
 
 
@@ -133,7 +133,7 @@ class MambaMixer(Module):
         return mixed
 
     def _select(self, inputs: Tensor) -> Sequence[Tensor]:
-        """Narrow step sizes [tokens, rank], b and c [tokens, state]."""
+        """Project to low-rank step sizes [tokens, rank], b and c [tokens, state]."""
         parts: Sequence[Tensor] = self.select(inputs).split(self.parts, -1)
         if not self.norms:
             return parts
@@ -141,7 +141,7 @@ class MambaMixer(Module):
 
 
 def mamba_mixer(c: MambaConfig, b: Builder, norms: Sequence[Norm] = ()) -> MambaMixer:
-    """The mixer that Mamba's keys describe."""
+    """Build the mixer from Mamba's keys."""
     return MambaMixer(
         b,
         hidden=c.hidden_size,
@@ -182,7 +182,7 @@ class MambaLayer(MixerLayer):
 
 
 class RecurrentForCausalLM(DecoderForCausalLM):
-    """The frame that both versions share."""
+    """The base class of both versions."""
 
     api = 1
     root = "backbone"

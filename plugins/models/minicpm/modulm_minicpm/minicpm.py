@@ -28,8 +28,8 @@ __all__ = ["MiniCPMConfig", "MiniCPMForCausalLM", "MiniCPMLayer"]
 class MiniCPMConfig(DecoderConfig):
     """config.json of MiniCPM: multipliers of embeddings, branches and logits.
 
-    `sparse_config` (MiniCPM 4) names a faster approximation of attention to long prompts; here
-    attention is exact. MiniCPM-MoE is rejected.
+    `sparse_config` (MiniCPM 4), a faster approximation for long prompts, is ignored: attention is
+    exact. MiniCPM-MoE is rejected.
     """
 
     scale_emb: float = 1.0
@@ -45,7 +45,7 @@ class MiniCPMConfig(DecoderConfig):
 
     @property
     def branch_multiplier(self) -> float:
-        """What each branch is multiplied by before it is added."""
+        """The factor of each branch before it is added."""
         return self.scale_depth / math.sqrt(self.num_hidden_layers)
 
 

@@ -18,7 +18,7 @@ class MiniCPMVFamily(MediaFamily):
     kinds = ("image", "video")
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without the number, which counts the items before it: `complete_prompt` writes that."""
+        """The processor's output without the image number, which `complete_prompt` writes."""
         if "use_image_id" in options:
             raise ValueError("use_image_id: the checkpoint says whether images have numbers")
         return super().call(media, {**options, "use_image_id": False})

@@ -1,4 +1,4 @@
-"""What tests compare MiniCPM with: transformers' Granite with the same weights."""
+"""Reference for tests of MiniCPM: transformers' Granite with the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsGranite"]
 
 
 class AsGranite(Converted):
-    """transformers' Granite, which has the same multipliers by other names."""
+    """transformers' Granite, which has the same multipliers under other names."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         head = config["hidden_size"] // config["num_attention_heads"]

@@ -72,7 +72,7 @@ class MiniCPMV46Config(MultimodalConfig):
 
 
 class _InnerMerger(Module):
-    """The patches of a square see each other, and become one."""
+    """Merges the patches of a square after attention within the square."""
 
     def __init__(self, c: TowerConfig, b: Builder) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _InnerMerger(Module):
 
 
 class _Tower(ClipTower):
-    """Images of any size: positions are those of the parts of a side that patches begin at."""
+    """Images of any size, with positions bucketed by the patch's fraction of a side."""
 
     def __init__(self, c: _SightConfig, b: Builder) -> None:
         super().__init__(c, b)
@@ -103,8 +103,8 @@ class _Tower(ClipTower):
         self.inner = _InnerMerger(c, b.at("vit_merger"))
 
     def run(self, pixels: Tensor, grids: Sequence[Grid], merges: bool) -> Pieces[Tensor]:
-        """pixels: [patches, numbers of one]; merges: whether squares are merged inside ->
-        [patches that are left, hidden].
+        """pixels: [patches, values per patch] -> [remaining patches, hidden]. merges: whether
+        squares are merged inside.
         """
         side = self.config.image_size // self.config.patch_size
         positions = torch.cat([_bucket_positions(grid, side) for grid in grids]).to(pixels.device)
@@ -120,14 +120,12 @@ class _Tower(ClipTower):
 
 
 def halved(grids: Sequence[Grid]) -> list[Grid]:
-    """The grids of their squares."""
+    """The grids after merging squares."""
     return [(rows // _SIDE, columns // _SIDE) for rows, columns in grids]
 
 
 def _bucket_positions(grid: Grid, side: int) -> Tensor:
-    """[patches] int64, the learned position of each: the one of a square of `side` that lies
-    nearest before it.
-    """
+    """[patches] int64: index of each patch's position in a square of `side`, rounded down."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     rows, columns = (
         torch.bucketize(torch.arange(count) / count, edges, right=True) for count in grid
@@ -136,7 +134,7 @@ def _bucket_positions(grid: Grid, side: int) -> Tensor:
 
 
 def _by_squares(x: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """x: [patches, width], rows of each grid -> the same, square by square."""
+    """Reorder x [patches, width] from rows of each grid to squares."""
     orders, first = [], 0
     for rows, columns in grids:
         order, _ = windows((1, rows, columns), 1, _SIDE)
@@ -192,7 +190,7 @@ class MiniCPMV46ForConditionalGeneration(MultimodalModel):
         return per_item
 
     def _merges(self, item: MediaItem) -> bool:
-        """Whether the processor left a token for 16 patches, or one for 4."""
+        """Whether the processor's placeholder has a token per 16 patches, instead of per 4."""
         embedded = item.tensors.get("item_embedded")
         tokens = item.length if embedded is None else int(embedded.sum())
         patches = _count(_grids(item))
@@ -201,7 +199,7 @@ class MiniCPMV46ForConditionalGeneration(MultimodalModel):
         return patches == tokens * _SQUARE**2
 
     def _patches(self, item: MediaItem) -> Tensor:
-        """[patches, numbers of one] of [1, channels, side, patches * side]."""
+        """[patches, values per patch] from [1, channels, side, patches * side]."""
         name = "pixel_values_videos" if item.kind == "video" else "pixel_values"
         side = self.config.vision.patch_size
         cut = self.tensor(item, name)[0].unflatten(2, (-1, side))
@@ -236,12 +234,12 @@ def _grids(item: MediaItem) -> list[Grid]:
 
 
 def _count(grids: Sequence[Grid]) -> int:
-    """Patches of all."""
+    """The total number of patches."""
     return sum(rows * columns for rows, columns in grids)
 
 
 def _tiny_text() -> dict[str, Any]:
-    """Qwen3.5's, one layer of each kind."""
+    """A tiny Qwen3.5 with one layer of each kind."""
     return tiny_text(
         "qwen3_5_text",
         num_hidden_layers=2,

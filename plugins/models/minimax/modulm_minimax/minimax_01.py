@@ -33,10 +33,10 @@ _KINDS = ("linear_attention", "full_attention")
 
 @frozen(kw_only=True)
 class MiniMaxConfig(DecoderConfig):
-    """config.json of MiniMax-01, in transformers' spelling and in that of the first files.
+    """config.json of MiniMax-01, with the key names of transformers or of the first files.
 
-    `attn_type_list` says 0 for lightning attention and 1 for full attention. A branch is weighted
-    by its beta before it is added to the normed stream, which is weighted by alpha.
+    `attn_type_list` has 0 for lightning attention and 1 for full attention. A branch is multiplied
+    by its beta and added to the normed stream, which is multiplied by alpha.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -139,7 +139,7 @@ class LightningAttention(Module):
         return mixed
 
     def _normed(self, read: Tensor) -> Tensor:
-        """Over all heads, also those of other ranks."""
+        """Apply the norm over all heads, including those of other ranks."""
         ranks = self.group
         if ranks.size == 1:
             normed: Tensor = self.norm(read)
@@ -150,7 +150,7 @@ class LightningAttention(Module):
 
 
 class MiniMaxLayer(Module):
-    """Norms before the branches; results are added to the normed inputs."""
+    """Pre-norm branches, added to the normed inputs."""
 
     def __init__(self, c: MiniMaxConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ class MiniMaxLayer(Module):
     def _weighed(
         self, branch: Tensor, stream: Tensor, weights: tuple[float, float]
     ) -> tuple[Tensor, Tensor]:
-        """The branch times beta and the stream times alpha, which the next norm adds."""
+        """The branch times beta and the stream times alpha; the next norm adds them."""
         alpha, beta = weights
         return self.ops.scale(branch, beta), self.ops.scale(stream, alpha)
 
 
 class MiniMaxForCausalLM(DecoderForCausalLM):
-    """MiniMax-01 with a language-model head; decay tables in the file are computed anew."""
+    """MiniMax-01 with a language-model head; stored decay tables are ignored and recomputed."""
 
     api = 1
     config_type = MiniMaxConfig

@@ -1,4 +1,4 @@
-"""MiniMax M2 (MiniMax, 2025): experts chosen by sigmoids, queries and keys normed as a whole."""
+"""MiniMax M2 (MiniMax, 2025): sigmoid routing, and norms over all heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2", choice_bias="e_score_correct
 
 @frozen(kw_only=True)
 class MiniMaxM2Config(DecoderConfig):
-    """config.json of MiniMax M2; `rotary_dim` dimensions of each head turn."""
+    """config.json of MiniMax M2; `rotary_dim` dimensions of each head are rotated."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
 
@@ -83,7 +83,7 @@ class MiniMaxM2Layer(PreNormLayer):
 
 
 class MiniMaxM2ForCausalLM(DecoderForCausalLM):
-    """MiniMax M2 with a language-model head; layers that draft tokens are not read."""
+    """MiniMax M2 with a language-model head; drafting layers are not loaded."""
 
     api = 1
     config_type = MiniMaxM2Config

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral's block with experts in place of the feed-forward part."""
+"""Mixtral (arXiv 2401.04088): Mistral's block with experts instead of the feed-forward block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MixtralConfig(DecoderConfig):
 
 
 class MixtralLayer(PreNormLayer):
-    """The pre-norm block; a token's two experts are weighted by the router's softmax over them."""
+    """The pre-norm block; a token's two experts are weighted by a softmax over their scores."""
 
     def __init__(self, c: MixtralConfig, b: Builder, index: int) -> None:
         experts = MoE(

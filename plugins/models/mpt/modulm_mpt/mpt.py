@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023): positions only through alibi, and no bias anywhere."""
+"""MPT (MosaicML, 2023): ALiBi positions, and no biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from modulm_layers import (
 
 __all__ = ["MptConfig", "MptForCausalLM", "MptLayer"]
 
-#: Values of the released models; others are not implemented.
+#: Values of the released models; others are not supported.
 _FIXED = {
     "attn_type": "multihead_attention",
     "alibi": True,

@@ -1,1 +1,1 @@
-"""Text models inside checkpoints for images and sound, for modulm."""
+"""Text models inside multimodal checkpoints, for modulm."""

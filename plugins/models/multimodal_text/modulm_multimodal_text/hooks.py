@@ -1,4 +1,4 @@
-"""Checkpoints for images and sound are answered with their text model, where it is native."""
+"""Runs multimodal checkpoints with their text model, if that is native."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text model of a checkpoint that has others around it, by the plugin for that text model."""
+"""The text model of a multimodal checkpoint, run by the plugin for that text model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OTHERS = (
 
 
 class NestedText(Module, Model):
-    """A text model under the names that its weights have in the whole checkpoint."""
+    """A text model under its weight names in the complete checkpoint."""
 
     api = 1
     config_type = TextConfig

@@ -1,7 +1,7 @@
-"""Experts without a gate: each is two maps with an activation between.
+"""Experts without a gate: two linear layers with an activation between them.
 
-The op `fused_experts` is for gated experts, so these are linear layers of their own, of which a
-step runs those that a token chose.
+The op `fused_experts` supports gated experts only, so these are separate linear layers, of which a
+step runs the chosen ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ __all__ = ["PlainExperts"]
 
 
 class PlainExperts(Module):
-    """`experts` plain feed-forward blocks of `inner` over vectors of `width`.
+    """`experts` ungated feed-forward blocks of width `inner` on vectors of `width`.
 
-    The router sees vectors of `hidden`; a stored bias is added to its scores for choosing only.
+    The router reads vectors of `hidden`; a stored bias is added to its scores for the selection
+    only.
     """
 
     choice_bias: Tensor

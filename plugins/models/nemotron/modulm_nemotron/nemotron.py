@@ -46,7 +46,7 @@ class NemotronLayer(PreNormLayer):
 
 
 def _plus_one(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The weight of a norm, which is stored less one; added in fp32 and rounded once."""
+    """Add one to a norm weight that is stored minus one; in fp32, rounded once."""
     yield name, tensor.float() + 1.0
 
 

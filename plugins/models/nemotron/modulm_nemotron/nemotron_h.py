@@ -1,7 +1,7 @@
-"""Nemotron-H, Nemotron Nano 2 and 3 (arXiv 2504.03624, 2508.14444): one thing in each layer.
+"""Nemotron-H, Nemotron Nano 2 and 3 (arXiv 2504.03624, 2508.14444): one mixer per layer.
 
-A layer is a state space, attention without positions, or a feed-forward part. Nemotron 3 Nano
-(arXiv 2512.20848) has experts in place of the latter.
+A layer is a state space, attention without positions, or a feed-forward block; Nemotron 3 Nano
+(arXiv 2512.20848) has experts instead of the last.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _from_pattern(config: NemotronHConfig) -> tuple[str, ...] | None:
-    """What each layer is, by the letters."""
+    """The kind of each layer, from the letters of the pattern."""
     pattern = config.hybrid_override_pattern
     return None if pattern is None else tuple(_LETTERS.get(letter, letter) for letter in pattern)
 
 
 def _renamed(kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """In the words of today."""
+    """Convert old names of kinds to current ones."""
     return None if kinds is None else tuple(_OLDER.get(kind, kind) for kind in kinds)
 
 
@@ -103,14 +103,14 @@ class NemotronHConfig(RoutedConfig):
 
 
 class _FeedForward(PlainMLP):
-    """A feed-forward part called as the other mixers are."""
+    """A feed-forward block with the interface of the other mixers."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
         return super().forward(x)
 
 
 class _Experts(Module):
-    """Experts in `latent` dimensions, or in the stream's if it is None, plus a shared expert."""
+    """Experts in `latent` dimensions (None: in those of the stream), plus a shared expert."""
 
     def __init__(self, c: NemotronHConfig, b: Builder) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class NemotronHLayer(Module):
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):
-    """Nemotron-H with a language-model head; layers that draft tokens are not read."""
+    """Nemotron-H with a language-model head; drafting layers are not loaded."""
 
     api = 1
     config_type = NemotronHConfig

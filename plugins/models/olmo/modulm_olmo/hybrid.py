@@ -31,8 +31,9 @@ _EPS = 1e-5
 
 @frozen(kw_only=True)
 class OlmoHybridConfig(Olmo2Config):
-    """config.json of OLMo Hybrid; `linear_` keys describe the layers with a delta rule. Without a
-    rotary base its attention knows no positions."""
+    """config.json of OLMo Hybrid; `linear_` keys describe the delta-rule layers. Without a rotary
+    base, attention has no positions.
+    """
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = size(65536)
@@ -55,7 +56,7 @@ class OlmoHybridConfig(Olmo2Config):
 
     @property
     def delta(self) -> tuple[int, int, int, int]:
-        """Key heads, value heads, and the dimensions of one of each."""
+        """(key heads, value heads, key head size, value head size)."""
         keys = self.linear_num_key_heads or self.heads
         width = self.linear_key_head_dim or int(0.75 * self.hidden_size / keys)
         values = self.linear_num_value_heads or self.heads
@@ -63,7 +64,7 @@ class OlmoHybridConfig(Olmo2Config):
 
     @property
     def rotates(self) -> bool:
-        """Whether attention knows positions."""
+        """Whether attention has rotary positions."""
         rope_settings = self.rope_scaling or self.rope_parameters or {}
         return rope_settings.get("rope_theta", self.rope_theta) is not None
 
@@ -77,7 +78,7 @@ class OlmoHybridConfig(Olmo2Config):
 class DeltaNet(Module):
     """Linear attention with the gated delta rule (Yang et al., arXiv 2412.06464).
 
-    Where eigenvalues may be negative a token moves the state up to twice as far.
+    If eigenvalues may be negative, a token's update strength is doubled.
     """
 
     a_log: Tensor
@@ -135,7 +136,7 @@ class DeltaNet(Module):
 
 
 def olmo_hybrid_layer(c: OlmoHybridConfig, b: Builder, index: int) -> Module:
-    """OLMo 2's block, or a delta rule in a block that norms before its branches."""
+    """OLMo 2's block, or a delta rule in a pre-norm block."""
     if c.layer_type(index) == "full_attention":
         return Olmo2Layer(c, b, index, **({} if c.rotates else {"rope": None}))
     return PreNormLayer(

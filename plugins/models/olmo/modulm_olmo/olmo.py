@@ -1,4 +1,4 @@
-"""OLMo (arXiv 2402.00838): Llama's block with layer norms that have no weights."""
+"""OLMo (arXiv 2402.00838): Llama's block with weightless layer norms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["OlmoConfig", "OlmoForCausalLM", "OlmoLayer", "PlainNorm"]
 
 @frozen(kw_only=True)
 class OlmoConfig(DecoderConfig):
-    """config.json of OLMo; `clip_qkv` bounds queries, keys and values."""
+    """config.json of OLMo; `clip_qkv` clamps queries, keys and values."""
 
     clip_qkv: float | None = None
 

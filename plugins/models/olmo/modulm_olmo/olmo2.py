@@ -1,6 +1,6 @@
-"""OLMo 2 and 3 (arXiv 2501.00656): each branch is normed before it is added, not before it starts.
+"""OLMo 2 and 3 (arXiv 2501.00656): post-norm: each branch is normed before it is added.
 
-OLMo 3 has windows in three of four layers; rotary scaling holds for the full ones only.
+OLMo 3 has windows in three of four layers; rotary scaling applies only to the full ones.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def normed_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any) -
 
 
 class Olmo2Layer(Module):
-    """x + norm(attention(x)), then x + norm(feed-forward(x)); `mlp` may be another one, and
-    `changes` are to the attention layer."""
+    """x + norm(attention(x)), then x + norm(feed-forward(x)). `mlp` replaces the default block;
+    `changes` go to the attention layer.
+    """
 
     def __init__(
         self, c: DecoderConfig, b: Builder, index: int, mlp: Module | None = None, **changes: Any

@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068): learned positions stored from row 2 on; 350m norms after adding."""
+"""OPT (arXiv 2205.01068): learned positions with an offset of 2; 350m is post-norm."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class OPTConfig(DecoderConfig):
 
     @property
     def ends_with_norm(self) -> bool:
-        """Whether the last layer's output is normed once more."""
+        """Whether there is a final norm."""
         return self.do_layer_norm_before and not self._remove_final_layer_norm
 
     @property
     def embedding_size(self) -> int:
-        """Width of the table of token vectors."""
+        """Width of the token embeddings."""
         return self.word_embed_proj_dim or self.hidden_size
 
 
@@ -95,7 +95,7 @@ class OPTLayer(Module):
 
 
 class OPTEmbedding(Module):
-    """Token vectors, projected to the hidden size if they are narrower, plus positions."""
+    """Token embeddings, projected to the hidden size if narrower, plus positions."""
 
     def __init__(self, c: OPTConfig, b: Builder) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class OPTEmbedding(Module):
 
 
 class _NoNorm(Norm):
-    """The end of a model that norms after each addition, or not at all."""
+    """Identity, for models without a final norm."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _NoNorm(Norm):
 
 
 def _from_first(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The table of positions without the rows before the first one's."""
+    """Remove the rows before the first position from the table."""
     yield name, tensor[_OFFSET:]
 
 
@@ -145,7 +145,7 @@ class OPTForCausalLM(DecoderForCausalLM):
     )
 
     def make_embedding(self, config: Any, b: Builder) -> OPTEmbedding:
-        # Otherwise prompt embeddings would be narrower than the model's width.
+        # Otherwise prompt embeddings would have another width than the model.
         self.takes_embeds = config.embedding_size == config.hidden_size
         return OPTEmbedding(config, b)
 

@@ -1,4 +1,4 @@
-"""What tests compare Orion with: transformers' StableLM with the same weights."""
+"""Reference for tests of Orion: transformers' StableLM with the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsStableLm"]
 
 
 class AsStableLm(Converted):
-    """transformers' StableLM, whose heads turn whole."""
+    """transformers' StableLM with fully rotated heads."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}

@@ -1,4 +1,4 @@
-"""Ovis 2 (arXiv 2405.20797): patches become probabilities of visual words, and these embeddings."""
+"""Ovis 2 (arXiv 2405.20797): patches become probabilities over a visual vocabulary."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _NAMES = BlockNames(
 
 @frozen(kw_only=True)
 class _TowerConfig:
-    """`vision_config`. vocab_size: visual words, the last of which are those of
-    `visual_indicator_token_ids`. tokenize_function: how probabilities are chosen from logits.
+    """`vision_config`. vocab_size: of the visual vocabulary, whose last entries are those of
+    `visual_indicator_token_ids`. tokenize_function: how logits become probabilities.
     """
 
     hidden_size: int = size()
@@ -82,13 +82,13 @@ class _TowerConfig:
 
     @property
     def words(self) -> int:
-        """Visual words that patches may be."""
+        """Visual words for patches."""
         return self.vocab_size - self.num_visual_indicator_tokens
 
 
 @frozen(eq=False, kw_only=True)
 class Ovis2Config(MultimodalConfig):
-    """config.json of Ovis 2. indicators: tokens with rows of their own in the visual vocabulary."""
+    """config.json of Ovis 2. indicators: tokens that are embedded with the visual vocabulary."""
 
     vision_type: ClassVar[type] = _TowerConfig
 
@@ -106,7 +106,7 @@ class Ovis2Config(MultimodalConfig):
 
 
 class _Tower(Tower):
-    """AIMv2 (arXiv 2411.14402) on images of one size, and a head for visual words."""
+    """AIMv2 (arXiv 2411.14402) on images of one size, with a head for visual words."""
 
     positions: Tensor
 
@@ -167,7 +167,7 @@ class Ovis2ForConditionalGeneration(MultimodalModel):
         ]
 
     def _whole(self, item: MediaItem, tiles: Tensor) -> Tensor:
-        """tiles: [n, tokens, hidden] -> [length, hidden], the tokens around them among them."""
+        """tiles: [n, tokens, hidden] -> [length, hidden], with the indicator tokens' embeddings."""
         tokens = self.tensor(item, "tokens")
         embeddings = tiles.new_empty(len(tokens), tiles.shape[-1])
         inside = torch.ones_like(tokens, dtype=torch.bool)
@@ -204,7 +204,7 @@ class Ovis2ForConditionalGeneration(MultimodalModel):
 
 
 def _squares(x: Tensor, stride: int) -> Tensor:
-    """[n, rows, columns, hidden] -> [n, tokens, stride * stride * hidden], with zeros beyond."""
+    """[n, rows, columns, hidden] -> [n, tokens, stride * stride * hidden], zero-padded."""
     more = -x.shape[1] % stride
     x = F.pad(x, (0, 0, 0, more, 0, more))
     n, rows, columns, hidden = x.shape

@@ -1,4 +1,4 @@
-"""Persimmon (Adept, 2023): squared ReLU, normed queries and keys, half of each head turned."""
+"""Persimmon (Adept, 2023): squared ReLU, normed queries and keys, half of each head rotated."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ from modulm_towers import Convolution, Pieces, Tower
 __all__ = ["PhiHearing", "PhiHearingConfig"]
 
 _EPS = 1e-5
-#: Frames that attend to each other; longer sounds are cut, the last piece is zero-padded.
+#: Frames that attend to each other; longer audio is split, the last piece zero-padded.
 _LONGEST = 500
-#: The two projections: for sound only, and for sound in prompts with images.
+#: The two projections: for audio only, and for audio with images.
 _PROJECTIONS = ("speech", "vision_speech")
 
 
 @frozen(kw_only=True)
 class PhiHearingConfig:
-    """`audio_config`. time_reduction: frames of the spectrogram to one of the encoder, a power of
-    2; bias_max_distance: how far frames are apart at most, as they know it.
+    """`audio_config`. time_reduction: spectrogram frames per encoder frame, a power of 2.
+    bias_max_distance: maximum distance in frames with its own bias.
     """
 
     hidden_size: int = size(1024)
@@ -63,12 +63,12 @@ class PhiHearingConfig:
 
     @property
     def halvings(self) -> int:
-        """How often the frames' number is halved."""
+        """The number of convolutions that halve the frames."""
         return int(math.log2(self.time_reduction))
 
     @property
     def last_bins(self) -> int:
-        """What is left of the bins then."""
+        """The number of frequency bins after the convolutions."""
         bins = self.input_size
         for _ in range(self.halvings):
             bins = (bins + 1) // 2
@@ -139,7 +139,7 @@ class _Attention(Module):
 
 
 class _Convolved(Module):
-    """Each frame and those before it: a gate, a convolution of each channel."""
+    """A gated causal depthwise convolution."""
 
     up_bias: Tensor
     gate_bias: Tensor
@@ -229,7 +229,7 @@ class PhiHearing(Tower):
         return out
 
     def _bias(self, frames: int) -> Tensor:
-        """[heads, frames, frames] of their distances."""
+        """[heads, frames, frames]: biases by distance."""
         most, positions = self.config.bias_max_distance, torch.arange(frames)
         distances = (positions - positions[:, None]).clamp(-most, most - 1)
         rows = (

@@ -28,8 +28,9 @@ __all__ = ["PhimoeConfig", "PhimoeExperts", "PhimoeForCausalLM", "PhimoeLayer"]
 
 @frozen(kw_only=True)
 class PhimoeConfig(DecoderConfig):
-    """config.json of Phi 3.5 with experts. Its rotary scaling says by how much cosines and sines
-    are multiplied, for sequences up to the trained length and for longer ones."""
+    """config.json of Phi 3.5 with experts. Its rotary scaling has factors of cosines and sines for
+    sequences up to the trained length and for longer ones.
+    """
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = size(131072)
@@ -59,8 +60,9 @@ class PhimoeConfig(DecoderConfig):
 
 
 class PhimoeExperts(MoE):
-    """Each choice is weighed by the softmax over those experts that come close to the best one of
-    the rest (Liu et al., arXiv 2409.12136); how close is `noise`."""
+    """SparseMixer routing (Liu et al., arXiv 2409.12136): each choice is weighted by a softmax over
+    the experts whose scores are within `noise` of the best remaining one.
+    """
 
     def __init__(self, c: PhimoeConfig, b: Builder) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Phi-4 multimodal (arXiv 2503.01743): Phi 3's text model with images and sound."""
+"""Phi-4 multimodal (arXiv 2503.01743): Phi 3's text model with images and audio."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("modulm.models")
 
 @frozen(eq=False, kw_only=True)
 class Phi4MultimodalConfig(MultimodalConfig):
-    """config.json of Phi-4 multimodal. depth: layers of the vision encoder that are run."""
+    """config.json of Phi-4 multimodal. depth: layers of the vision encoder that run."""
 
     vision_type: ClassVar[type | None] = PhiSightConfig
     audio_type: ClassVar[type | None] = PhiHearingConfig

@@ -1,6 +1,4 @@
-"""Phi 1, 1.5 and 2 (arXiv 2309.05463): attention and plain feed-forward in parallel, on one
-norm.
-"""
+"""Phi 1, 1.5 and 2 (arXiv 2309.05463): attention and feed-forward in parallel on one norm."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class PhiConfig(DecoderConfig):
 
 
 class PhiLayer(ParallelLayer):
-    """One norm for both branches; every projection has a bias."""
+    """Parallel branches on one norm; every projection has a bias."""
 
     def __init__(self, c: PhiConfig, b: Builder, index: int) -> None:
         mlp = PlainMLP(

@@ -1,4 +1,4 @@
-"""Media family of Phi-4 multimodal: images and sound."""
+"""Media family of Phi-4 multimodal: images and audio."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PhiFamily"]
 
 
 class PhiFamily(MediaFamily):
-    """Phi-4 multimodal, whose sound projection depends on whether the prompt has images."""
+    """Phi-4 multimodal, whose audio projection depends on whether the prompt has images."""
 
     kinds = ("image", "audio")
     image_processors: ClassVar = {
@@ -22,7 +22,7 @@ class PhiFamily(MediaFamily):
 
     @property
     def rate(self) -> int:
-        """Samples a second of the sound that the processor takes."""
+        """The processor's audio sampling rate in Hz."""
         return int(self.processor.audio_processor.sampling_rate)
 
     def extra_tensors(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:

@@ -1,7 +1,6 @@
-"""The image processor of Phi-4 multimodal without torchvision.
+"""The image processor of Phi-4 multimodal without torchvision, which transformers' own requires.
 
-transformers has one only for where torchvision is. What this does is the same, with its classes for
-plain arrays.
+Computes the same on numpy arrays, with transformers' classes for these.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class _PhiKeywords(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
 
 
 class Phi4MultimodalImageProcessorPil(PilBackend):  # type: ignore[misc]
-    """Phi-4 multimodal: tiles, white below or to the right of the image, and a small copy of it.
+    """Phi-4 multimodal: tiles padded with white at the bottom or right, and a thumbnail.
 
-    dynamic_hd: the most tiles.
+    dynamic_hd: maximum number of tiles.
     """
 
     valid_kwargs = _PhiKeywords
@@ -60,8 +59,8 @@ class Phi4MultimodalImageProcessorPil(PilBackend):  # type: ignore[misc]
         dynamic_hd: int,
         **more: Any,
     ) -> BatchFeature:
-        """images: [channels, height, width] each -> the copy and the tiles of each, as many as of
-        the image with most, which patches of them are the image's, and the tokens of each.
+        """images: [channels, height, width] each -> the thumbnail and tiles of each, padded to the
+        same number, masks of their real patches, and token counts.
         """
         mode = "bicubic" if resample == PILImageResampling.BICUBIC else "bilinear"
         side = size.height
@@ -102,7 +101,7 @@ def _filled_up(tiles: np.ndarray, most: int, value: float) -> np.ndarray:
 
 
 def _filled(canvas: tuple[int, int], content: tuple[int, int], patch: int) -> np.ndarray:
-    """[rows, columns] float32 of patches, 1 for those that show any of the image."""
+    """[rows, columns] float32 of patches: 1 for those with any part of the image."""
     mask = np.zeros([length // patch for length in canvas], np.float32)
     rows, columns = (
         length // patch - (length - used) // patch
@@ -115,7 +114,7 @@ def _filled(canvas: tuple[int, int], content: tuple[int, int], patch: int) -> np
 def _canvas(
     image: tuple[int, ...], side: int, most: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(height, width) of the tiles, and of the image in them."""
+    """(height, width) of the tiles together, and of the image within them."""
     height, width = image
     rows, columns = -(-height // side), -(-width // side)
     if rows * columns > most:
@@ -136,8 +135,9 @@ def _canvas(
 
 
 def _tokens(masks: np.ndarray, rows: int, columns: int) -> int:
-    """The tokens of an image: a square of patches each, one at the end of each row, one between the
-    tiles and the copy. masks: [rows * columns, patches, patches] of the tiles.
+    """The number of tokens: one per merged square of patches, one per row end, and a separator.
+
+    masks: [rows * columns, patches, patches] of the tiles.
     """
     cut = masks[:, ::2, ::2]
     side = int(cut.shape[1])

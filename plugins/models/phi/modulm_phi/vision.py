@@ -1,5 +1,5 @@
-"""The vision encoder of Phi-4 multimodal (arXiv 2503.01743): SigLIP on tiles of an image, a part of
-which may be empty, and on a small copy of it all.
+"""The vision encoder of Phi-4 multimodal (arXiv 2503.01743): SigLIP on padded tiles and a
+thumbnail.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class PhiSight(Tower):
         )  # fmt: skip
 
     def run(self, pixels: Tensor, filled: Tensor, grid: tuple[int, int]) -> Pieces[Tensor]:
-        """pixels: [1 + tiles, channels, height, width], the copy of all first; filled: [1 + tiles,
-        rows, columns] bool, on the host; grid: rows and columns of tiles -> [tokens, hidden].
+        """Encode an image into [tokens, hidden].
+
+        pixels: [1 + tiles, channels, height, width], the thumbnail first; filled: [1 + tiles, rows,
+        columns] bool, on the host; grid: rows and columns of tiles.
         """
         squares = _squares((yield from self.tower.features(pixels, filled, self.depth)))
         whole, tiles = squares[0], _joined(squares[1:], grid)
@@ -97,7 +99,9 @@ class PhiSight(Tower):
 
 
 def _squares(x: Tensor) -> Tensor:
-    """[tiles, side, side, width] -> the mean of each square of four; an odd side is mirrored."""
+    """[tiles, side, side, width] -> the means of squares of four; odd sides are padded by
+    reflection.
+    """
     x = x.permute(0, 3, 1, 2)
     if x.shape[-1] % 2:
         x = F.pad(x, (0, 1, 0, 1), mode="reflect")

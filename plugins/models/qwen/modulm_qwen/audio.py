@@ -1,5 +1,5 @@
-"""Qwen2-Audio (arXiv 2407.10759) and Audio Flamingo 3 (arXiv 2507.08128): Whisper's encoder before
-Qwen 2, two of its positions to a token.
+"""Qwen2-Audio (arXiv 2407.10759) and Audio Flamingo 3 (arXiv 2507.08128): Whisper's encoder with
+two frames per token, before Qwen 2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
     config_type: ClassVar[type] = Qwen2AudioConfig
     media = ("audio",)
     names = WeightNames(rewrite=(zero_key_biases(),))
-    #: The tensor that holds the numbers of unpadded frames.
+    #: Name of the tensor with the numbers of unpadded frames.
     mask: ClassVar[str] = "feature_attention_mask"
     projector: Module
 

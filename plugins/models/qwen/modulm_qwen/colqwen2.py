@@ -1,4 +1,4 @@
-"""ColQwen2 (arXiv 2407.01449): a vector for every token of a page or of a question."""
+"""ColQwen2 (arXiv 2407.01449): a vector per token of a page or a query."""
 
 from __future__ import annotations
 

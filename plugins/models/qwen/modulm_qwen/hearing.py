@@ -1,5 +1,5 @@
-"""The audio encoders of Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765): sounds of any
-length, in chunks.
+"""The audio encoders of Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765), for audio of
+any length in chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from modulm_towers import (
 
 __all__ = ["OmniHearingConfig", "Qwen3Hearing", "Qwen3HearingConfig", "Qwen25Hearing"]
 
-#: Chunks that are convolved at a time.
+#: Chunks per convolution call.
 _CHUNKS = 32
 
 
@@ -41,7 +41,7 @@ class OmniHearingConfig(WhisperTowerConfig):
 
 @frozen(kw_only=True)
 class Qwen3HearingConfig(OmniHearingConfig):
-    """`audio_config` of Qwen3-Omni; n_window_infer: frames that see each other."""
+    """`audio_config` of Qwen3-Omni; n_window_infer: frames that attend to each other."""
 
     n_window: int = size(50)
     n_window_infer: int = size(800)
@@ -49,8 +49,8 @@ class Qwen3HearingConfig(OmniHearingConfig):
 
 
 class Qwen25Hearing(WhisperTower):
-    """Chunks are convolved and attended to by themselves, each with positions from 0; two of
-    these become one token.
+    """Convolves and attends within chunks, with positions from 0 in each; two frames become a
+    token.
     """
 
     def __init__(self, c: OmniHearingConfig, b: Builder) -> None:
@@ -83,8 +83,8 @@ class Qwen25Hearing(WhisperTower):
 
 
 class Qwen3Hearing(Module):
-    """Chunks are convolved along time and frequency, eight frames to a token, each with positions
-    from 0; those of a window of several chunks see each other.
+    """Convolves chunks along time and frequency, eight frames per token, with positions from 0 in
+    each; attention spans a window of several chunks.
     """
 
     def __init__(self, c: Qwen3HearingConfig, b: Builder) -> None:
@@ -116,8 +116,8 @@ class Qwen3Hearing(Module):
         return list(torch.split(tokens, [len(row) for row in rows]))
 
     def _stem(self, mel: Tensor) -> Tensor:
-        """[bins, frames] -> [tokens, width], chunks with positions; the last chunk is zero-padded
-        if there are several.
+        """[bins, frames] -> [tokens, width], chunks with positions; the last of several is
+        zero-padded.
         """
         frames = mel.shape[1]
         count = -(-frames // self.chunk)
@@ -136,7 +136,7 @@ class Qwen3Hearing(Module):
 
 
 def _thirds(count: int) -> int:
-    """What is left of a length after three convolutions that halve it."""
+    """The length after three convolutions that halve it."""
     for _ in range(3):
         count = (count + 1) // 2
     return count

@@ -1,4 +1,4 @@
-"""Jina Embeddings v4 (arXiv 2506.18902): Qwen2.5-VL, a vector of a prompt or of each of its tokens.
+"""Jina Embeddings v4 (arXiv 2506.18902): Qwen2.5-VL with a vector per prompt or per token.
 
 Its adapters for tasks are LoRA adapters in one file (`adapters/NAME` of its folder).
 """
@@ -28,7 +28,7 @@ _LIKE: Mapping[str, Any] = {
 
 @frozen(eq=False, kw_only=True)
 class JinaEmbeddingsV4Config(QwenVLConfig):
-    """config.json of Jina v4. width: of the vectors of tokens."""
+    """config.json of Jina v4. width: of token vectors."""
 
     width: int = 128
 

@@ -1,4 +1,4 @@
-"""MiMo 7B (Xiaomi, arXiv 2505.07608): Qwen 2's layers, and one more that drafts tokens."""
+"""MiMo 7B (Xiaomi, arXiv 2505.07608): Qwen 2's layers, plus one that drafts tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MiMoConfig", "MiMoForCausalLM"]
 
 @frozen(kw_only=True)
 class MiMoConfig(Qwen2Config):
-    """config.json of MiMo 7B: Qwen 2's keys, and how many layers draft."""
+    """config.json of MiMo 7B: Qwen 2's keys, and the number of drafting layers."""
 
     sliding_window: int | None = size(4096, least=0)
     num_nextn_predict_layers: int = size(0, least=0)

@@ -36,7 +36,9 @@ __all__ = [
 
 @frozen(kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Which layers have experts: every `decoder_sparse_step`-th, less `mlp_only_layers`."""
+    """Keys that select layers with experts: every `decoder_sparse_step`-th except
+    `mlp_only_layers`.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
@@ -60,7 +62,9 @@ class Qwen2MoeConfig(QwenMoeConfig):
     qkv_bias: bool = True
 
     def layer_type(self, index: int) -> str:
-        """Without layer types every other one of the first `max_window_layers` has a window."""
+        """The layer's type; by default, every other one of the first `max_window_layers` has a
+        window.
+        """
         if self.layer_types is not None:
             return super().layer_type(index)
         return "full_attention" if index % 2 else "sliding_attention"

@@ -63,7 +63,7 @@ class Qwen3OmniConfig(OmniConfig):
 
 
 class _Hears:
-    """Mixin that adds sound to a vision model."""
+    """Mixin that adds audio to a vision model."""
 
     names: ClassVar[WeightNames]
     ears: Qwen25Hearing | Qwen3Hearing
@@ -89,7 +89,7 @@ class _Hears:
         return [_woven(item, video_features.get(id(item)), spoken.get(id(item))) for item in items]
 
     def _sound(self, item: MediaItem) -> Tensor:
-        """[bins, frames] of a sound without padding."""
+        """The unpadded [bins, frames] of a sound."""
         frames = int(item.tensors["feature_attention_mask"].sum())
         mel: Tensor = self.tensor(item, "input_features")  # type: ignore[attr-defined]
         return mel[0, :, :frames]
@@ -177,9 +177,7 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
 
 
 def _woven(item: MediaItem, frames: Tensor | None, spoken: Tensor | None) -> Tensor:
-    """Embeddings of an item's frames, of its sound, or of both in the order of a video with
-    sound.
-    """
+    """Embeddings of an item's frames, its audio, or both interleaved (a video with audio)."""
     if frames is None or spoken is None:
         return torch.cat([part for part in (frames, spoken) if part is not None])
     heard = torch.from_numpy(np.array(item.tensors["heard"])).to(frames.device)

@@ -1,4 +1,4 @@
-"""What tests compare models with that transformers lacks: its model of the same mathematics."""
+"""References for tests of models that transformers lacks: its models with the same computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AsQwen2:
     """transformers' Qwen 2 with the same weights."""
 
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Random ones, of about unit gain for each map."""
+        """Random weights, with about unit gain per layer."""
         model = _model(config)
         tables = model.model.embed_tokens.weight, model.lm_head.weight
         tensors = {}

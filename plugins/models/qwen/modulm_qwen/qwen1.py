@@ -27,8 +27,8 @@ __all__ = ["QWenConfig", "QWenLMHeadModel", "QWenLayer"]
 class QWenConfig(DecoderConfig):
     """config.json of Qwen 1; `intermediate_size` counts gate and up together.
 
-    Texts are at most `seq_length` tokens long: beyond it the published code also grows the rotary
-    base and the queries.
+    The maximum length is `seq_length`; beyond it the original code also scales the rotary base and
+    the queries.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {

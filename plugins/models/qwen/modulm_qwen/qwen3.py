@@ -30,7 +30,7 @@ class Qwen3Config(QwenConfig):
 
 
 def qwen3_attention(c: QwenConfig, b: Builder, index: int) -> Attention:
-    """Attention with a norm over each head of the queries and the keys, before the rotation."""
+    """Attention with a norm per head of queries and keys, before the rotation."""
     at = b.at("self_attn")
     norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
     return standard_attention(c, b, index, qk_norm=norms)

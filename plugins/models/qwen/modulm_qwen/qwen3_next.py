@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen team, 2025): a gated delta rule, some layers gated attention, and experts."""
+"""Qwen3-Next (Qwen team, 2025): gated delta rules, gated attention in some layers, and experts."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ __all__ = [
 
 @frozen(kw_only=True, slots=False)
 class DeltaKeys(QwenConfig):
-    """The keys of all models with gated delta rules; `linear_` ones describe those layers.
+    """Keys of all models with gated delta rules; `linear_` ones describe those layers.
 
-    Without slots, so that a class can have these keys and those of experts.
+    Without slots, so that a class can inherit these and the keys of experts.
     """
 
     head_dim: int | None = size(256)
@@ -63,7 +63,7 @@ class DeltaKeys(QwenConfig):
             raise ValueError("linear_num_key_heads: does not divide linear_num_value_heads")
 
     def recurrent(self, index: int) -> bool:
-        """Whether layer `index` keeps a state."""
+        """Whether layer `index` has a delta rule."""
         if self.layer_types is None:
             return bool((index + 1) % self.full_attention_interval)
         return self.layer_types[index] == "linear_attention"
@@ -195,7 +195,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
 
 def delta_mtp(c: DeltaKeys, layer: Callable[[Any, Builder, int], Module]) -> MtpLayer:
-    """The layer that drafts, which is like the last one with attention; `layer` makes layers."""
+    """Build the drafting layer, like the last one with attention; `layer` builds layers."""
     like = max(index for index in range(c.num_hidden_layers) if not c.recurrent(index))
     return MtpLayer(
         layer=lambda b: layer(c, b, like),
@@ -248,7 +248,7 @@ def split_gate(heads: int) -> Rewrite:
 
 
 def _split_inputs(c: Qwen3NextConfig) -> tuple[Rewrite, ...]:
-    """What Qwen3-Next stores by key heads, stored one after the other."""
+    """Split weights that Qwen3-Next stores by key heads."""
     key_heads, each = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
     keys, values = c.linear_key_head_dim, each * c.linear_value_head_dim
 

@@ -24,12 +24,12 @@ __all__ = [
     "QwenVLFamily",
 ]
 
-#: Keywords for using the sound of videos: vLLM's, and transformers' own.
+#: Keywords for using the audio of videos: vLLM's, and transformers' own.
 _WITH_SOUND = ("use_audio_in_video", "load_audio_from_video")
 
 
 class QwenVLFamily(GridFamily):
-    """Qwen2-VL, and Qwen3-VL, which has the time of each frame before it as text."""
+    """Qwen2-VL, and Qwen3-VL, which writes the time before each frame."""
 
     def document(self, kind: str, is_only_item: bool) -> str:
         return _between(self.mark(kind))
@@ -65,7 +65,7 @@ class HearingFamily(MediaFamily):
 
 @frozen(eq=False)
 class _Film(Video):
-    """A video with its sound."""
+    """A video with its audio."""
 
     sound: Sound | None = None
 
@@ -166,8 +166,8 @@ class OmniFamily(QwenVLFamily):
         return filled
 
     def _item_positions(self, item: Processed) -> tuple[np.ndarray, int]:
-        """([3, tokens] positions of an image or video from its first, the largest of those that
-        come last: of the frames, or of the sound).
+        """([3, tokens] positions of an image or video relative to its start, the largest position
+        of the final frames or of the audio).
         """
         merge = int(self.config.get("vision_config", {}).get("spatial_merge_size", 2))
         ((frames, rows, columns),) = item.tensors[f"{item.kind}_grid_thw"].tolist()
@@ -199,7 +199,7 @@ class Qwen3OmniFamily(OmniFamily):
 
 
 def _with_sound(video: Media, sound: Media) -> Media:
-    """One item of a video and its sound; without a value if either has none."""
+    """Combine a video and its audio into one item; without a value if either has none."""
     value, heard, name = video.value, sound.value, fingerprint(video.hash, sound.hash)
     if not isinstance(value, Video) or not isinstance(heard, Sound):
         return Media("video", None, video.uuid or sound.uuid, name)
@@ -208,9 +208,7 @@ def _with_sound(video: Media, sound: Media) -> Media:
 
 
 class ColQwenFamily(MediaFamily):
-    """ColQwen2, which counts its tokens as those of a text. Its processor takes images without
-    their text, so their part of it is asked.
-    """
+    """ColQwen2. Calls only the image part of its processor, which takes images without text."""
 
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.processor.image_token_id),)

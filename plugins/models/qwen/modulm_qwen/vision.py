@@ -66,17 +66,17 @@ class QwenTowerConfig:
 
     @property
     def width(self) -> int:
-        """The encoder's own."""
+        """The encoder's width."""
         return self.embed_dim or self.hidden_size
 
     @property
     def outputs(self) -> int:
-        """The text model's."""
+        """The text model's width."""
         return self.out_hidden_size or self.hidden_size
 
     @property
     def inner(self) -> int:
-        """Of the feed-forward part."""
+        """The width of the feed-forward block."""
         return self.intermediate_size or int(self.width * self.mlp_ratio)
 
     @property
@@ -86,7 +86,7 @@ class QwenTowerConfig:
 
 
 class QwenTower(Tower):
-    """A block of another kind for each generation; `kind` is "2", "2.5" or "3"."""
+    """The encoder of one generation; `kind` is "2", "2.5" or "3"."""
 
     def __init__(self, c: QwenTowerConfig, b: Builder, kind: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class QwenTower(Tower):
         return torch.cat([out, *deepstack], dim=-1) if deepstack else out
 
     def _windows(self, grids: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """The order of the merged tokens by windows, and how many patches each window has."""
+        """The order of the merged tokens by window, and the number of patches in each window."""
         c, first = self.config, 0
         orders: list[Tensor] = []
         lengths: list[int] = []
@@ -165,7 +165,7 @@ class QwenTower(Tower):
 
 
 class _Merger(Module):
-    """Squares of patches to tokens of the text model; `wide`: the norm is over a square."""
+    """Merges squares of patches into tokens of the text model. `wide`: the norm spans a square."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Qwen2-VL, 2.5 and 3, dense and with experts: Qwen's text models, and images of any size."""
+"""Qwen2-VL, 2.5 and 3, dense and with experts: Qwen's text models with images of any size."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Qwen2VLForConditionalGeneration(MultimodalModel):
 
 
 class Qwen25VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
-    """Qwen2.5-VL: most layers of the encoder see windows."""
+    """Qwen2.5-VL, with windowed attention in most layers of the encoder."""
 
     kind = "2.5"
 
@@ -114,7 +114,7 @@ class _Deep(Module):
 
 
 class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
-    """Qwen3-VL: inner layers of the encoder speak to the first layers of the text model
+    """Qwen3-VL: outputs of inner encoder layers are added to the first layers of the text model
     (DeepStack, arXiv 2406.04334).
     """
 
@@ -133,7 +133,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
         return super().states(self._spread(batch), layers)
 
     def _spread(self, batch: Batch) -> Batch:
-        """The batch with plain embeddings, and the inputs of deeper layers as extras."""
+        """Return the batch with plain embeddings, and the inputs of deeper layers as extras."""
         hidden, embeds = self.config.hidden_size, batch.embeds
         if embeds is None or embeds.shape[1] == hidden or self.only_encodes:
             return batch
@@ -147,7 +147,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 @frozen(eq=False, kw_only=True)
 class Qwen3VLMoeConfig(QwenVLConfig):
-    """config.json of Qwen3-VL with experts; their shares add up to 1 whatever the file says."""
+    """config.json of Qwen3-VL with experts, whose weights are always normalized."""
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
@@ -157,7 +157,7 @@ class Qwen3VLMoeConfig(QwenVLConfig):
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
-    """Qwen3-VL with experts, which are stored inputs first."""
+    """Qwen3-VL with experts, which are stored transposed."""
 
     config_type = Qwen3VLMoeConfig
 
@@ -178,7 +178,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
 
 class Qwen35ForConditionalGeneration(Qwen2VLForConditionalGeneration):
-    """Qwen3.5, dense or with experts: Qwen3-VL's encoder, which speaks to the first layer only."""
+    """Qwen3.5, dense or with experts: Qwen3-VL's encoder without DeepStack."""
 
     kind = "3"
 
@@ -210,7 +210,7 @@ _THIRD: Mapping[str, Any] = {
 
 
 def _outputs_first(inner: int, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A stack of experts of width `inner` as [experts, outputs, inputs]."""
+    """Transpose a stack of experts of width `inner` to [experts, outputs, inputs]."""
     stored = (
         tensor.shape[1] == inner if name.endswith("down_proj") else tensor.shape[2] == 2 * inner
     )

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): Llama's block with biased projections into attention."""
+"""Seed-OSS (ByteDance, 2025): Llama's block with biased query, key and value projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CLIP (arXiv 2103.00020): a vector of a text, or of an image, in one space."""
+"""CLIP (arXiv 2103.00020): vectors of texts and images in a common space."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Keys:
 
 @frozen(eq=False, kw_only=True)
 class ClipConfig:
-    """config.json of CLIP. hidden_size: of the vectors."""
+    """config.json of CLIP. hidden_size: width of the vectors."""
 
     whole_type: ClassVar[type | None] = _Keys
     vision_type: ClassVar[type] = TowerConfig
@@ -60,7 +60,7 @@ class ClipConfig:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        """Raises CheckpointError."""
+        """Parse the table. Raises CheckpointError."""
         known = complete_config(str(table["architectures"][0]), table, file)
         if known is None:
             raise UnsupportedError(f"the installed transformers has no {table['architectures'][0]}")
@@ -71,22 +71,22 @@ class ClipConfig:
 
     @classmethod
     def width(cls, keys: Mapping[str, Any], text: ClipTextConfig, vision: Any, file: str) -> int:
-        """Of the vectors. Raises CheckpointError."""
+        """The width of the vectors. Raises CheckpointError."""
         return int(read_config(keys, _Keys, file).projection_dim)
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """The size of the vocabulary."""
         return self.text.vocab_size
 
     @property
     def max_length(self) -> int:
-        """The longest text, in tokens."""
+        """The maximum length of a text in tokens."""
         return self.text.max_position_embeddings
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
 
@@ -134,7 +134,7 @@ class CLIPModel(Module, Model):
         self.make(config, build)
 
     def make(self, config: Any, b: Builder) -> None:
-        """Make the modules of `vectors` and `pictures`; `b` points at the root."""
+        """Build the modules of `vectors` and `pictures`; `b` points at the root."""
         self.text = TextTower(config.text, b.at("text_model"), causal=True)
         self.tower = ClipTower(config.vision, b.at("vision_model"))
         text, vision, width = config.text, config.vision, config.hidden_size
@@ -142,7 +142,9 @@ class CLIPModel(Module, Model):
         self.vision_out = b.linear("visual_projection", vision.hidden_size, width, split=False)
 
     def vectors(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """tokens: [n] int64 of rows of these lengths -> [n, width], those of last tokens count."""
+        """tokens: [n] int64 of rows of these lengths -> [n, width]; only last tokens' vectors are
+        used.
+        """
         projected: Tensor = self.text_out(self.text(tokens, lengths))
         return projected
 
@@ -169,7 +171,7 @@ class CLIPModel(Module, Model):
         return list(self.pictures(torch.cat(pixels).to(self.dtype)).split([1] * len(items)))
 
     def forward(self, batch: Batch) -> Tensor:
-        """[tokens, width]: an image's own vector, of a text that of its last token."""
+        """[tokens, width]: the vector of an image, or of a text's last token."""
         vectors = torch.zeros(
             len(batch.tokens), self.config.hidden_size, dtype=self.dtype, device=self.device
         )

@@ -24,7 +24,7 @@ __all__ = ["NaflexConfig", "NaflexTower", "Siglip2Model", "Siglip2VisionConfig"]
 
 @frozen(kw_only=True)
 class Siglip2VisionConfig:
-    """`vision_config` of SigLIP 2. num_patches: of the square that positions were learned for."""
+    """`vision_config` of SigLIP 2. num_patches: of the square of learned positions."""
 
     hidden_size: int = size()
     intermediate_size: int = size()
@@ -50,7 +50,7 @@ class NaflexConfig(SiglipConfig):
 
 
 class NaflexTower(Tower):
-    """Patches of all images end to end; positions are those of a square, stretched."""
+    """Encodes the concatenated patches of all images, with interpolated positions."""
 
     positions: Tensor
 
@@ -70,7 +70,7 @@ class NaflexTower(Tower):
         self.post = b.layer_norm("post_layernorm", hidden, c.layer_norm_eps)
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
-        """pixels: [patches, patch], row by row of images of these (rows, columns) -> [patches,
+        """pixels: [patches, values per patch], row by row of images of (rows, columns) -> [patches,
         hidden].
         """
         positions = {(rows, columns): self._stretched(rows, columns) for rows, columns in grids}
@@ -83,7 +83,7 @@ class NaflexTower(Tower):
         return out
 
     def _stretched(self, rows: int, columns: int) -> Tensor:
-        """[rows * columns, hidden]."""
+        """Interpolate the positions: [rows * columns, hidden]."""
         side = round(self.config.num_patches**0.5)
         table = self.positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
         resized = F.interpolate(

@@ -1,4 +1,4 @@
-"""SigLIP 1 (arXiv 2303.15343), and 2 (arXiv 2502.14786) where images have one size."""
+"""SigLIP 1 (arXiv 2303.15343), and SigLIP 2 (arXiv 2502.14786) for images of one size."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Pool(Module):
 
 
 class SiglipModel(CLIPModel):
-    """SigLIP: texts are filled up to one length, and all of their tokens see each other."""
+    """SigLIP: texts are padded to one length, with bidirectional attention."""
 
     config_type: ClassVar[type] = SiglipConfig
 
@@ -133,7 +133,7 @@ class SiglipModel(CLIPModel):
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Queries, keys and values, which are stored as one."""
+    """Split queries, keys and values, which are stored as one tensor."""
     kind = name.rpartition("_")[2]
     at = name.removesuffix(f"in_proj_{kind}")
     parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
@@ -141,7 +141,7 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _pad_token(folder: Path) -> int | None:
-    """The id of the padding token after texts, None if the tokenizer's files do not say.
+    """The id of the padding token; None if the tokenizer's files do not define it.
 
     Raises UnsupportedError for padding on the left.
     """

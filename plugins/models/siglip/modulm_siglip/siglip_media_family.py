@@ -14,7 +14,7 @@ __all__ = ["ClipFamily", "NaflexFamily"]
 
 
 class ClipFamily(MediaFamily):
-    """CLIP and SigLIP. An image is placed at a single token, the one that ends a text."""
+    """CLIP and SigLIP. An image is a single token, the one that ends a text."""
 
     def mark(self, kind: str) -> str:
         mark: str = self.processor.tokenizer.eos_token
@@ -35,7 +35,7 @@ class ClipFamily(MediaFamily):
 
 
 class NaflexFamily(ClipFamily):
-    """SigLIP 2 for images of any size, without the patches that fill images up."""
+    """SigLIP 2 for images of any size, without padding patches."""
 
     def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         shape = np.asarray(outputs["spatial_shapes"])

@@ -1,4 +1,4 @@
-"""SmolLM 3 (Hugging Face, 2025): Llama's block; every fourth layer knows no positions."""
+"""SmolLM 3 (Hugging Face, 2025): Llama's block; every fourth layer has no positions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ __all__ = ["SmolLM3Config", "SmolLM3ForCausalLM", "SmolLM3Layer"]
 
 @frozen(kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """config.json of SmolLM 3. `no_rope_layers` has a 1 for each layer that is rotated, in spite
-    of its name (Yang et al., arXiv 2501.18795, call the others NoPE layers)."""
+    """config.json of SmolLM 3. Despite its name, `no_rope_layers` has a 1 for each layer with
+    rotary positions (NoPE: Yang et al., arXiv 2501.18795).
+    """
 
     max_position_embeddings: int = size(32768)
     rope_theta: float = 2000000.0
@@ -43,7 +44,7 @@ class SmolLM3Config(DecoderConfig):
             )
 
     def rotated(self, index: int) -> bool:
-        """Whether layer `index` is rotated."""
+        """Whether layer `index` has rotary positions."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[index])
         return (index + 1) % self.no_rope_layer_interval != 0

@@ -1,6 +1,6 @@
-"""StableLM 3B, 2 1.6B and 2 12B (arXiv 2402.17834): layer norms, a quarter of each head turned.
+"""StableLM 3B, 2 1.6B and 2 12B (arXiv 2402.17834): layer norms, a quarter of each head rotated.
 
-12B has parallel branches on one norm, and a norm of its own for each head of queries and keys.
+12B has parallel branches on one norm, and a norm per head of queries and keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["HeadNorms", "StableLmConfig", "StableLmForCausalLM", "stablelm_layer
 
 @frozen(kw_only=True)
 class StableLmConfig(DecoderConfig):
-    """config.json of StableLM; the first files (`stablelm_epoch`) call two keys otherwise."""
+    """config.json of StableLM; two keys have other names in the first files (`stablelm_epoch`)."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "norm_eps": "layer_norm_eps",
@@ -49,7 +49,7 @@ class StableLmConfig(DecoderConfig):
 
 
 class HeadNorms(Norm):
-    """Layer norms without bias, one for each head; the file has a tensor for each."""
+    """Layer norms without bias, one per head, stored as separate tensors."""
 
     weight: Tensor
 
@@ -88,7 +88,7 @@ def _attention(c: StableLmConfig, b: Builder, index: int) -> Attention:
 
 
 def stablelm_layer(c: StableLmConfig, b: Builder, index: int) -> Module:
-    """Parallel branches on one norm, or one branch after the other."""
+    """Parallel branches on one norm, or sequential branches."""
     attn, mlp = _attention(c, b, index), standard_mlp(c, b)
     norm = b.layer_norm("input_layernorm", c.hidden_size, c.layer_norm_eps)
     if c.use_parallel_residual:

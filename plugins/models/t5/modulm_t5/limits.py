@@ -1,4 +1,4 @@
-"""How long a text may be."""
+"""The maximum length of a text."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ _NAMES = AttentionNames("q", "k", "v", "o", "qkv")
 class T5Config:
     """config.json of T5 and its relatives.
 
-    `tie_word_embeddings` says there whether outputs are scaled before the head; transformers 5
-    writes it always and says it with `scale_decoder_outputs` instead.
+    `tie_word_embeddings` also determines whether outputs are scaled before the head, except in
+    files of transformers 5, which have `scale_decoder_outputs` for that.
     """
 
     vocab_size: int = size()
@@ -72,7 +72,7 @@ class T5Config:
 
     @property
     def act(self) -> str:
-        """The activation of the feed-forward blocks; "gated-gelu" has always meant tanh's."""
+        """The activation of the feed-forward blocks; "gated-gelu" means the tanh approximation."""
         gelu = self.feed_forward_proj == "gated-gelu"
         return "gelu_new" if gelu else self.feed_forward_proj.split("-")[-1]
 
@@ -98,12 +98,12 @@ class T5Config:
 
     @property
     def max_length(self) -> int:
-        """The longest text of either side, in tokens."""
+        """The maximum length of either side in tokens."""
         return self.n_positions
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
 
@@ -133,7 +133,7 @@ class _EncoderAttention(Module):
         self.out = b.row_linear("o", whole, c.d_model)
 
     def forward(self, x: Tensor, lengths: Sequence[int], added: Mapping[int, Tensor]) -> Tensor:
-        """x: [tokens of all, hidden]; lengths: tokens of each text; added: by length, [heads,
+        """x: [tokens of all, hidden]; lengths: tokens of each text; added: length -> biases [heads,
         length, length] in the dtype of x.
         """
         rows = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3).split(lengths, 2)
@@ -172,7 +172,7 @@ class _EncoderLayer(Module):
 
 
 class _DecoderLayer(Module):
-    """Attention to the tokens before, attention to the encoder's output, feed-forward."""
+    """Causal self-attention, cross-attention, feed-forward."""
 
     def __init__(self, c: T5Config, b: Builder, relative: RelativePositions) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class T5ForConditionalGeneration(DecoderForCausalLM):
         return _DecoderLayer(c, b, self._positions(c, b, index, both=False))
 
     def _positions(self, c: T5Config, b: Builder, index: int, *, both: bool) -> RelativePositions:
-        """Those of a layer: its own, or the first layer's."""
+        """The position biases of a layer: its own, or the first layer's."""
         key, tables = (both, index if self.each else 0), self._relative
         if key not in tables:
             tables[key] = _relative(c, b.at("layer.0"), both)

@@ -1,10 +1,10 @@
 """Runs any decoder of the transformers library with paged memory, batching and sampling.
 
-transformers allows the attention function to be replaced. Ours receives queries, keys and values of
-a step with concatenated rows, writes the cache and attends over each row's blocks, so the model's
-code does not notice that it processes several sequences, or the middle of one. The attention layers
-and their settings are discovered by running a few tokens once. Linear layers are replaced by ours,
-so that they are packed or quantized like those of native models.
+transformers allows the attention function to be replaced. Ours receives the queries, keys and
+values of a step with concatenated rows, writes the cache and attends over each row's blocks, so the
+model's code needs no changes for batches or chunked prefill. The attention layers and their
+settings are discovered by running a few tokens once. Linear layers are replaced by modulm's, so
+that they are packed or quantized like those of native models.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class TransformersForCausalLM(Module, Model):
     api = 1
     config_type = TransformersConfig
 
-    #: The attention implementation of the library where ours is not used.
+    #: Attention implementation of the library where ours is not used.
     around: ClassVar[str | None] = NAME
 
     def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
-        """One name serves all kinds: pooling models and models with images get other classes."""
+        """Select the class: pooling models and models with images have other ones."""
         from modulm_transformers.image_model import seeing
 
         if not config.generates:
@@ -117,7 +117,7 @@ class TransformersForCausalLM(Module, Model):
         return self._run(inputs, self._positions(batch), step)
 
     def _positions(self, batch: Batch) -> Tensor:
-        """[1, tokens], as the decoder takes them."""
+        """Position ids in the decoder's form: [1, tokens]."""
         return batch.positions[None]
 
     def _run(self, inputs: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
@@ -126,7 +126,7 @@ class TransformersForCausalLM(Module, Model):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the model's own head makes of hidden states, with its scaling and capping."""
+        """Apply the model's own head, with its scaling and softcap."""
         logits: Tensor = self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
@@ -150,7 +150,7 @@ class _HiddenStates(Module):
 
 
 class _Output:
-    """A decoder's output with hidden states and nothing else, whatever else a head looks for."""
+    """A decoder output that has only hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -172,7 +172,9 @@ class _Trace:
     def attend(
         self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
     ) -> Tensor:
-        """q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value size], attended plainly."""
+        """Attend without a cache: q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value
+        size].
+        """
         if id(module) in self.layers:
             raise UnsupportedError("not supported yet: a layer that attends twice in a step")
         spec = AttentionSpec(
@@ -268,12 +270,12 @@ def _attend(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The backend masks by rows and positions; transformers need not build anything."""
+    """Return no mask: the backend masks by rows and positions."""
     return
 
 
 def _register() -> None:
-    """Make our attention known to transformers; doing it again changes nothing."""
+    """Register our attention in transformers; may be called again."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

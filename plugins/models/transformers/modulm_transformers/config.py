@@ -42,8 +42,11 @@ class TransformersConfig:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
-        """Raises UnsupportedError for an architecture that cannot be bridged, CheckpointError for
-        values that transformers refuses. No code of the checkpoint runs."""
+        """Parse the table; runs no code of the checkpoint.
+
+        Raises UnsupportedError for an architecture that cannot be bridged, CheckpointError for
+        values that transformers rejects.
+        """
         import transformers
 
         name = str(table["architectures"][0])
@@ -60,7 +63,7 @@ class TransformersConfig:
 
     @classmethod
     def of(cls, name: str, model: Any, table: Mapping[str, Any], file: str) -> Self:
-        """What config.json says of a class of models; raises as `from_table` does."""
+        """Read config.json for a class of models; raises as `from_table` does."""
         try:
             settings = model.config_class.from_dict(_plain(table))
             text = settings.get_text_config()
@@ -90,7 +93,7 @@ class TransformersConfig:
 
 
 def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
-    """Whether the library has encoders for images around the decoder, and its axes of positions."""
+    """Whether the library has image encoders around the decoder, and the axes of positions."""
     from transformers import MODEL_MAPPING
 
     around = MODEL_MAPPING.get(type(settings), None)
@@ -111,7 +114,9 @@ class RemoteConfig(TransformersConfig):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> RemoteConfig:
-        """Raises CheckpointError if the code that config.json names cannot be imported."""
+        """Parse the table. Raises CheckpointError if the code that config.json names cannot be
+        imported.
+        """
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         codes = table.get("auto_map")
@@ -150,7 +155,7 @@ def _check(name: str, model: Any, text: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """With infinities as numbers, which transformers writes as {"__float__": "Infinity"}."""
+    """Convert infinities from transformers' {"__float__": "Infinity"} to numbers."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])

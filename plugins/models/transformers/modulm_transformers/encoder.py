@@ -1,8 +1,8 @@
 """Encoders, classifiers and bare decoders of the transformers library, for pooling.
 
-They keep nothing between steps, so their prompts come whole, and rows of one length go through the
-library's own code together, without padding and without masks of ours. What a family does with
-positions, token types or distances between tokens needs no replacing.
+They have no KV cache, so prompts run whole, and rows of equal length run together in the library's
+own code, without padding or masks. Positions, token types and relative distances therefore need no
+support here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bridge offers itself for architectures that no installed plugin provides."""
+"""Offers the bridge for architectures that no installed plugin provides."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _OF_TEXT = frozenset(
 
 
 class TransformersWithImages(TransformersForCausalLM):
-    """A decoder of transformers with the encoders that the library has for it."""
+    """A decoder of transformers with the library's encoders."""
 
     media = ("image", "video")
     media_family = MEDIA_FAMILY
@@ -119,12 +119,12 @@ class SeesOnAxes(TransformersWithImages):
 
 
 def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
-    """The class for a model that sees."""
+    """Select the class for a model with images."""
     return SeesOnAxes if config.axes > 1 else TransformersWithImages
 
 
 class _Reached(Exception):
-    """Raised when the decoder is about to run; inputs: its arguments."""
+    """Raised instead of running the decoder. inputs: its arguments."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__("the decoder was reached")
@@ -133,7 +133,7 @@ class _Reached(Exception):
 
 @contextmanager
 def _stopped(decoder: Module) -> Iterator[None]:
-    """Within it the decoder raises _Reached instead of running."""
+    """Make the decoder raise _Reached within this context."""
 
     def stop(_: Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> NoReturn:
         raise _Reached(inputs)

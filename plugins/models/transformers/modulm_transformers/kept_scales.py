@@ -1,4 +1,4 @@
-"""Scales of 8-bit float KV caches, for attention layers run by transformers."""
+"""Scales of fp8 KV caches, for attention layers run by transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Pair = tuple[Tensor | None, Tensor | None]
 
 
 class KeptScales:
-    """A pair of scales for each layer: the checkpoint's or, if `calculate`, of its first step."""
+    """A pair of scales per layer: the checkpoint's or, with `calculate`, from its first step."""
 
     def __init__(self, calculate: bool) -> None:
         self.calculate = calculate
@@ -50,7 +50,7 @@ class KeptScales:
     def of(self, layer: int, k: Tensor, v: Tensor) -> _Pair:
         """The scales of a layer. k, v: [tokens, heads, size] of this step.
 
-        Raises CheckpointError for scales that are of other heads than the layer's.
+        Raises CheckpointError for scales of another number of heads than the layer's.
         """
         if layer not in self._pairs:
             calculated = (calculated_scale(k, K_LARGEST), calculated_scale(v, V_LARGEST))

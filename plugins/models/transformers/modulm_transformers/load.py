@@ -1,4 +1,4 @@
-"""Models of transformers with their weights, and our linear layers in place of theirs."""
+"""Loads models of transformers, and replaces their linear layers by modulm's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def whole_model(
 
 
 class _Bridged(Module):
-    """One of our linear layers in place of transformers' own; supports any leading dimensions."""
+    """A modulm linear layer in place of transformers'; supports any leading dimensions."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Bridged(Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], unpacked: some models look at its dtype or multiply by it."""
+        """[outputs, inputs], dequantized: some models read its dtype or multiply by it."""
         return self.layer.method.dequantize(self.layer, self.layer.spec)
 
     @property
@@ -87,7 +87,7 @@ class _Bridged(Module):
 
 
 def replace_linears(model: Module, build: Builder) -> None:
-    """Put our layers in place of plain ones, module by module, handing the weight over."""
+    """Replace plain linear layers one by one, moving their weights."""
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear:

@@ -1,4 +1,4 @@
-"""Media family of models run by transformers: everything comes from the checkpoint's processor."""
+"""Media family of models run by transformers, based on the checkpoint's processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BridgedFamily"]
 
 #: The name of this media family.
 MEDIA_FAMILY = "transformers"
-#: Names of tensors with an item's tokens, and with which of them are placeholders.
+#: Names of tensors with an item's tokens, and the mask of its placeholders.
 TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
 #: Model types that use another model's video processor.
 _VIDEO = {
@@ -48,7 +48,9 @@ class BridgedFamily(MediaFamily):
         return mark
 
     def features(self, kind: str) -> Sequence[int]:
-        """Of videos also those of images: some models show them as one image after another."""
+        """The feature tokens; for videos also those of images, since some models use these for
+        frames.
+        """
         tokens = super().features(kind) if self._has_token(kind) else ()
         return (*tokens, *super().features("image")) if kind == "video" else tokens
 
@@ -59,7 +61,7 @@ class BridgedFamily(MediaFamily):
 
     @cached_property
     def _counts(self) -> Any:
-        """transformers' function for positions on several axes, None if positions are plain."""
+        """transformers' function for multi-axis positions, None for one-dimensional ones."""
         import torch
         from transformers import CONFIG_MAPPING, MODEL_MAPPING
 

@@ -1,4 +1,4 @@
-"""Architectures that neither a package nor transformers has, and why (`unsupported.toml`)."""
+"""Architectures that neither packages nor transformers support, with reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["reasons"]
 
 @cache
 def reasons() -> Mapping[str, str]:
-    """Return architecture -> why it is refused."""
+    """Architecture -> the reason why it is rejected."""
     file = resources.files("modulm_transformers") / "unsupported.toml"
     groups = tomllib.loads(file.read_text("utf-8"))["group"]
     return {name: group["reason"] for group in groups for name in group["names"]}

@@ -33,7 +33,7 @@ _FILTER = 7
 
 
 class AlignmentPooler(Pooler):
-    """For decoders that look at an encoder's output in `layers[i].cross`."""
+    """For decoders with cross-attention in `layers[i].cross`."""
 
     name = "whisper_alignment"
     api = 1

@@ -26,8 +26,8 @@ __all__ = ["AlignmentRows", "median"]
 
 @define
 class _Row:
-    """first: the answer's first token; frames: of the sound. keys: [heads, outputs of the encoder,
-    head_dim]; queries: of tokens of the answer, [heads, some, head_dim] each.
+    """State of a row. first: index of the answer's first token. frames: of the audio. keys: [heads,
+    encoder outputs, head_dim]. queries: [heads, tokens, head_dim] per step.
     """
 
     first: int
@@ -37,8 +37,8 @@ class _Row:
 
 
 class AlignmentRows(RowPooler):
-    """Takes queries and keys of some heads as their projections give them, in whatever steps the
-    rows are computed; no hidden state is of use.
+    """Captures the queries and keys of the alignment heads from their projections, across steps.
+    Hidden states are not used.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -93,8 +93,8 @@ class AlignmentRows(RowPooler):
     def _keys(
         self, caught: Mapping[tuple[int, str], Tensor], model: Any, number: int, started: int
     ) -> Tensor:
-        """[heads, outputs, head_dim] of one of the rows that begin in the step: all have a sound,
-        and sounds have equally many outputs.
+        """[heads, outputs, head_dim] of a row that begins in the step; all of them have audio, with
+        equally many outputs.
         """
         keys = []
         for layer, head in self._heads:
@@ -105,7 +105,7 @@ class AlignmentRows(RowPooler):
         return torch.stack(keys)
 
     def feed(self, row: int, hidden: Tensor) -> None:
-        """Everything was seen in the forward pass."""
+        """Do nothing: the forward pass was captured."""
 
     def finish(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
         return {row: self._matrix(self._rows[row]) for row in rows}
@@ -129,7 +129,7 @@ class AlignmentRows(RowPooler):
 
 
 def median(x: Tensor, width: int) -> Tensor:
-    """The median of `width` (odd) neighbours along the last dimension, mirrored at the ends."""
+    """The median of `width` (odd) neighbours along the last dimension, padded by reflection."""
     beside = width // 2
     if x.shape[-1] <= beside or not beside:
         return x
@@ -149,7 +149,7 @@ def _part(x: Tensor, cross: Any, head: int) -> Tensor:
 
 @contextmanager
 def _caught(model: Any, layers: set[int]) -> Iterator[Mapping[tuple[int, str], Tensor]]:
-    """What the projections of these layers' cross attention give meanwhile."""
+    """Capture the outputs of these layers' cross-attention projections within this context."""
     caught: dict[tuple[int, str], Tensor] = {}
     hooks = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., arXiv 2212.04356): an encoder of sound and a decoder of text."""
+"""Whisper (Radford et al., arXiv 2212.04356): an audio encoder and a text decoder."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class WhisperConfig(WhisperTowerConfig):
 
     @property
     def max_length(self) -> int:
-        """The longest text, in tokens."""
+        """The maximum length of a text in tokens."""
         return self.max_target_positions
 
     @property
     def sliding_window(self) -> None:
-        """No window bounds the length of a row."""
+        """None: no window limits the length of a row."""
         return
 
 
@@ -71,7 +71,7 @@ class _Layer(CrossedLayer):
 
 
 class WhisperForConditionalGeneration(DecoderForCausalLM):
-    """The decoder of text around the encoder of sound, 30 seconds at a time."""
+    """The text decoder with the audio encoder, 30 seconds at a time."""
 
     api = 1
     config_type = WhisperConfig
@@ -111,7 +111,7 @@ class WhisperForConditionalGeneration(DecoderForCausalLM):
         return whole(self.encode_in_pieces(items))
 
     def encode_in_pieces(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        """[max_source_positions, hidden] of each sound."""
+        """Encode sounds: [max_source_positions, hidden] of each."""
         mel = torch.from_numpy(np.stack([item.tensors["mel"] for item in items]))
         return list((yield from self.encoder.run(mel.to(self.device))))
 

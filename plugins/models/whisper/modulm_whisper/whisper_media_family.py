@@ -15,9 +15,7 @@ __all__ = ["WhisperFamily"]
 
 
 class WhisperFamily(MediaFamily):
-    """The prompt is the beginning of the decoder's text; the sound, 30 seconds of it, goes to the
-    encoder.
-    """
+    """The prompt is the start of the decoder's text; 30 seconds of audio go to the encoder."""
 
     kinds: ClassVar[tuple[str, ...]] = ("audio",)
     crosses: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""XGLM (Lin et al., arXiv 2112.10668): positions as sines and cosines, scaled embeddings."""
+"""XGLM (Lin et al., arXiv 2112.10668): sinusoidal positions, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OFFSET = 2
 
 @frozen(kw_only=True)
 class XGLMConfig(DecoderConfig):
-    """config.json of XGLM, in its own spelling of the keys."""
+    """config.json of XGLM, with its own key names."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "d_model": "hidden_size",
@@ -83,7 +83,7 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 class XGLMEmbedding(Module):
-    """Token vectors plus positions; the first token is at position 2."""
+    """Token embeddings plus positions; the first token is at position 2."""
 
     position_table: Tensor
 
@@ -96,7 +96,7 @@ class XGLMEmbedding(Module):
         b.after(self.tokens, partial(self._place, c, b.shared.dtype, b.shared.device))
 
     def _place(self, c: XGLMConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """The table of positions, as far as the model is meant to go."""
+        """Build the position table up to the model's maximum length."""
         positions = torch.arange(c.max_position_embeddings, device=device) + _OFFSET
         self.position_table = sinusoids(positions, c.hidden_size).to(dtype)
 
@@ -108,7 +108,7 @@ class XGLMEmbedding(Module):
 
 
 class XGLMForCausalLM(DecoderForCausalLM):
-    """XGLM with a language-model head; old files hold the table of positions as well."""
+    """XGLM with a language-model head; old files also contain the position table."""
 
     api = 1
     config_type = XGLMConfig
