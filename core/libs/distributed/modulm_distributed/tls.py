@@ -91,7 +91,7 @@ def _context(kind: int, authority: Certificate, authority_key: object) -> ssl.SS
     certificate = _certificate(key, authority_key, usage)
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # any machine may know the secret
+    context.check_hostname = False  # the secret identifies peers, not their host
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
     if is_server:
