@@ -41,7 +41,7 @@ UNITS = {
     "context": "tokens/s after 8,192 tokens",
     "prefix": "hit over miss, first token",
 }
-#: llama.cpp and a plain checkpoint at load are compared in these formats; other peers in bf16 only.
+#: The unquantized format; other formats run only in modulm and llama.cpp.
 PLAIN = "bf16"
 #: Environment variables for every engine with --without-amx.
 WITHOUT_AMX = {

@@ -1,4 +1,4 @@
-"""Architectures that neither packages nor transformers support, with reasons."""
+"""Reasons why neither packages nor transformers support an architecture (`unsupported.toml`)."""
 
 from __future__ import annotations
 
