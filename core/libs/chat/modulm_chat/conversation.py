@@ -212,9 +212,7 @@ def _check_options(
 
 
 def choose_template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the tokenizer's template; of several, `tool_use` if there are tools, else
-    `default`.
-    """
+    """Return the tokenizer's template: of several, `tool_use` with tools, else `default`."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = (template.get("tool_use") if tools else None) or template.get("default")

@@ -111,9 +111,7 @@ class SandboxedRenderer:
             self._kill()
 
     def _open(self) -> subprocess.Popen[bytes]:
-        """Return the worker; start a new one if it is dead or has reached its limit of
-        renderings.
-        """
+        """Return the worker; start a new one if it is dead or at its limit of renderings."""
         if self._owner != os.getpid():
             self._worker, self._owner, self._questions = None, os.getpid(), 0
         dead = self._worker is not None and self._worker.poll() is not None

@@ -206,7 +206,7 @@ def execute(
 
 @lru_cache(maxsize=32)
 def content_format(source: str) -> ContentFormat:
-    """Return the form of contents that a template takes: `openai` if it loops over them, else
+    """Return the content format of a template: `openai` if it loops over contents, else
     `string`.
     """
     tree = parse_template(source)

@@ -93,8 +93,7 @@ def place_thoughts(conversation: Sequence[dict[str, Any]], source: str) -> None:
 
 @lru_cache(maxsize=32)
 def _form(source: str) -> str:
-    """Return how a template reads reasoning: in a `field`, as a `part`, `inline`, or not at all
-    ("").
+    """Return how a template reads reasoning: in a `field`, as a `part`, `inline`, or "" (not).
 
     Matches text only: a client's template must not be parsed in this process.
     """
