@@ -134,9 +134,7 @@ class DecoderConfig:
         return self.layer_types[index] if self.layer_types is not None else ""
 
     def window(self, index: int) -> int | None:
-        """Return the attention window of layer `index` in tokens, by its layer type; None for no
-        window.
-        """
+        """Return the attention window of layer `index` in tokens, by its layer type, or None."""
         kind = self.layer_type(index)
         return (self.sliding_window or None) if kind in ("", "sliding_attention") else None
 

@@ -71,9 +71,7 @@ class DecoderForCausalLM(Module, Model):
         self._caches = tuple(build.shared.caches)
 
     def _even_stages(self, config: Any, b: Builder, build: Builder, stages: int) -> tuple[int, ...]:
-        """Number of layers per stage. The first also has the embedding; the last, the norm and
-        head.
-        """
+        """Number of layers per stage. The first also has the embedding; the last, norm and head."""
         layers = [
             weight_of(partial(_layer, self.layer, config, i), b.at(f"layers.{i}"))
             for i in range(config.num_hidden_layers)

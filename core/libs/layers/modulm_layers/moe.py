@@ -142,8 +142,6 @@ class MoE(Module):
         return mixed if self.down.reduce is None else self.down.reduce.all_reduce(mixed)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts. logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert
-        ids.
-        """
+        """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""
         chosen: Any = self.ops.moe_route(logits, bias=self.choice_bias, **self.routing)
         return chosen  # type: ignore[no-any-return]

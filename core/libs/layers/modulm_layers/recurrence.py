@@ -92,8 +92,7 @@ def delta_rule(
     plan: StatePlan,
     reach: float = 1.0,
 ) -> Tensor:
-    """Gated delta rule: decay the state, move it towards v at k, read it at q. Result: fp32, like
-    v.
+    """Gated delta rule: decay the state, move it towards v at k, read it at q. Returns fp32 like v.
 
     q, k: [T, key heads, key dim], normalized to length 1, q then divided by sqrt(key dim); v: [T,
     heads, value dim], heads / key heads adjacent ones for each key head; beta, step: [T, heads];
@@ -216,8 +215,7 @@ def _one_by_one(inputs: _Inputs, a: Tensor) -> ScanStep:
 
 
 def _decays(total: Tensor) -> Tensor:
-    """Return exp of the decay sums from each token (last index) to each later one, 0 to earlier
-    ones.
+    """Return exp of the decay sums from each token (last index) to each later one, else 0.
 
     total: [..., SEGMENT], sums up to and including each token.
     """

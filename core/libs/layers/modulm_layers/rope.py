@@ -209,17 +209,13 @@ def _yarn(rope: Rope, length: int) -> Tensor:
 
 
 def _dimension(rope: Rope, turns: float) -> float:
-    """Return the (fractional) dimension that makes `turns` full turns within the original
-    length.
-    """
+    """Return the (fractional) dimension that makes `turns` full turns within `original`."""
     wave = rope.original / (turns * 2 * math.pi)
     return rope.size * math.log(wave) / (2 * math.log(rope.theta))
 
 
 def _longrope(rope: Rope, length: int) -> Tensor:
-    """Divide each dimension by its searched factor, short or long (Ding et al., arXiv
-    2402.13753).
-    """
+    """Divide each dimension by a searched factor, short or long (Ding et al., arXiv 2402.13753)."""
     factors = rope.long_factors if length > rope.original else rope.short_factors
     return _default(rope, length) / torch.tensor(factors, dtype=torch.float32)
 
@@ -249,9 +245,7 @@ def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, origin
 
 
 def _score_factor(kind: str, table: Mapping[str, Any], factor: float) -> float:
-    """Return the score factor for `mscale_all_dim`, squared because it applies to queries and
-    keys.
-    """
+    """Return the score factor for `mscale_all_dim`, squared: it applies to queries and keys."""
     head = _number(table, "mscale_all_dim", 0.0)
     return _mscale(factor, head) ** 2 if head and kind != "default" else 1.0
 

@@ -105,9 +105,7 @@ class GatedNorm(Module):
         b.cut_parameter(f"{name}.weight", self, "weight", (whole if self.ranks else b.shard(size),))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y: [tokens, size of this rank] fp32; gate: same shape -> same shape, in the gate's
-        dtype.
-        """
+        """y, gate: [tokens, size of this rank], y in fp32 -> like gate."""
         if self.ranks is not None:
             y, gate = self.ranks.all_gather(y), self.ranks.all_gather(gate)
         normed: Tensor = self.ops.gated_rms_norm(

@@ -29,9 +29,7 @@ class Converted:
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return transformers' weights under the family's names, rearranged but with the same
-        values.
-        """
+        """Return transformers' weights under the family's names: rearranged, not computed."""
         raise NotImplementedError
 
     def renamed(
