@@ -115,8 +115,8 @@ class MediaFamily:
         return len(processed.tokens)
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the processor for one item; returns its outputs, with the placeholder's tokens in
-        `input_ids`.
+        """Call the processor for one item; `input_ids` of its output are the placeholder's
+        tokens.
         """
         value = media.value
         arguments: dict[str, Any] = {"images": [value]}

@@ -138,8 +138,7 @@ class MediaReader:
         media: Sequence[Media],
         options: Mapping[str, Any] | None = None,
     ) -> MediaPrompt:
-        """Fill in a prompt's placeholders; media of one kind are in the order of their
-        placeholders.
+        """Fill in a prompt's placeholders, with media of one kind in order.
 
         options: keyword arguments for the processor, in addition to --mm-processor-kwargs. Raises
         RequestError that names the invalid field.

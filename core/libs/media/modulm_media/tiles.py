@@ -8,9 +8,7 @@ __all__ = ["shapes", "split"]
 
 
 def shapes(most: int) -> np.ndarray:
-    """Return [n, 2]: rows and columns of all layouts with at most `most` tiles, fewest tiles
-    first.
-    """
+    """Return [n, 2]: rows and columns of all layouts of up to `most` tiles, fewest tiles first."""
     layouts = [(h, w) for w in range(1, most + 1) for h in range(1, most // w + 1)]
     return np.array(sorted(layouts, key=lambda shape: shape[0] * shape[1]))
 

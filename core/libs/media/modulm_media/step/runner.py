@@ -60,9 +60,7 @@ class MediaRunner(PartRunner):
         self._crosses = any(isinstance(spec, AttentionSpec) and spec.cross for spec in specs)
 
     def capacity(self) -> Mapping[str, Any]:
-        """Return the limits. An item is encoded whole, so the cache holds as much as one step
-        encodes.
-        """
+        """Return the limits. Items are encoded whole, so the cache holds what one step encodes."""
         if not self._model.media:
             return {}
         cross = (group.window or 0 for group in self._groups if group.kind == "cross")
@@ -96,8 +94,7 @@ class MediaRunner(PartRunner):
         self._rows.pop(row, None)
 
     def begin(self, plan: Plan, value: EncodePlan | None) -> tuple[bytes, ...] | None:
-        """Drop and encode what the plan says; returns hashes of items whose last piece was done
-        now.
+        """Drop and encode what the plan says; returns hashes of items whose last piece is done.
 
         Raises EngineError for an encoder's wrong output.
         """
@@ -179,8 +176,7 @@ class MediaRunner(PartRunner):
         return np.array(found, dtype=np.int32) if found else None
 
     def encoded(self, plan: Plan) -> torch.Tensor | None:
-        """Return `Batch.encoded`: [n, width] of the rows that begin in this step; None without such
-        rows.
+        """Return `Batch.encoded`: [n, width] of rows that begin in this step; None without any.
 
         Raises EngineError if an output that an item needs is missing.
         """
