@@ -1,5 +1,4 @@
-"""Find the parsers that fit a checkpoint from declarations of their packages, without importing
-them.
+"""Match parsers with a checkpoint by declarations of their packages, without importing them.
 
 A parser package has a file `fits.toml` next to its `__init__.py`, with a table for each parser that
 may be chosen automatically: `[tool_parsers.NAME]` and `[reasoning_parsers.NAME]`, with the fields
@@ -132,9 +131,7 @@ def _package(declaration: Declaration) -> str:
 
 
 def _read(package: str) -> Mapping[str, Mapping[str, Any]]:
-    """Read the declarations of a package, which is located but not imported; empty without a
-    file.
-    """
+    """Read the declarations of a package without importing it; empty without a file."""
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):

@@ -79,9 +79,7 @@ class Function:
 
 @frozen
 class Layout:
-    """Text before the first call, one call of the example's tool, text between calls, and after the
-    last.
-    """
+    """Text before the first call, a call of the example's tool, text between and after calls."""
 
     call: str
     begin: str = ""
@@ -98,9 +96,7 @@ class Part:
 
 
 def written(examples: Iterable[Example]) -> str | None:
-    """Return the text of the example that shows the spelling; None if the first one is something
-    else.
-    """
+    """Return the text of the first example if it shows the spelling, else None."""
     first = next(iter(examples), None)
     if first is None or first.content is not None or first.reasoning is not None:
         return None
@@ -176,8 +172,7 @@ def json_call(call: str, function: Function) -> Element:
 def tagged_call(
     call: str, function: Function, begin: str, end: str, excludes: Sequence[str]
 ) -> Element:
-    """Return the element for a call whose arguments are written one by one between `begin` and
-    `end`.
+    """Return the element for a call with arguments one by one between `begin` and `end`.
 
     The example's first argument shows how text is written, the second how JSON is. excludes:
     strings that the text of an argument must not contain.
@@ -302,9 +297,7 @@ def with_roots(schema: object, function: Function) -> dict[str, object]:
 def text_or_json(
     schema: object, function: Function, key: str, excludes: Sequence[str], depth: int = 0
 ) -> Part:
-    """Return how an argument is written in formats where text is bare and everything else is
-    JSON.
-    """
+    """Return how an argument is written in formats with bare text and JSON for other types."""
     if depth > _MAX_NESTING:
         raise unwritable(function.name, f"the schema of {key!r} is nested too deeply")
     plain = resolved(schema, function)

@@ -205,9 +205,7 @@ def events_of(parser: type[Parser], example: Example, pieces: Iterable[str]) -> 
 
 
 def cuts(text: str, seed: int = 0) -> Iterator[list[str]]:
-    """Yield ways of dividing a text: in two at every index, character by character, and at
-    random.
-    """
+    """Yield divisions of a text: in two at every index, by characters, and at random."""
     yield list(text)
     for at in range(1, len(text)):
         yield [text[:at], text[at:]]
