@@ -206,9 +206,7 @@ _NOUNS = {"linear": "linear layers", "lm_head": "heads", "expert": "experts"}
 
 @frozen
 class ReadOrRoundConfig(AtLoadConfig):
-    """`quantization_config` of config.json; without `quant_method`, the settings for quantizing at
-    load.
-    """
+    """`quantization_config` of config.json; without `quant_method`, settings for use at load."""
 
     quant_method: str = ""
 

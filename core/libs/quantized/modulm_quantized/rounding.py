@@ -159,9 +159,7 @@ def _levels(scheme: Scheme, device: torch.device) -> Tensor | None:
 
 
 def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the maximum of each block of `rows` x `columns` entries, at every entry of the
-    block.
-    """
+    """Return the maximum of each block of `rows` x `columns` entries, at every entry."""
     outputs, groups = largest.shape
     tall, wide = -(-outputs // rows), -(-groups // columns)
     padded = largest.new_zeros(tall * rows, wide * columns)

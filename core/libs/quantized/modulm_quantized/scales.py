@@ -49,9 +49,7 @@ def narrowest(scale: Tensor, zeros: Tensor | None = None) -> Tensor:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """Return powers of two as exponents plus 127 in a byte, where kernels support it; else
-    `narrowest`.
-    """
+    """Return powers of two as exponents plus 127, if kernels support that; else `narrowest`."""
     mantissa, exponent = torch.frexp(scale.float())
     stored = exponent + 126
     if bool(((mantissa == 0.5) & (stored >= 1) & (stored <= _LARGEST_EXPONENT)).all()):

@@ -36,9 +36,7 @@ class StoredAs:
 
     @classmethod
     def integers(cls, bits: int, group: int, *, zeros: bool = False, ordered: bool = False) -> Self:
-        """Describe integers with a scale per `group` inputs, or one for all if it is not
-        positive.
-        """
+        """Describe integers with a scale per `group` inputs; 0 or less: one for all."""
         what = "a scale and zero point" if zeros else "a scale"
         where = f"{group} inputs" if group > 0 else "output"
         order = ", inputs sorted by group" if ordered else ""

@@ -19,9 +19,7 @@ E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
 
 
 def packed_axis(axis: Axis, bits: int) -> Axis:
-    """Return `axis` for numbers packed without gaps: 8 4-bit numbers in 1 word, 32 3-bit ones in
-    3.
-    """
+    """Return `axis` for numbers packed without gaps: 8 of 4 bits in 1 word, 32 of 3 bits in 3."""
     common = gcd(bits, _WORD)
     return axis.packed(_WORD // common, bits // common)
 
