@@ -125,8 +125,9 @@ class Transcriber(ABC):
         """Build the request for transcribing a sound of at most `longest` seconds."""
 
     def ask_language(self, sound: Sound) -> Question:
-        """Build the request for detecting the language; the answer is one token. Raises
-        UnsupportedError.
+        """Build the request for detecting the language, whose answer is one token.
+
+        Raises UnsupportedError.
         """
         raise UnsupportedError("the model cannot detect the language")
 
@@ -140,8 +141,7 @@ class Transcriber(ABC):
         return (Segment(start=0.0, end=seconds, text=text, tokens=tuple(tokens)),)
 
     def align(self, question: Question, tokens: Sequence[int]) -> Alignment | None:
-        """Build the request for the timestamps of an answer's words; None for answers without
-        words.
+        """Build the request for the timestamps of an answer's words; None if it has none.
 
         Raises UnsupportedError without `aligns`.
         """
