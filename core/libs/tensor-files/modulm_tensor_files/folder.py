@@ -30,9 +30,7 @@ class TensorFolder(WeightLoader):
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the files for a folder without an index. Raises CheckpointError if there are
-        none.
-        """
+        """Names of files if there is no index. Raises CheckpointError if there are none."""
 
     @abstractmethod
     def headers(self, file: str) -> Iterable[StoredTensor]:
