@@ -100,9 +100,7 @@ def _byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _letters() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable bytes are letters themselves, others are
-    shifted.
-    """
+    """Return the alphabet of byte-level BPE: printable bytes as they are, others shifted."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): b for i, b in enumerate(moved)}

@@ -343,8 +343,9 @@ def _plain_core(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokeniz
 def open_transformers(
     path: str | Path, revision: str | None, trust_remote_code: bool, fast: bool = True
 ) -> Any:
-    """Open a tokenizer with transformers. Raises CheckpointError, or ConfigError for a checkpoint's
-    code.
+    """Open a tokenizer with transformers.
+
+    Raises CheckpointError, or ConfigError for a checkpoint's code.
     """
     from transformers import AutoTokenizer
 
