@@ -1,6 +1,4 @@
-"""Blocks of vision encoders. Patches of all images are concatenated; each image attends to
-itself.
-"""
+"""Blocks of vision encoders. Patches are concatenated; each image attends to itself."""
 
 from __future__ import annotations
 

@@ -103,9 +103,7 @@ class ClipTower(Tower):
         return out
 
     def states(self, pixels: Tensor, layers: Sequence[int]) -> Pieces[list[Tensor]]:
-        """[n, tokens, hidden] after the given numbers of layers; negative ones count from the
-        last.
-        """
+        """[n, tokens, hidden] after the given layer numbers; negative ones count from the last."""
         count = len(self.layers)
         depths = [index % (count + 1) for index in layers]
         x = self.embed(pixels)

@@ -43,9 +43,7 @@ class Convolution(Module):
         self.biased, self.stride, self.padding, self.groups = bias, stride, padding, groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs`
-        channels.
-        """
+        """[n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs` channels."""
         convolve = F.conv1d if self.weight.dim() == 3 else F.conv2d
         bias = self.bias if self.biased else None
         return convolve(x, self.weight, bias, self.stride, self.padding, 1, self.groups)

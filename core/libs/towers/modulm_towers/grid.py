@@ -1,5 +1,4 @@
-"""Encoders of images of any size as patch grids: Qwen2-VL, 2.5 and 3 (arXiv 2409.12191, 2502.13923)
-and similar models.
+"""Encoders of images as patch grids of any size, such as Qwen's (arXiv 2409.12191, 2502.13923).
 
 The processor orders patches by the squares that are merged into one token.
 """

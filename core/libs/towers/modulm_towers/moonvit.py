@@ -63,9 +63,7 @@ class MoonVitConfig:
 
 
 class MoonVit(Tower):
-    """The patches of all images are concatenated row by row; those of a clip attend to each
-    other.
-    """
+    """Patches of all images are concatenated row by row; those of a clip attend to each other."""
 
     positions: Tensor
 

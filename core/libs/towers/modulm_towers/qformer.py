@@ -19,9 +19,7 @@ __all__ = ["QFormer", "QFormerConfig"]
 
 @frozen(kw_only=True)
 class QFormerConfig:
-    """`projector_config`. Every `cross_attention_frequency`-th layer, from the first, attends to
-    the encoder.
-    """
+    """`projector_config`. Every `cross_attention_frequency`-th layer attends to the encoder."""
 
     hidden_size: int = size(768)
     num_hidden_layers: int = size(12)

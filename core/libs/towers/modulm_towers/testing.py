@@ -190,8 +190,8 @@ class Prompt:
 
 
 def prompts_of(family: ImageFamily, processor: Any) -> list[Prompt]:
-    """Prompts with one item, several and none, and with videos if the model takes them, alone and
-    mixed with items.
+    """Prompts with one item, several, none, and videos (alone and mixed) if the model takes
+    them.
     """
     items = family.items()
     mark = family.mark or str(getattr(processor, f"{family.kind}_token"))
@@ -293,9 +293,7 @@ def _check_preempted(
 
 
 def processor_of(architecture: str, folder: Path, otherwise: str = "") -> Any:
-    """Return a checkpoint's processor. otherwise: the media family for architectures without their
-    own.
-    """
+    """Return a checkpoint's processor. otherwise: media family of architectures without one."""
     known = {declared.name for declared in manager.current().names("media_families")}
     name = architecture if architecture in known else otherwise
     return load_processor(manager.current().load("media_families", name), str(folder))
