@@ -100,8 +100,9 @@ class EngineWeights:
             self._change(functions.receive)
 
     def finish(self, weight_version: int | None = None) -> None:
-        """Apply the update. The version increases by one, or becomes `weight_version`, and the
-        prefix cache is emptied.
+        """Apply the update and empty the prefix cache.
+
+        The version rises by one, or to `weight_version` if that is higher.
         """
         if not self.state.updating:
             raise RequestError("no update is open: call start_weight_update first")
@@ -122,9 +123,7 @@ class EngineWeights:
         self._set(updating=False)
 
     def release(self, level: int) -> None:
-        """Called when the engine goes to sleep. Level 2 discards the weights and any open
-        update.
-        """
+        """Called when the engine goes to sleep. Level 2 discards weights and an open update."""
         self._released |= level > 1
         self._set(updating=self.state.updating and level < 2, asleep=level)
 
@@ -134,9 +133,7 @@ class EngineWeights:
         self._set(asleep=0)
 
     def reload(self) -> None:
-        """Called when the engine wakes up; weights that were discarded are the checkpoint's
-        again.
-        """
+        """Called when the engine wakes up. Discarded weights are the checkpoint's again."""
         if self._released and (self.state.weight_version or self.state.broken):
             log.info("the weights are the checkpoint's again")
             self._core.reset_prefix_cache(b"")

@@ -155,9 +155,7 @@ class _BlankModel:
         fill(plan, loader, device=self.worker.platform.device, progress=False)
 
     def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
-        """Finish a module as loading does; refill the running one once all modules that wait for
-        this one are finished.
-        """
+        """Finish a module as loading does; refill the running one after all that wait for it."""
         sources = modules_of(unit.module, finish)
         targets = modules_of(running.module, running.finish)
         if finish is not None:
@@ -188,7 +186,7 @@ class _BlankModel:
 
 
 def _first(unit: Unit) -> Unit:
-    """Follow the units that this one waits for to the first."""
+    """Return the last unit of the chain of units that this one waits for."""
     while unit.waits_for is not None:
         unit = unit.waits_for
     return unit
@@ -309,9 +307,7 @@ class WeightReceiver:
             source.close()
 
     def complete(self) -> bool:
-        """Check that no tensor is missing; returns whether there is anything to apply. Raises
-        RequestError.
-        """
+        """Check for missing tensors; returns whether there is an update. Raises RequestError."""
         if self._backend.streams:
             return self._model.changed
         loader = _Arrived(list(self._sources.values()))

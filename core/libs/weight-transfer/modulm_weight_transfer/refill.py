@@ -25,9 +25,7 @@ _DEEP = 6
 
 
 def modules_of(module: Module, finish: Callable[[], None] | None) -> list[Module]:
-    """Return a module and the modules that its finishing function is bound to or gets as
-    arguments.
-    """
+    """Return a module and those that its finishing function is bound to or gets as arguments."""
     found: list[Module] = [module]
     open_values: list[Any] = [finish]
     while open_values:
@@ -68,9 +66,7 @@ class Baseline:
 
 
 def refill(module: Module, table: str, name: str, value: Any) -> bool:
-    """Set a value of `Baseline.changes` in another module of the same kind; returns whether in
-    place.
-    """
+    """Set a value of `Baseline.changes` in a module of the same kind; returns whether in place."""
     values = _tables(module)[table]
     old = values.get(name)
     if old is value:
