@@ -44,9 +44,7 @@ __all__ = [
 
 
 def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
-    """Return op name -> callable on tensors, for `level` or the default; names as in the core's
-    twins.
-    """
+    """Return op name -> callable for `level` or the default; names as in the core's twins."""
     return _ops(load(level))
 
 

@@ -69,9 +69,7 @@ def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
 def _cache_arguments(
     cache: Tensor, kv_heads: int, size: int, value_size: int
 ) -> tuple[int, int, int, int, int, int, int]:
-    """Return address, kv heads, block size, padded sizes, whether latent, and dtype code of a
-    cache.
-    """
+    """Return address, kv heads, block size, padded sizes, whether latent, and dtype code."""
     need(
         cache.dim() == 4 and cache.is_contiguous(),
         f"cache must be [blocks, kv_heads, block, width], contiguous, not {list(cache.shape)}",

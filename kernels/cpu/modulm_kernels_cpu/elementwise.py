@@ -65,8 +65,8 @@ def _output(x: Tensor, out: Tensor | None, *sizes: int) -> Tensor:
 
 
 def _grouped(name: str, x: Tensor) -> tuple[int, int, int]:
-    """Return the rows per group of x, [rows, size] or [groups, rows, size], and the strides of
-    groups and rows.
+    """Return rows per group of x, [rows, size] or [groups, rows, size], and group and row
+    stride.
     """
     need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} must be [rows, size] with dense rows")
     if x.dim() == 2:

@@ -1,6 +1,4 @@
-"""Find and load the compiled library: one per instruction set, by default the best that runs
-here.
-"""
+"""Find and load the compiled library: one per instruction set, by default the best usable one."""
 
 from __future__ import annotations
 
@@ -110,8 +108,8 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 
 
 def _path(level: str) -> Path:
-    """Return the path of the level's library: beside this file, or in the folder of an editable
-    build.
+    """Return the path of the level's library: beside this file, or in an editable build's
+    folder.
     """
     import modulm_kernels_cpu
 
@@ -146,8 +144,7 @@ def levels() -> tuple[str, ...]:
 
 
 def load(level: str | None = None) -> Library:
-    """Return the library of `level`, by default the best one that runs here or the one set by
-    `use`.
+    """Return the library of `level`; by default the one set by `use`, else the best usable one.
 
     Raises ValueError if it was not built or the CPU does not support it.
     """

@@ -36,9 +36,7 @@ def read_bandwidth(library: Library, size: int = 1 << 29) -> float:
 
 
 def instruction_rates(library: Library) -> Mapping[str, float]:
-    """Return 1e9 multiplications (vpermw: lanes) per second on all threads, for the level's
-    instructions.
-    """
+    """Return 1e9 multiplications (vpermw: lanes) per second on all threads, by instruction."""
     call = library.call("probe_rate", "i", ctypes.c_double)
     rates = {name: max(call(kind) for _ in range(3)) for kind, name in enumerate(RATES)}
     return {name: value for name, value in rates.items() if value}

@@ -165,9 +165,7 @@ def _forget() -> None:
 def compile_all(
     sizes: Sizes, backend: str, architecture: str, also: Collection[str] = ()
 ) -> list[Any]:
-    """Compile all KINDS for a model of these sizes, and the named ones of kinds.py; return the
-    compiled kernels.
-    """
+    """Compile all KINDS and the named ones of kinds.py for these sizes; return the kernels."""
     with compiling_for(backend, architecture) as compiled:
         from modulm_kernels_triton import kinds
 

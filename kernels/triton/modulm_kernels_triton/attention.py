@@ -26,9 +26,7 @@ def _tanh(x):
 @triton.jit
 def reach(first, last, length, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
           SPANS: tl.constexpr):  # fmt: skip
-    """Return [low, high): the keys that queries at positions `first` to `last` may attend to, of
-    `length`.
-    """
+    """Return [low, high): keys, of `length`, that queries at `first` to `last` may attend to."""
     low = 0
     high = length
     if WINDOW > 0:

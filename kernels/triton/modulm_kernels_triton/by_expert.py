@@ -1,6 +1,4 @@
-"""Sort a step's expert choices into blocks of rows per expert, without synchronizing with the
-host.
-"""
+"""Sort a step's expert choices into blocks of rows per expert, without host synchronization."""
 
 from __future__ import annotations
 

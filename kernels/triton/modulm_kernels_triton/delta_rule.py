@@ -103,8 +103,7 @@ def _invert(
     k, k_row, beta, beta_row, step, step_row, a_log, bias, pieces, inverse, heads, key_dim, each,
     reach, PRECISION: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Compute the inverse of (1 + the changes that a segment's tokens make to each other), row by
-    row.
+    """Invert (1 + the changes that a segment's tokens make to each other), row by row.
 
     Keys are read in parts, so that the products fit into the memory of small GPUs.
     """

@@ -80,8 +80,7 @@ def _experts(
     ZEROS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of rows of one expert by BN of its N outputs; for GATED, by those of gate
-    and up.
+    """Multiply a block of rows of one expert by BN of its N outputs; GATED: gate and up.
 
     x: rows by token if GATED, else by choice. out: [choices, N].
     """
@@ -203,9 +202,7 @@ def fused_experts(
     down_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the twin, which is called for stacks that are neither floats nor codes of this
-    provider.
-    """
+    """See the twin, which handles stacks other than floats and codes of this provider."""
     if not all(isinstance(stack, Tensor | ExpertCodes) for stack in (gate_up, down)):
         result = twins.fused_experts(
             x, weights, ids, gate_up, down, act=act, alpha=alpha, limit=limit,

@@ -304,8 +304,9 @@ def _shape(form: CacheForm, tile: int) -> tuple[int, ...]:
 def queries_of_a_tile(
     kind: str, group: int, form: CacheForm, dtype: torch.dtype
 ) -> tuple[int, int, dict[str, int]]:
-    """Return (tokens, heads of a tile, constants) for `kind` "prompt" or "split" with `group` heads
-    per key head.
+    """Return (tokens, heads of a tile, constants) of `kind` for `group` heads per key head.
+
+    kind: "prompt" or "split".
     """
     constants = dict(tuned(f"attention_{kind}", **_sizes(form, dtype)))
     heads = min(group, constants["BLOCK_M"])

@@ -19,9 +19,7 @@ __all__ = ["qkv_prepare"]
 
 @triton.jit
 def _part(base, d, mask, norm, weights, dtype: tl.constexpr, NORM: tl.constexpr):
-    """Return numbers d of each head as fp32, normalised: times norm [heads], times weights [..,
-    d].
-    """
+    """Return numbers d of heads as fp32, normalised: times norm [heads] and weights [.., d]."""
     x = tl.load(base + d[None, :], mask, other=0.0).to(tl.float32)
     if NORM:
         x = (x * norm[:, None] * weights).to(dtype).to(tl.float32)
@@ -117,8 +115,7 @@ def qkv_prepare(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the queries [T, Hq, D] of qkv [T, (Hq + 2 Hk) D]; write keys and values to `slots` [T]
-    int64.
+    """Split qkv [T, (Hq + 2 Hk) D]: return queries [T, Hq, D], write the rest to `slots` [T] int64.
 
     q_norm, k_norm: [D], both or none; cos_sin: [positions, R] or None. See
     `modulm.testing.paged_attention.qkv_prepare`.

@@ -8,8 +8,9 @@ __all__ = ["dense_rows", "grouped"]
 
 
 def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return (x with dense rows, rows per group, group stride, row stride) for x [rows, size] or
-    [groups, rows, size].
+    """Return (x with dense rows, rows per group, group stride, row stride).
+
+    x: [rows, size] or [groups, rows, size].
 
     Row i is at i // (rows per group) * group stride + i % (rows per group) * row stride. x is
     copied only if its last dimension is not dense.

@@ -29,8 +29,7 @@ _known: WeakKeyDictionary[StatePlan, Segments] = WeakKeyDictionary()
 
 
 def segments(plan: StatePlan, device: torch.device) -> Segments | None:
-    """Return the segments of a step; None if each row has one token and no intermediate state is
-    kept.
+    """Return a step's segments; None with one token per row and no intermediate state to save.
 
     Built once per step, for all layers.
     """

@@ -158,9 +158,7 @@ def _stored(codes: Tensor, form: str) -> Tensor:
 
 
 def _rounded(form: str, group: int, activations: str) -> str:
-    """Return what activations are rounded to: at most what was requested, less if rounding gains
-    nothing.
-    """
+    """Return what activations are rounded to: as requested, or less if that gains nothing."""
     if activations == "fp8":
         fits = form == "fp8" and fp8_products()
     else:

@@ -56,8 +56,7 @@ def write_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write k [n, kv heads, size] and v [n, kv heads, values], with dense heads, to slots [n]
-    int64.
+    """Write k [n, kv heads, size] and v [n, kv heads, values] to slots [n] int64; heads are dense.
 
     k_scale, v_scale: [1] or [kv heads] fp32, divisors of keys and values, both or none. The value
     of a latent cache is ignored.
