@@ -127,9 +127,7 @@ class FlashAttention(AttentionBackend):
     def _library(
         cls, spec: AttentionSpec, platform: Platform, wanted: int | None = None
     ) -> Library | str:
-        """Return the newest version that can run the layer on this platform, or the reason why none
-        can.
-        """
+        """Return the newest version that can run the layer here, or why none can."""
         reasons = []
         for version in (3, 2) if wanted is None else (wanted,):
             library = installed(version) if cls.libraries is None else cls.libraries[version]

@@ -54,8 +54,8 @@ def _installed() -> Any:
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """blocks, offsets: [tokens] int64, where the step's keys are written. wrapper: the wrapper that
-    planned the step.
+    """blocks, offsets: [tokens] int64, where keys are written. wrapper: the one that planned the
+    step.
     """
 
     blocks: Tensor

@@ -239,9 +239,7 @@ class SdpaAttention(AttentionBackend):
     def _pick(
         self, q: Tensor, entries: Tensor, piece: _Piece, out: Tensor, weights: Tensor
     ) -> None:
-        """Fill `out` [tokens, 1, picks] with the positions that the queries of one piece select, a
-        head at a time.
-        """
+        """Fill `out` [tokens, 1, picks] with the positions that a piece selects, head by head."""
         queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).float() * self.spec.scale
         keys = entries[piece.slots][:, :, 0].float().transpose(1, 2)
         weights = weights[piece.tokens].view(*queries.shape[:3], 1)
@@ -296,8 +294,7 @@ class SdpaAttention(AttentionBackend):
     def _attend_part(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return partial attention [R, Hq, Q, Dv] and the log-sum-exp of its scores [R, Hq, Q],
-        both fp32.
+        """Return partial attention [R, Hq, Q, Dv] and its log-sum-exp [R, Hq, Q], both fp32.
 
         Shapes are those of `_attend`, with visible: [R, Q, L].
         """
@@ -350,9 +347,7 @@ class SdpaAttention(AttentionBackend):
         first: np.ndarray,
         queries: int,
     ) -> _Arrays:
-        """Build a piece with `queries` tokens of each row, from its token `first`; rows: [R],
-        first: [R].
-        """
+        """Build a piece of `queries` tokens of each of rows [R], from their tokens `first` [R]."""
         counts = np.diff(step.query_starts)[rows]
         before = step.context_lens[rows] - counts + first
         ends = before + queries if self.causal else step.context_lens[rows]
@@ -407,8 +402,7 @@ def _order(scores: Tensor) -> Tensor:
 def _mask_in(
     step: StepLayout, rows: np.ndarray, first: np.ndarray, queries: int
 ) -> np.ndarray | None:
-    """Return [queries, tokens] bool: which of their row's tokens of the step the queries of a piece
-    see.
+    """Return [queries, tokens] bool: the row's tokens of the step that a piece's queries see.
 
     None without a mask. Only pieces with one row have one.
     """
@@ -419,9 +413,7 @@ def _mask_in(
 def _spans_in(
     step: StepLayout, rows: np.ndarray, before: np.ndarray, queries: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return (first, end) of the spans that the queries of a piece lie in. Only pieces with one row
-    have spans.
-    """
+    """Return (first, end) of spans that queries of a piece lie in; several rows have none."""
     if step.spans is None or len(rows) != 1:
         return ()
     first, last = int(before[0]), int(before[0]) + queries
@@ -430,8 +422,6 @@ def _spans_in(
 
 
 def _padded(lengths: np.ndarray) -> np.ndarray:
-    """Return the number of tokens that a piece of the first 1, 2, ... rows gathers; never
-    decreases.
-    """
+    """Return the tokens that a piece of the first 1, 2, ... rows gathers; never decreases."""
     padded: np.ndarray = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
     return padded

@@ -41,8 +41,7 @@ def split_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> tuple[np.n
 
 
 def span_of_each(spans: np.ndarray, starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
-    """Return [tokens, 2] int32: first position and end of each token's span, or 0 and 0 without
-    one.
+    """Return [tokens, 2] int32: first position and end of each token's span; 0, 0 without one.
 
     Raises ValueError for spans that overlap.
     """
