@@ -54,9 +54,7 @@ def settle(
 
 
 def bind(binding: Binding) -> None:
-    """Bind this thread, its future threads and their new memory. binding: complete, from
-    `settle`.
-    """
+    """Bind this thread, its future threads and their new memory. binding: from `settle`."""
     os.sched_setaffinity(0, binding.cpus)
     if not binding.nodes:
         return

@@ -22,7 +22,7 @@ class XpuPlatform(GpuPlatform):
     vendor = "Intel"
 
     def memory(self) -> Memory:
-        """Total and free bytes. If the driver does not report free memory, count what torch has not
+        """Total and free bytes; if the driver does not say, free is what torch has not
         allocated.
         """
         try:
