@@ -105,9 +105,7 @@ class Sparsity:
 
 @frozen
 class CompressedTensorsConfig:
-    """`quantization_config` of config.json. Its other keys describe how the weights were
-    computed.
-    """
+    """`quantization_config` of config.json. Keys on how weights were computed are ignored."""
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -148,9 +146,7 @@ class CompressedTensorsConfig:
         return self.sparsity_config is not None and self.sparsity_config.matches_layer(name)
 
     def group(self, name: str) -> Group | None:
-        """Return the scheme of a layer: of the group that names it, else of the group for all
-        layers.
-        """
+        """Return a layer's scheme: of the group that names it, else of the group for all layers."""
         if matches(name, self.ignore or ()):
             return None
         groups = [

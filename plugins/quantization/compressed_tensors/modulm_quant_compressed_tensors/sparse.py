@@ -16,9 +16,7 @@ __all__ = ["dense"]
 
 
 def dense(compressed: Tensor, bitmask: Tensor, spec: LinearSpec) -> Tensor:
-    """Return [N, K] in the dtype of `compressed`. Raises CheckpointError if the bit counts do not
-    match.
-    """
+    """Return [N, K] in the dtype of `compressed`. Raises CheckpointError if bit counts differ."""
     bits = (bitmask[..., None] >> torch.arange(8, device=bitmask.device)) & 1
     mask = bits.flatten(1).bool()
     if bool((mask.sum(1) != compressed.shape[1]).any()):

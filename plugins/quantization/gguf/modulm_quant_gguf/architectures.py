@@ -148,8 +148,8 @@ def _head_norms(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterato
 
 
 def _latent(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
-    """Join the two matrices that expand the latent vector: keys [heads, rank, nope] and values
-    [heads, value, rank].
+    """Join the matrices that expand the latent: keys [heads, rank, nope], values [heads, value,
+    rank].
     """
     values = _sibling(info, keys, "attn_v_b")
     heads, rank, nope = info.shape

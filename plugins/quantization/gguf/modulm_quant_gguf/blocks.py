@@ -104,8 +104,7 @@ def half(blocks: Tensor, at: int) -> Tensor:
 
 
 def planes(packed: Tensor, span: int, bits: int) -> Tensor:
-    """Unpack `bits`-bit numbers, of which `span` consecutive ones share the same bytes: [n,
-    columns].
+    """Unpack numbers of `bits` bits, `span` consecutive ones sharing bytes: [n, columns].
 
     The first `span` numbers are in the lowest bits of these bytes, the next ones above them.
     """

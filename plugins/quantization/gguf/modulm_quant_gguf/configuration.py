@@ -22,9 +22,7 @@ _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_i
 
 
 def configuration(keys: Keys) -> Table:
-    """Return the configuration, including `architectures`. Raises CheckpointError for unsupported
-    architectures.
-    """
+    """Return the configuration, with `architectures`. Raises CheckpointError for unknown ones."""
     described = _DESCRIBED.get(keys.architecture)
     if described is None:
         known = ", ".join(sorted(ARCHITECTURES))

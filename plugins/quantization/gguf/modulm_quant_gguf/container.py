@@ -132,9 +132,7 @@ def open_model(path: Path) -> Model:
 
 @lru_cache(maxsize=2)
 def _open(files: tuple[tuple[Path, int, int], ...]) -> Model:
-    """Read the headers; cached by file, size and modification time, since startup needs them
-    several times.
-    """
+    """Read the headers; cached by file, size and time, since startup needs them several times."""
     whole: dict[str, Any] = {}
     tensors: dict[str, TensorInfo] = {}
     for number, (file, size, _) in enumerate(files):
@@ -277,7 +275,7 @@ class _Cursor:
         return str(raw, "utf-8", "replace")
 
     def texts(self, count: int, what: str) -> list[str]:
-        """Read `count` strings; a loop of its own, since vocabularies have hundreds of
+        """Read `count` strings; an inlined loop, because vocabularies have hundreds of
         thousands.
         """
         data, at, end, texts = self.data, self.at, len(self.data), []

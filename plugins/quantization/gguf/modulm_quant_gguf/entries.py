@@ -1,6 +1,4 @@
-"""Describe how a file's tensors become a model's: their names, and which changes of the converter
-to undo.
-"""
+"""How a file's tensors become a model's: new names, and changes of the converter to undo."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def linear(path: str, info: TensorInfo, change: Change = _only) -> Entry:
 
 
 def joined(path: str, infos: Sequence[TensorInfo], shape: tuple[int, ...], change: Change) -> Entry:
-    """Return the entry for a linear layer's weight in plain numbers, computed from other tensors in
-    fp32.
-    """
+    """Return the entry for a linear layer's weight in plain numbers, computed in fp32."""
 
     def compute(tensors: Sequence[Tensor]) -> Tensor:
         return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])
@@ -70,9 +66,7 @@ def joined(path: str, infos: Sequence[TensorInfo], shape: tuple[int, ...], chang
 
 
 def plain(name: str, infos: Sequence[TensorInfo], change: Change = _only) -> Entry:
-    """Return the entry for a tensor that is not a linear weight, computed from other tensors in
-    fp32.
-    """
+    """Return the entry for a tensor that is not a linear weight, computed in fp32."""
 
     def compute(tensors: Sequence[Tensor]) -> Tensor:
         return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])

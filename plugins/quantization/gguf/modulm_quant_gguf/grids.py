@@ -19,9 +19,7 @@ __all__ = ["iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs"]
 
 @cache
 def _grid(name: str) -> Tensor:
-    """Return the table of a type: [entries, 4 or 8] int8. Raises UnsupportedError without
-    `gguf`.
-    """
+    """Return a type's table: [entries, 4 or 8] int8. Raises UnsupportedError without `gguf`."""
     try:
         from gguf import quants
     except ImportError as error:
@@ -55,9 +53,7 @@ def _signed(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _even(seven: Tensor) -> Tensor:
-    """Expand 7 sign bits to 8, where the last makes their number even: [n, count] -> [n, 8
-    count].
-    """
+    """Expand 7 sign bits to 8 by an even number of signs: [n, count] -> [n, 8 count]."""
     shifts = torch.arange(7, device=seven.device)
     bits = seven[..., None] >> shifts & 1
     return torch.cat([bits, bits.sum(-1, keepdim=True) & 1], -1).flatten(1)

@@ -12,9 +12,7 @@ __all__ = ["Keys"]
 
 
 class Keys:
-    """Metadata of the architecture, with keys relative to its name. Raises CheckpointError naming
-    the file.
-    """
+    """Metadata of the architecture, by relative keys. Raises CheckpointError naming the file."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

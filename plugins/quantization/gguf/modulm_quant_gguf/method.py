@@ -217,9 +217,7 @@ class GGUF(QuantizationMethod):
         return keeper.quantized
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
-        """Return experts in the form that `fused_experts` takes. Raises UnsupportedError for mixed
-        types.
-        """
+        """Return experts as `fused_experts` takes them. Raises UnsupportedError for mixed types."""
         kinds = self._kinds(spec)
         if len(set(kinds)) > 1:
             names = " and ".join(kind.name for kind in kinds)
@@ -290,9 +288,7 @@ class GGUF(QuantizationMethod):
     # Types of layers.
 
     def _kinds(self, spec: LinearSpec) -> tuple[Kind, ...]:
-        """Return the type of each part. A layer that the file lacks is expected as plain
-        numbers.
-        """
+        """Return the type of each part; plain numbers for a layer that the file lacks."""
         whole = self.config.types.get(spec.name)
         if whole is not None:
             return (self._kind(whole, spec),) * len(spec.parts)
@@ -314,9 +310,7 @@ class GGUF(QuantizationMethod):
 
 
 def _fit(blocks: Blocks, spec: LinearSpec, *, wide: bool = False) -> Fitted:
-    """Convert blocks to the kernels' format. wide: with fp32 scales, which experts always
-    support.
-    """
+    """Convert blocks to the kernels' format. wide: fp32 scales, which experts always support."""
     decoded = decode(blocks.kind, blocks.stored)
     codes = decoded.codes(getattr(torch, spec.dtype))
     group = 0 if codes.scales.shape[1] == 1 else codes.group

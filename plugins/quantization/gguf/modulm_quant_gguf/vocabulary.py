@@ -30,9 +30,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def tokenizer_files(model: Model) -> TokenizerFiles | None:
-    """Return the tokenizer's files; None if the file has no tokenizer. Raises CheckpointError for
-    unknown kinds.
-    """
+    """Return the tokenizer's files, if there are any. Raises CheckpointError for unknown kinds."""
     vocabulary = _Vocabulary(model)
     kind = vocabulary.value("model", None)
     if kind is None:
@@ -161,9 +159,7 @@ class _Vocabulary:
                 }
 
     def around(self, begins: bool, ends: bool) -> Table | None:
-        """Return the template with the tokens that are added around a text, by default or as the
-        file says.
-        """
+        """Return the template with the tokens added around a text, by default or by the file."""
         settings = (
             ("bos", self.value("add_bos_token", begins)),
             ("eos", self.value("add_eos_token", ends)),
@@ -172,8 +168,9 @@ class _Vocabulary:
         return None if first is None and last is None else self.template(first, last)
 
     def template(self, first: str | None, last: str | None, *, types: bool = False) -> Table:
-        """Return the template "first A last", and for pairs "first A last (first) B last". types: B
-        gets type id 1.
+        """Return the template "first A last", for pairs "first A last (first) B last".
+
+        types: B gets type id 1.
         """
 
         def token(text: str | None, kind: int = 0) -> list[Table]:

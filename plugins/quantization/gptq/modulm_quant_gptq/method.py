@@ -1,5 +1,4 @@
-"""GPTQ checkpoints (Frantar et al., arXiv 2210.17323), as AutoGPTQ, GPTQModel and AutoRound write
-them.
+"""GPTQ checkpoints (Frantar et al., arXiv 2210.17323) of AutoGPTQ, GPTQModel and AutoRound.
 
 `qweight` [K * bits / 32, N] holds codes in words along inputs. `qzeros` [groups, N * bits / 32]
 holds zero points in words along outputs, minus one in all formats but "gptq_v2". `scales` are

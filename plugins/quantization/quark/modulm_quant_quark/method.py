@@ -93,7 +93,7 @@ class Weights:
 
 @frozen
 class QuarkConfig:
-    """`quantization_config` of config.json: settings for all layers, per name pattern, and
+    """`quantization_config` of config.json: settings for all layers, per pattern, and
     exclusions.
     """
 
@@ -256,9 +256,7 @@ class Quark(CodedMethod):
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the layer: a regular expression after "re:", else with
-    wildcards.
-    """
+    """Whether a pattern matches the layer: a regular expression after "re:", else a wildcard."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)
