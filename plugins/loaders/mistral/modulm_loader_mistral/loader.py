@@ -124,8 +124,8 @@ class MistralLoader(SafetensorsFolder):
 
 
 def _renamed(name: str, where: Path) -> str:
-    """Return the model family's name. Raises CheckpointError for names that Mistral's files do not
-    use.
+    """Return the model family's name. Raises CheckpointError for names unknown in Mistral's
+    files.
     """
     path, _, last = name.rpartition(".")
     last = _SCALES.get(last, last)

@@ -99,9 +99,7 @@ def _table(params: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
 
 
 def _window(windows: Any, layers: int, where: str) -> dict[str, Any]:
-    """Return layer types for one window for all layers, or for a repeating list of windows (null:
-    none).
-    """
+    """Return layer types for one window for all layers, or a repeating list (null: no window)."""
     if not isinstance(windows, list):
         return {"sliding_window": windows}
     sizes = {size for size in windows if size is not None}
@@ -116,9 +114,7 @@ def _window(windows: Any, layers: int, where: str) -> dict[str, Any]:
 
 
 def _rope(params: Mapping[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return settings for rotary embeddings beyond the trained length and for position-dependent
-    query scales.
-    """
+    """Return settings for extended rotary embeddings and position-dependent query scales."""
     yarn, growth = _table(params, "yarn", where), _table(params, "llama_4_scaling", where)
     if not yarn and not growth:
         return {}

@@ -46,9 +46,7 @@ class NpcacheLoader(PickledFolder):
         return self._index
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read from the cache. If there is none, read the pickles and write the cache on the
-        way.
-        """
+        """Read from the cache, or read the pickles and write the cache on the way."""
         if all(stored.file.endswith(".npy") for stored in self.index().values()):
             for name, stored in self.index().items():
                 yield name, _open(self.path / stored.file, stored.dtype)
@@ -88,9 +86,7 @@ class NpcacheLoader(PickledFolder):
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
     def _cached(self) -> dict[str, StoredTensor] | None:
-        """Return the tensors in the cache; None if there is no cache or the checkpoint has changed
-        since.
-        """
+        """Return the cached tensors; None without a cache or if the checkpoint has changed."""
         cache = self.path / _FOLDER
         if not (cache / _NAMES).exists():
             return None
@@ -112,9 +108,7 @@ class NpcacheLoader(PickledFolder):
 
 
 def _plain(name: str, where: Path) -> str:
-    """Return a tensor's name for use as a file name. Raises CheckpointError for names with
-    separators.
-    """
+    """Return a tensor's name. Raises CheckpointError if it cannot be a file name."""
     if Path(name).name != name:
         raise CheckpointError(f"{where}: {name!r} is not a valid file name")
     return name

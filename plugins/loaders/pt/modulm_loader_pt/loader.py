@@ -1,6 +1,4 @@
-"""PyTorch checkpoints: pytorch_model.bin, or its shards and their index. Their code is never
-executed.
-"""
+"""PyTorch checkpoints: pytorch_model.bin or its shards. Their code is never executed."""
 
 from __future__ import annotations
 

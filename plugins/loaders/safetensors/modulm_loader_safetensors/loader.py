@@ -1,6 +1,4 @@
-"""Safetensors checkpoints: model.safetensors, shards with an index, or other *.safetensors
-files.
-"""
+"""Safetensors checkpoints: model.safetensors, shards with an index, or other files."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ __all__ = ["ShardedStateConfig", "ShardedStateLoader"]
 
 @frozen
 class ShardedStateConfig:
-    """`pattern`: file names with `{rank}`, `{part}` and optionally `{ranks}`, the number of
-    ranks.
-    """
+    """`pattern`: file names with `{rank}`, `{part}` and optionally `{ranks}`, the rank count."""
 
     pattern: str = field(default=RANK_PATTERN)
 

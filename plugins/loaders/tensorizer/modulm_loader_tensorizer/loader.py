@@ -163,8 +163,8 @@ _OTHER = (
 
 
 def _dtype(written: str) -> str | None:
-    """Return torch's name of a dtype in a header: numpy's name, optionally followed by a zero byte
-    and torch's.
+    """Return torch's name of a dtype in a header: numpy's name, or that, a zero byte and
+    torch's.
     """
     plain, _, torch_name = written.partition("\0")
     name = torch_name.removeprefix("torch.") or _DTYPES.get(plain[1:])
