@@ -1,6 +1,4 @@
-"""A KV connector that stores blocks in a fixed number of slots in host memory, with LRU
-eviction.
-"""
+"""A KV connector that stores blocks in host memory: a fixed number of slots, LRU eviction."""
 
 from __future__ import annotations
 
