@@ -27,9 +27,7 @@ __all__ = ["DraftModelOptions", "DraftModelSpeculator"]
 
 @frozen
 class DraftModelOptions(DraftOptions):
-    """Options of the draft model. max_model_len: as the flag of that name; others: see
-    `DraftOptions`.
-    """
+    """Options of the draft model. max_model_len: as the flag; others: see `DraftOptions`."""
 
     max_model_len: int | None = None
     needs_model: ClassVar[str] = "draft_model needs the path or hub id of a model"

@@ -117,9 +117,7 @@ class NoNorm(Norm):
 
 
 class EagleHead(Head):
-    """EAGLE 1 and 2: the layers run on a projection of the token embedding and the previous
-    state.
-    """
+    """EAGLE 1 and 2: the layers run on a projection of token embedding and previous state."""
 
     names: ClassVar[WeightNames] = WeightNames(
         rename=(
@@ -168,9 +166,7 @@ class EagleHead(Head):
 
 
 class Eagle3Layer(Module):
-    """Llama's layer; in the first one, attention reads the token embedding and the state
-    concatenated.
-    """
+    """Llama's layer; attention of the first one reads the embedding and the state concatenated."""
 
     def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -191,8 +187,9 @@ class Eagle3Layer(Module):
     def forward(
         self, x: Tensor, state: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """x: token embeddings in the first layer, else the last branch. state: [tokens, hidden],
-        for the first layer.
+        """x: token embeddings in the first layer, else the last branch.
+
+        state: [tokens, hidden], for the first layer.
         """
         if self.beside is None:
             x, residual = self.attn_norm.add(x, residual)

@@ -117,9 +117,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
-    """Return the keys of `EagleConfig` for the weights that a head has. both: also embedding and LM
-    head.
-    """
+    """Return the keys of `EagleConfig` for a head's weights. both: also embedding and LM head."""
     known = {name.removeprefix("model.") for name in names}
     return {
         "own_embedding": both and "embed_tokens.weight" in known,

@@ -106,9 +106,7 @@ class Answers:
 
 
 def follow(tokens: np.ndarray, places: np.ndarray, count: int, least: float) -> list[int]:
-    """Return at most `count` tokens, each the most frequent one after the positions that match so
-    far.
-    """
+    """Return at most `count` tokens, each the most frequent after the positions matched so far."""
     drafts: list[int] = []
     total = len(places)
     while len(drafts) < count:
