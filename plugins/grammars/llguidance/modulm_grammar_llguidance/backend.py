@@ -123,9 +123,7 @@ _DATA = frozenset({"const", "default", "enum", "example", "examples", "required"
 
 
 def _source(constraint: StructuredOutputs, added: Mapping[str, int]) -> str:
-    """Translate the constraint to llguidance's own grammar format. added: text -> id of added
-    tokens.
-    """
+    """Translate the constraint to llguidance's format. added: text -> id of added tokens."""
     options: dict[str, Any] = {"whitespace_flexible": not constraint.disable_any_whitespace}
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern

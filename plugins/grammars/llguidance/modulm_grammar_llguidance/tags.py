@@ -143,9 +143,7 @@ class _Writer:
         return body if element.get("at_least_one") else f"({body})?"
 
     def _triggered(self, element: Mapping[str, Any]) -> str:
-        """Return a rule for free text in which a trigger starts one of the tags that begin with
-        it.
-        """
+        """Return a rule for free text in which a trigger starts one of its tags."""
         free = {"type": "any_text", "excludes": [*element["triggers"]]}
         tags = []
         for each in element["tags"]:

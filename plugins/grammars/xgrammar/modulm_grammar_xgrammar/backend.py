@@ -106,18 +106,14 @@ class XGrammar(GrammarBackend):
 
     @cached_property
     def _control(self) -> frozenset[int]:
-        """Tokens of control characters. xgrammar allows them in strings of limited length, JSON
-        does not.
-        """
+        """Tokens of control characters, which xgrammar allows in strings of limited length."""
         control = _CONTROL[_spelling(self.tokenizer)]
         tokens = ((i, self.tokenizer.id_to_token(i)) for i in range(self.vocabulary))
         return frozenset(i for i, token in tokens if token and control.search(token))
 
     @cached_property
     def _tag_compiler(self) -> xgrammar.GrammarCompiler:
-        """Compiler for structural tags, which may contain special tokens that other text must not
-        contain.
-        """
+        """Compiler for structural tags, which may contain special tokens unlike other text."""
         return self._new_compiler(frozenset())
 
     @cached_property
@@ -126,9 +122,7 @@ class XGrammar(GrammarBackend):
         return self._new_compiler(self._control)
 
     def _new_compiler(self, hidden: frozenset[int]) -> xgrammar.GrammarCompiler:
-        """Create a compiler. hidden: tokens that are given no text, so that no constraint allows
-        them.
-        """
+        """Create a compiler. hidden: tokens without a text, which no constraint allows."""
         tokens = [self.tokenizer.id_to_token(index) for index in range(self.vocabulary)]
         info = xgrammar.TokenizerInfo(
             ["" if i in hidden or token is None else token for i, token in enumerate(tokens)],

@@ -72,9 +72,7 @@ def _reason(schema: Mapping[str, Any], root: Any) -> str | None:
 
 
 def _values_reason(schema: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with constants or bounds that conflict with their type or need one, or
-    None.
-    """
+    """Return what is wrong with constants or bounds that conflict with or need a type, or None."""
     kinds = schema.get("type")
     if kinds is None:
         untyped = sorted(_TYPED & schema.keys())
