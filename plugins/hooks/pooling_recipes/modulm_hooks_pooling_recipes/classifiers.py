@@ -49,9 +49,7 @@ class Classifier:
 def read_classifier(
     checkpoint: Checkpoint, config: EngineConfig, modules: Sequence[SentenceModule]
 ) -> Classifier | None:
-    """Read the classifier in config.json or in a module; None without one. Raises
-    CheckpointError.
-    """
+    """Read the classifier in config.json or a module, or None. Raises CheckpointError."""
     table = checkpoint.config
     if table.get("classifier_from_token"):
         return _from_tokens(checkpoint, config)

@@ -1,6 +1,4 @@
-"""ColBERT (arXiv 2004.12832) in its authors' format: BERT and a `linear.weight` for token
-vectors.
-"""
+"""ColBERT (arXiv 2004.12832) in its authors' format: BERT and a `linear.weight`."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def is_colbert(architectures: Sequence[str]) -> bool:
 
 
 def read_colbert(folder: Path) -> PoolingRecipe:
-    """Return the recipe: token vectors through the linear layer stored with the encoder's
-    weights.
-    """
+    """Return the recipe: token vectors through the linear layer in the encoder's files."""
 
     def layers(device: torch.device) -> tuple[Any, ...]:
         from modulm_hooks_pooling_recipes.layers import read_projection

@@ -92,8 +92,9 @@ def read_normalize(folder: Path, device: torch.device) -> Layer:
 
 
 def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
-    """Read a linear layer without bias from the model's weights. Raises CheckpointError naming the
-    folder.
+    """Read a linear layer without bias from the model's weights.
+
+    Raises CheckpointError naming the folder.
     """
     loader = choose_loader(current(), folder, None).driver(folder)
     weight = next((tensor for tensor_name, tensor in loader.read() if tensor_name == name), None)

@@ -137,9 +137,7 @@ def _limits(folder: Path) -> dict[str, Any]:
 
 
 def _tokenizer_limit(folder: Path) -> int | None:
-    """Return the limit that newer folders store with the tokenizer; huge values mean there is
-    none.
-    """
+    """Return the limit in the tokenizer's file, as newer folders have it; huge ones mean none."""
     file = folder / "tokenizer_config.json"
     stated = read_object(file).get("model_max_length") if file.exists() else None
     return stated if isinstance(stated, int) and 0 < stated < _ABSURD else None
