@@ -146,8 +146,8 @@ def _merge(parts: Tensor, sinks: Tensor | None) -> Tensor:
 
 @frozen
 class ContextMesh(Mesh):
-    """A mesh whose `context` ranks share the cached tokens of a sequence, `interleave_tokens` at a
-    time.
+    """A mesh whose `context` ranks share a sequence's cached tokens in runs of
+    `interleave_tokens`.
     """
 
     interleave_tokens: int = 1

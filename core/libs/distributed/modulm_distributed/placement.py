@@ -70,9 +70,7 @@ def balancedness(counts: np.ndarray, placed: np.ndarray) -> float:
 
 
 def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
-    """Return the number of copies of each expert, at most one per rank if there are enough
-    experts.
-    """
+    """Return the number of copies of each expert, at most one per rank if possible."""
     copies = np.ones(len(counts), dtype=np.int64)
     for _ in range(slots - len(counts)):
         shares = counts / copies

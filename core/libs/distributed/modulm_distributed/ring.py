@@ -69,8 +69,7 @@ class Ring:
         return cls(memory, [os.eventfd(0) for _ in range(readers)])
 
     def write(self, data: bytes, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Write a frame for all readers; a frame that is too long is written empty and returns
-        False.
+        """Write a frame for all readers; if it is too long, write an empty one and return False.
 
         Waits for slow readers while they are `alive`.
         """
@@ -91,7 +90,7 @@ class Ring:
         os.eventfd_write(self._bells[reader], _WAKE)
 
     def frames(self, reader: int = 0) -> Iterator[memoryview]:
-        """Yield the new frames, at least one unless woken. Each is valid until the next is
+        """Yield new frames, at least one unless woken. Each is valid until the next is
         requested.
         """
         rung = int.from_bytes(os.read(self._bells[reader], 8), sys.byteorder)

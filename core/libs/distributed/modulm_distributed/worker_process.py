@@ -99,9 +99,7 @@ class _Plans:
                 return
 
     def _next_ordered(self) -> Iterator[list[Any]]:
-        """Yield the stream's frames up to and including the next one that is in order with
-        plans.
-        """
+        """Yield the stream's frames up to the next one that is in order with plans."""
         while not self._ordered:
             frame = self._stream.receive()
             if frame is None:
