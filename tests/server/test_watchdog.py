@@ -21,6 +21,7 @@ from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.engine.heartbeat import interval_of, stacks_file
 from modulm_server.engine.watchdog import Watchdog
 from modulm_server.scripted import scripted_info
+from modulm_weight_transfer.engine import WeightState
 
 
 @define(eq=False, slots=False)
@@ -36,6 +37,7 @@ class Core:
     ranks: tuple[int, ...] = ()
     down: None = None
     report: Any = None
+    weights: WeightState = WeightState()
 
     def tokenizer(self) -> None:
         return None
@@ -136,7 +138,7 @@ def test_action_says_whether_waiting_requests_end(
 
     async def main() -> bool:
         task = asyncio.ensure_future(anext(llm.generate([5, 6], SamplingParams(max_tokens=4), "a")))
-        while "submit" not in core.did:
+        while "submit" not in core.did and not task.done():
             await asyncio.sleep(0)
         await asyncio.to_thread(llm._post_stall, EngineStalled("it stands still"))
         with pytest.raises(EngineStalled):

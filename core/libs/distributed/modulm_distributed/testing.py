@@ -9,11 +9,13 @@ import sys
 import tempfile
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import attrs
 
 from modulm.config.environ import isolated
 from modulm.engine.worker.worker import Worker
+from modulm.plugins import manager
 from modulm.testing.connectors import FakeConnector
 from modulm.testing.engines import step_parts
 from modulm_distributed.executor import WorkersExecutor
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Plan, StepResult
+    from modulm.plugins.manager import PluginManager
 
 __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
 
@@ -35,9 +38,13 @@ __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
 def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan], StepResult]:
     """Wrap `run` so that each plan and result is encoded and decoded."""
 
+    codecs: WeakKeyDictionary[PluginManager, PlanCodec] = WeakKeyDictionary()
+
     @wraps(run)
     def crossed(self: Any, plan: Plan) -> StepResult:
-        codec = PlanCodec(step_parts(FakeConnector()))
+        plugins = manager.current()
+        if (codec := codecs.get(plugins)) is None:
+            codec = codecs[plugins] = PlanCodec(step_parts(FakeConnector()))
         data = codec.encode_plan(plan)
         arrived = codec.decode_plan(data)
         if codec.encode_plan(arrived) != data:
