@@ -41,8 +41,8 @@ class Thoughts(ReasoningFormat):
 
     def __init__(self, context: ParseContext) -> None:
         super().__init__(context)
-        self._unclosed = False  # a call has ended a thought, whose closing tag may still follow
-        self._tag = ""  # the tag that opened the thought
+        self._unclosed = False  # a call has ended reasoning whose closing tag may still follow
+        self._tag = ""  # the tag that opened the reasoning
 
     @property
     def words(self) -> tuple[str, ...]:
