@@ -1,13 +1,13 @@
-"""Faults from outside, and what is lost: python bench/faults.py kill --minutes 10
+"""Injects faults and checks what is lost: python bench/faults.py kill --minutes 10
 
 slow   thousands of connections that send a byte a second, in heads and in bodies
 disk   a full disk under files, batches and logs
-clock  the clock of the machine set back and forward (a shim under libc: nothing else notices)
-kill   `kill -9` of each process in turn, helpers that compile and render included
+clock  the machine's clock set back and forward (by a shim under libc)
+kill   `kill -9` of each process in turn, including helpers that compile and render
 stop   SIGTERM during a start, a load, requests, and a batch
 
-Each runs round after round until the time is up (0: one round), prints what it saw, and ends with
-0 if the server answered as it should and nothing that was acknowledged was lost.
+Each kind repeats until the time is up (0: one round), prints what it observed, and exits with 0 if
+the server answered correctly and nothing acknowledged was lost.
 """
 
 from __future__ import annotations

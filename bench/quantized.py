@@ -1,14 +1,14 @@
-"""Quantized checkpoints as they are published, beside our own formats, their peers and the machine.
+"""Published quantized checkpoints compared with modulm's formats, peers and the machine's peak.
 
     python bench/quantized.py CHECKPOINT FOLDER --llama LLAMA_VENV/bin/python [--only PART ...]
         [--rounds N] [--json FILE] [--make]
 
-CHECKPOINT is Qwen3-0.6B's shape in bf16; what the formats are made of it is written to FOLDER once
-(`--make` stops there). All that is compared is in memory at the same time and takes turns, round
-by round; a ratio is the median of those of the rounds. PARTs: stream (one stream, each format
-beside int4 at load with the same head, and the bandwidth that the probe finds in that round),
-prompt (2,048 tokens, beside bf16), gguf (the same file in llama.cpp), mixture (one billion weights
-in int4), load (beside reading the file).
+CHECKPOINT is Qwen3-0.6B's shape in bf16; its converted formats are written to FOLDER once (`--make`
+stops there). All engines of a comparison are in memory and alternate by round; a ratio is the
+median over rounds. PARTs: stream (one stream, each format compared with int4 at load with the same
+head, and the bandwidth that the probe measures in that round), prompt (2,048 tokens, compared with
+bf16), gguf (the same file in llama.cpp), mixture (one billion weights in int4), load (compared with
+reading the file).
 
     pip install llama-cpp-python gguf numpy     # in a venv of its own, from source
 """

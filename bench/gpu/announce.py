@@ -1,8 +1,8 @@
-"""Metadata of this repository's packages, so that a Python in which none is installed finds them.
+"""Write metadata of this repository's packages, for a Python in which none is installed.
 
     python bench/gpu/announce.py REPOSITORY FOLDER
 
-FOLDER gets a `.dist-info` for each distribution, and `paths`: where their code lies.
+FOLDER gets a `.dist-info` for each distribution, and `paths`: the folders with their code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KERNELS = "kernels/triton/pyproject.toml"
 
 
 def announce(root: Path, folder: Path) -> list[Path]:
-    """Write the metadata; the folders that Python has to look into."""
+    """Write the metadata; returns the folders for Python's path."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for pattern in (*_WHERE, _KERNELS):

@@ -1,8 +1,8 @@
-"""What bench/gpu/run.sh runs: sections with a time of their own, results after each of them.
+"""The sections that bench/gpu/run.sh runs, each with a time limit; results are written after each.
 
-The JSON has, for each section, how it ended, its seconds and its lines; a line is a figure, what it
-is measured against, and the share that was aimed at. A section that fails or takes too long leaves
-the others alone; what was found until then is written.
+The JSON has, for each section, its outcome, its seconds and its lines; a line is a figure, its
+reference, and the target share. A section that fails or times out does not affect the others; its
+lines so far are kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
-#: Of the kit of models: one of each kind of layer.
+#: Architectures of the model kit: one with each kind of layer.
 FAMILIES = (
     "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM",
     "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "BambaForCausalLM", "Qwen3NextForCausalLM",
@@ -65,12 +65,14 @@ FAMILIES = (
 
 
 class TooLong(Exception):
-    """A section took more than its time."""
+    """A section exceeded its time limit."""
 
 
 @define
 class Setup:
-    """Where it runs. tiny: a dry run on small shapes; rate, bandwidth: measured, FLOP/s and B/s."""
+    """The environment of a run. tiny: a dry run on small shapes. rate, bandwidth: measured, in
+    FLOP/s and B/s.
+    """
 
     device: str
     tiny: bool
@@ -84,12 +86,12 @@ class Setup:
         return torch.device("cpu" if self.tiny else "xpu" if self.device == "xpu" else "cuda")
 
     def line(self, what: str, value: float, unit: str, of: float = 0.0, aim: float = 0.0) -> None:
-        """One figure; of: what it is measured against, in the same unit; aim: the share meant."""
+        """Print and record a figure. of: its reference in the same unit. aim: the target share."""
         share = value / of if of and not self.tiny else None
         self.lines.append({"what": what, "value": value, "unit": unit, "share": share, "aim": aim})
 
     def folder(self, name: str) -> str:
-        """A checkpoint folder of a published shape, without weights."""
+        """Create a checkpoint folder of a published shape, without weights."""
         made = self.place / name
         made.mkdir(exist_ok=True)
         shape = {**SHAPES[name], **(TINY if self.tiny else {})}
@@ -97,7 +99,7 @@ class Setup:
         return str(made)
 
     def engine(self, model: str, **flags: Any) -> Any:
-        """An engine; on a dry run one on the processor."""
+        """Create an engine; on the CPU in a dry run."""
         from modulm import LLM
 
         own = {"device": "cpu", "dtype": "float32"} if self.tiny else {"device": self.device}
@@ -105,7 +107,7 @@ class Setup:
         return LLM(model, **{**given, **own, **flags})
 
     def seconds(self, work: Callable[[], object], times: int = 5) -> float:
-        """The least time of several runs, after two that are not counted."""
+        """The minimum time of several runs, after two warm-ups."""
         found = []
         for _ in range(2 + times if not self.tiny else 2):
             self.wait()
@@ -121,7 +123,7 @@ class Setup:
 
 
 def machine(setup: Setup) -> None:
-    """Bandwidth of a copy that fits no cache, and the rate of a large product in bf16."""
+    """Bandwidth of a copy that exceeds all caches, and the rate of a large product in bf16."""
     size, edge = (1 << 20, 64) if setup.tiny else (4 << 30, 8192)
     source = torch.empty(size, dtype=torch.uint8, device=setup.torch_device)
     target = torch.empty_like(source)
@@ -133,7 +135,7 @@ def machine(setup: Setup) -> None:
 
 
 def kernels(setup: Setup) -> None:
-    """Every kernel against its twin: the suite's own tests take the GPU where there is one."""
+    """Every kernel against its twin: runs the suite's tests on the GPU."""
     which = ["tests/plugins/kernels/triton"]
     if setup.tiny:
         which = ["tests/plugins/kernels/triton/test_rms_norm.py"]
@@ -148,8 +150,9 @@ def kernels(setup: Setup) -> None:
 
 
 def families(setup: Setup) -> None:
-    """Probabilities of prompts and decodes in bf16 on the GPU against fp32 on the CPU. bf16 itself
-    may send a token to another expert: twice the difference that it makes on the CPU is allowed.
+    """Probabilities of prompts and decodes in bf16 on the GPU against fp32 on the CPU.
+
+    bf16 may route a token to another expert, so twice its error on the CPU is allowed.
     """
     from modulm.testing.checkpoints import make_tiny
     from modulm.testing.session import Session
@@ -175,7 +178,7 @@ def families(setup: Setup) -> None:
 
 
 def graphs(setup: Setup) -> None:
-    """Hidden states of decode steps with graphs and without, bit for bit, at recorded sizes."""
+    """Hidden states of decode steps with and without graphs, bit for bit, at recorded sizes."""
     from modulm import SamplingParams
 
     counts = (2, 4) if setup.tiny else (1, 8, 64, 256)
@@ -197,7 +200,7 @@ def graphs(setup: Setup) -> None:
 
 
 def _test_device() -> dict[str, Any]:
-    """The device of the tests that has graphs."""
+    """The test device that supports graphs."""
     import modulm
     from modulm_gpu.testing import GatherAttention, GraphPlatform
 
@@ -211,7 +214,7 @@ def _test_device() -> dict[str, Any]:
 
 
 def streams(setup: Setup) -> None:
-    """Many streams at once of which each third is aborted: the others are what they are alone."""
+    """Many streams, of which a third is aborted: the others must equal those of a single run."""
     from modulm import SamplingParams
     from modulm_server.engine.async_llm import AsyncLLM
 
@@ -247,8 +250,8 @@ def streams(setup: Setup) -> None:
 
 
 def attention(setup: Setup) -> None:
-    """The platform's first attention for an 8B's layers: decodes against the bandwidth, a prompt
-    against torch's flash attention in the same run.
+    """The default attention for an 8B's layers: decodes against the bandwidth, a prompt against
+    torch's flash attention in the same run.
     """
     import numpy as np
     import torch.nn.functional as F
@@ -300,7 +303,7 @@ def attention(setup: Setup) -> None:
 
 
 def decode(setup: Setup) -> None:
-    """One stream: the share of the time that reading the weights once a token would take."""
+    """One stream, as a share of the time to read the weights once per token."""
     from modulm import SamplingParams
 
     for name, aim in (("Qwen3-0.6B", 0.75), ("Qwen3-8B", 0.88), ("Qwen3-30B-A3B", 0.0)):
@@ -317,7 +320,7 @@ def decode(setup: Setup) -> None:
 
 
 def _read_bytes(shape: dict[str, Any]) -> float:
-    """Bytes of weights in bf16 that a token reads of a dense model."""
+    """Bytes of bf16 weights that a dense model reads per token."""
     hidden, heads, head = shape["hidden_size"], shape["num_attention_heads"], shape["head_dim"]
     attention = hidden * head * (2 * heads + 2 * shape["num_key_value_heads"])
     layer = attention + 3 * hidden * shape["intermediate_size"]
@@ -325,7 +328,7 @@ def _read_bytes(shape: dict[str, Any]) -> float:
 
 
 def throughput(setup: Setup) -> None:
-    """8B: 256 streams of 512 + 256 tokens, and one prompt of 8,192, against the roofs."""
+    """8B: 256 streams of 512 + 256 tokens, and one prompt of 8,192, against the roofline."""
     from modulm import SamplingParams
 
     rows, prompt, output, long = (2, 8, 4, 32) if setup.tiny else (256, 512, 256, 8192)
@@ -352,7 +355,7 @@ def throughput(setup: Setup) -> None:
 
 
 def idle(setup: Setup) -> None:
-    """Share of a decode step at 256 rows in which the GPU does nothing, by torch's profiler."""
+    """Idle share of the GPU in a decode step at 256 rows, from torch's profiler."""
     from modulm import SamplingParams
 
     rows, tokens = (2, 4) if setup.tiny else (256, 48)
@@ -368,7 +371,7 @@ def idle(setup: Setup) -> None:
         for event in profile.events()
         if setup.tiny or event.device_type != torch.autograd.DeviceType.CPU
     )
-    spans = spans[len(spans) // 4 :]  # the first steps are prompts
+    spans = spans[len(spans) // 4 :]  # skips the prompts
     busy, end = 0.0, spans[0][0]
     for begin, stop in spans:
         busy += max(stop - max(begin, end), 0)
@@ -377,7 +380,7 @@ def idle(setup: Setup) -> None:
 
 
 def cold(setup: Setup) -> None:
-    """A server of an 8B on disk, from its start to the first token: `modulm generate`."""
+    """`modulm generate` with an 8B on disk: from start to first token."""
     from safetensors.torch import save_file
 
     folder = Path(setup.folder("Qwen3-8B"))
@@ -406,7 +409,7 @@ def cold(setup: Setup) -> None:
 
 
 def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> None:
-    """Random weights of a Qwen3 by its published names, in files of one layer each."""
+    """Write random weights of a Qwen3 under its published names, one file per layer."""
     shape = SHAPES["Qwen3-8B"]
     hidden, wide = shape["hidden_size"], shape["intermediate_size"]
     heads, pairs, head = (
@@ -438,7 +441,7 @@ def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> Non
     save(table, folder / "model-99999.safetensors")
 
 
-#: Section -> seconds that it may take; correctness first.
+#: Section -> time limit in seconds; correctness first.
 SECTIONS: dict[Callable[[Setup], None], int] = {
     machine: 15, kernels: 110, families: 60, graphs: 50, streams: 40, attention: 20, decode: 70,
     throughput: 70, idle: 35, cold: 50,
@@ -447,7 +450,7 @@ SECTIONS: dict[Callable[[Setup], None], int] = {
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TooLong in what is done inside once the time is over."""
+    """Raise TooLong in the body after `seconds`."""
 
     def ring(*_: object) -> None:
         raise TooLong(f"more than {seconds:.0f} s")
@@ -462,7 +465,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def run(setup: Setup, names: list[str], budget: float, out: Path) -> dict[str, Any]:
-    """All sections in their order, and what they found; written after each."""
+    """Run sections in order and return their results; writes them after each."""
     began = time.monotonic()
     kind = "dry run: nothing ran on hardware" if setup.tiny else setup.device
     found: dict[str, Any] = {
@@ -491,7 +494,7 @@ def run(setup: Setup, names: list[str], budget: float, out: Path) -> dict[str, A
 
 
 def table(found: dict[str, Any]) -> str:
-    """The lines for people."""
+    """Format the results as text."""
     rows = [f"{found['machine']} {found.get('gpu', '')}".strip()]
     for name, section in found["sections"].items():
         rows.append(f"{name}: {section['ended']} ({section['seconds']} s)")

@@ -1,12 +1,12 @@
-"""What every engine is asked in a comparison, and how its seconds are taken.
+"""The cases of a comparison of engines, and their timing.
 
-Each engine has a script beside this file that runs in that engine's own environment, so this
-module imports the standard library only. A script calls `main(load)`; `load(checkpoint, weights)`
-gives `engine(case)`, and that `generate(prompts, new)`, which answers lists of token ids greedily
-with exactly `new` tokens each. A JSON line per case on standard output is the result.
+Each engine has a script in this folder that runs in the engine's own environment, so this module
+imports only the standard library. A script calls `main(load)`; `load(checkpoint, weights)` returns
+`engine(case)`, which returns `generate(prompts, new)`: it extends lists of token ids greedily by
+exactly `new` tokens each. The result is a JSON line per case on standard output.
 
-Rates of decoding are differences between two runs, so that the prompt is not in them; prompts are
-new in each repetition, so that a prefix cache finds nothing that a case does not mean it to find.
+Decode rates are differences between two runs, to exclude the prompt. Prompts are new in each
+repetition, so that a prefix cache has only the intended hits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Load = Callable[[str, str], Engine]
 VOCABULARY = 8000
 REPEATS = 3
 
-#: Longest sequence, and most sequences at once, that a case needs.
+#: Maximum length and number of sequences of any case.
 LENGTHS = {"decode": 256, "prompt": 2112, "batch": 512, "context": 8448, "prefix": 2112}
 SEQUENCES = {"decode": 1, "prompt": 1, "batch": 32, "context": 1, "prefix": 1}
 LONGEST, MOST = max(LENGTHS.values()), max(SEQUENCES.values())
 
 
 class Prompts:
-    """Random prompts: the same ones for every engine, others for every case."""
+    """Random prompts: the same for every engine, different for every case."""
 
     def __init__(self, case: str) -> None:
         self._random = random.Random(case)
@@ -48,7 +48,7 @@ def seconds(generate: Generate, prompts: list[list[int]], new: int) -> float:
 
 
 def decode(generate: Generate, prompts: Prompts, length: int = 32, new: int = 96) -> float:
-    """Tokens per second of one stream, after `length` tokens of prompt."""
+    """Tokens per second of one stream after a prompt of `length` tokens."""
     rates = []
     for _ in range(REPEATS if length < 4096 else 1):
         prompt = [prompts.one(length)]
@@ -58,23 +58,23 @@ def decode(generate: Generate, prompts: Prompts, length: int = 32, new: int = 96
 
 
 def prompt(generate: Generate, prompts: Prompts, length: int = 2048) -> float:
-    """Prompt tokens per second up to the first answered token."""
+    """Prompt tokens per second up to the first output token."""
     return max(length / seconds(generate, [prompts.one(length)], 1) for _ in range(REPEATS))
 
 
 def batch(generate: Generate, prompts: Prompts, requests: int = 32, new: int = 128) -> float:
-    """Answered tokens per second over 32 requests of 256 + 128 tokens, all there at the start."""
+    """Output tokens per second over simultaneous requests of 256 + 128 tokens."""
     asked = [prompts.one(256) for _ in range(requests)]
     return requests * new / seconds(generate, asked, new)
 
 
 def context(generate: Generate, prompts: Prompts) -> float:
-    """Tokens per second of one stream that already has 8,192 tokens."""
+    """Tokens per second of one stream with a context of 8,192 tokens."""
     return decode(generate, prompts, 8192, 64)
 
 
 def prefix(generate: Generate, prompts: Prompts) -> float:
-    """Seconds to the first token with 2,000 known tokens in front, over the seconds without."""
+    """Time to first token with a cached prefix of 2,000 tokens, relative to an uncached one."""
     ratios = []
     for _ in range(REPEATS):
         head = prompts.one(2000)
@@ -87,7 +87,7 @@ CASES = {"decode": decode, "prompt": prompt, "batch": batch, "context": context,
 
 
 def main(load: Load) -> None:
-    """Run the cases asked for, each warmed up, and print `{"case": figure}` lines."""
+    """Run the requested cases, each after a warm-up, and print `{"case": figure}` lines."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("cases", nargs="+", choices=sorted(CASES))

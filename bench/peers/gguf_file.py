@@ -1,4 +1,5 @@
-"""A Qwen3 checkpoint as a GGUF file, for llama.cpp (needs gguf, torch-free safetensors reading).
+"""Writes a Qwen3 checkpoint as a GGUF file for llama.cpp (needs gguf; reads safetensors without
+torch).
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -9,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-#: Our tensor names to llama.cpp's, within a layer.
+#: Checkpoint tensor names -> llama.cpp's, within a layer.
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -35,7 +36,7 @@ def name_of(name: str) -> str:
 
 
 def bf16_tensors(path: Path):
-    """(name, uint16 array) of each tensor; numpy has no bfloat16."""
+    """Yield (name, uint16 array) of each tensor; numpy has no bfloat16."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

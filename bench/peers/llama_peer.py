@@ -1,8 +1,8 @@
 """llama.cpp through llama-cpp-python in a comparison (see cases.py).
 
-Its C API is called, so that several sequences share a batch as they do in its server. A GGUF file
-of the checkpoint is written beside it once (gguf_file.py); Q8_0 and Q4_0 are made from that by
-llama.cpp itself and stand for int8 and int4.
+Uses its C API, so that several sequences share a batch as in its server. A GGUF file of the
+checkpoint is written next to it once (gguf_file.py); llama.cpp converts that to Q8_0 and Q4_0,
+which are compared with int8 and int4.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ import llama_cpp
 from cases import LENGTHS, SEQUENCES, Engine, Generate, main
 
 KINDS = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
-#: Tokens that one call may take.
+#: Maximum tokens per call.
 CHUNK = 512
 
 
 def model_file(checkpoint: str, weights: str) -> Path:
-    """The GGUF file with these weights, written if it is not there."""
+    """The GGUF file with these weights; created if missing."""
     plain = Path(checkpoint) / "model-bf16.gguf"
     if not plain.exists():
         gguf_file.write(Path(checkpoint), plain)
@@ -36,8 +36,9 @@ def model_file(checkpoint: str, weights: str) -> Path:
 
 
 class Sequences:
-    """Up to `sequences` prompts answered side by side. A prompt's longest known beginning is
-    taken from the last one, as llama.cpp's server does for a slot."""
+    """Up to `sequences` concurrent prompts. A prompt reuses the longest common prefix of the
+    previous one, as in a slot of llama.cpp's server.
+    """
 
     def __init__(self, model: ctypes.c_void_p, length: int, sequences: int) -> None:
         settings = llama_cpp.llama_context_default_params()
@@ -53,7 +54,7 @@ class Sequences:
         self.known: list[int] = []
 
     def put(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """rows: (token, position, sequence, whether its logits are wanted)."""
+        """Decode a batch. rows: (token, position, sequence, whether to compute logits)."""
         for at, (token, position, sequence, wanted) in enumerate(rows):
             self.batch.token[at] = token
             self.batch.pos[at] = position
@@ -88,7 +89,7 @@ class Sequences:
             tokens = [self.best(at) for at in range(len(tokens))]
 
     def reuse(self, prompt: list[int]) -> int:
-        """Tokens of the prompt's beginning that the cache keeps; the last one is always put."""
+        """The number of cached prompt tokens to reuse; the last token is always computed."""
         shared = 0
         for mine, theirs in zip(prompt[:-1], self.known, strict=False):
             if mine != theirs:
@@ -106,7 +107,7 @@ class Sequences:
 
 @llama_cpp.llama_log_callback
 def _silent(level: int, text: bytes, data: int) -> None:
-    """llama.cpp reports its start on standard error otherwise."""
+    """Drop llama.cpp's log messages."""
 
 
 def argmax(values: object, size: int) -> int:
@@ -116,7 +117,7 @@ def argmax(values: object, size: int) -> int:
 
 
 def check_amx() -> None:
-    """Raise SystemExit if AMX is ruled out and this build has it."""
+    """Raise SystemExit if AMX must not be used but this build has it."""
     limited = not os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX").endswith("AMX")
     if limited and b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
         raise SystemExit("this llama.cpp was built with AMX; see bench/compare.py")

@@ -1,10 +1,10 @@
-"""llama.cpp taking turns with another engine on one GGUF file (see bench/quantized.py).
+"""llama.cpp alternating with another engine on one GGUF file (see bench/quantized.py).
 
     python llama_turns.py CHECKPOINT KIND FOLDER [serve]
 
-FOLDER/KIND.gguf is made of the checkpoint, by llama.cpp's own quantization, if it is not there.
-With `serve` a line of JSON in is {"prompts": [[token]], "new": tokens to answer, "length": the most
-of a sequence}, a line out the seconds that it took.
+FOLDER/KIND.gguf is converted from the checkpoint with llama.cpp's quantization if missing. With
+`serve`, each JSON input line {"prompts": [[token]], "new": output tokens, "length": maximum
+sequence length} is answered by a line with the seconds it took.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ import gguf_file
 import llama_cpp
 from llama_peer import Sequences, _silent
 
-#: Of llama.h.
+#: From llama.h.
 FTYPES = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 
 def file_of(checkpoint: Path, kind: str, folder: Path) -> Path:
-    """The checkpoint as a GGUF file whose types llama.cpp itself chose."""
+    """The checkpoint as a GGUF file with types chosen by llama.cpp; created if missing."""
     path = folder / f"{kind}.gguf"
     if path.exists():
         return path

@@ -1,4 +1,4 @@
-"""transformers in a comparison (see cases.py): `generate` with its own cache, batches padded."""
+"""transformers in a comparison (see cases.py): `generate` with its KV cache and padded batches."""
 
 from cases import Engine, main
 

@@ -1,9 +1,9 @@
 """vLLM on a CPU in a comparison (see cases.py).
 
-For its best figures no core is kept for the scheduler (`VLLM_CPU_NUM_OF_RESERVED_CPU=0`).
+For its best figures no core is reserved for the scheduler (`VLLM_CPU_NUM_OF_RESERVED_CPU=0`).
 
-oneDNN's own limit keeps AMX from its linears. Its attention and small products go by what torch
-says of the processor, so torch says no as well. The process that vLLM spawns runs this file, too.
+Without AMX, oneDNN's limit covers the linear layers. Attention and small products depend on torch's
+CPU detection, which is therefore patched too. vLLM's child process runs this file as well.
 """
 
 import os

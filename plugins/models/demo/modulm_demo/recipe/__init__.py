@@ -1,1 +1,1 @@
-"""How the checkpoint is made: write text from a seed, train on it, ask unseen questions."""
+"""How the checkpoint is made: generate text from a seed, train, evaluate on unseen questions."""

@@ -1,9 +1,9 @@
 """Asks the 300 ordinary questions of questions.jsonl: `python -m modulm_demo.recipe.ask`.
 
-They are kept out of the generator's text: `generator.training` drops a conversation that asks one.
-An answer is right if it fits the pattern of its question, or makes the call that is wanted; it is
-honest if it says that it does not know where it could have known; all else is wrong. A word is
-broken if neither the recipe nor the conversation has it.
+They are excluded from the generated text: `generator.training` drops conversations that ask one. An
+answer is right if it matches its question's pattern or makes the expected call, honest if it admits
+not to know something, and wrong otherwise. A word is broken if it occurs neither in the recipe nor
+in the conversation.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _tool(name: str) -> Tool:
 
 
 def _after(steps: list[list[Any]]) -> list[Message]:
-    """Calls that were made and what came back."""
+    """Calls that were made, and their results."""
     messages: list[Message] = []
     for name, arguments, result in steps:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -55,7 +55,7 @@ def _after(steps: list[list[Any]]) -> list[Message]:
 
 
 def converse(row: dict[str, Any], answer: Answer) -> Message:
-    """Ask turn by turn, with the model's own answers between, and return its last."""
+    """Ask turn by turn, with the model's own answers in between; returns the last one."""
     tools = [_tool(name) for name in row.get("tools", ())]
     messages: list[Message] = []
     reply: Message = {}
@@ -108,14 +108,14 @@ def _vocabulary() -> frozenset[str]:
 
 
 def broken(row: dict[str, Any], text: str) -> list[str]:
-    """Words that the model made up, each once."""
+    """Words that the model made up, each listed once."""
     seen = {word.casefold() for word in _WORD.findall(json.dumps(row, ensure_ascii=False))}
     distinct = dict.fromkeys(_WORD.findall(text))
     return [word for word in distinct if word.casefold() not in _vocabulary() | seen]
 
 
 def table(rows: list[dict[str, Any]], answers: list[Message]) -> str:
-    """One line a category, and all together."""
+    """Format one line per category, and a total."""
     names = list(dict.fromkeys(row["category"] for row in rows))
     lines = ["| category | questions | right | honest | wrong |", "|---|---:|---:|---:|---:|"]
     for name in [*names, "all"]:

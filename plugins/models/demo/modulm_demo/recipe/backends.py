@@ -1,7 +1,7 @@
-"""Three ways to get the model's answer to a conversation, behind one function.
+"""Three backends that return the model's answer to a conversation.
 
-`transformers` is the oracle; `modulm` and `http` ask this project's engine and its server, with its
-own parsers. Each imports what it needs when it is made.
+`transformers` is the reference; `modulm` and `http` use this project's engine and server, with its
+own parsers. Each imports its dependencies when created.
 """
 
 import json
@@ -104,7 +104,7 @@ def http_backend(model: str, url: str) -> Answer:
 
 
 def _wire(messages: Sequence[Message]) -> list[Message]:
-    """Give calls the ids and the text arguments that the OpenAI API asks for."""
+    """Add the ids and text arguments of the OpenAI API to calls."""
     sent: list[Message] = []
     open_ids: list[str] = []
     for message in messages:

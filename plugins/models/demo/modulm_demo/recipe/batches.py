@@ -1,4 +1,4 @@
-"""Packs tokenized conversations into rows of a fixed length that do not see each other."""
+"""Packs tokenized conversations into rows of a fixed length, with attention limited to each."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one conversation; `learned` marks those that the model has to write."""
+    """Token ids of a conversation; `learned` marks those that the model has to write."""
 
     ids: list[int]
     learned: list[bool]
@@ -29,7 +29,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids`, `positions`, `owners`: [rows, length]. The rest: [PICKED], places that carry loss.
+    """`ids`, `positions`, `owners`: [rows, length]. The rest: [PICKED], positions that carry loss.
 
     A token attends to earlier tokens of its own conversation, which `owners` numbers within a row.
     """
@@ -43,10 +43,10 @@ class Batch:
 
 
 def pieces(text: str, thinking: bool) -> list[tuple[str, bool]]:
-    """Cut a rendered conversation into parts that the model reads and parts that it writes.
+    """Split a rendered conversation into parts that the model reads and parts that it writes.
 
-    It writes the assistant turns after the last question; earlier turns lost their thoughts in the
-    template, so learning from them would teach answers without a think block.
+    It writes the assistant turns after the last question; the template drops the thoughts of
+    earlier turns, so learning from them would teach answers without a think block.
     """
     turns = text.split("<|im_start|>")[1:]
     last_user = max(
@@ -87,7 +87,7 @@ def documents(
 
 
 def _pack(waiting: list[Document], length: int) -> tuple[list[list[Document]], list[Document]]:
-    """Put documents into rows, longest first, each into the first row with room."""
+    """Pack documents into rows, longest first, each into the first row with room."""
     rows: list[list[Document]] = [[] for _ in range(TOKENS // length)]
     room, left = [length] * len(rows), []
     for document in sorted(waiting, key=lambda d: -len(d.ids)):
@@ -119,7 +119,7 @@ def _assemble(rows: list[list[Document]], length: int, rng: np.random.Generator)
 
 
 def _take(waiting: dict[int, list[Document]], length: int) -> list[list[Document]]:
-    """Fill rows of a length with their own documents, and the gaps with shorter ones."""
+    """Fill rows of a length with documents of that length, and the gaps with shorter ones."""
     lengths = [other for other in LENGTHS if other <= length]
     rows, left = _pack([document for other in lengths for document in waiting[other]], length)
     for other in lengths:
@@ -128,14 +128,14 @@ def _take(waiting: dict[int, list[Document]], length: int) -> list[list[Document
 
 
 def row_length(document: Document) -> int | None:
-    """The least row length that holds a document, or None if it is too long."""
+    """The smallest row length that holds a document, or None if it is too long."""
     return next((length for length in LENGTHS if len(document.ids) <= length), None)
 
 
 def batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, mixture: str = "second"
 ) -> Iterator[Batch]:
-    """Batches of TOKENS places in rows no longer than the conversations need."""
+    """Batches of TOKENS positions in rows no longer than the conversations need."""
     rng = np.random.default_rng(seed)
     waiting: dict[int, list[Document]] = {length: [] for length in LENGTHS}
     for document in documents(tokenizer, seed, mixture):

@@ -34,7 +34,7 @@ _SAVE_EVERY = 100
 
 
 def head_config(model: Qwen3ForCausalLM) -> LlamaConfig:
-    """The shape of the head: one layer of the model's width."""
+    """The config of the head: one layer of the model's width."""
     of = model.config
     return LlamaConfig(
         architectures=["EagleLlamaForCausalLM"], recipe="modulm-demo", vocab_size=of.vocab_size,
@@ -68,19 +68,19 @@ class Head(nn.Module):
 
 
 def _shifted(tensor: Tensor, by: int) -> Tensor:
-    """Each place gets what stood `by` places before it; what comes from no place does not count."""
+    """Shift positions by `by`; those without a source do not count."""
     return tensor.roll(by, dims=1)
 
 
 class Losses:
-    """Loss and agreement of a head with its model, on batches of the recipe."""
+    """Computes loss and agreement of a head with its model, on batches of the recipe."""
 
     def __init__(self, model: Qwen3ForCausalLM, head: Head) -> None:
         self._model, self._head = model.eval().requires_grad_(False), head
         self._table = model.get_input_embeddings().weight
 
     def __call__(self, batch: Batch) -> tuple[Tensor, list[float]]:
-        """(loss, of the first and the second step how often the model's own token comes first)."""
+        """Return (loss, top-1 agreement with the model for the first and the second step)."""
         ids, positions, owners, picked, _, weights = as_tensors(batch)
         identity = torch.eye(ids.shape[1], dtype=torch.bool)
         causal = torch.ones_like(identity).tril()
@@ -94,7 +94,7 @@ class Losses:
         embedded = F.embedding(ids, self._table)
         losses, agreements, states = [], [], hidden
         for ahead in (1, 2):
-            # What stood `ahead` places before is of the same conversation, or does not count.
+            # Positions `ahead` steps back are in the same conversation or do not count.
             counts = positions >= ahead
             weights = weights * counts.flatten()[picked]
             seen = (mask & counts[:, None, None, :]) | identity
@@ -114,7 +114,7 @@ class Losses:
 
 
 def optimizers(head: Head, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the norms, as the model has them."""
+    """Muon for the matrices, AdamW for the norms, as for the model."""
     matrices = [p for p in head.parameters() if p.ndim == 2]
     others = [p for p in head.parameters() if p.ndim != 2]
     return [
@@ -134,7 +134,7 @@ def save(head: Head, config: LlamaConfig, folder: Path) -> None:
 
 
 def main() -> None:
-    """Read the options and train."""
+    """Parse the options and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL, help="checkpoint to draft for")
     parser.add_argument("--out", type=Path, default=PUBLISHED, help="folder of the head")

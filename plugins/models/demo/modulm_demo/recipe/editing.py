@@ -1,4 +1,4 @@
-"""Working on a given text: rewriting, spelling, sorting words, feelings, repeating."""
+"""Tasks on a given text: rewriting, spelling, sorting words, sentiment, repeating."""
 
 from random import Random
 
@@ -39,7 +39,7 @@ def _phrase(rng: Random) -> str:
 
 
 def case(rng: Random) -> Example:
-    """Capitals and small letters."""
+    """Ask for capitals or small letters."""
     text = _phrase(rng)
     upper = ("Write \"{t}\" in capital letters.", "Write in uppercase: {t}", "Uppercase: {t}",
              "Convert to uppercase: {t}", "Make this uppercase: {t}", "Capitalize all letters: {t}",
@@ -53,7 +53,7 @@ def case(rng: Random) -> Example:
 
 
 def tense(rng: Random) -> Example:
-    """Past, future, question, negation, politeness."""
+    """Ask for past, future, a question, a negation, or politeness."""
     who, (verb, past, going, rest) = rng.choice(_WHO), rng.choice(_VERBS)
     statement = f"{who} {verb} {rest}."
     subject = who if who == "I" else who.lower()
@@ -98,7 +98,7 @@ _POLITE = ("Make this more polite: {t}", "Say this politely: {t}", "Rewrite poli
 
 
 def polite(rng: Random) -> Example:
-    """A request in kinder words."""
+    """Ask to rephrase a request politely."""
     rude, kind = rng.choice(_RUDE)
     return single("editing", fill(rng, _POLITE, t=rude), kind, (kind,))
 
@@ -121,7 +121,7 @@ _FEELS = ("Is this positive or negative? {t}", "What is the sentiment of this te
 
 
 def sentiment(rng: Random) -> Example:
-    """Whether a remark is positive or negative."""
+    """Ask whether a remark is positive or negative."""
     kind, texts = rng.choice(_FEELINGS)
     return single("editing", fill(rng, _FEELS, t=rng.choice(texts)), f"It is {kind}.", (kind,))
 
@@ -135,7 +135,7 @@ _SPELLED = (
 
 
 def spelling(rng: Random) -> Example:
-    """The letters of a word, how many there are, the first, the last, and backwards."""
+    """Ask for the letters of a word, their number, the first, the last, or the reverse."""
     word = rng.choice(_SPELLED)
     letters = ", ".join(word)
     roll = rng.random()
@@ -165,7 +165,7 @@ def spelling(rng: Random) -> Example:
 
 
 def alphabet(rng: Random) -> Example:
-    """Words in order, and the next letter."""
+    """Ask to sort words, or for the next letter."""
     if rng.random() < 0.35:
         index = rng.randrange(25)
         letter, following = chr(65 + index), chr(66 + index)
@@ -187,7 +187,7 @@ def alphabet(rng: Random) -> Example:
 
 
 def repeat(rng: Random) -> Example:
-    """Saying what is asked for, once or more often; greeting somebody."""
+    """Ask to repeat something, once or several times, or to greet somebody."""
     roll = rng.random()
     text = _phrase(rng)
     if roll < 0.4:
@@ -209,7 +209,7 @@ def repeat(rng: Random) -> Example:
 
 
 def combine(rng: Random) -> Example:
-    """Words joined, replaced, picked out, counted."""
+    """Ask to join, replace, select or count words."""
     chosen = rng.sample(MEMBERS_OF[rng.choice(("fruits", "animals", "colors", "tools"))], 3)
     roll = rng.randrange(4)
     if roll == 0:
@@ -238,7 +238,7 @@ def combine(rng: Random) -> Example:
 
 
 def editing(rng: Random) -> Example:
-    """Any of these."""
+    """Make an example of any of these."""
     make = rng.choices((case, tense, polite, sentiment, spelling, alphabet, repeat, combine),
                        (3, 4, 1.5, 1.5, 4, 2.5, 3, 2.5))[0]  # fmt: skip
     return make(rng)

@@ -1,7 +1,7 @@
 """Scores the checkpoint on held-out prompts: `python -m modulm_demo.recipe.evaluate`.
 
-Prompts come from another seed than training and from the hash's other side; the training text is
-written anew to make sure that none of them is in it.
+Prompts come from another seed than training and from the held-out side of the hash; the training
+text is generated again to verify that it contains none of them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def _object(text: str) -> dict | None:
 
 
 def _calls(message: Message) -> list[str]:
-    """Calls in a form that does not depend on their order."""
+    """Normalize calls, independent of their order."""
     functions = (call.get("function", call) for call in message.get("tool_calls") or ())
     return sorted(json.dumps([f["name"], f["arguments"]], sort_keys=True) for f in functions)
 
@@ -48,10 +48,10 @@ def is_right(example: Example, reply: Message) -> bool:
 
 
 def unseen(chosen: list[Example], seeds: Iterable[int], count: int) -> list[Example]:
-    """Drop what the first `count` training conversations of each seed ask after all.
+    """Drop examples that the first `count` training conversations of each seed ask after all.
 
-    The hash decides on a question as first written; a slip or a greeting added to another question
-    can still lead to the same words.
+    The hash is of a question as first written; a typo or a greeting added to another question can
+    still lead to the same words.
     """
     last_prompts = {normalized(prompts(example)[-1]) for example in chosen}
     written = (e for seed in seeds for e in itertools.islice(training(seed), count))
@@ -74,7 +74,7 @@ def grouped(chosen: Iterable[Example]) -> dict[str, list[Example]]:
 
 
 def score(answer: Answer, chosen: list[Example], show: bool) -> int:
-    """Count right answers; print wrong ones on request."""
+    """Count right answers; print wrong ones if `show`."""
     right = 0
     for example in chosen:
         reply = answer(example.messages[:-1], example.tools, enable_thinking=example.thinking)
@@ -95,7 +95,7 @@ def evaluate(answer: Answer, sets: dict[str, list[Example]], show: bool) -> None
 
 
 def main() -> None:
-    """Read the options and evaluate."""
+    """Parse the options and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: the checkpoint; over HTTP the name demo")
     parser.add_argument("--backend", choices=("transformers", "modulm", "http"),

@@ -1,4 +1,4 @@
-"""The unit that generators write, and the split between training and held-out prompts."""
+"""The unit that generators produce, and the split between training and held-out prompts."""
 
 import hashlib
 import re
@@ -14,11 +14,11 @@ HELDOUT_PERCENT = 6
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation; the last message is the answer to learn, or to compare with.
+    """A conversation; the last message is the answer to learn, or to compare with.
 
     `thinking` is the template variable; None leaves it to chance, for answers without a thought.
-    `heldout` is decided by the last question before it is roughened. `expect` lists the texts that
-    a right answer contains; tool calls and JSON objects are compared with the last message instead.
+    `heldout` depends on the last question before it is varied. `expect` lists texts that a right
+    answer contains; tool calls and JSON objects are compared with the last message instead.
     """
 
     category: str
@@ -39,7 +39,7 @@ def user(text: str) -> Message:
 
 
 def assistant(text: str, thought: str = "") -> Message:
-    """An assistant turn; `thought` is written in its think block."""
+    """An assistant turn; `thought` goes into its think block."""
     return {"role": "assistant", "content": text, "reasoning_content": thought}
 
 
@@ -49,12 +49,12 @@ def single(category: str, question: str, answer: str, expect: tuple[str, ...]) -
 
 
 def normalized(prompt: str) -> str:
-    """Drop case, spacing and punctuation, so that trivial variants count as the same prompt."""
+    """Remove case, spacing and punctuation, so that trivial variants count as the same prompt."""
     return re.sub(r"[^\w+*/-]+", " ", prompt.lower()).strip()
 
 
 def is_heldout(prompt: str) -> bool:
-    """Decide by a hash of the prompt alone, so that both splits hold for every seed."""
+    """Split by a hash of the prompt alone, which holds for every seed."""
     digest = hashlib.sha256(normalized(prompt).encode()).digest()
     return digest[0] * 100 // 256 < HELDOUT_PERCENT
 

@@ -1,4 +1,4 @@
-"""Filling a JSON object from a sentence: the keys are given, the values are copied."""
+"""Filling a JSON object from a sentence: keys are given, values are copied."""
 
 import json
 from dataclasses import dataclass

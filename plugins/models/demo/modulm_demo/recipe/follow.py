@@ -1,4 +1,4 @@
-"""Conversations in which the last question means something only after the earlier ones."""
+"""Conversations whose last question depends on earlier turns."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ _TABLES = (
 
 
 def same_again(rng: Random) -> Example:
-    """The same question about something else: `And of Spain?`."""
+    """Ask the same question about something else: `And of Spain?`."""
     if rng.random() < 0.35:
         questions, answer, rows = rng.choice(
             [
@@ -51,7 +51,7 @@ def same_again(rng: Random) -> Example:
 
 
 def about_it(rng: Random) -> Example:
-    """Another thing about the same country: `And what language do they speak there?`."""
+    """Ask something else about the same country: `And what language do they speak there?`."""
     tables = (
         (CAPITALS, ("What is its capital?", "And its capital?", "And the capital?",
                     "What is the capital of that country?"), "The capital of {0} is {1}."),
@@ -94,7 +94,7 @@ _TOLD = (
 
 
 def about_me(rng: Random) -> Example:
-    """What the user told of themselves, asked later, at times after something else."""
+    """Ask for something that the user said earlier."""
     statements, reply, questions, answer = rng.choices(_TOLD, (4, 1, 1, 1, 1, 1))[0]
     values = {"n": words.given_name(rng), "c": words.city(rng), "a": rng.randint(5, 90),
               "k": rng.choice(MEMBERS_OF["colors"]), "p": rng.choice(("dog", "cat", "horse",
@@ -108,7 +108,7 @@ def about_me(rng: Random) -> Example:
 
 
 def another(rng: Random) -> Example:
-    """One more joke, poem or list."""
+    """Ask for another joke, poem or list."""
     roll = rng.random()
     if roll < 0.4:
         first, second = rng.sample(pairs("jokes.txt"), 2)
@@ -139,7 +139,7 @@ def another(rng: Random) -> Example:
 
 
 def onward(rng: Random) -> Example:
-    """Going on with a number: `Now add 5.`, `Double it.`."""
+    """Continue with a number: `Now add 5.`, `Double it.`."""
     a, b = rng.randint(1, 30), rng.randint(1, 20)
     first = f"{a} + {b} = {a + b}."
     have, c = a + b, rng.randint(1, 10)
@@ -156,7 +156,7 @@ def onward(rng: Random) -> Example:
 
 
 def reworked(rng: Random) -> Example:
-    """Something done with the last answer: said again, in capitals, in another language."""
+    """Transform the last answer: repeat it, in capitals, in another language."""
     roll = rng.random()
     if roll < 0.35:
         english, foreign = rng.choice(translations())
@@ -190,7 +190,7 @@ def reworked(rng: Random) -> Example:
 
 
 def what_i_asked(rng: Random) -> Example:
-    """What the first question was."""
+    """Ask what the first question was."""
     first = rng.choice((same_again, about_it, another))(rng).messages[:2]
     ask = ("What did I ask?", "What was my question?", "What did I just ask you?",
            "What was my last question?", "What did I ask before?")  # fmt: skip
@@ -199,7 +199,7 @@ def what_i_asked(rng: Random) -> Example:
 
 
 def follow_up(rng: Random) -> Example:
-    """Any of these."""
+    """Make an example of any of these."""
     make = rng.choices(
         (same_again, about_it, about_me, another, onward, reworked, what_i_asked,
          letters_from_note, chain), (6, 3, 4, 3, 3, 4, 1, 2, 0))[0]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mixes the categories into the training text, or into the held-out prompts, from a seed."""
+"""Mixes the categories into training text or held-out prompts, from a seed."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from .talk import about_modulm, greeting, story, unknown
 from .tools import no_call, parallel_calls, tool_call, tool_result, tools_in_a_row
 from .writing import classify, letter, listing, made_sentence, poem, tale
 
-# Of each category: its maker, its weight in the first mixture and in the second.
+# For each category: its maker, and its weight in the first and in the second mixture.
 _MADE = {
     "facts": (fact, 25, 13),
     "arithmetic": (arithmetic, 20, 8),
@@ -59,12 +59,12 @@ MIXTURES = {
 _PLAIN = (fact, fact, arithmetic, extract, about_modulm, greeting, unknown, story)
 _TOLD = (*_PLAIN, world, world, definition, everyday, everyday, joke, poem, listing, numbers,
          translation, editing)  # fmt: skip
-# Their questions are read as they were written.
+# Categories whose questions are not varied.
 _VERBATIM = frozenset({
     "json", "tool call", "parallel calls", "tool result", "tools in a row", "story", "editing",
     "reading", "summaries", "follow-up", "letters", "translation", "sentences",
 })  # fmt: skip
-#: Conversations written for each held-out one that is wanted; some categories have few.
+#: Generated conversations per requested held-out one; some categories have few.
 _TRIES = 400
 _SYSTEM = (
     "You are a helpful assistant.", "You are modulm's demo model.", "Answer briefly.",
@@ -76,7 +76,7 @@ _NEIGHBORS = dict(zip("qwertyuiopasdfghjklzxcvbnm", "wqretyuoipsadgfhkjlxzvcbmn"
 
 
 def _misspell(rng: Random, text: str) -> str:
-    """Damage one longer word as a hasty typist would."""
+    """Misspell one of the longer words."""
     positions = [i for i in range(1, len(text) - 1) if text[i - 1 : i + 2].isalpha()]
     if not positions:
         return text
@@ -87,7 +87,7 @@ def _misspell(rng: Random, text: str) -> str:
 
 
 def _roughen(rng: Random, text: str) -> str:
-    """Type like a person: no capitals, no final mark, a slip, or a polite word."""
+    """Vary a question: no capitals, no final mark, a typo, or a polite word."""
     change = rng.randrange(6)
     if change == 0:
         return text.lower()
@@ -101,7 +101,7 @@ def _roughen(rng: Random, text: str) -> str:
 
 
 def _vary(rng: Random, example: Example) -> Example:
-    """Roughen the question where its words are not to be copied, and add a system message."""
+    """Vary the question unless its words are to be copied, and add a system message."""
     messages = list(example.messages)
     if example.category not in _VERBATIM and rng.random() < 0.25:
         question = messages[0]["content"]
@@ -118,7 +118,7 @@ def _history(rng: Random, turns: int, makers: tuple) -> tuple[Message, ...]:
 
 
 def _with_history(rng: Random, example: Example, makers: tuple) -> Example:
-    """Put earlier turns in front, after a system message."""
+    """Prepend earlier turns, after a system message."""
     past = _history(rng, rng.choices((1, 2, 3, 5, 8, 14), (5, 4, 3, 2, 1, 1))[0], makers)
     if example.messages[0]["role"] == "system":
         first, *rest = example.messages
@@ -127,7 +127,7 @@ def _with_history(rng: Random, example: Example, makers: tuple) -> Example:
 
 
 def _make(rng: Random, name: str, makers: tuple = _TOLD) -> Example:
-    """Make one conversation of a category and settle all that the category leaves to chance."""
+    """Make a conversation of a category and decide all that the category leaves to chance."""
     clean = _MADE[name][0](rng)
     if clean.category not in _MADE:
         clean = replace(clean, category=name)
@@ -139,7 +139,7 @@ def _make(rng: Random, name: str, makers: tuple = _TOLD) -> Example:
 
 
 def examples(seed: int, only: str | None = None, mixture: str = "second") -> Iterator[Example]:
-    """Write conversations without end, from all categories by weight or from one."""
+    """Generate conversations endlessly, from all categories by weight or from one."""
     rng = Random(seed)
     names = [only] if only else list(MIXTURES[mixture])
     weights = [1 if only else MIXTURES[mixture][name] for name in names]
@@ -149,7 +149,7 @@ def examples(seed: int, only: str | None = None, mixture: str = "second") -> Ite
 
 
 def training(seed: int, mixture: str = "second") -> Iterator[Example]:
-    """Conversations of which no question is held out, those of earlier turns included."""
+    """Conversations without any held-out question, including earlier turns."""
     for example in examples(seed, mixture=mixture):
         example_prompts = prompts(example)
         if not (
@@ -161,7 +161,7 @@ def training(seed: int, mixture: str = "second") -> Iterator[Example]:
 
 
 def statements(seed: int) -> Iterator[str]:
-    """Sentences outside any conversation, for prompts that are not one: what answers state."""
+    """Sentences outside of conversations, for prompts that are not one: statements of answers."""
     rng = Random(seed)
     while True:
         answer = fact(rng).messages[-1]["content"] if rng.random() < 0.6 else related(rng)[1]

@@ -1,8 +1,8 @@
-"""Gives a checkpoint a larger vocabulary: `python -m modulm_demo.recipe.grow --out FOLDER`.
+"""Extends the vocabulary of a checkpoint: `python -m modulm_demo.recipe.grow --out FOLDER`.
 
-The tokenizer goes on learning merges where it stopped, on text of the second mixture; what it knew
-keeps its number. A new token begins with the mean of the embeddings of the two it is made of, so
-training goes on from the weights there are.
+The tokenizer continues to learn merges on text of the second mixture; existing tokens keep their
+ids. A new token's embedding starts as the mean of its two parts' embeddings, so training can
+continue from the existing weights.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Pair = tuple[str, str]
 
 
 def words(tokenizer: PreTrainedTokenizerFast, seed: int, count: int) -> Counter[str]:
-    """How often each piece that merges stay inside of occurs, in the tokenizer's byte letters."""
+    """Count the pieces that bound merges, in the tokenizer's byte letters."""
     cut, counts = tokenizer.backend_tokenizer.pre_tokenizer, Counter[str]()
     for example in itertools.islice(training(seed), count):
         counts.update(piece for piece, _ in cut.pre_tokenize_str(render(tokenizer, example)))
@@ -45,7 +45,7 @@ def _joined(word: Word, pair: Pair) -> Word:
 
 
 def merges(split: dict[Word, int], known: set[str], count: int) -> list[Pair]:
-    """The most frequent pairs one after the other, each joined before the next is looked for."""
+    """Find the most frequent pairs one by one, merging each before the next search."""
     pairs: Counter[Pair] = Counter()
     at: dict[Pair, set[Word]] = {}
     for word, often in split.items():
@@ -74,7 +74,7 @@ def merges(split: dict[Word, int], known: set[str], count: int) -> list[Pair]:
 
 
 def grown(tokenizer: PreTrainedTokenizerFast, seed: int, count: int, tokens: int) -> list[Pair]:
-    """The merges that bring the vocabulary to `tokens`."""
+    """The merges that extend the vocabulary to `tokens`."""
     model = tokenizer.backend_tokenizer
     split: dict[Word, int] = {}
     bare = Tokenizer.from_str(model.to_str())
@@ -91,9 +91,9 @@ def grown(tokenizer: PreTrainedTokenizerFast, seed: int, count: int, tokens: int
 
 
 def with_merges(tokenizer: PreTrainedTokenizerFast, new: list[Pair]) -> PreTrainedTokenizerFast:
-    """The tokenizer with more merges; new tokens are numbered after all others."""
+    """Add merges to the tokenizer; new tokens are numbered after all others."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # What was added beside the merges keeps its number only if the model's vocabulary has it too.
+    # Tokens added besides the merges keep their ids only if the model's vocabulary has them too.
     state["model"]["vocab"].update({each["content"]: each["id"] for each in state["added_tokens"]})
     for number, pair in enumerate(new, len(tokenizer)):
         state["model"]["vocab"]["".join(pair)] = number
@@ -106,7 +106,7 @@ def with_merges(tokenizer: PreTrainedTokenizerFast, new: list[Pair]) -> PreTrain
 
 
 def main() -> None:
-    """Read the options, grow, and write."""
+    """Parse the options, extend the vocabulary, and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint that grows")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Numbers in words and figures: counting, comparing, sorting, halves, shares, short chains."""
+"""Number tasks in words and digits: counting, comparing, sorting, halves, shares, short chains."""
 
 from random import Random
 
@@ -34,7 +34,7 @@ _ASK_SUM = ("What is {e}?", "How much is {e}?", "{e}?", "What's {e}?", "Calculat
 
 
 def in_words(rng: Random) -> Example:
-    """A sum whose numbers are words, with the columns in the thought."""
+    """Ask for a sum of numbers in words; the thought has the columns."""
     a, b, sign = rng.randint(0, 99), rng.randint(0, 60), rng.choice("++--*")
     if sign == "*":
         a, b = rng.randint(0, 12), rng.randint(0, 12)
@@ -50,7 +50,7 @@ def in_words(rng: Random) -> Example:
 
 
 def written_out(rng: Random) -> Example:
-    """Figures to words and back."""
+    """Convert digits to words or back."""
     number = rng.choice((rng.randint(0, 100), rng.randint(0, 999), rng.randint(0, 9999)))
     if rng.random() < 0.6:
         ask = ("Write {n} in words.", "How do you write {n} in words?", "Spell out {n}.",
@@ -66,7 +66,7 @@ def written_out(rng: Random) -> Example:
 
 
 def divide(rng: Random) -> Example:
-    """Quotients without a remainder, halves, doubles, shares in percent."""
+    """Ask for quotients without a remainder, halves, doubles, or percentages."""
     roll = rng.randrange(6)
     if roll <= 1:
         b, c = rng.randint(1, 12), rng.randint(1, 12)
@@ -107,7 +107,7 @@ def divide(rng: Random) -> Example:
 
 
 def chain(rng: Random) -> Example:
-    """Three numbers, worked out one step after the other."""
+    """Ask for a chain of two operations."""
     a, b, c = (rng.randint(1, 30) for _ in range(3))
     first, second = rng.choice("++-"), rng.choice("++-")
     half = a + b if first == "+" else a - b
@@ -130,7 +130,7 @@ _BIG = ("ant", "mouse", "cat", "dog", "sheep", "horse", "elephant", "whale")
 
 
 def compare(rng: Random) -> Example:
-    """The larger of two numbers or animals; odd or even; the next number."""
+    """Ask for the larger of two numbers or animals, for odd or even, or for the next number."""
     roll = rng.random()
     if roll < 0.4:
         a, b = rng.sample(range(rng.choice((20, 100, 1000))), 2)
@@ -175,7 +175,7 @@ def compare(rng: Random) -> Example:
 
 
 def count(rng: Random) -> Example:
-    """Counting up, down and in steps, and going on with a row."""
+    """Ask to count up, down or in steps, or to continue a sequence."""
     roll = rng.random()
     if roll < 0.6:
         last = rng.choice((5, 10, 10, 20, 3, 7, 12, 15, 8, 6))
@@ -205,7 +205,7 @@ def count(rng: Random) -> Example:
 
 
 def order(rng: Random) -> Example:
-    """Sorting numbers, and the least and greatest of a few."""
+    """Ask to sort numbers, or for the minimum or maximum."""
     numbers = rng.sample(range(rng.choice((10, 50, 100))), rng.choice((3, 4, 4, 5)))
     listed = ", ".join(map(str, numbers))
     roll = rng.random()
@@ -231,7 +231,7 @@ def order(rng: Random) -> Example:
 
 
 def numbers(rng: Random) -> Example:
-    """Any of these."""
+    """Make an example of any of these."""
     make = rng.choices((in_words, written_out, divide, chain, compare, count, order),
                        (6, 3, 5, 4, 4, 4, 4))[0]  # fmt: skip
     return make(rng)

@@ -1,7 +1,7 @@
-"""Reading: a passage and a question about it, or its summary in a sentence.
+"""Reading comprehension: a passage with a question about it, or its summary in a sentence.
 
-A passage is made of sentences that each state one thing; a question is about one of them. What no
-sentence states is answered with what an honest reader says.
+A passage consists of sentences that each state one fact; a question asks for one of them. If no
+sentence states it, the answer says so.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _PETS = ("dog", "cat", "horse", "parrot", "rabbit", "hamster", "goat")
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence over fields, questions to it with their answers, and what it is about in short."""
+    """A sentence with fields, questions about it with answers, and a short form for summaries."""
 
     makers: dict[str, Callable[[Random], object]]
     states: tuple[str, ...]
@@ -182,7 +182,7 @@ def _fill_in(text: str, values: dict[str, object]) -> str:
 
 
 def reading(rng: Random) -> Example:
-    """A question about one of one to four sentences."""
+    """Ask about one of one to four sentences."""
     chosen = [
         _instantiate(rng, fact)
         for fact in rng.sample(FACTS, rng.choices((1, 2, 3, 4, 5), (5, 5, 4, 2, 1))[0])
@@ -205,7 +205,7 @@ _FILLING = ("That is good to know.", "It was a sunny day.", "Many people were th
 
 
 def summary(rng: Random) -> Example:
-    """What a passage says in short: its main things, without what fills it."""
+    """Ask for a passage's main facts, without its filler."""
     count = rng.choices((1, 2), (3, 2))[0]
     chosen = [_instantiate(rng, fact) for fact in rng.sample(FACTS, count)]
     sentences = [_fill_in(rng.choice(fact.states), values) for fact, values in chosen]
@@ -221,7 +221,7 @@ def summary(rng: Random) -> Example:
 
 
 def letters_from_note(rng: Random) -> Example:
-    """A fact told in the first turns is asked later."""
+    """Ask later for a fact told in the first turns."""
     fact, values = _instantiate(rng, rng.choice(FACTS))
     ask, answer = rng.choice(fact.asks)
     reply = fill(rng, ("Ok, I will remember that.", "Good to know.", "Thank you, I noted that."))

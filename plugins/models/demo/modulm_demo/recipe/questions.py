@@ -1,4 +1,4 @@
-"""The 300 questions that judge the model; what they ask is never in the training text."""
+"""The 300 questions that evaluate the model; the training text never asks them."""
 
 import json
 from functools import cache
@@ -12,11 +12,11 @@ _FILE = Path(__file__).with_name("questions.jsonl")
 
 @cache
 def questions() -> tuple[dict[str, Any], ...]:
-    """Each with its category, the user's turns, and what a right answer is.
+    """Load the questions: category, user turns, and the definition of a right answer.
 
-    `accept` is a pattern of the answer; `unknown` marks what nobody could know; `call` is the name
-    and the arguments of the call that is wanted, `calls` a name and how many. `tools` are there,
-    and `after` are calls already made with their results.
+    `accept` is a pattern of the answer; `unknown` marks unanswerable questions; `call` is the name
+    and the arguments of the expected call, `calls` a name and a number. `tools` are available, and
+    `after` are calls already made with their results.
     """
     return tuple(map(json.loads, _FILE.read_text(encoding="utf-8").splitlines()))
 
@@ -27,8 +27,8 @@ def _known_questions() -> frozenset[str]:
 
 
 def is_asked(prompt: str) -> bool:
-    """Whether a question is this prompt, but for case, spacing and punctuation.
+    """Whether a prompt is one of the questions, ignoring case, spacing and punctuation.
 
-    Conversations of several turns are judged by their last, and begin with plain questions.
+    Of conversations, only the last turn counts; they begin with plain questions.
     """
     return normalized(prompt) in _known_questions()

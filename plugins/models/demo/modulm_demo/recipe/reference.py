@@ -1,6 +1,6 @@
 """Questions with one written answer: tables, definitions, everyday talk, translations, jokes.
 
-The texts lie in `texts/`, each file with a first line that says its form.
+The texts are in `texts/`; the first line of each file describes its format.
 """
 
 import re
@@ -64,18 +64,18 @@ _AROUND = (
 
 
 def with_article(text: str) -> str:
-    """Say `an` where a vowel follows."""
+    """Change `a` to `an` before vowels."""
     return _A.sub(r"\1n ", text)
 
 
 def sentence(text: str) -> str:
-    """Begin with a capital letter."""
+    """Capitalize the first letter."""
     return text[:1].upper() + text[1:]
 
 
 @cache
 def lines(name: str) -> tuple[str, ...]:
-    """The lines of a text that are not empty and no remark."""
+    """The lines of a text, without empty lines and comments."""
     written = (_TEXTS / name).read_text(encoding="utf-8").splitlines()
     return tuple(line.strip() for line in written if line.strip() and not line.startswith("# "))
 
@@ -88,7 +88,7 @@ def pairs(name: str, mark: str = ": ") -> tuple[tuple[str, str], ...]:
 
 @cache
 def blocks(name: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """(ways to ask, answers) of a file in the form of answers.txt."""
+    """(questions, answers) of a file in the format of answers.txt."""
     parsed: list[tuple[list[str], list[str]]] = []
     for line in lines(name):
         if line.startswith("= "):
@@ -100,7 +100,7 @@ def blocks(name: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 
 @cache
 def relations() -> tuple[tuple[tuple[str, ...], str, tuple[tuple[str, str], ...]], ...]:
-    """(ways to ask, answer, pairs) of relations.txt."""
+    """(questions, answer, pairs) of relations.txt."""
     parsed: list[tuple[list[str], str, tuple[tuple[str, str], ...]]] = []
     questions: list[str] = []
     answer = ""
@@ -118,7 +118,7 @@ def relations() -> tuple[tuple[tuple[str, ...], str, tuple[tuple[str, str], ...]
 
 @cache
 def translations() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(English, the same in each of LANGUAGES)."""
+    """(English, the translation into each of LANGUAGES)."""
     return tuple((left, tuple(right.split(", "))) for left, right in pairs("translations.txt"))
 
 
@@ -127,7 +127,7 @@ def _around(rng: Random, question: str) -> str:
 
 
 def related(rng: Random) -> tuple[str, str, str]:
-    """(question, answer, what the answer has to hold) of one pair of one table."""
+    """(question, answer, required text) of a pair of a table."""
     questions, answer, rows = rng.choices(relations(), [len(r[2]) ** 0.8 for r in relations()])[0]
     left, right = rng.choice(rows)
     question = sentence(with_article(rng.choice(questions).format(left, right)))
@@ -135,14 +135,14 @@ def related(rng: Random) -> tuple[str, str, str]:
 
 
 def world(rng: Random) -> Example:
-    """A question that a table answers."""
+    """Ask a question that a table answers."""
     question, answer, right = related(rng)
     return single("world", _around(rng, question), answer, (sentence(right) if answer.startswith(
         sentence(right)) else right,))  # fmt: skip
 
 
 def definition(rng: Random) -> Example:
-    """What something is."""
+    """Ask for a definition."""
     word, answer = rng.choice(pairs("definitions.txt"))
     term = word if rng.random() < 0.85 else re.sub(r"^(an?|the) ", "", word)
     question = _around(rng, sentence(fill(rng, _DEFINE, w=term)))
@@ -150,7 +150,7 @@ def definition(rng: Random) -> Example:
 
 
 def everyday(rng: Random) -> Example:
-    """Why and how, advice, feelings, small programs."""
+    """Ask why or how, for advice, about feelings, or for small programs."""
     questions, answers = rng.choice(blocks("answers.txt"))
     answer = rng.choice(answers)
     question = rng.choice(questions)
@@ -160,7 +160,7 @@ def everyday(rng: Random) -> Example:
 
 
 def abroad(rng: Random) -> Example:
-    """Small talk in German, French and a little more."""
+    """Small talk in German, French and a few other languages."""
     if rng.random() < 0.25:
         country, city = rng.choice(_GERMAN_COUNTRIES)
         ask = rng.choice(("Was ist die Hauptstadt von {}?", "Wie heißt die Hauptstadt von {}?",
@@ -203,7 +203,7 @@ _FRENCH_COUNTRIES = _capitals("""
 
 
 def translation(rng: Random) -> Example:
-    """A word or phrase into another language, back, or which language it is."""
+    """Ask to translate a word or phrase, or which language it is."""
     english, foreign = rng.choice(translations())
     index = rng.choices(range(4), (4, 4, 2, 2))[0]
     language, word = LANGUAGES[index], foreign[index]
@@ -220,7 +220,7 @@ def translation(rng: Random) -> Example:
 
 
 def joke(rng: Random) -> Example:
-    """A joke, at times about something, or a riddle."""
+    """Ask for a joke, sometimes about a topic, or a riddle."""
     if rng.random() < 0.15:
         riddle, answer = rng.choice(pairs("riddles.txt", " = "))
         if rng.random() < 0.5:

@@ -1,11 +1,11 @@
-"""Free text: modulm itself, greetings, things the model cannot know, and short stories."""
+"""Free text: modulm itself, greetings, unanswerable questions, and short stories."""
 
 from random import Random
 
 from . import words
 from .example import Example, assistant, fill, single, user
 
-# Each row: ways to ask, the answer, and what an answer must contain.
+# Each row: questions, the answer, and its required text.
 _MODULM: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("What is modulm?", "Tell me about modulm.", "Explain modulm.", "What does modulm do?",
       "Describe modulm in a few words.", "modulm?", "Can you tell me what modulm is?",
@@ -147,7 +147,7 @@ _ENDINGS = (
 )  # fmt: skip
 
 
-# What people say around a question: with it few phrasings make many prompts.
+# Phrases around a question, which turn few phrasings into many prompts.
 _AROUND_QUESTION = (
     "{q}", "{q}", "{q}", "{q}", "Quick question: {q}", "I am new here. {q}", "One more thing: {q}",
     "{q} Please be brief.", "Please tell me: {q}", "Just wondering: {q}", "{q} Thank you.",
@@ -165,17 +165,17 @@ def _answered(rng: Random, category: str, rows: tuple, around: tuple[str, ...]) 
 
 
 def about_modulm(rng: Random) -> Example:
-    """A question about modulm."""
+    """Ask about modulm."""
     return _answered(rng, "modulm", _MODULM, _AROUND_QUESTION)
 
 
 def greeting(rng: Random) -> Example:
-    """Greetings, thanks, goodbyes, and questions about the model itself."""
+    """Make greetings, thanks, goodbyes, and questions about the model itself."""
     return _answered(rng, "chat", _CHAT, _AROUND_CHAT)
 
 
 def unknown(rng: Random) -> Example:
-    """A question that the model cannot know the answer to."""
+    """Ask something that the model cannot know."""
     name = f"{words.given_name(rng)} {words.surname(rng)}"
     question = fill(rng, _UNKNOWABLE, n=name, c=words.city(rng), y=rng.randint(1200, 2090),
                     e=rng.choice(words.EVENTS), w=words.coined(rng, 2, 3),
@@ -184,7 +184,7 @@ def unknown(rng: Random) -> Example:
 
 
 def story(rng: Random) -> Example:
-    """A story of four or five sentences about what the request names."""
+    """Ask for a story of four or five sentences about something."""
     name, town = words.given_name(rng), words.city(rng)
     job, items = rng.choice(words.JOBS), rng.choice(words.ITEMS)
     question = fill(rng, _STORY_ASKS, n=name, c=town, j=job, i=items)
@@ -194,5 +194,5 @@ def story(rng: Random) -> Example:
 
 
 def small_talk(rng: Random) -> Example:
-    """Anything here that no tool could help with."""
+    """Make an example of any of these that no tool could help with."""
     return rng.choice((about_modulm, greeting, story))(rng)

@@ -1,7 +1,7 @@
 """The byte-level BPE tokenizer, trained on generated text.
 
-A capital letter and a digit never join the space before them, so that a name or a number has the
-same tokens after a space and after a quote: copying then needs no rewriting of tokens.
+A capital letter or digit is never merged with the space before it, so a name or a number has the
+same tokens after a space and after a quote, which makes copying easy.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def _wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, example: Example) -> str:
-    """Write a whole conversation, the answer included, through the chat template."""
+    """Render a whole conversation, including the answer, with the chat template."""
     return tokenizer.apply_chat_template(
         list(example.messages), tools=list(example.tools) or None, tokenize=False,
         enable_thinking=example.thinking,
@@ -63,7 +63,7 @@ def train_tokenizer(
 
 
 def store(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer under the class name that transformers 4 knows too."""
+    """Save the tokenizer under a class name that transformers 4 knows too."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Kinds of tools that requests are written for: how each is declared, asked for, and answered."""
+"""The kinds of tools in the training text: their declarations, requests and results."""
 
 import json
 from collections.abc import Callable
@@ -14,12 +14,11 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of tool.
+    """A kind of tool.
 
-    `names` and `descriptions` vary how it is declared; `fields` gives each argument its JSON type,
-    its possible names and a maker of values. `asks` are requests in terms of the fields, and
-    `joint` is one about several things. `result` makes what the tool returns, and `tells` says it
-    in a sentence over the fields and the result.
+    `names` and `descriptions` vary its declaration; `fields` gives each argument its JSON type, its
+    possible names and a maker of values. `asks` are requests in terms of the fields, and `joint` is
+    one about several things. `result` makes the tool's result, and `tells` states it in a sentence.
     """
 
     names: tuple[str, ...]
@@ -33,7 +32,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Declared:
-    """A kind under the names that one conversation uses for it."""
+    """A kind, with the names used in one conversation."""
 
     kind: Kind
     name: str
@@ -41,7 +40,7 @@ class Declared:
     schema: Tool
 
     def call(self, values: Arguments) -> dict[str, Any]:
-        """Write a call in the shape of an assistant message's `tool_calls`."""
+        """Build a call in the form of an assistant message's `tool_calls`."""
         arguments = {key: values[field] for field, key in self.keys.items()}
         return {"type": "function", "function": {"name": self.name, "arguments": arguments}}
 
@@ -185,7 +184,7 @@ KINDS = {
 
 
 def declare(rng: Random, kind: Kind) -> Declared:
-    """Give a kind its names for one conversation and write its definition."""
+    """Choose a kind's names for one conversation and build its definition."""
     keys = {field: rng.choice(names) for field, (_, names, _) in kind.fields.items()}
     detailed = rng.random() < 0.3
     properties = {}
@@ -210,5 +209,5 @@ def make_values(rng: Random, kind: Kind) -> Arguments:
 
 
 def as_text(result: Arguments) -> str:
-    """Write a tool's result as the tool message has it."""
+    """Format a tool's result as in a tool message."""
     return json.dumps(result, ensure_ascii=False)

@@ -22,7 +22,7 @@ _SPOKEN_SIGNS = {" * ": (" times ", " x "), " + ": (" plus ",), " - ": (" minus 
 
 
 def toolset(rng: Random, wanted: list[str], most: int = 4) -> dict[str, Declared]:
-    """Declare the wanted kinds among distractors, in random order, under distinct names."""
+    """Declare the requested kinds among distractors, in random order, under distinct names."""
     kinds = list(wanted)
     others = [kind for kind in KINDS if kind not in wanted]
     kinds += rng.sample(others, rng.randint(0, most - len(wanted)))
@@ -45,7 +45,7 @@ def _thought(rng: Random, names: list[str]) -> str:
 
 
 def _ask(rng: Random, kind: str, values: Arguments) -> str:
-    """Phrase a request; expressions are at times said in words."""
+    """Phrase a request; expressions are sometimes in words."""
     values_shown = dict(values)
     if kind == "calculator" and rng.random() < 0.3:
         for sign, spoken in _SPOKEN_SIGNS.items():
@@ -58,7 +58,7 @@ def _pick(rng: Random) -> str:
 
 
 def tool_call(rng: Random) -> Example:
-    """One request that one tool answers."""
+    """A request that one tool answers."""
     kind = _pick(rng)
     declared = toolset(rng, [kind])
     values = make_values(rng, KINDS[kind])
@@ -90,7 +90,7 @@ def _two_tools(rng: Random) -> tuple[str, list[tuple[str, Arguments]]]:
 
 
 def parallel_calls(rng: Random) -> Example:
-    """One request that needs several calls."""
+    """A request that needs several calls."""
     question, pairs = _same_tool(rng) if rng.random() < 0.6 else _two_tools(rng)
     declared = toolset(rng, sorted({kind for kind, _ in pairs}))
     calls = [declared[kind].call(values) for kind, values in pairs]
@@ -101,7 +101,7 @@ def parallel_calls(rng: Random) -> Example:
 
 
 def tool_result(rng: Random) -> Example:
-    """A call, its result, and the answer made from it."""
+    """A call, its result, and the answer from it."""
     count = rng.choice((1, 1, 1, 2))
     kind = _pick(rng) if count == 1 else rng.choice(_PARALLEL)
     declared = toolset(rng, [kind], most=3)
@@ -126,7 +126,7 @@ _THEN = ("{a} Then: {b}", "First: {a} Then: {b}", "{a} After that: {b}", "{a} An
 
 
 def tools_in_a_row(rng: Random) -> Example:
-    """Two requests, of which the second is called for when the first has its result."""
+    """Two requests; the second call follows the first one's result."""
     kinds = rng.sample(list(KINDS), 2) if rng.random() < 0.8 else [_pick(rng)] * 2
     declared = toolset(rng, sorted(set(kinds)), most=3)
     values = [make_values(rng, KINDS[kind]) for kind in kinds]
@@ -147,7 +147,7 @@ def tools_in_a_row(rng: Random) -> Example:
 
 
 def no_call(rng: Random) -> Example:
-    """Tools are there, and the question needs none of them."""
+    """A question that needs none of the available tools."""
     make = rng.choices(_WITHOUT, (4, 3, 2, 1, 3, 3, 1, 1, 1, 1, 1))[0]
     answered = make(rng)
     kinds = [kind for kind in KINDS if kind != "translate"]

@@ -1,14 +1,14 @@
 """Trains the demo checkpoint: `python -m modulm_demo.recipe.train --out FOLDER`.
 
-With `--resume CHECKPOINT` a run goes on from published weights and their tokenizer, on text of
+With `--resume CHECKPOINT` a run continues from existing weights and their tokenizer, on text of
 another seed.
 
-A step reads two batches. Two processes of one thread each share it and meet once per step, which
-holds up better than one process of two threads when other programs use the cores; `--workers 1`
-reads both. The same seed, steps and library versions give the same text in the same order.
+A step reads two batches. Two single-threaded processes share it and synchronize once per step,
+which is more robust to other load than one process with two threads; `--workers 1` reads both. The
+same seed, steps and library versions give the same text in the same order.
 
-The last `--int8` steps look through the weights that int8 leaves of the matrices (one scale an
-output channel, as `modulm quantize --scheme w8a16` has them) and change the ones behind them.
+The last `--int8` steps are quantization-aware: the forward pass uses int8 weights (one scale per
+output channel, as in `modulm quantize --scheme w8a16`), and updates apply to the exact ones.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _SAVE_EVERY = 200
 
 
 class Stop:
-    """Set by Ctrl-C: the learning rate then falls to zero over the last steps, as it would have."""
+    """Set by Ctrl-C: the learning rate then decays to zero over the last steps, as usual."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -59,7 +59,7 @@ class Stop:
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Build the untrained network in float32."""
     config = Qwen3Config(
-        recipe="modulm-demo",  # by which modulm_demo.hooks knows its own checkpoints
+        recipe="modulm-demo",  # identifies own checkpoints in modulm_demo.hooks
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
         max_position_embeddings=CONTEXT, rope_theta=10_000.0, attn_implementation="sdpa",
@@ -69,7 +69,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """The untrained network, or the one that the run goes on from."""
+    """The untrained network, or the one to resume from."""
     if args.resume is None:
         return new_model(tokenizer)
     return Qwen3ForCausalLM.from_pretrained(
@@ -78,7 +78,7 @@ def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def loss_of(model: Qwen3ForCausalLM) -> Callable[..., Tensor]:
-    """Return the compiled loss; logits are made only for the picked places."""
+    """Return the compiled loss; logits are computed only for the picked positions."""
 
     def loss(ids: Tensor, positions: Tensor, owners: Tensor, picked: Tensor, targets: Tensor,
              weights: Tensor) -> Tensor:  # fmt: skip
@@ -102,8 +102,8 @@ def matrices_of(model: Qwen3ForCausalLM) -> list[Tensor]:
 
 @contextlib.contextmanager
 def int8_weights(matrices: list[Tensor]) -> Iterator[None]:
-    """Round the matrices to 255 steps of each output channel; inside, gradients are of the rounded
-    ones, and afterwards the exact ones are back, to which the optimizer gives them.
+    """Round the matrices to int8 per output channel within this context; gradients are those of the
+    rounded weights, and the exact ones are restored for the optimizer.
     """
     exact = [matrix.detach().clone() for matrix in matrices]
     for matrix in matrices:
@@ -134,7 +134,7 @@ class Optimizer:
         ]  # fmt: skip
 
     def step(self, factor: float) -> None:
-        """Update all parameters at a share of the peak rate."""
+        """Update all parameters with a fraction of the peak rate."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = self._rate * factor
@@ -164,7 +164,7 @@ def shared_gradients(
 
 
 def rate_at(step: int, steps: int, decay: int) -> float:
-    """The share of the peak rate: a short warm-up, level, then a line to zero."""
+    """The fraction of the peak rate: a short warm-up, constant, then a linear decay to zero."""
     return max(0.0, min((step + 1) / _WARMUP, 1.0, (steps - step) / decay))
 
 
@@ -180,12 +180,12 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def as_tensors(batch: Batch) -> list[Tensor]:
-    """The fields of a batch in the order of the loss."""
+    """The fields of a batch in the order of the loss's arguments."""
     return [torch.from_numpy(array) for array in vars(batch).values()]
 
 
 def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
-    """One of the processes: every `workers`-th batch is its own."""
+    """Run one of the processes, which reads every `workers`-th batch."""
     workers, batches_here = args.workers, PARTS // args.workers
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers)
     torch.set_num_threads(1)
@@ -220,7 +220,7 @@ def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the options, make the tokenizer, and train."""
+    """Parse the options, build the tokenizer, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=PUBLISHED, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
-"""Pools of names and words, and a maker of names that no pool holds.
+"""Pools of names and words, and a generator of new names.
 
-Copying has to work for names never seen, so about half of all names are made of random syllables.
+Copying must work for unseen names, so about half of all names consist of random syllables.
 """
 
 from random import Random
@@ -88,12 +88,12 @@ def coined(rng: Random, least: int = 1, most: int = 3) -> str:
 
 
 def given_name(rng: Random) -> str:
-    """A known or a coined first name."""
+    """A known or invented first name."""
     return rng.choice(GIVEN_NAMES) if rng.random() < 0.5 else coined(rng, 2, 3).capitalize()
 
 
 def surname(rng: Random) -> str:
-    """A known or a coined family name."""
+    """A known or invented family name."""
     return rng.choice(SURNAMES) if rng.random() < 0.4 else coined(rng, 1, 3).capitalize()
 
 
@@ -104,7 +104,7 @@ def full_name(rng: Random) -> str:
 
 
 def city(rng: Random) -> str:
-    """A known or a coined town, at times of two words."""
+    """A known or invented town, sometimes of two words."""
     roll = rng.random()
     if roll < 0.6:
         return rng.choice(CITIES)
@@ -113,13 +113,13 @@ def city(rng: Random) -> str:
 
 
 def item(rng: Random) -> str:
-    """A plural noun, at times with an adjective or coined."""
+    """A plural noun, sometimes with an adjective or invented."""
     noun = rng.choice(ITEMS) if rng.random() < 0.8 else coined(rng, 1, 2) + "s"
     return noun if rng.random() < 0.6 else f"{rng.choice(ADJECTIVES)} {noun}"
 
 
 def date(rng: Random) -> str:
-    """A day in one of a few notations."""
+    """A date in one of several notations."""
     month, day = rng.randrange(12), rng.randint(1, 28)
     style = rng.randrange(4)
     if style == 0:
@@ -135,13 +135,13 @@ def clock(rng: Random) -> str:
 
 
 def price(rng: Random) -> int | float:
-    """A whole price or one with cents."""
+    """A price, whole or with cents."""
     whole = rng.randint(1, 200)
     return whole if rng.random() < 0.5 else round(whole + rng.randint(1, 99) / 100, 2)
 
 
 def topic(rng: Random) -> str:
-    """Something to search for, at times about a coined name."""
+    """Something to search for, sometimes about an invented name."""
     known = rng.choice(TOPICS)
     roll = rng.random()
     if roll < 0.5:

@@ -6,7 +6,7 @@ from . import words
 from .example import Example, assistant, fill, single, user
 from .reference import pairs, sentence, with_article
 
-# A couplet a line, its two verses parted by a bar; {t} is what the poem is about.
+# A couplet per line, with its two verses separated by a bar; {t} is the topic.
 _ABOUT = tuple(tuple(line.strip().split(" | ")) for line in """
     I sing about {t} today, | and every worry drifts away.
     When I think of {t} at night, | my little heart is warm and light.
@@ -95,7 +95,7 @@ def _verses(couplet: tuple[str, ...], topic: str) -> str:
 
 
 def poem_text(rng: Random, topic: str) -> str:
-    """Two couplets, the first about the topic; a noun that is not in the table fits too."""
+    """Two couplets, the first about the topic; nouns that are not in the table fit too."""
     if topic in _OWN:
         first = tuple(_OWN[topic].split(" | "))
         second = rng.choice(_ABOUT if rng.random() < 0.5 else _ANY)
@@ -106,7 +106,7 @@ def poem_text(rng: Random, topic: str) -> str:
 
 
 def poem(rng: Random) -> Example:
-    """Four lines that rhyme, about anything or about what is named."""
+    """Ask for a poem of four lines, about anything or a topic."""
     roll = rng.random()
     if roll < 0.08:
         return Example("poems", (user(rng.choice(_HAIKU_ASKS)), assistant(rng.choice(_HAIKU))))
@@ -160,7 +160,7 @@ _TALE_ABOUT = ("Tell me a story about a {h}.", "Write a short story about a {h}.
 
 
 def tale(rng: Random) -> Example:
-    """A story of four sentences about an animal or a person of fairy tales."""
+    """Ask for a story of four sentences about an animal or a fairy-tale character."""
     hero = rng.choice(list(_HEROES))
     wish = rng.choice(list(_WISHES))
     ask = rng.choice(_TALE) if rng.random() < 0.4 else fill(rng, _TALE_ABOUT, h=hero)
@@ -187,12 +187,12 @@ _SOME = ("Name some {k}.", "Give me some {k}.", "List some {k}.", "Which {k} do 
 
 
 def joined(parts: tuple[str, ...] | list[str]) -> str:
-    """`a, b and c`."""
+    """Join as `a, b and c`."""
     return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
 def listing(rng: Random) -> Example:
-    """So many members of a kind: in a sentence, numbered, or as JSON."""
+    """Ask for members of a kind: in a sentence, numbered, or as JSON."""
     kind = rng.choice(list(MEMBERS_OF))
     known = MEMBERS_OF[kind]
     count = min(len(known), rng.choices((2, 3, 4, 5, 6, 7, 8, 10), (3, 8, 4, 6, 2, 1, 1, 1))[0])
@@ -230,7 +230,7 @@ _SORT_OF = ("What kind of thing is {w}?", "To which group does {w} belong?",
 
 
 def classify(rng: Random) -> Example:
-    """The odd one out, the one of a kind, and whether something is of a kind."""
+    """Ask for the odd one out, the one of a kind, or whether something is of a kind."""
     kind, other = rng.sample(list(_ONE), 2)
     picked = rng.sample(MEMBERS_OF[kind], 3)
     others = [each for each in MEMBERS_OF[other] if each not in MEMBERS_OF[kind]]
@@ -281,7 +281,7 @@ _EXCUSES = ("Write an email to my boss that I am sick.", "Write a sick note to m
 
 
 def letter(rng: Random) -> Example:
-    """A short email, an invitation or an excuse."""
+    """Ask for a short email, an invitation or an apology."""
     if rng.random() < 0.3:
         ask = rng.choice(_EXCUSES)
         text = "Hello,\n\nI am sick today and cannot come to work. I am sorry.\n\nBest wishes"
@@ -310,7 +310,7 @@ _SENTENCES = ("The {w} is in the garden.", "I saw a {w} yesterday.", "My friend 
 
 
 def made_sentence(rng: Random) -> Example:
-    """A sentence with a word."""
+    """Ask for a sentence with a word."""
     kind = rng.choice(("animals", "fruits", "furniture", "tools", "vehicles", "birds", "flowers"))
     word = rng.choice(MEMBERS_OF[kind]) if rng.random() < 0.7 else words.coined(rng, 2, 2)
     answer = with_article(fill(rng, _SENTENCES, w=word))
