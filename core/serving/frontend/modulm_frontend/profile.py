@@ -58,7 +58,7 @@ class StepProfile:
         return Path(self._config.torch_profiler_dir or "profiles").expanduser()
 
     def _run(self, plan: Plan) -> StepResult:
-        """Run a step of the executor under a name of its own in the trace."""
+        """Run a step of the executor, named in the trace."""
         import torch
 
         config = self._config

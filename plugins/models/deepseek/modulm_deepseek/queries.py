@@ -102,7 +102,7 @@ class _Layer(Module):
         self.mlp = GatedMLP(b.at("mlp"), c.hidden_size, c.intermediate_size, c.hidden_act)
 
     def forward(self, x: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
-        """x: [n, tokens, hidden]; turns: [tokens, head_dim]; shown: [queries, keys] bool."""
+        """x: [n, tokens, hidden]; turns: [tokens, head_dim]; mask: [queries, keys] bool."""
         flat = x.flatten(0, 1)
         flat = flat + self.attn(self.norm1(flat), turns, mask)
         out: Tensor = flat + self.mlp(self.norm2(flat))

@@ -128,7 +128,7 @@ class Gemma3nLayer(Module):
     def forward(
         self, x: Tensor, layer_input: Tensor, batch: Batch, shared: dict[str, SharedKeyValues]
     ) -> Tensor:
-        """x: [streams, tokens, hidden] -> the same shape; own: [tokens, width]."""
+        """x: [streams, tokens, hidden] -> the same shape; layer_input: [tokens, width]."""
         predicted = self.altup.predict(x)
         active = predicted[self.altup.active]
         normed = self.attn_norm(active)

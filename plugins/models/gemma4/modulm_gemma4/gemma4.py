@@ -109,7 +109,7 @@ class Gemma4Layer(Module):
         batch: Batch,
         shared: dict[str, SharedKeyValues],
     ) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]; own: [tokens, width] or None."""
+        """x: [tokens, hidden] -> [tokens, hidden]; layer_input: [tokens, width] or None."""
         x = self.ops.add(x, self.attn_post(self.attn(self.attn_norm(x), batch, shared)))
         x = self.ops.add(x, self.mlp_post(self._feed_forward(x)))
         if self.gate is not None and layer_input is not None:

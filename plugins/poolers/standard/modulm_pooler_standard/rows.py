@@ -123,8 +123,9 @@ class PoolerConfig:
             raise ConfigError("pooler_config", str(error.args[0])) from error
 
     def scores(self, logits: torch.Tensor, use_activation: bool | None) -> torch.Tensor:
-        """Convert logits [n, outputs] to scores [n, classes]. wanted: whether the request asks for
-        the activation; None for the default.
+        """Convert logits [n, outputs] to scores [n, classes].
+
+        use_activation: of the request; None for the default.
         """
         if self.contrast:
             logits = logits[:, 1:] - logits[:, :1]

@@ -1,6 +1,6 @@
-"""How a front end reaches an engine core; the client of an engine in a thread.
+"""Clients through which front ends reach an engine core; here that of an engine in a thread.
 
-`process_client.py` has the client of an engine core in a process of its own.
+`process_client.py` has the client of an engine core in another process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The front end's half of an engine in a process of its own: requests out, events in.
+"""The client of an engine in another process: requests out, events in.
 
 owner                              engine process (`engine_process.py`)
 EngineProcess(config)  --start-->  loads the model
