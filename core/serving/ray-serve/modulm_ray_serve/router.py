@@ -29,7 +29,7 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
     """
 
     def initialize_state(self, slots: int = 64, shared: bool = False) -> None:
-        """Create the router's state. slots: maximum replicas. shared: other ingress replicas exist."""
+        """Create the state. slots: maximum replicas. shared: other ingress replicas exist."""
         self._affinity = Affinity(slots, shared)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -72,7 +72,7 @@ def figures(
     percentiles: Sequence[float] = (99,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Compute throughputs and the distribution of each metric, under vLLM's names for result files."""
+    """Compute throughputs and the distribution of each metric, with vLLM's names."""
     done = [request for request in requests if request.error is None]
     read = sum(request.input_len for request in done)
     generated = sum(request.output_len for request in done)

@@ -1,4 +1,4 @@
-"""`modulm bench latency` and `throughput`: a model in this process, or transformers for comparison."""
+"""`modulm bench latency` and `throughput`: a model in this process, or transformers."""
 
 from __future__ import annotations
 

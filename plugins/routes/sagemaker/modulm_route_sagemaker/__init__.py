@@ -1,4 +1,4 @@
-"""Amazon SageMaker's `/invocations`: forwards requests to other routes, selected by their fields."""
+"""Amazon SageMaker's `/invocations`: forwards requests to the route for their fields."""
 
 from __future__ import annotations
 

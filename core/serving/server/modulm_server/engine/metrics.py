@@ -313,7 +313,7 @@ def _add_each(known: list[int], now: Sequence[int]) -> None:
 
 
 class ReplicaMetrics(Collector):
-    """Metrics of one front end's requests and of the steps of several engines, labelled by engine."""
+    """Metrics of one front end's requests and of several engines' steps, by engine."""
 
     def __init__(self, each: Sequence[Metrics]) -> None:
         self._each = each

@@ -1,4 +1,4 @@
-"""Package templates for `modulm plugins new`: the files beside this module, with names filled in."""
+"""Package templates for `modulm plugins new`: the files in this folder, with names filled in."""
 
 from __future__ import annotations
 
