@@ -20,10 +20,9 @@ _FLAG = "data_parallel_secret_file"
 
 
 def secret_file(host: str, file: str | None) -> str:
-    """The file with the secret: `file`, or this user's own if only this machine reaches the
-    address.
+    """Return `file`, or a file of this user if only this machine can reach the address.
 
-    Creates the file if it does not exist. Raises ConfigError.
+    The user's file is created if needed. Raises ConfigError.
     """
     if file is not None:
         read_secret(file)

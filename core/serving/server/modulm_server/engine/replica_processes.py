@@ -169,8 +169,10 @@ def trouble_of(replicas: Sequence[Replica]) -> str | None:
 def common_weights(
     replicas: Sequence[Replica], joining: ProcessCoreClient | None = None
 ) -> WeightState:
-    """The common weight state of the running replicas. A restarted one has the checkpoint's weights
-    and is not used before the next update.
+    """The common weight state of the running replicas.
+
+    A restarted replica has the checkpoint's weights. If the others have newer ones, the state is
+    broken until the next update.
     """
     clients = [replica.client for replica in replicas if replica.up and replica.client is not None]
     states = [client.weights for client in (*clients, joining) if client is not None]
