@@ -40,7 +40,7 @@ class Senses(MediaFamily):
         if isinstance(media.value, Sound):
             return Processed("audio", tokens, mask, {"samples": media.value.samples})
         if isinstance(media.value, Video):
-            tensors = {"frames": media.value.frames, "places": media.value.places}
+            tensors = {"frames": media.value.frames, "places": media.value.frame_indices}
             return Processed("video", tokens, mask, tensors)
         return super().process(media, options)
 

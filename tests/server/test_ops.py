@@ -115,7 +115,7 @@ def test_tokens(http: httpx.Client, live: Live) -> None:
     assert back == {"prompt": "Hello", "content": "Hello"}
     chat = http.post("/tokenize", json={"messages": ask()["messages"]}).json()["tokens"]
     http.post(CHAT, json=ask())
-    assert live.engine.seen[-1][0]["prompt_token_ids"] == chat
+    assert list(live.engine.seen[-1][0]["prompt_token_ids"]) == chat
     info = http.get("/tokenizer_info").json()
     assert info["special_tokens"]["eos_token"] == "<|im_end|>"
 
@@ -262,6 +262,7 @@ def test_the_documentation_shows_every_body(http: httpx.Client) -> None:
     for path, operation in posts.items():
         assert operation.get("summary")
         if path not in NO_BODY:
+            assert "requestBody" in operation, path
             ((kind, content),) = operation["requestBody"]["content"].items()
             assert content["schema"]["properties"], (path, kind)
     chat = posts["/v1/chat/completions"]["requestBody"]["content"]["application/json"]["schema"]

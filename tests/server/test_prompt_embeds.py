@@ -107,7 +107,7 @@ def test_parts_of_messages(client: openai.OpenAI, taking: Live) -> None:
     ids, items = prompt["prompt_token_ids"], prompt["prompt_embeds"]
     assert [item.length for item in items] == [4, 3]
     for item, tokens in zip(items, (4, 3), strict=True):
-        assert ids[item.start : item.start + item.length] == [0] * item.length
+        assert list(ids[item.start : item.start + item.length]) == [0] * item.length
         np.testing.assert_array_equal(item.tensors["embeds"], numbers(tokens).numpy())
     decode = taking.engine.tokenizer.decode
     first, second = items

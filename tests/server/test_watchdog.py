@@ -37,7 +37,7 @@ class Core:
     ranks: tuple[int, ...] = ()
     down: None = None
     report: Any = None
-    weights: WeightState = WeightState()
+    weights: WeightState = field(factory=WeightState)
 
     def tokenizer(self) -> None:
         return None

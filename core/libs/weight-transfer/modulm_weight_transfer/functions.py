@@ -71,6 +71,8 @@ def connect(worker: Any, info: Mapping[str, Any]) -> None:
 @_answers
 def disconnect(worker: Any) -> None:
     """See `WeightReceiver.disconnect`."""
+    from modulm_weight_transfer.receiver import WeightReceiver
+
     WeightReceiver.disconnect(worker)
 
 

@@ -111,12 +111,12 @@ class Admin(RouteFamily):
         return json_response(answer)
 
     async def sleep(self, level: int = 1) -> Response:
-        """Free the memory of the KV cache, and at level 2 that of the weights too."""
+        """Free memory. Level 0 only pauses, 1 frees the KV cache, 2 the weights as well."""
         await self.context.engine.sleep(level)
         return Response(status_code=200)
 
     async def wake_up(self) -> Response:
-        """Allocate the memory again."""
+        """Wake up: allocate the memory that /sleep freed."""
         await self.context.engine.wake_up()
         return Response(status_code=200)
 

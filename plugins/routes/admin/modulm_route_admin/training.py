@@ -20,7 +20,7 @@ __all__ = ["Training"]
 
 
 class Paused(TypedDict):
-    """Whether new requests are kept back."""
+    """Whether generation is paused."""
 
     is_paused: bool
 
@@ -33,7 +33,7 @@ class Message(TypedDict):
 
 
 class WeightInfo(TypedDict):
-    """The number of the weights."""
+    """The version of the weights."""
 
     weight_version: int
 
@@ -117,33 +117,33 @@ class Training(RouteFamily):
         return json_response(answer)
 
     async def pause(self, mode: str = "abort", clear_cache: bool = True) -> Response:
-        """Keep new requests back. mode: abort, wait or keep says what becomes of running ones."""
+        """Pause generation: hold new requests. mode: abort, wait for, or suspend (keep) running ones."""
         await self.context.engine.pause_generation(mode=mode, clear_cache=clear_cache)
         return self._done("paused")
 
     async def resume(self) -> Response:
-        """Run requests again."""
+        """Resume generation after a pause."""
         await self.context.engine.resume_generation()
         return self._done("resumed")
 
     async def is_paused(self) -> Response:
-        """Whether new requests are kept back."""
+        """Whether generation is paused."""
         answer: Paused = {"is_paused": await self.context.engine.is_paused()}
         return json_response(answer)
 
     async def weight_info(self) -> Response:
-        """The number of the weights."""
+        """The version of the weights."""
         answer: WeightInfo = {"weight_version": await self.context.engine.get_weight_version()}
         return json_response(answer)
 
     async def get_world_size(self) -> Response:
-        """How many workers the engine and its replicas have."""
+        """The number of workers of the engine and its replicas."""
         parallel = self.context.config.parallel
         answer: WorldSize = {"world_size": parallel.ranks * parallel.data_parallel_size}
         return json_response(answer)
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
-        """Have the workers meet the trainer."""
+        """Connect the workers to the trainer."""
         body = await read(request, InitRequest)
         await _whole(self.context.engine.init_weight_transfer_engine(body.init_info))
         return self._done("connected")
@@ -157,23 +157,23 @@ class Training(RouteFamily):
         return self._done("started")
 
     async def update_weights(self, request: Request) -> Response:
-        """Take tensors of an update."""
+        """Receive tensors of the current update."""
         body = await read(request, UpdateRequest)
         await _whole(self.context.engine.update_weights(body.update_info))
         return self._done("taken")
 
     async def finish_weight_update(self) -> Response:
-        """Use the new weights."""
+        """Switch to the new weights."""
         await _whole(self.context.engine.finish_weight_update())
         return self._done("updated")
 
     async def shutdown_weight_transfer_engine(self) -> Response:
-        """Leave the trainer."""
+        """Disconnect the workers from the trainer."""
         await _whole(self.context.engine.shutdown_weight_transfer_engine())
         return self._done("disconnected")
 
     async def update_weight_version(self, request: Request) -> Response:
-        """Give the weights another number."""
+        """Set the version of the weights."""
         body = await read(request, VersionRequest)
         await self.context.engine.update_weight_version(body.weight_version)
         return self._done("updated")

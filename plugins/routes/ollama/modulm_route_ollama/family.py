@@ -128,7 +128,7 @@ class Ollama(RouteFamily):
                 path,
                 self._with_errors(self.refuse),
                 methods=[method],
-                responses=response_docs(Status, failure=Failure),
+                include_in_schema=False,
                 name=f"ollama {method} {path}",
             )
         return router
