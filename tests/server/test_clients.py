@@ -54,7 +54,8 @@ QUIET = frozenset(
         "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel",
         "/v1/completions/render", "/v1/chat/completions/render",
         "/api/pull", "/api/show", "/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}",
-        "/invocations", "/props", "/slots/{id_slot}", "/lora-adapters", "/apply-template", "/infill",
+        "/invocations", "/props", "/slots/{id_slot}", "/lora-adapters", "/apply-template",
+        "/infill",
         "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     }
 )  # fmt: skip

@@ -138,8 +138,8 @@ class ServerConfig(FlagGroup):
     )
     sleeping_requests: str = flag(
         "refuse",
-        "Requests that arrive while the engine sleeps at level 1 or 2: refuse with 503, or wait until "
-        "it wakes.",
+        "Requests that arrive while the engine sleeps at level 1 or 2: refuse with 503, or wait "
+        "until it wakes.",
         choices=("refuse", "wait"),
     )
     server_dev_mode: bool = flag(

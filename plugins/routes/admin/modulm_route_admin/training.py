@@ -117,7 +117,7 @@ class Training(RouteFamily):
         return json_response(answer)
 
     async def pause(self, mode: str = "abort", clear_cache: bool = True) -> Response:
-        """Pause generation: hold new requests. mode: abort, wait for, or suspend (keep) running ones."""
+        """Pause generation: hold new requests; mode: abort, wait for, or keep running ones."""
         await self.context.engine.pause_generation(mode=mode, clear_cache=clear_cache)
         return self._done("paused")
 
