@@ -76,9 +76,12 @@ def test_errors_are_those_of_the_route(everything: Live) -> None:
     with everything.client() as http:
         wrong = http.post("/invocations", json={"prompt": "x", "temperature": 7})
         other = http.post("/invocations", json={"text": "x"})
-        broken = http.post("/invocations", content=b"{")
+        json_type = {"Content-Type": "application/json"}
+        broken = http.post("/invocations", content=b"{", headers=json_type)
+        untyped = http.post("/invocations", content=b"{}")
     assert wrong.json()["error"]["param"] == "temperature"
-    assert [answer.status_code for answer in (wrong, other, broken)] == [400, 400, 400]
+    answers = (wrong, other, broken, untyped)
+    assert [answer.status_code for answer in answers] == [400, 400, 400, 415]
     assert "messages; prompt" in other.json()["error"]["message"]
 
 

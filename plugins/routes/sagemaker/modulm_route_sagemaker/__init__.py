@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from modulm_server.json_body import bad_field
+from modulm_server.json_body import bad_field, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -27,6 +27,18 @@ _ROUTES = (
 )
 
 
+class Invocation(msgspec.Struct):
+    """The fields that tell requests apart; the route that handles a request reads the others."""
+
+    messages: Any = msgspec.UNSET
+    prompt: Any = msgspec.UNSET
+    query: Any = msgspec.UNSET
+    documents: Any = msgspec.UNSET
+    text_1: Any = msgspec.UNSET
+    text_2: Any = msgspec.UNSET
+    input: Any = msgspec.UNSET
+
+
 class SageMaker(RouteFamily):
     """`POST /invocations`. SageMaker's `/ping` belongs to the routes for operators."""
 
@@ -40,6 +52,7 @@ class SageMaker(RouteFamily):
             self.invoke,
             methods=["POST"],
             response_class=Response,
+            openapi_extra=request_docs(Invocation),
             responses=response_docs(dict[str, Any], events=dict[str, Any]),
         )
         return router
@@ -49,17 +62,12 @@ class SageMaker(RouteFamily):
 
         A model that classifies but has no embeddings answers `input` with classes.
         """
-        content = await request.body()
-        try:
-            body: Any = json.loads(content)
-        except ValueError as error:
-            raise bad_field(None, f"the body is not valid JSON: {error}") from error
-        path = self._path_for(body if isinstance(body, dict) else {})
-        return _Forwarded(request.app.router, path, content)
+        path = self._path_for(await read(request, Invocation))
+        return _Forwarded(request.app.router, path, await request.body())
 
-    def _path_for(self, body: dict[str, Any]) -> str:
+    def _path_for(self, body: Invocation) -> str:
         for fields, path in _ROUTES:
-            if all(name in body for name in fields):
+            if all(getattr(body, name) is not msgspec.UNSET for name in fields):
                 tasks = self.context.engine.info.tasks
                 classifies = "classify" in tasks and "embed" not in tasks
                 return "/classify" if path == "/v1/embeddings" and classifies else path
