@@ -120,9 +120,9 @@ class FileTimes:
 @pytest.fixture
 def own_interpreters() -> Iterator[None]:
     """Processes start from nothing: for tests of what is imported, of memory and of signals."""
-    TEMPLATES.enabled = False
+    before, TEMPLATES.enabled = TEMPLATES.enabled, False
     yield
-    TEMPLATES.enabled = True
+    TEMPLATES.enabled = before
 
 
 def pytest_configure(config: pytest.Config) -> None:

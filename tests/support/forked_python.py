@@ -8,8 +8,8 @@ an intermediate parent ends at once, and the kernel hands its child to the next 
 which the caller is for that moment (prctl(2), PR_SET_CHILD_SUBREAPER). A fork has a template of its
 own for the processes that it starts.
 
-Commands whose environment matters while modules are imported get an interpreter of their own, as
-do tests with the fixture `own_interpreters`.
+Nothing is forked on systems other than Linux. Commands whose environment matters while modules are
+imported get an interpreter of their own, as do tests with the fixture `own_interpreters`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Templates:
     """The template of this process, started when it is first needed."""
 
     def __init__(self, connection: socket.socket | None = None) -> None:
-        self.enabled = True
+        self.enabled = sys.platform == "linux"
         self._connection = connection
         self._environment: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -110,7 +110,10 @@ class Templates:
             with _subreaper():
                 message = json.dumps(request).encode()
                 socket.send_fds(self._connection, [message], [*standard, *call.pass_fds])
-                process.pid = int(self._connection.recv(64))
+                answer = self._connection.recv(64)
+        if not answer:
+            raise RuntimeError("the template of forked processes has ended")
+        process.pid = int(answer)
         process._child_created = True
         process._close_pipe_fds(
             call.p2cread, call.p2cwrite, call.c2pread, call.c2pwrite, call.errread, call.errwrite
@@ -129,13 +132,8 @@ def _request(call: Any, template: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     if call.preexec_fn or call.executable or call.shell or not call.close_fds:
         return None
-    if (call.gid, call.gids, call.uid, call.umask, call.process_group) != (
-        None,
-        None,
-        None,
-        -1,
-        -1,
-    ):
+    owner = (call.gid, call.gids, call.uid, call.umask, call.process_group)
+    if owner != (None, None, None, -1, -1):
         return None
     return {
         "command": command,

@@ -10,6 +10,7 @@ class AsLlama(Converted):  # in modulm_foo/oracle.py, which serving does not imp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,18 +20,18 @@ from torch import Tensor
 __all__ = ["Converted", "stack_heads"]
 
 
-class Converted:
+class Converted(ABC):
     """A transformers model with the same mathematics (`modulm.testing.oracles.Oracle`)."""
 
+    @abstractmethod
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the config.json of the transformers model, including `model_type`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Return transformers' weights under the family's names: rearranged, not computed."""
-        raise NotImplementedError
 
     def renamed(
         self, weights: Mapping[str, Tensor], names: Mapping[str, str]
