@@ -17,18 +17,19 @@ class DistributedConfig(FlagGroup):
     title = "DistributedConfig"
 
     distributed_timeout_seconds: int = flag(
-        300, "How long a rank waits for the others.", unit="seconds", least=1
+        300, "Maximum time that a rank waits for the others.", unit="seconds", least=1
     )
     worker_timeout: int = flag(
-        300, "How long a step may take before its workers count as hung; 0: for ever.",
+        300, "Time after which the workers of a step count as hung; 0: no limit.",
         unit="seconds", least=0,
     )  # fmt: skip
     enable_eplb: bool = flag(
-        False, "Hold experts that many tokens choose more than once, and move experts between "
-        "ranks as that changes; needs --enable-expert-parallel and several ranks.",
+        False, "Replicate experts that many tokens choose, and move experts between ranks when "
+               "the load changes. Requires --enable-expert-parallel and several ranks.",
     )  # fmt: skip
     eplb_config: Mapping[str, Any] = flag(
-        {}, "How: `window_size` (1000), steps whose tokens count; `step_interval` (3000), steps "
-        "between two moves; `num_redundant_experts` (0), copies on all ranks together; "
-        "`log_balancedness` (false).",
+        {}, "Options of --enable-eplb, with defaults: `window_size` (1000), steps over which "
+            "load is measured; `step_interval` (3000), steps between moves; "
+            "`num_redundant_experts` (0), copies on all ranks together; `log_balancedness` "
+            "(false).",
     )  # fmt: skip

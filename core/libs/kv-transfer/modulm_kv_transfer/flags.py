@@ -33,19 +33,22 @@ def _transfer(value: Any) -> Mapping[str, Any]:
 
 @flag_group
 class KVTransferConfig(FlagGroup):
-    """Where blocks of the KV cache are kept besides the device."""
+    """KV cache blocks outside the device: offloading and KV connectors."""
 
     title = "KVTransferConfig"
 
     kv_offloading_size: float | None = flag(
-        None, "Host memory for blocks of the KV cache, of all ranks together.", unit="GiB", least=0
+        None,
+        "Host memory for offloaded KV cache blocks, of all ranks together.",
+        unit="GiB",
+        least=0,
     )
     kv_offloading_backend: str = flag(
-        "native", "What keeps blocks in host memory; native: modulm-kv-host.", choices=("native",)
+        "native", "Driver that offloads blocks; native: modulm-kv-host.", choices=("native",)
     )
     kv_transfer_config: Mapping[str, Any] = flag(
         {},
-        "A KV connector as in vLLM: kv_connector (a name of vLLM's or of an installed driver) and "
-        "kv_connector_extra_config (its options).",
+        "KV connector, in vLLM's format: kv_connector (vLLM's name of it, or an installed "
+        "driver) and kv_connector_extra_config (its options).",
         parse=_transfer,
     )

@@ -79,8 +79,8 @@ class MediaConfig(FlagGroup):
     )
     max_inflight_media_bytes: int | None = flag(
         None,
-        "Maximum bytes of the media of all requests in progress, encoded and decoded; None: a "
-        "quarter of the available memory.",
+        "Maximum total size of the media of all requests in progress, encoded and decoded. "
+        "Default: a quarter of the available memory.",
         unit="bytes",
         least=1,
     )

@@ -12,22 +12,25 @@ __all__ = ["SpeculationConfig"]
 
 @flag_group
 class SpeculationConfig(FlagGroup):
-    """Tokens are drafted, and several verified in one step; no answer changes."""
+    """Drafting tokens and verifying several in one step, which does not change the output."""
 
     title = "SpeculativeConfig"
 
     speculative_config: Mapping[str, Any] = flag(
         {},
-        "Which speculator, and its options: `method`, `num_speculative_tokens` (most for a row and "
-        "step), `adaptive` (false: always as many), `model`, and what the method takes. Method "
-        "`custom` takes a class as `model`.",
+        "Drafter and its options: `method`, `num_speculative_tokens` (maximum per sequence and "
+        "step), `adaptive` (false: always draft the maximum), `model`, and options of the "
+        "method. Method `custom` takes a class as `model`.",
         aliases=("-sc",),
     )
     spec_method: str | None = flag(
-        None, "Speculator; short for `method` of --speculative-config.", kind="speculators"
+        None, "Drafter; short for `method` of --speculative-config.", kind="speculators"
     )
-    spec_model: str | None = flag(None, "Its model; short for `model` of --speculative-config.")
+    spec_model: str | None = flag(
+        None, "Model of the drafter; short for `model` of --speculative-config."
+    )
     spec_tokens: int | None = flag(
-        None, "Most drafted tokens; short for `num_speculative_tokens` of --speculative-config.",
+        None, "Maximum number of drafted tokens; short for `num_speculative_tokens` of "
+            "--speculative-config.",
         least=1,
     )  # fmt: skip

@@ -27,7 +27,7 @@ class WeightTransferFlags(FlagGroup):
 
     weight_transfer_config: Mapping[str, Any] = flag(
         {},
-        "How weights come from a trainer: backend (the name of an installed driver) and its "
+        "How the engine receives weights from a trainer: `backend` (an installed driver) and its "
         "options.",
         parse=_transfer,
     )

@@ -19,15 +19,15 @@ class AttentionConfig(FlagGroup):
     table_aliases = ("-ac",)
 
     attention_backend: str | None = flag(
-        None, "Attention backend; None: the platform's first that fits.", kind="attention",
+        None, "Attention backend. Default: the platform's first that fits.", kind="attention",
         key="backend", common=True
     )  # fmt: skip
     attention_options: Mapping[str, Any] = flag(
-        {}, "Options of the attention backend, checked by it.", key="options"
+        {}, "Options of the attention backend.", key="options"
     )
     kernels: tuple[str, ...] | None = flag(
         None,
-        "Kernel providers in order of preference; none takes plain torch.",
+        "Kernel providers in order of preference; none uses plain torch.",
         kind="kernels",
         choices=("none",),
     )

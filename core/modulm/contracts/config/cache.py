@@ -1,4 +1,4 @@
-"""The KV cache: size, number format, prefix caching."""
+"""The KV cache: size, data type, prefix caching."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["CacheConfig"]
 
 @flag_group
 class CacheConfig(FlagGroup):
-    """The KV cache: size, number format, prefix caching."""
+    """The KV cache: size, data type, prefix caching."""
 
     title = "CacheConfig"
 
     block_size: int | None = flag(
-        None, "Tokens in one block of cache; None: the platform's.", unit="tokens", least=1,
+        None, "Tokens per KV cache block. Default: the platform's.", unit="tokens", least=1,
         most=4096,
     )  # fmt: skip
     gpu_memory_utilization: float = flag(
         0.92,
-        "Share of the device's memory that weights and cache may take together.",
+        "Fraction of the device's memory for weights and KV cache together.",
         unit="fraction",
         least=0.0,
         most=1.0,
@@ -28,44 +28,43 @@ class CacheConfig(FlagGroup):
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
-        "Size of the cache; replaces --gpu-memory-utilization.",
+        "Size of the KV cache; overrides --gpu-memory-utilization.",
         unit="bytes",
         least=1,
         common=True,
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Number format of the cache; auto: the model's; fp8: fp8_e4m3, by the checkpoint's scales; "
-        "int8 and int4: with a scale per token and head.",
+        "Data type of the KV cache. auto: the model's. fp8 (fp8_e4m3) uses the checkpoint's "
+        "scales; int8 and int4 have a scale per token and head.",
         choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e5m2",
                  "fp8_inc", "int4_per_token_head", "int8_per_token_head"),
     )  # fmt: skip
     kv_cache_dtype_skip_layers: tuple[str, ...] = flag(
-        (), "Layers that keep the model's format: numbers, or sliding_window."
+        (), "Layers whose cache has the model's data type: indices, or sliding_window."
     )
     calculate_kv_scales: bool = flag(
-        False,
-        "Find the scales of a cache in fp8 in the first step, in place of the checkpoint's.",
+        False, "Calculate the scales of an fp8 cache in the first step; ignore the checkpoint's."
     )
     num_gpu_blocks_override: int | None = flag(
-        None, "Number of cache blocks, whatever the memory allows.", unit="blocks", least=1
+        None, "Number of KV cache blocks, regardless of memory.", unit="blocks", least=1
     )
     enable_prefix_caching: bool | None = flag(
         None,
-        "Reuse blocks of prompts that begin alike; None: yes where the model allows it.",
+        "Reuse the cache of prompts with the same beginning. Default: if the model supports it.",
         common=True,
     )
     prefix_caching_hash_algo: str = flag(
         "sha256",
-        "Hash that names a block's content.",
+        "Hash function for the content of blocks.",
         choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "builtin"),
     )
     mamba_block_size: int | None = flag(
-        None, "Tokens between two kept states; None: 512.", unit="tokens", least=64
+        None, "Tokens between two saved recurrent states. Default: 512.", unit="tokens", least=64
     )
     mamba_cache_mode: str | None = flag(
         None,
-        "Which recurrent states are kept, so that prompts that begin alike share them: all, at "
-        "every block of --mamba-block-size tokens of a prompt, or none.",
+        "Recurrent states to save for prefix caching: none, or all (one every --mamba-block-size "
+        "tokens of a prompt). align is not supported yet.",
         choices=("none", "all", "align"),
     )

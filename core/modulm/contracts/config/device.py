@@ -1,4 +1,4 @@
-"""The machine: platform, threads, memory nodes, and which plugins take part."""
+"""The machine: platform, threads, NUMA nodes, and which plugins to use."""
 
 from __future__ import annotations
 
@@ -32,42 +32,40 @@ def _options(value: Any) -> Mapping[str, Any]:
 
 @flag_group
 class DeviceConfig(FlagGroup):
-    """The machine: platform, threads, memory nodes, and which plugins take part."""
+    """The machine: platform, threads, NUMA nodes, and which plugins to use."""
 
     title = "DeviceConfig"
 
     device: str = flag(
-        "auto", "Platform to run on; auto: the one with the best score.", kind="platforms",
+        "auto", "Platform to run on; auto: the one with the highest score.", kind="platforms",
         choices=("auto",),
     )  # fmt: skip
     cpu_threads: int | None = flag(
         None,
-        "Threads that compute; None: all cores of this process.",
+        "Compute threads. Default: all cores of this process.",
         unit="threads",
         least=1,
         common=True,
     )
     numa_bind: bool = flag(
-        False, "Keep threads and memory to one memory node: the one with the most cores to use."
+        False, "Bind threads and memory to one NUMA node: the one with the most available cores."
     )
     numa_bind_nodes: tuple[int, ...] | None = flag(
-        None, "The memory node to bind to, by worker; binds without --numa-bind, too."
+        None, "NUMA node to bind each worker to; does not require --numa-bind."
     )
     numa_bind_cpus: tuple[str, ...] | None = flag(
-        None, "The cores to bind to, by worker, as in 0-3 or 0-3,8; binds without --numa-bind, too."
+        None, "Cores to bind each worker to, e.g. 0-3 or 0-3,8; does not require --numa-bind."
     )
-    additional_config: Mapping[str, Any] = flag({}, "Options of the platform, checked by it.")
+    additional_config: Mapping[str, Any] = flag({}, "Options of the platform.")
     plugins: tuple[str, ...] | None = flag(
         None,
-        "Plugins that take part, by name or distribution; None: all. -NAME leaves one out.",
+        "Plugins to use, by name or distribution. Default: all; -NAME excludes one.",
         parse=_terms,
     )
     plugin_config: Mapping[str, Any] = flag(
-        {},
-        "Options of drivers, checked by them: {kind: {name: {option: value}}}.",
-        parse=_options,
+        {}, "Options of drivers: {kind: {name: {option: value}}}.", parse=_options
     )
-    fail_on_environ_validation: bool = flag(False, "Make an unknown MODULM_ variable an error.")
+    fail_on_environ_validation: bool = flag(False, "Reject unknown MODULM_ environment variables.")
 
     def options(self, kind: str, name: str) -> Mapping[str, Any]:
         """Return the options in `plugin_config` for one driver."""

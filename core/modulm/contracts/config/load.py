@@ -17,13 +17,13 @@ class LoadConfig(FlagGroup):
     title = "LoadConfig"
 
     load_format: str = flag(
-        "auto", "Format of the weights; auto asks each loader.", kind="loaders", choices=("auto",)
+        "auto", "Format of the weights; auto detects it.", kind="loaders", choices=("auto",)
     )
     download_dir: str | None = flag(
-        None, "Folder for downloads; None: the Hugging Face cache.", unit="path"
+        None, "Folder for downloads. Default: the Hugging Face cache.", unit="path"
     )
-    model_loader_extra_config: Mapping[str, Any] = flag({}, "Options of the loader, checked by it.")
+    model_loader_extra_config: Mapping[str, Any] = flag({}, "Options of the loader.")
     ignore_patterns: tuple[str, ...] = flag(
-        ("original/**/*",), "Files that are neither downloaded nor read."
+        ("original/**/*",), "Files to skip when downloading and reading the checkpoint."
     )
-    use_tqdm_on_load: bool = flag(True, "Show a progress bar while weights are read.")
+    use_tqdm_on_load: bool = flag(True, "Show a progress bar while loading weights.")

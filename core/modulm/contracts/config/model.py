@@ -43,38 +43,37 @@ class ModelConfig(FlagGroup):
     )
     convert: str = flag(
         "auto",
-        "Turn a generating model into a pooling one.",
+        "How to turn a generative model into a pooling model.",
         choices=("auto", "none", "embed", "classify", "reward", "mm_encoder_only"),
     )
     tokenizer: str | None = flag(
-        None, "Tokenizer folder or id; None: the model's own.", common=True
+        None, "Folder or Hugging Face id of the tokenizer. Default: the model's.", common=True
     )
     tokenizer_mode: str = flag(
         "auto",
-        "Which tokenizer implementation to load; hf is transformers'.",
+        "Tokenizer implementation; hf is the one of transformers.",
         kind="tokenizers",
         choices=("auto", "hf"),
     )
     tokenizer_revision: str | None = flag(None, "Revision of the tokenizer on the hub.")
-    trust_remote_code: bool = flag(False, "Allow Python code that comes with a checkpoint to run.")
+    trust_remote_code: bool = flag(False, "Allow Python code from the checkpoint to run.")
     dtype: str = flag(
         "auto",
-        "Number format of weights and activations; auto takes the checkpoint's where the "
-        "platform has it.",
+        "Data type of weights and activations. auto: the checkpoint's, if supported.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         common=True,
     )
     seed: int = flag(
         0,
-        "Seed of everything random that no request seeds itself.",
+        "Seed for requests without one, and for everything else that is random.",
         parse=lambda value: 0 if value is None else parse_int(value),
         common=True,
     )
-    hf_config_path: str | None = flag(None, "Take config.json from this folder or id instead.")
+    hf_config_path: str | None = flag(None, "Folder or id to read config.json from instead.")
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
     max_model_len: int | None = flag(
         None,
-        "Longest prompt and answer together; None or auto: the checkpoint's.",
+        "Maximum length of prompt and output together. Default (auto): the checkpoint's.",
         unit="tokens",
         least=1,
         parse=_length,
@@ -82,73 +81,70 @@ class ModelConfig(FlagGroup):
     )
     quantization: str | None = flag(
         None,
-        "Method that holds the weights; None: what the checkpoint says.",
+        "Quantization method of the weights. Default: the one that the checkpoint names.",
         kind="quantization",
         aliases=("-q",),
         common=True,
     )
     quantization_config: Mapping[str, Any] | None = flag(
-        None, "Options of the quantization method, checked by it."
+        None, "Options of the quantization method."
     )
     enforce_eager: bool = flag(
-        False,
-        "Run operation by operation, without recording steps to repeat them.",
+        False, "Run eagerly, without recording steps for replay (such as CUDA graphs)."
     )
     max_logprobs: int = flag(
-        20, "Most log probabilities a request may ask for; -1: the whole vocabulary.", least=-1
+        20, "Maximum log probabilities per token in a request; -1: the vocabulary size.", least=-1
     )
     logprobs_mode: str = flag(
         "raw_logprobs",
-        "Log probabilities or logits, before or after penalties and temperature.",
+        "Return log probabilities or logits, before or after penalties and temperature.",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     batch_invariant: bool = flag(
         False,
-        "Every token in a forward pass of its own, so that no request's bits depend on the others "
-        "whatever computes them. Slow; compiled CPU kernels keep rows apart without it.",
+        "Compute each token in a separate forward pass, so that no result depends on other "
+        "requests. Slow, and not needed with the compiled CPU kernels.",
     )
     disable_sliding_window: bool = flag(
-        False, "Let every layer see the whole context, capped to the window's length."
+        False, "Use full attention in every layer; limits the context to the window."
     )
     enable_prompt_embeds: bool = flag(
-        False, "Take prompts that are embeddings instead of tokens (`prompt_embeds`)."
+        False, "Accept prompts as embeddings instead of tokens (`prompt_embeds`)."
     )
     skip_tokenizer_init: bool = flag(
-        False, "Load no tokenizer: prompts are token ids and answers are token ids."
+        False, "Do not load a tokenizer: prompts and outputs are token ids."
     )
     served_model_name: tuple[str, ...] | None = flag(
-        None,
-        "Name or names of the model in the API; the first one is shown in answers.",
-        common=True,
+        None, "Names of the model in the API; responses show the first one.", common=True
     )
     hf_token: str | bool | None = flag(
         None,
-        "Token for the hub; true or no value: the stored one.",
+        "Hugging Face token; true, or no value, uses the stored one.",
         secret=True,
         parse=_token,
     )
-    hf_overrides: Mapping[str, Any] = flag({}, "Keys that replace those of config.json.")
+    hf_overrides: Mapping[str, Any] = flag({}, "Overrides for keys of config.json.")
     model_class_overrides: Mapping[str, Any] = flag(
-        {}, "Another class for an architecture: {name: pkg.mod:Class}."
+        {}, "Class to use for an architecture: {name: pkg.mod:Class}."
     )
     pooler_config: Mapping[str, Any] | None = flag(
-        None, "How a pooling model pools; its keys are in embeddings.md."
+        None, "Options of the pooler; docs/embeddings.md lists the keys."
     )
     generation_config: str = flag(
         "auto",
-        "Sampling defaults: auto from the checkpoint, vllm or modulm for none, or a folder.",
+        "Folder with default sampling parameters; auto: the checkpoint; vllm or modulm: none.",
     )
     override_generation_config: Mapping[str, Any] = flag(
-        {}, "Sampling defaults that replace those of --generation-config."
+        {}, "Default sampling parameters; they override those of --generation-config."
     )
     enable_sleep_mode: bool = flag(
-        False, "Let the engine give its memory back on request and take it again: /sleep, /wake_up."
+        False, "Let requests release the engine's memory (/sleep) and restore it (/wake_up)."
     )
     model_impl: str = flag(
         "auto",
-        "Which implementation of the model: a plugin's, or transformers'.",
+        "Implementation of the model: that of a plugin, or of transformers.",
         choices=("auto", "modulm", "vllm", "transformers", "terratorch"),
     )
     logits_processors: tuple[Any, ...] | None = flag(
-        None, "Logits processors: names of plugins, pkg.mod:Class, or classes."
+        None, "Logits processors to load: names of plugins, pkg.mod:Class, or classes."
     )

@@ -1,4 +1,4 @@
-"""What the engine tells about itself: logs, metrics, traces, profiles."""
+"""Logs, metrics, traces and profiles of the engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["ObservabilityConfig"]
 
 @flag_group
 class ObservabilityConfig(FlagGroup):
-    """What the engine tells about itself: logs, metrics, traces, profiles."""
+    """Logs, metrics, traces and profiles of the engine."""
 
     title = "ObservabilityConfig"
 
     enable_log_requests: bool = flag(False, "Log each request's prompt and parameters.")
-    disable_log_stats: bool = flag(False, "Log no line every ten seconds while a server works.")
+    disable_log_stats: bool = flag(False, "Do not log statistics every ten seconds.")
     log_level: str = flag(
-        "info", "Least level of log lines.",
+        "info", "Minimum level of log lines.",
         choices=("trace", "debug", "info", "warning", "error", "critical"),
     )  # fmt: skip
-    log_format: str = flag("text", "Log lines as text, or as JSON.", choices=("text", "json"))
+    log_format: str = flag("text", "Format of log lines.", choices=("text", "json"))
     logging_config: Mapping[str, Any] | None = flag(None, "Python logging configuration, as JSON.")
     log_config_file: str | None = flag(
         None, "JSON file with a Python logging configuration.", unit="path"

@@ -14,59 +14,54 @@ class ParallelConfig(FlagGroup):
     title = "ParallelConfig"
 
     distributed_executor_backend: str | None = flag(
-        None, "Executor that runs the workers; None: by world size.", kind="executors"
+        None, "Executor of the workers. Default: by the number of ranks.", kind="executors"
     )
     tensor_parallel_size: int = flag(
-        1, "Ranks that share each layer.", least=1, aliases=("-tp",), common=True
+        1, "Number of ranks that each layer is split over.", least=1, aliases=("-tp",), common=True
     )
     pipeline_parallel_size: int = flag(
-        1,
-        "Stages of layers, which run one after the other.",
-        least=1,
-        aliases=("-pp",),
-        common=True,
+        1, "Number of pipeline stages.", least=1, aliases=("-pp",), common=True
     )
     pipeline_layer_partition: tuple[int, ...] = flag(
-        (), "Layers of each stage, from the first one on; none given: as even in bytes as can be."
+        (), "Number of layers of each stage, in order. Default: stages of equal size in bytes."
     )
     decode_context_parallel_size: int = flag(
         1,
-        "Tensor ranks that share out the cached tokens of a sequence where they would hold the "
-        "same.",
+        "Tensor-parallel ranks that split a sequence's KV cache instead of replicating it.",
         least=1,
         aliases=("-dcp",),
     )
     cp_kv_cache_interleave_size: int = flag(
         1,
-        "Neighbouring tokens that one of these ranks keeps.",
+        "Number of consecutive tokens in the KV cache of the same rank.",
         unit="tokens",
         least=1,
         aliases=("--dcp-kv-cache-interleave-size",),
     )
     enable_expert_parallel: bool = flag(
         False,
-        "Give each tensor rank, of all replicas, whole experts, not a part of every one.",
+        "Place whole experts on each rank of all replicas, instead of splitting every expert.",
         aliases=("-ep",),
     )
     worker_cls: str = flag(
-        "auto", "A subclass of modulm.engine.worker.worker.Worker of your own: pkg.mod:Class."
+        "auto", "Worker class, a subclass of modulm.engine.worker.worker.Worker: pkg.mod:Class."
     )
     worker_extension_cls: str | None = flag(
-        None, "A class whose methods workers have too, for collective_rpc: pkg.mod:Class."
+        None, "Class with more methods for workers, for collective_rpc: pkg.mod:Class."
     )
     data_parallel_size: int = flag(
-        1, "Replicas of the model, each with its own cache.", least=1, aliases=("-dp",), common=True
+        1, "Number of replicas, each with its own KV cache.", least=1, aliases=("-dp",), common=True
     )
     data_parallel_size_local: int | None = flag(
-        None, "Replicas on this machine, which share it; None: all.", least=0, aliases=("-dpl",)
+        None, "Number of replicas on this machine. Default: all.", least=0, aliases=("-dpl",)
     )
     data_parallel_rank_local: int = flag(
-        0, "Which of those this one is; `modulm serve` sets it for each.", least=0
+        0, "Index of this replica on its machine; `modulm serve` sets it.", least=0
     )
     data_parallel_group: str | None = flag(
-        None, "Where replicas that share experts find one another; `modulm serve` sets it."
+        None, "Folder in which replicas that share experts meet; `modulm serve` sets it."
     )
-    disable_frontend_multiprocessing: bool = flag(False, "Run engine and server in one process.")
+    disable_frontend_multiprocessing: bool = flag(False, "Run the engine in the server's process.")
 
     @property
     def ranks(self) -> int:

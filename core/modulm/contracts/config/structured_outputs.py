@@ -16,8 +16,7 @@ class StructuredOutputsConfig(FlagGroup):
 
     reasoning_parser: str | None = flag(
         None,
-        "Parser that takes reasoning out of answers; auto, as without the flag: what fits the "
-        "checkpoint.",
+        "Parser that separates reasoning from answers. Default (auto): the checkpoint's.",
         kind="reasoning_parsers",
         choices=("auto", "none"),
         key="reasoning_parser",
@@ -33,14 +32,14 @@ class StructuredOutputsConfig(FlagGroup):
     )
     backend: str = flag(
         "auto",
-        "Grammar backend.",
+        "Backend that compiles constraints.",
         kind="grammars",
         choices=("auto",),
         key="backend",
         own=False,
     )
     disable_any_whitespace: bool = flag(
-        False, "Allow no free whitespace in JSON.", key="disable_any_whitespace", own=False
+        False, "Disallow optional whitespace in JSON.", key="disable_any_whitespace", own=False
     )
     disable_additional_properties: bool = flag(
         False,
@@ -49,14 +48,19 @@ class StructuredOutputsConfig(FlagGroup):
         own=False,
     )
     compile_timeout: float = flag(
-        10.0, "Time to compile one constraint.", unit="s", key="compile_timeout", own=False, least=0
+        10.0, "Time to compile a constraint.", unit="s", key="compile_timeout", own=False, least=0
     )
     compile_memory: int = flag(
-        1 << 30, "Memory to compile one.", unit="bytes", key="compile_memory", own=False, least=1
+        1 << 30,
+        "Maximum memory to compile a constraint.",
+        unit="bytes",
+        key="compile_memory",
+        own=False,
+        least=1,
     )
     compile_workers: int = flag(
-        2, "Constraints compiled at once.", key="compile_workers", own=False, least=1
+        2, "Number of constraints to compile at a time.", key="compile_workers", own=False, least=1
     )
     enable_in_reasoning: bool = flag(
-        False, "Hold the reasoning to the grammar too.", key="enable_in_reasoning", own=False
+        False, "Apply the constraint to reasoning, too.", key="enable_in_reasoning", own=False
     )

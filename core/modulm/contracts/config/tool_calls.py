@@ -15,11 +15,11 @@ class ToolCallConfig(FlagGroup):
     server = True
 
     enable_auto_tool_choice: bool = flag(
-        False, "Do not start where no tool parser is known; one that is known is used.", common=True
+        False, "Refuse to start if no tool parser is set or detected.", common=True
     )
     tool_call_parser: str | None = flag(
         None,
-        "Parser of the model's tool calls; auto, as without the flag: what fits the checkpoint.",
+        "Parser of the model's tool calls. Default (auto): the checkpoint's.",
         kind="tool_parsers",
         choices=("auto", "none"),
         parse=parser_name,

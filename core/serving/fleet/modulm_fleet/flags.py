@@ -12,55 +12,57 @@ _PORT = 29550
 
 @flag_group
 class FleetConfig(FlagGroup):
-    """Replicas of a model behind one address; how many there are: --data-parallel-size."""
+    """Replicas of a model behind one address. --data-parallel-size sets their number."""
 
     title = "FleetConfig"
     server = True
 
     data_parallel_rank: int | None = flag(
         None,
-        "Serve only the replica with this number; an external load balancer spreads requests.",
+        "Serve only the replica with this number; an external load balancer distributes requests.",
         least=0,
         aliases=("-dpn",),
     )
     data_parallel_start_rank: int | None = flag(
         None,
-        "Number of the first replica on this machine; None: derived from --node-rank.",
+        "Number of the first replica on this machine. Default: derived from --node-rank.",
         least=0,
         aliases=("-dpr",),
     )
     data_parallel_address: str | None = flag(
-        None, "Address of the machine with the front end; None: --master-addr.", aliases=("-dpa",)
+        None,
+        "Address of the machine with the front end. Default: --master-addr.",
+        aliases=("-dpa",),
     )
     data_parallel_rpc_port: int = flag(
         _PORT,
-        "Port of that machine at which replicas of other machines announce themselves.",
+        "Port of that machine at which replicas on other machines register.",
         least=1,
         most=65535,
         aliases=("-dpp",),
     )
     data_parallel_secret_file: str | None = flag(
         None,
-        "File with a secret of 16 or more bytes, the same on all machines: their connections are "
-        "TLS between those that know it. Required unless the address is the loopback address; "
-        "there each user has a secret of their own by default.",
+        "File with a secret of at least 16 bytes, the same on all machines; it encrypts and "
+        "authenticates their connections. Required unless the address is a loopback address, for "
+        "which each user has a generated secret.",
         unit="path",
     )
     data_parallel_backend: str = flag(
-        "mp", "What starts the replicas.", choices=("mp", "ray"), aliases=("-dpb",)
+        "mp", "How replicas are started.", choices=("mp", "ray"), aliases=("-dpb",)
     )
     data_parallel_hybrid_lb: bool = flag(
         False,
-        "Each machine's front end spreads requests over its own replicas only.",
+        "Let each machine's front end distribute requests over its own replicas only.",
         aliases=("-dph",),
     )
     data_parallel_external_lb: bool = flag(
         False,
-        "Each replica has a front end of its own; requires --data-parallel-rank.",
+        "Give each replica its own front end; requires --data-parallel-rank.",
         aliases=("-dpe",),
     )
     headless: bool = flag(
-        False, "Run replicas for the front end of another machine, without a server."
+        False, "Run replicas for the front end on another machine, without a server."
     )
     nnodes: int = flag(
         1, "Number of machines that the replicas are spread over.", least=1, aliases=("-n",)

@@ -15,11 +15,11 @@ class ProfilerConfig(FlagGroup):
     table = "profiler_config"
 
     profiler: str | None = flag(
-        None, "Profiler to use: torch. None: profiling is off.",
+        None, "Profiler to use. Default: none, profiling is off.",
         choices=("torch",), key="profiler", own=False,
     )  # fmt: skip
     torch_profiler_dir: str | None = flag(
-        None, "Folder of the traces, for Perfetto or chrome://tracing. None: ./profiles.",
+        None, "Folder for traces, to open in Perfetto or chrome://tracing. Default: ./profiles.",
         unit="path", key="torch_profiler_dir", own=False,
     )  # fmt: skip
     torch_profiler_with_stack: bool = flag(

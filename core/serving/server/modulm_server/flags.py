@@ -18,7 +18,7 @@ class ServerConfig(FlagGroup):
     title = "Frontend"
     server = True
 
-    host: str | None = flag(None, "Address to listen on; None: loopback only.", common=True)
+    host: str | None = flag(None, "Address to listen on. Default: loopback only.", common=True)
     port: int = flag(8000, "Port to listen on; 0: any free port.", least=0, most=65535, common=True)
     uds: str | None = flag(None, "Unix socket to listen on instead.", unit="path")
     uvicorn_log_level: str = flag(
@@ -40,7 +40,7 @@ class ServerConfig(FlagGroup):
     api_key_file: str | None = flag(None, "File with one key per line.", unit="path")
     open_paths: tuple[str, ...] = flag(
         ("/metrics", "/version", "/load", "/ping", "/openapi.json"),
-        "Paths that need no key, besides /, /health and /ready; none: no others.",
+        "Paths that need no key, in addition to /, /health and /ready; none: no others.",
     )
     allow_unauthenticated: bool = flag(
         False, "Allow serving without a key on an address that is reachable from other machines."
@@ -48,8 +48,8 @@ class ServerConfig(FlagGroup):
     share_prefix_cache_between_keys: bool = flag(False, "Share the prefix cache between API keys.")
     allowed_hosts: tuple[str, ...] | None = flag(
         None,
-        "Allowed Host headers, '*.name' for subdomains, '*' for any. None: any, but only localhost "
-        "and IP addresses without a key.",
+        "Allowed Host headers, '*.name' for subdomains, '*' for any. Default: any with an API "
+        "key; localhost and IP addresses without.",
     )
     ssl_keyfile: str | None = flag(None, "TLS key.", unit="path")
     ssl_certfile: str | None = flag(None, "TLS certificate.", unit="path")
@@ -91,7 +91,8 @@ class ServerConfig(FlagGroup):
     )
     max_connections: int | None = flag(
         None,
-        "Maximum connections of a server process; None: 16384, or what open files allow.",
+        "Maximum connections of a server process. Default: 16384, or as many as the limit of "
+        "open files allows.",
         least=1,
     )
     shutdown_timeout: float = flag(
@@ -104,7 +105,10 @@ class ServerConfig(FlagGroup):
         least=0,
     )
     api_server_count: int | None = flag(
-        None, "Server processes in front of the engine; None: one.", least=1, aliases=("-asc",)
+        None,
+        "Number of server processes in front of the engine. Default: 1.",
+        least=1,
+        aliases=("-asc",),
     )
     chat_template: str | None = flag(
         None,
@@ -134,7 +138,7 @@ class ServerConfig(FlagGroup):
     )  # fmt: skip
     enable_force_include_usage: bool = flag(False, "Always include usage in streams.")
     sse_keep_alive_interval: float = flag(
-        0, "Idle time after which a stream sends a comment; 0: never.", unit="s", least=0
+        0, "Idle time after which a stream sends a keep-alive comment; 0: never.", unit="s", least=0
     )
     sleeping_requests: str = flag(
         "refuse",
@@ -182,12 +186,16 @@ class WatchdogConfig(FlagGroup):
         own=False,
     )
     check_interval: float | None = flag(
-        None, "Time between checks; None: a fifth of --engine-heartbeat-timeout, at most 1 s.",
+        None, "Time between checks. Default: a fifth of --engine-heartbeat-timeout, at most 1 s.",
         unit="s", least=0.01, key="check_interval", own=False,
     )  # fmt: skip
     dump_stacks: bool = flag(
         True, "Log the stacks of the engine's threads.", key="dump_stacks", own=False
     )
     dump_dir: str | None = flag(
-        None, "Folder for the stacks, instead of the log.", unit="path", key="dump_dir", own=False
+        None,
+        "Folder to write the stacks to, instead of the log.",
+        unit="path",
+        key="dump_dir",
+        own=False,
     )

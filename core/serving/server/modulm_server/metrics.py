@@ -44,7 +44,7 @@ class _Dropped(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        text = "Lines of output that were dropped, as nobody read them."
+        text = "Log lines dropped because the output was not read."
         yield CounterMetricFamily("modulm:log_lines_dropped", text, value=dropped_lines())
 
 
@@ -55,7 +55,7 @@ class _Plugins(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        text = "Packages with plugins that are not this project's."
+        text = "Installed plugin packages of third parties."
         family = GaugeMetricFamily("modulm:plugin_info", text, labels=("distribution", "version"))
         plugins = manager.current()
         usable = (d for d in plugins.everything() if plugins.selection.permits(d))
@@ -74,13 +74,13 @@ class HttpMetrics:
         registry.register(_Plugins())
         self._requests = Counter(
             "http_requests",
-            "Requests by route, method and class of status.",
+            "Requests by route, method and status class.",
             ("handler", "method", "status"),
             registry=registry,
         )
         self._seconds = Histogram(
             "http_request_duration_seconds",
-            "Time to the last byte of an answer.",
+            "Time to the last byte of a response.",
             ("handler", "method"),
             buckets=_SECONDS,
             registry=registry,

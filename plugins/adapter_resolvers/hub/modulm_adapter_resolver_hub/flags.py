@@ -14,7 +14,9 @@ class AdapterHubConfig(FlagGroup):
     server = True
 
     lora_resolver_repos: tuple[str, ...] | None = flag(
-        None, "Repositories that requests may name: owner/name, or owner/* for all of an owner's."
+        None,
+        "Repositories that requests may load adapters from: owner/name, or owner/* for all "
+        "of an owner's.",
     )
 
     def __attrs_post_init__(self) -> None:

@@ -46,24 +46,28 @@ def command() -> None:
 
 
 @command.command("latency", cls=FlagCommand)
-@click.option("--input-len", type=int, default=32, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", type=int, default=128, show_default=True, help="New tokens.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts at once.")
-@click.option("--n", type=int, default=1, show_default=True, help="Answers per prompt.")
-@click.option("--use-beam-search", is_flag=True, help="Search with --n beams.")
-@click.option("--num-iters-warmup", type=int, default=10, show_default=True, help="Runs before.")
-@click.option("--num-iters", type=int, default=30, show_default=True, help="Runs that count.")
-@click.option("--profile", is_flag=True, help="Profile one batch instead of timing.")
+@click.option("--input-len", type=int, default=32, show_default=True, help="Tokens per prompt.")
+@click.option("--output-len", type=int, default=128, show_default=True, help="Tokens per output.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts per batch.")
+@click.option("--n", type=int, default=1, show_default=True, help="Outputs per prompt.")
+@click.option("--use-beam-search", is_flag=True, help="Use beam search with --n beams.")
+@click.option(
+    "--num-iters-warmup", type=int, default=10, show_default=True, help="Number of warm-up runs."
+)
+@click.option(
+    "--num-iters", type=int, default=30, show_default=True, help="Number of measured runs."
+)
+@click.option("--profile", is_flag=True, help="Profile one batch instead of measuring it.")
 @click.option(
     "--profile-output",
     default="modulm-profile.json",
     show_default=True,
-    help="File of the trace, with --profile.",
+    help="File for the trace of --profile.",
 )
 @click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
-@click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
+@click.option("--disable-detokenize", is_flag=True, help="Do not detokenize the outputs.")
 def latency(draft: Draft, **options: Any) -> None:
-    """Time one batch of requests, many times over."""
+    """Measure the latency of one batch of requests, repeatedly."""
     from modulm_command_bench.figures import save
     from modulm_command_bench.offline import Latency
     from modulm_command_bench.offline import latency as measure
@@ -92,30 +96,32 @@ def latency(draft: Draft, **options: Any) -> None:
     multiple=True,
     default=("modulm",),
     type=click.Choice(["modulm", "vllm", "vllm-chat", "hf", "mii"]),
-    help="What runs: this engine or transformers (hf); give both to compare.",
+    help="What to measure: this engine or transformers (hf); name both to compare.",
 )
 @click.option(
     "--dataset-name",
     type=click.Choice(_DATASETS),
     default="random",
     show_default=True,
-    help="Where prompts come from.",
+    help="Dataset of the prompts.",
 )
 @click.option("--dataset", metavar="FILE", help="Deprecated: a ShareGPT file; use --dataset-path.")
 @click.option("--dataset-path", metavar="FILE", help="File of the dataset.")
-@click.option("--input-len", type=int, help="Prompt tokens.")
-@click.option("--output-len", type=int, help="New tokens, in place of the dataset's.")
-@click.option("--n", type=int, default=1, show_default=True, help="Answers per prompt.")
-@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Prompts.")
-@click.option("--hf-max-batch-size", type=int, help="Batch of transformers.")
+@click.option("--input-len", type=int, help="Tokens per prompt.")
+@click.option("--output-len", type=int, help="Tokens per output; replaces the dataset's.")
+@click.option("--n", type=int, default=1, show_default=True, help="Outputs per prompt.")
+@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Number of prompts.")
+@click.option("--hf-max-batch-size", type=int, help="Batch size of transformers.")
 @click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
-@click.option("--async-engine", is_flag=True, help="Use the engine as the server does.")
+@click.option(
+    "--async-engine", is_flag=True, help="Use the asynchronous engine, as the server does."
+)
 @click.option(
     "--disable-frontend-multiprocessing",
     is_flag=True,
     help="With --async-engine: engine and front end in one process.",
 )
-@click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
+@click.option("--disable-detokenize", is_flag=True, help="Do not detokenize the outputs.")
 @click.option(
     "--lora-path", metavar="DIR", help="Adapter that all prompts use, with --enable-lora."
 )
@@ -133,12 +139,12 @@ def latency(draft: Draft, **options: Any) -> None:
     show_default=True,
     help="Spread of random lengths, 0 to 1.",
 )
-@click.option("--hf-subset", help="Not yet: subset of a hub dataset.")
-@click.option("--hf-split", help="Not yet: split of a hub dataset.")
+@click.option("--hf-subset", help="Not supported yet: subset of a Hub dataset.")
+@click.option("--hf-split", help="Not supported yet: split of a Hub dataset.")
 @click.option("--prefix-repetition-prefix-len", type=int, help="Tokens of each prefix.")
 @click.option("--prefix-repetition-suffix-len", type=int, help="Tokens after a prefix.")
 @click.option("--prefix-repetition-num-prefixes", type=int, help="Number of prefixes.")
-@click.option("--prefix-repetition-output-len", type=int, help="New tokens.")
+@click.option("--prefix-repetition-output-len", type=int, help="Tokens per output.")
 def throughput(draft: Draft, **options: Any) -> None:
     """Measure throughput over many prompts."""
     from modulm_command_bench.figures import save
@@ -152,7 +158,7 @@ def throughput(draft: Draft, **options: Any) -> None:
         options["dataset_name"] = "sharegpt"
     config = draft.config
     if options["lora_path"] and "hf" in options["backends"]:
-        raise click.UsageError("--lora-path: not beside transformers (--backend hf)")
+        raise click.UsageError("--lora-path cannot be used with transformers (--backend hf)")
     if options["disable_frontend_multiprocessing"]:
         config = config.with_(disable_frontend_multiprocessing=True)
     result = measure(
@@ -182,7 +188,7 @@ def _refuse_later(options: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')}: not yet")
     if options["dataset_name"] == "hf":
         raise click.UsageError(
-            "--dataset-name hf: not yet; write the prompts to a JSONL file and use custom"
+            "--dataset-name hf: not supported yet; write the prompts to a JSONL file and use custom"
         )
 
 
@@ -219,44 +225,70 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
     type=click.Choice(_BACKENDS),
     default="openai",
     show_default=True,
-    help="Which API to use.",
+    help="API to benchmark.",
 )
-@click.option("--base-url", help="Server, without /v1; in place of --host and --port.")
+@click.option("--base-url", help="Address of the server, without /v1; replaces --host and --port.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port of the server.")
-@click.option("--endpoint", metavar="PATH", help="Path of the API; default: the backend's.")
-@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Extra header.")
+@click.option("--endpoint", metavar="PATH", help="Path of the API. Default: the backend's.")
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Header to add to requests; repeatable.",
+)
 @click.option("--extra-body", metavar="JSON", help="Keys to add to every request.")
-@click.option("--model", help="Model in requests, and its tokenizer; default: the server's first.")
-@click.option("--served-model-name", help="Name of the model in requests, if it is another.")
+@click.option("--model", help="Model to request, and its tokenizer. Default: the server's first.")
+@click.option("--served-model-name", help="Name of the model in requests, if it differs.")
 @click.option(
     "--lora-modules",
     multiple=True,
     metavar="NAME",
-    help="Adapters of the server: each request names one of them, by lot.",
+    help="Adapters of the server; each request uses one of them, at random.",
 )
-@click.option("--tokenizer", help="Tokenizer for counting: folder, short name or id.")
-@click.option("--tokenizer-mode", default="auto", show_default=True, help="Its implementation.")
-@click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer's code run.")
+@click.option("--tokenizer", help="Tokenizer for counting tokens: a folder, short name or id.")
+@click.option(
+    "--tokenizer-mode", default="auto", show_default=True, help="Tokenizer implementation."
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Allow Python code from the tokenizer to run."
+)
 @click.option(
     "--dataset-name",
     type=click.Choice(_DATASETS),
     default="random",
     show_default=True,
-    help="Where prompts come from.",
+    help="Dataset of the prompts.",
 )
 @click.option("--dataset-path", metavar="FILE", help="File of the dataset.")
-@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Requests.")
-@click.option("--no-oversample", is_flag=True, help="Send a small dataset once only.")
-@click.option("--disable-shuffle", is_flag=True, help="Keep the dataset's order.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and times.")
-@click.option("--input-len", type=int, help="Prompt tokens, for any dataset.")
-@click.option("--output-len", type=int, help="New tokens, for any dataset.")
 @click.option(
-    "--random-input-len", type=int, default=1024, show_default=True, help="Prompt tokens of random."
+    "--num-prompts", type=int, default=1000, show_default=True, help="Number of requests."
 )
 @click.option(
-    "--random-output-len", type=int, default=128, show_default=True, help="New tokens of random."
+    "--no-oversample",
+    is_flag=True,
+    help="Do not repeat a dataset with fewer prompts than --num-prompts.",
+)
+@click.option("--disable-shuffle", is_flag=True, help="Do not shuffle the dataset.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of prompts and arrival times."
+)
+@click.option("--input-len", type=int, help="Tokens per prompt, for any dataset.")
+@click.option("--output-len", type=int, help="Tokens per output, for any dataset.")
+@click.option(
+    "--random-input-len",
+    type=int,
+    default=1024,
+    show_default=True,
+    help="Tokens per prompt of random.",
+)
+@click.option(
+    "--random-output-len",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Tokens per output of random.",
 )
 @click.option(
     "--random-range-ratio",
@@ -273,20 +305,36 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
     help="Tokens that all random prompts share.",
 )
 @click.option(
-    "--sonnet-input-len", type=int, default=550, show_default=True, help="Prompt tokens of sonnet."
+    "--sonnet-input-len",
+    type=int,
+    default=550,
+    show_default=True,
+    help="Tokens per prompt of sonnet.",
 )
 @click.option(
-    "--sonnet-output-len", type=int, default=150, show_default=True, help="New tokens of sonnet."
+    "--sonnet-output-len",
+    type=int,
+    default=150,
+    show_default=True,
+    help="Tokens per output of sonnet.",
 )
 @click.option(
-    "--sonnet-prefix-len", type=int, default=200, show_default=True, help="Shared tokens of sonnet."
+    "--sonnet-prefix-len",
+    type=int,
+    default=200,
+    show_default=True,
+    help="Tokens that all sonnet prompts share.",
 )
-@click.option("--sharegpt-output-len", type=int, help="New tokens of sharegpt.")
-@click.option("--custom-output-len", type=int, help="New tokens of custom.")
-@click.option("--prefix-repetition-prefix-len", type=int, default=256, help="Tokens of a prefix.")
-@click.option("--prefix-repetition-suffix-len", type=int, default=256, help="Tokens after it.")
-@click.option("--prefix-repetition-num-prefixes", type=int, default=10, help="Prefixes.")
-@click.option("--prefix-repetition-output-len", type=int, default=128, help="New tokens.")
+@click.option("--sharegpt-output-len", type=int, help="Tokens per output of sharegpt.")
+@click.option("--custom-output-len", type=int, help="Tokens per output of custom.")
+@click.option(
+    "--prefix-repetition-prefix-len", type=int, default=256, help="Tokens of each prefix."
+)
+@click.option(
+    "--prefix-repetition-suffix-len", type=int, default=256, help="Tokens after a prefix."
+)
+@click.option("--prefix-repetition-num-prefixes", type=int, default=10, help="Number of prefixes.")
+@click.option("--prefix-repetition-output-len", type=int, default=128, help="Tokens per output.")
 @click.option(
     "--request-rate",
     type=float,
@@ -299,50 +347,61 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
     type=float,
     default=1.0,
     show_default=True,
-    help="Shape of the gaps: 1 Poisson, less is burstier, more is steadier.",
+    help="Distribution of arrivals: 1 is a Poisson process, less is burstier, more is steadier.",
 )
-@click.option("--max-concurrency", type=int, help="Most requests at once.")
+@click.option("--max-concurrency", type=int, help="Maximum concurrent requests.")
 @click.option(
     "--ramp-up-strategy",
     type=click.Choice(["linear", "exponential"]),
-    help="Change the rate over the run.",
+    help="How the request rate changes during the run.",
 )
-@click.option("--ramp-up-start-rps", type=float, help="Rate at the start of the ramp.")
-@click.option("--ramp-up-end-rps", type=float, help="Rate at its end.")
-@click.option("--replay-times", is_flag=True, help="Send burstgpt at its recorded times.")
-@click.option("--ignore-eos", is_flag=True, help="Make all the tokens asked for.")
-@click.option("--temperature", type=float, help="Sampling temperature; default: 0.")
+@click.option("--ramp-up-start-rps", type=float, help="Request rate at the start of the ramp.")
+@click.option("--ramp-up-end-rps", type=float, help="Request rate at the end of the ramp.")
+@click.option(
+    "--replay-times", is_flag=True, help="Send the requests of burstgpt at their recorded times."
+)
+@click.option("--ignore-eos", is_flag=True, help="Ignore end-of-sequence tokens.")
+@click.option("--temperature", type=float, help="Sampling temperature. Default: 0.")
 @click.option("--top-p", type=float, help="Probability mass to sample from.")
 @click.option("--top-k", type=int, help="Number of tokens to sample from.")
-@click.option("--min-p", type=float, help="Least relative probability.")
-@click.option("--logprobs", type=int, help="Log probabilities to ask for.")
+@click.option("--min-p", type=float, help="Minimum probability, relative to the best token's.")
+@click.option("--logprobs", type=int, help="Number of log probabilities to request.")
 @click.option(
     "--percentile-metrics",
     default=_METRICS,
     show_default=True,
     help="Metrics to report: ttft, tpot, itl, e2el.",
 )
-@click.option("--metric-percentiles", default="99", show_default=True, help="E.g. 50,90,99.")
+@click.option(
+    "--metric-percentiles",
+    default="99",
+    show_default=True,
+    help="Percentiles to report, e.g. 50,90,99.",
+)
 @click.option(
     "--goodput",
     multiple=True,
     metavar="NAME:MS",
-    help="Count requests within these limits: ttft:200, tpot:50, e2el:5000.",
+    help="Report requests per second within limits in ms: ttft:200, tpot:50, e2el:5000.",
 )
-@click.option("--num-warmups", type=int, default=0, show_default=True, help="Requests before.")
+@click.option(
+    "--num-warmups", type=int, default=0, show_default=True, help="Number of warm-up requests."
+)
 @click.option(
     "--ready-check-timeout-sec",
     type=float,
     default=600.0,
     show_default=True,
-    help="Wait for the server.",
+    help="Seconds to wait for the server.",
 )
 @click.option("--disable-tqdm", is_flag=True, help="Show no progress bar.")
 @click.option("--label", help="Name of this run in files and plots.")
-@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept in the result.")
+@click.option(
+    "--metadata", multiple=True, metavar="KEY=VALUE", help="Metadata to store in the result."
+)
 @click.option("--save-result", is_flag=True, help="Save the result as JSON.")
-@click.option("--save-detailed", is_flag=True, help="Save every request's times and text too.")
-@click.option("--append-result", is_flag=True, help="Add to the result file.")
+@click.option("--save-detailed", is_flag=True, help="Also save the times and text of each request.")
+@click.option("--append-result", is_flag=True, help="Append to the result file.")
 @click.option("--result-dir", metavar="DIR", help="Folder for results.")
 @click.option("--result-filename", metavar="FILE", help="Name of the result file.")
 def serve(**options: Any) -> None:
@@ -459,7 +518,11 @@ _SWEPT = frozenset(
 @click.option("--concurrencies", metavar="N,N", help="Run with each of these --max-concurrency.")
 @click.option("--request-rates", metavar="R,R", help="Run with each of these --request-rate.")
 @click.option(
-    "-o", "--output-dir", default="sweep", show_default=True, help="Folder for table and picture."
+    "-o",
+    "--output-dir",
+    default="sweep",
+    show_default=True,
+    help="Folder for the table and the plot.",
 )
 def sweep(
     concurrencies: str | None, request_rates: str | None, output_dir: str, **options: Any

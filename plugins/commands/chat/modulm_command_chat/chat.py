@@ -22,13 +22,19 @@ _HELP = "/clear starts anew, /system TEXT sets the system prompt, /quit or Ctrl-
 
 @click.command("chat", cls=FlagCommand)
 @click.argument("model_tag", required=False, metavar="[MODEL]")
-@click.option("--url", help="Server to talk to, with /v1; without it the model runs here.")
-@click.option("--model-name", help="Model on the server; default: the first that it lists.")
-@click.option("--api-key", help="Key for the server; default: MODULM_API_KEY, OPENAI_API_KEY.")
+@click.option(
+    "--url", help="Address of a server, with /v1. Default: run the model in this process."
+)
+@click.option("--model-name", help="Model on the server. Default: the first that it lists.")
+@click.option(
+    "--api-key", help="API key for the server. Default: MODULM_API_KEY or OPENAI_API_KEY."
+)
 @click.option("--system-prompt", help="System prompt of the conversation.")
-@click.option("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer, end.")
+@click.option(
+    "-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and exit."
+)
 @click.option("--stats", is_flag=True, help="Print tokens per second after each answer.")
-@click.option("--max-tokens", type=int, help="Most tokens of an answer.")
+@click.option("--max-tokens", type=int, help="Maximum tokens of an answer.")
 @click.option("--temperature", type=float, help="Sampling temperature.")
 @click.option("--top-p", type=float, help="Probability mass to sample from.")
 def command(
@@ -46,7 +52,7 @@ def command(
 ) -> None:
     """Chat with a model in the terminal.
 
-    With --url the server there answers; else MODEL (by default the embedded one) runs in this
+    With --url, a server answers. Otherwise MODEL (by default the embedded one) runs in this
     process. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     """
     from modulm_command_chat.backends import SamplingOptions

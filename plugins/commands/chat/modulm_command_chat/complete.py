@@ -18,12 +18,18 @@ __all__ = ["command"]
 
 @click.command("complete", cls=FlagCommand)
 @click.argument("model_tag", required=False, metavar="[MODEL]")
-@click.option("--url", help="Server to ask, with /v1; without it the model runs here.")
-@click.option("--model-name", help="Model on the server; default: the first that it lists.")
-@click.option("--api-key", help="Key for the server; default: MODULM_API_KEY, OPENAI_API_KEY.")
-@click.option("-q", "--quick", metavar="PROMPT", help="Complete one prompt and end.")
+@click.option(
+    "--url", help="Address of a server, with /v1. Default: run the model in this process."
+)
+@click.option("--model-name", help="Model on the server. Default: the first that it lists.")
+@click.option(
+    "--api-key", help="API key for the server. Default: MODULM_API_KEY or OPENAI_API_KEY."
+)
+@click.option("-q", "--quick", metavar="PROMPT", help="Complete one prompt and exit.")
 @click.option("--stats", is_flag=True, help="Print tokens per second after each text.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most new tokens.")
+@click.option(
+    "--max-tokens", type=int, default=128, show_default=True, help="Maximum tokens to generate."
+)
 @click.option("--temperature", type=float, help="Sampling temperature.")
 @click.option("--top-p", type=float, help="Probability mass to sample from.")
 def command(
@@ -40,7 +46,7 @@ def command(
 ) -> None:
     """Complete prompts, one per line, until Ctrl-D.
 
-    With --url the server there answers; else MODEL (by default the embedded one) runs in this
+    With --url, a server answers. Otherwise MODEL (by default the embedded one) runs in this
     process.
     """
     from modulm_command_chat.backends import SamplingOptions

@@ -35,7 +35,7 @@ def show(draft: Draft, model_tag: str | None, as_json: bool, everything: bool) -
 @click.argument("first", type=click.Path(exists=True, dir_okay=False))
 @click.argument("second", type=click.Path(exists=True, dir_okay=False), required=False)
 def diff(first: str, second: str | None) -> None:
-    """Compare two YAML files, or one with the defaults. Ends with 1 if they differ."""
+    """Compare two YAML files, or one with the defaults. Exits with 1 if they differ."""
     from modulm_command_config.settings import differences
 
     lines = differences(first, second)

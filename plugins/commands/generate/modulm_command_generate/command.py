@@ -39,30 +39,35 @@ _SAMPLING = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"
     "--output",
     type=click.File("w", encoding="utf-8"),
     default="-",
-    help="Where answers go; - is stdout.",
+    help="Output file; - is stdout.",
 )
 @click.option(
     "--format",
     "form",
     type=click.Choice(["text", "jsonl"]),
-    help="Default: jsonl if the input is JSONL, else text.",
+    help="Output format. Default: jsonl if the input is JSONL, else text.",
 )
 @click.option(
     "--chat/--no-chat",
     default=None,
-    help="Put each prompt of text into the chat template; by default where the model has one.",
+    help="Apply the chat template to text prompts. Default: if the model has one.",
 )
-@click.option("--system-prompt", help="System prompt, where prompts go into a chat template.")
+@click.option("--system-prompt", help="System prompt, with the chat template.")
 @click.option("--n", type=int, default=1, help="Answers per prompt.")
 @click.option(
-    "--max-tokens", type=int, default=128, show_default=True, help="Most new tokens per answer."
+    "--max-tokens", type=int, default=128, show_default=True, help="Maximum tokens per answer."
 )
 @click.option("--temperature", type=float, help="Sampling temperature.")
 @click.option("--top-p", type=float, help="Probability mass to sample from.")
 @click.option("--top-k", type=int, help="Number of tokens to sample from.")
-@click.option("--min-p", type=float, help="Least probability, relative to the best token's.")
-@click.option("--stop", multiple=True, help="Text that ends an answer; may be given often.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on to --max-tokens.")
+@click.option("--min-p", type=float, help="Minimum probability, relative to the best token's.")
+@click.option("--stop", multiple=True, help="Text that ends an answer; repeatable.")
+@click.option(
+    "--ignore-eos",
+    is_flag=True,
+    default=None,
+    help="Ignore end-of-sequence tokens: generate --max-tokens tokens.",
+)
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(
     draft: Draft,
@@ -75,7 +80,7 @@ def command(
     no_progress: bool,
     **sampling: Any,
 ) -> None:
-    """Answer prompts with a model in this process, many at a time.
+    """Answer prompts in batches, with a model in this process.
 
     The model is --model, by default the embedded one. A JSONL line may hold `prompt` (text or
     token ids) or `messages`; its other keys are copied to the answer's line.

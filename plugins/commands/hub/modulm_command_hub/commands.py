@@ -21,19 +21,19 @@ __all__ = ["list_command", "pull", "remove"]
 _folder = click.option(
     "--download-dir",
     metavar="DIR",
-    help="The cache; by default huggingface_hub's (HF_HOME, HF_HUB_CACHE).",
+    help="Folder of the cache. Default: huggingface_hub's (HF_HOME, HF_HUB_CACHE).",
 )
 
 
 @click.command("pull")
 @click.argument("model")
 @click.option("--revision", help="Branch, tag or commit.")
-@click.option("--hf-token", help="Token for models that are gated or private.")
+@click.option("--hf-token", help="Token for gated and private models.")
 @_folder
 def pull(model: str, revision: str | None, hf_token: str | None, download_dir: str | None) -> None:
-    """Download MODEL, owner/name on a hub, into its local cache; what is there already is kept.
+    """Download MODEL (owner/name on the Hub) into the local cache, unless it is there.
 
-    Prints the folder, which `modulm serve` takes as well as the name.
+    Prints the folder; `modulm serve` accepts it as well as the name.
     """
     from modulm.config import EngineConfig
     from modulm.loading import open_checkpoint
@@ -53,7 +53,7 @@ def pull(model: str, revision: str | None, hf_token: str | None, download_dir: s
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_folder
 def list_command(as_json: bool, download_dir: str | None) -> None:
-    """List the models in the hub's local cache, the last used one first."""
+    """List the models in the local Hugging Face cache, most recently used first."""
     models = _models(_cache(download_dir))
     if as_json:
         click.echo(json.dumps([_row(model) for model in models], indent=2))
@@ -69,10 +69,10 @@ def list_command(as_json: bool, download_dir: str | None) -> None:
 
 @click.command("rm")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @_folder
 def remove(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None:
-    """Delete models from the hub's local cache, all of their revisions."""
+    """Delete models from the local Hugging Face cache, with all their revisions."""
     cache = _cache(download_dir)
     cached = {model.repo_id: model for model in _models(cache)}
     missing = [name for name in models if name not in cached]

@@ -14,20 +14,20 @@ __all__ = ["command"]
 
 _folder = click.option(
     "--path", "folder", type=click.Path(path_type=Path), default=files.FOLDER, show_default=True,
-    help="The folder (shared_storage_path).",
+    help="Folder of the cache (shared_storage_path).",
 )  # fmt: skip
 
 
 @click.group("kv")
 def command() -> None:
-    """List and remove the files of the KV cache that modulm-kv-disk keeps."""
+    """List and remove the KV cache files of modulm-kv-disk."""
 
 
 @command.command("list")
 @_folder
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_files(folder: Path, as_json: bool) -> None:
-    """List the models of which there are files: blocks and bytes, of all ranks."""
+    """List the models with cached files: blocks and bytes of all ranks."""
     folder = folder.expanduser()
     found: dict[str, list[int]] = defaultdict(list)
     for file in files.scan(folder):
@@ -49,7 +49,7 @@ def list_files(folder: Path, as_json: bool) -> None:
 @click.argument("model", required=False)
 @_folder
 def clear(folder: Path, model: str | None) -> None:
-    """Remove the files of MODEL, a digest as `list` shows it, or of all models."""
+    """Remove the files of MODEL (a digest from `modulm kv list`), or of all models."""
     folder = folder.expanduser()
     if model is not None and model not in files.models(folder):
         raise click.BadParameter(f"{folder} has no files of it", param_hint="MODEL")

@@ -21,14 +21,25 @@ __all__ = ["command"]
 @click.option(
     "--reasoning-parser-plugin", metavar="FILE", help="Python file that registers parsers."
 )
-@click.option("--tools", metavar="JSON|FILE", help="The request's tools, as OpenAI writes them.")
-@click.option("--tool-choice", default="auto", show_default=True, help="auto, none, required.")
-@click.option("--prompt", help="End of the rendered prompt, where a parser needs it.")
+@click.option("--tools", metavar="JSON|FILE", help="The request's tools, in OpenAI's format.")
 @click.option(
-    "--chat-template-kwargs", metavar="JSON", help="Keywords of the template, where a parser asks."
+    "--tool-choice",
+    default="auto",
+    show_default=True,
+    help="Tool choice of the request: auto, none or required.",
 )
-@click.option("--tokenizer", metavar="FOLDER", help="Tokenizer: tells markers by their tokens.")
-@click.option("--chunk", type=int, metavar="N", help="Feed N characters at a time; same result.")
+@click.option("--prompt", help="End of the rendered prompt, for parsers that need it.")
+@click.option(
+    "--chat-template-kwargs",
+    metavar="JSON",
+    help="Chat template variables, for parsers that need them.",
+)
+@click.option(
+    "--tokenizer", metavar="FOLDER", help="Tokenizer, to recognize markers by their token ids."
+)
+@click.option(
+    "--chunk", type=int, metavar="N", help="Feed N characters at a time; the result is the same."
+)
 @click.option(
     "--events", "--deltas", "events", is_flag=True, help="Print the events, one JSON per line."
 )

@@ -30,12 +30,12 @@ def command(ctx: click.Context) -> None:
 @command.command("list")
 @click.argument("kind", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--metadata", is_flag=True, help="Import nothing at all, no hook plugins either.")
+@click.option("--metadata", is_flag=True, help="Import nothing, not even hook plugins.")
 def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool = False) -> None:
     """List installed plugins, of one KIND or of all. Imports no drivers.
 
-    Where others than this project have brought hook plugins, these are imported, as at every
-    start: they may declare drivers that stand in for installed ones.
+    Hook plugins of third parties are imported, as at every start: they may declare drivers that
+    replace installed ones.
     """
     everything = plugins.current().everything()
     hooks = (d for d in everything if d.kind == "hooks")
@@ -73,13 +73,21 @@ def show(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--kit/--no-kit", default=True, help="Run the contract kits (the slow part).")
-@click.option("--third-party", is_flag=True, help="Leave out the packages of this project.")
-@click.option("--jobs", type=click.IntRange(1), help="How many at a time. [default: processors]")
+@click.option("--third-party", is_flag=True, help="Check only packages of third parties.")
+@click.option("--jobs", type=click.IntRange(1), help="Plugins checked at a time. [processors]")
 @click.option(
-    "--import-timeout", type=float, default=30.0, show_default=True, help="Seconds for an import."
+    "--import-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Timeout of an import, in seconds.",
 )
 @click.option(
-    "--kit-timeout", type=float, default=300.0, show_default=True, help="Seconds for a kit."
+    "--kit-timeout",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Timeout of a contract kit, in seconds.",
 )
 @click.pass_context
 def doctor(
@@ -90,11 +98,11 @@ def doctor(
     third_party: bool,
     **how: Any,
 ) -> None:
-    """Import each plugin in a process of its own and run its contract kit.
+    """Import each plugin in a separate process and run its contract kit.
 
-    NAMES are drivers, kind/name or distributions; without them all that is installed. Checks
-    import, contract version, conflicts of names and the contract itself. Exits 1 if anything is
-    wrong.
+    NAMES are drivers, kind/name or distributions. Default: everything that is installed. Checks
+    import, contract version, conflicts of names and the contract itself. Exits with 1 if anything
+    is wrong.
     """
     from modulm_command_plugins.doctor import examine
 
@@ -116,13 +124,13 @@ def doctor(
 @command.command()
 @click.argument("names", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--third-party", is_flag=True, help="Leave out the packages of this project.")
+@click.option("--third-party", is_flag=True, help="Check only packages of third parties.")
 @click.pass_context
 def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_party: bool) -> None:
-    """Compare the files of packages with what was installed. Imports none of them.
+    """Compare the files of packages with those that were installed. Imports nothing.
 
-    NAMES are drivers, kind/name or distributions; without them all that is installed. Exits 1 if
-    a file was changed, added or is gone. The digest is what `--plugins NAME@sha256:...` pins.
+    NAMES are drivers, kind/name or distributions. Default: everything that is installed. Exits with
+    1 if a file was changed, added or removed. The digest is what `--plugins NAME@sha256:...` pins.
     """
     declarations = [d for name in names for d in _matching(name)] if names else _of_kind(None)
     packages = sorted({(d.distribution, d.version) for d in declarations if d.distribution})
@@ -154,7 +162,7 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     "--into",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="Folder in which the package's folder is made; default here.",
+    help="Folder to create the package in. Default: the current folder.",
 )
 def new(kind: str, name: str, into: Path) -> None:
     """Write a package called NAME that adds a driver of KIND and passes its own tests."""

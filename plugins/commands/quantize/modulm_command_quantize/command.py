@@ -28,42 +28,52 @@ _MEASURED = 16_384
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--scheme", type=click.Choice(_SCHEMES), required=True, help="Bits of weights and activations."
+    "--scheme",
+    type=click.Choice(_SCHEMES),
+    required=True,
+    help="Data types of weights and activations.",
 )
 @click.option(
     "--method",
     type=click.Choice(("rtn", "gptq", "awq")),
     default="rtn",
     show_default=True,
-    help="Rounding alone; GPTQ, by squares of inputs; AWQ, by scales of activations.",
+    help="rtn: round to nearest; gptq: GPTQ; awq: AWQ. The last two need calibration data.",
 )
 @click.option(
     "--group-size",
     type=click.IntRange(min=8),
-    help="Inputs that share a scale, of four bits. [128]",
+    help="Number of weights that share a scale, with four bits. [128]",
 )
 @click.option(
     "--ignore",
     multiple=True,
     metavar="PATTERN",
-    help="Layers that stay: a path, its end, or re:...",
+    help="Layers that are not quantized: a path, its end, or re:...; repeatable.",
 )
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Text, or lines of JSON with a text each; otherwise that of an installed model.",
+    help="Calibration data: text, or JSON lines with a text each. Default: that of an installed "
+    "model.",
 )
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Rows of text to calibrate with.",
+    help="Number of calibration samples.",
 )
 @click.option(
-    "--length", type=click.IntRange(min=8), default=512, show_default=True, help="Tokens of a row."
+    "--length",
+    type=click.IntRange(min=8),
+    default=512,
+    show_default=True,
+    help="Tokens of a sample.",
 )
-@click.option("--perplexity/--no-perplexity", default=True, help="Measure before and after.")
+@click.option(
+    "--perplexity/--no-perplexity", default=True, help="Measure perplexity before and after."
+)
 def command(
     model: str,
     out: Path,
@@ -76,10 +86,9 @@ def command(
     length: int,
     perplexity: bool,
 ) -> None:
-    """Write MODEL to the folder OUT with its linear layers coded, in the format of
-    compressed-tensors.
+    """Quantize the linear layers of MODEL and write it to the folder OUT, for compressed-tensors.
 
-    An interrupted run goes on when the same command is given again.
+    Repeat the command to continue an interrupted run.
     """
     from tqdm import tqdm
 

@@ -28,8 +28,8 @@ _FIELDS = (
 
 @click.command("render", cls=FlagCommand, server=True)
 @click.argument("model_tag", required=False, metavar="[MODEL]")
-@click.option("-m", "--message", "texts", multiple=True, metavar="TEXT", help="A user's message.")
-@click.option("--system-prompt", metavar="TEXT", help="A system message before the others.")
+@click.option("-m", "--message", "texts", multiple=True, metavar="TEXT", help="User message.")
+@click.option("--system-prompt", metavar="TEXT", help="System message.")
 @click.option(
     "-i",
     "--input",
@@ -37,15 +37,25 @@ _FIELDS = (
     type=click.File("r", encoding="utf-8"),
     help="JSON: a list of messages, or a request with `messages` or `prompt`; - is stdin.",
 )
-@click.option("-p", "--prompt", metavar="TEXT", help="A prompt that no template is put around.")
-@click.option("--tools", metavar="JSON|FILE", help="Tools, as OpenAI writes them.")
-@click.option("--documents", metavar="JSON|FILE", help="Documents for the template.")
-@click.option("--chat-template-kwargs", metavar="JSON", help="More variables for the template.")
+@click.option("-p", "--prompt", metavar="TEXT", help="Prompt to use without the chat template.")
+@click.option("--tools", metavar="JSON|FILE", help="Tools, in OpenAI's format.")
+@click.option("--documents", metavar="JSON|FILE", help="Documents for the chat template.")
 @click.option(
-    "--no-generation-prompt", is_flag=True, help="Do not begin the answer behind the messages."
+    "--chat-template-kwargs", metavar="JSON", help="Additional variables of the chat template."
 )
-@click.option("--continue-final-message", is_flag=True, help="Leave the last message open.")
-@click.option("--tokens", "as_table", is_flag=True, help="One line per token: place, id, text.")
+@click.option(
+    "--no-generation-prompt",
+    is_flag=True,
+    help="Do not append the beginning of the assistant's message.",
+)
+@click.option(
+    "--continue-final-message",
+    is_flag=True,
+    help="Continue the last message instead of beginning a new one.",
+)
+@click.option(
+    "--tokens", "as_table", is_flag=True, help="Print one line per token: position, id, text."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: prompt, ids, tokens.")
 def command(
     draft: Draft,
@@ -58,7 +68,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show the prompt that messages make for MODEL, as the server would hand it to the engine.
+    """Render messages with the chat template of MODEL, as the server does.
 
     Takes the flags of `modulm serve` (--chat-template, --tokenizer-mode ...). Reads the tokenizer,
     not the weights. Messages are -m texts, -i JSON, or JSON on standard input.

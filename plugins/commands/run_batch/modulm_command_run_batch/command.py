@@ -27,21 +27,21 @@ __all__ = ["command"]
     "--output-file",
     required=True,
     metavar="FILE|URL",
-    help="Where answers go; a URL gets them by PUT.",
+    help="Output file, or a URL to upload it to by PUT.",
 )
-@click.option("--output-tmp-dir", metavar="DIR", help="Folder for answers on their way to a URL.")
+@click.option("--output-tmp-dir", metavar="DIR", help="Folder for the output until it is uploaded.")
 @click.option("--enable-metrics", is_flag=True, help="Serve /metrics while running.")
 @click.option(
     "--url",
     default="127.0.0.1",
     show_default=True,
-    help="Address of the metrics, with --enable-metrics; their port is --port.",
+    help="Address to serve metrics on, with --enable-metrics; --port sets the port.",
 )
 @click.option(
     "--resume/--no-resume",
     default=None,
-    help="Go on from an earlier run, a finished one too: lines that failed are asked again. "
-    "--no-resume begins anew. Without either a run that was cut off goes on.",
+    help="Continue an earlier run, even a finished one, and retry lines that failed; --no-resume "
+    "starts over. Default: continue an interrupted run.",
 )
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(
@@ -56,9 +56,9 @@ def command(
 ) -> None:
     """Answer a file of OpenAI batch requests: chat, completions, embeddings.
 
-    Each line gets one line, a wrong one with its error, and the others go on. The output is there
-    when all are answered; started again after a kill, the command goes on where it was. Ends with
-    status 1 if lines failed.
+    Writes one line for each request; an invalid one gets an error and does not affect the others.
+    The output file appears when all are answered. Repeat the command to continue an interrupted
+    run. Exits with 1 if lines failed.
     """
     from modulm_command_run_batch.run import run
     from modulm_server.flags import ServerConfig

@@ -25,22 +25,24 @@ __all__ = ["command"]
 @click.command("save-sharded")
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--dtype", default="auto", show_default=True, help="As of `modulm serve`.")
 @click.option(
-    "--file-pattern", default=RANK_PATTERN, show_default=True, help="Names of the files, per rank."
+    "--dtype", default="auto", show_default=True, help="Data type, as for `modulm serve`."
+)
+@click.option(
+    "--file-pattern", default=RANK_PATTERN, show_default=True, help="File names for each rank."
 )
 @click.option(
     "--max-file-size",
     type=click.IntRange(min=1),
     default=5 * 2**30,
     show_default=True,
-    help="Bytes of a file, about.",
+    help="Approximate maximum size of a file, in bytes.",
 )
 def command(model: str, out: Path, dtype: str, file_pattern: str, max_file_size: int) -> None:
     """Write the shard of MODEL for each rank to separate files in the folder OUT.
 
-    A rank then reads its share and nothing else. A quantized checkpoint stays as it is stored; what
-    --quantization does to a plain one is done when it is loaded.
+    Each rank then reads its own files only. A quantized checkpoint keeps its format; --quantization
+    of an unquantized one is applied on loading.
     """
     from modulm.config import EngineConfig
     from modulm.loading import resolve_checkpoint

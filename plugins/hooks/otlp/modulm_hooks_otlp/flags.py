@@ -19,13 +19,13 @@ def _address(value: object) -> str | None:
 
 @flag_group
 class TracesConfig(FlagGroup):
-    """Where traces of requests are sent."""
+    """Export of request traces."""
 
     title = "Traces"
 
     otlp_traces_endpoint: str | None = flag(
         None,
-        "Collector that gets a trace of every request, over OTLP: http://HOST:4318/v1/traces, or "
-        "grpc://HOST:4317 with opentelemetry-exporter-otlp-proto-grpc. OTEL_* variables hold, too.",
+        "OTLP collector for traces of requests: http://HOST:4318/v1/traces, or grpc://HOST:4317 "
+        "with opentelemetry-exporter-otlp-proto-grpc. OTEL_* variables apply, too.",
         parse=_address,
     )

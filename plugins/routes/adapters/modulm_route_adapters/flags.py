@@ -14,13 +14,14 @@ class ServedAdaptersConfig(FlagGroup):
 
     lora_modules: tuple[str, ...] | None = flag(
         None,
-        'Adapters to load at start, with --enable-lora: name=path, or {"name": ..., '
-        '"path": ..., "base_model_name": ...}. A path is a folder or a Hub repository.',
+        'Adapters to load at start: name=path, or {"name": ..., "path": ..., '
+        '"base_model_name": ...}. A path is a folder or a Hub repository. Requires '
+        "--enable-lora.",
         common=True,
     )
     allow_runtime_lora_updating: bool = flag(
         False, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter."
     )
     allowed_lora_path: tuple[str, ...] | None = flag(
-        None, "Folders that /v1/load_lora_adapter may load from; None: none.", unit="path"
+        None, "Folders that /v1/load_lora_adapter may load from. Default: none.", unit="path"
     )

@@ -23,7 +23,7 @@ class ChatPageConfig(FlagGroup):
 
     chat_page_tool_origins: tuple[str, ...] = flag(
         (),
-        "Other origins, such as http://localhost:9000, whose tools the chat page may call.",
+        "Other origins whose tools the chat page may call, such as http://localhost:9000.",
     )
 
     def __attrs_post_init__(self) -> None:

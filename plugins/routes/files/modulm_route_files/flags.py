@@ -16,7 +16,8 @@ class FilesConfig(FlagGroup):
 
     file_storage_path: str | None = flag(
         None,
-        "Folder of uploaded files and batches, kept after the server ends; None: temporary.",
+        "Folder for uploaded files and batches; it outlives the server. Default: a temporary "
+        "folder.",
         unit="path",
     )
     max_stored_files: int = flag(1_000, "Maximum number of stored files.", least=1)

@@ -40,41 +40,41 @@ _FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", _SECONDS),
     "inter_token_latency_seconds": ("Time between two tokens of a sequence.", _SECONDS),
-    "request_time_per_output_token_seconds": ("Mean of that time per request.", _SECONDS),
-    "e2e_request_latency_seconds": ("Time from arrival to the end.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time per output token of a request.", _SECONDS),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", _SECONDS),
     "request_queue_time_seconds": ("Time from arrival to the first step.", _SECONDS),
     "request_prefill_time_seconds": ("Time from the first step to the first token.", _SECONDS),
     "request_decode_time_seconds": ("Time from the first token to the last.", _SECONDS),
     "request_inference_time_seconds": ("Time from the first step to the last token.", _SECONDS),
-    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
-    "request_generation_tokens": ("Tokens of all answers to a request.", _TOKENS),
-    "request_params_n": ("Answers asked for.", _FEW),
-    "request_params_max_tokens": ("Most tokens asked for.", _TOKENS),
-    "iteration_tokens_total": ("Tokens that went through the model in one step.", _TOKENS),
+    "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens per request, in all choices.", _TOKENS),
+    "request_params_n": ("Number of choices requested.", _FEW),
+    "request_params_max_tokens": ("Maximum number of tokens requested.", _TOKENS),
+    "iteration_tokens_total": ("Tokens computed in a step.", _TOKENS),
 }
 _COUNTERS = {
-    "num_preemptions": "Sequences that gave their blocks back and were computed again.",
-    "prompt_tokens": "Tokens of prompts.",
-    "generation_tokens": "Tokens generated.",
+    "num_preemptions": "Preemptions: sequences whose blocks were freed and that were recomputed.",
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
-    "spec_decode_num_drafts": "Sequences' steps that verified drafted tokens.",
+    "spec_decode_num_drafts": "Drafts verified: at most one per sequence and step.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that were right.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
 }
 _AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {
-    "num_requests_running": "Sequences that have a row.",
-    "num_requests_waiting": "Sequences that wait for one.",
-    "kv_cache_usage_perc": "Share of cache blocks in use, 0 to 1.",
-    "weight_version": "How often the weights were updated, or the number that a trainer set.",
+    "num_requests_running": "Running sequences.",
+    "num_requests_waiting": "Waiting sequences.",
+    "kv_cache_usage_perc": "Fraction of KV cache blocks in use, 0 to 1.",
+    "weight_version": "Number of weight updates, or the version that a trainer set.",
 }
 
 
 _ADAPTER_COUNTERS = {
-    "requests": "Requests that ended, by the adapter that they named.",
-    "prompt_tokens": "Tokens of their prompts.",
-    "generation_tokens": "Tokens of their answers.",
+    "requests": "Finished requests, by adapter.",
+    "prompt_tokens": "Prompt tokens, by adapter.",
+    "generation_tokens": "Generated tokens, by adapter.",
 }
 #: Maximum number of adapters counted by name; the rest share one label.
 _NAMED, _OTHERS = 1000, "(others)"
@@ -258,7 +258,7 @@ class Metrics(Collector):
             counter.add_metric(self._labels, self._counters[name])
             yield counter
         at = CounterMetricFamily(
-            _PREFIX + _AT, "Drafted tokens that were right, by place in the draft.",
+            _PREFIX + _AT, "Drafted tokens that were accepted, by position in the draft.",
             labels=(*names, "position"),
         )  # fmt: skip
         for position, right in enumerate(self._accepted_at):
@@ -266,8 +266,8 @@ class Metrics(Collector):
         yield at
         routed = CounterMetricFamily(
             _PREFIX + "expert_tokens",
-            "How often tokens chose each expert, in all layers (of the last stage, where there are "
-            "several); with `--enable-eplb`.",
+            "Tokens routed to each expert, over all layers of the last pipeline stage; with "
+            "`--enable-eplb`.",
             labels=(*names, "expert"),
         )
         for expert, chosen in enumerate(self._routed):
@@ -279,7 +279,7 @@ class Metrics(Collector):
             histogram.add_metric(self._labels, values.buckets(), values.total)
             yield histogram
         success = CounterMetricFamily(
-            _PREFIX + "request_success", "Sequences that ended, by reason.",
+            _PREFIX + "request_success", "Finished sequences, by reason.",
             labels=(*names, "finished_reason"),
         )  # fmt: skip
         for reason, count in self._success.items():
@@ -291,7 +291,7 @@ class Metrics(Collector):
     def _adapters(self, waiting: Iterable[str], running: Iterable[str]) -> Iterator[Metric]:
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         info = GaugeMetricFamily(
-            _PREFIX + "lora_requests_info", "Adapters of requests now; the value is the time.",
+            _PREFIX + "lora_requests_info", "Adapters in use; the value is the Unix time.",
             labels=labels,
         )  # fmt: skip
         joined = (",".join(sorted(set(names))) for names in (waiting, running))
