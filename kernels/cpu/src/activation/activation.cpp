@@ -8,14 +8,14 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
-constexpr int64_t kAhead = 1024;  // elements; the hardware's own fetching stops at 4 KB pages
+constexpr int64_t kAhead = 1024;  // elements; the hardware prefetcher stops at 4 KB pages
 
 enum Kind : int {
   kSilu, kGelu, kGeluTanh, kQuickGelu, kRelu, kReluSquared, kSigmoid, kTanh, kXielu, kIdentity
 };
 
-// xIELU (Huang and Schlag, arXiv 2411.13010): a parabola above zero, a (e^x - 1 - x) below, and
-// x / 2 everywhere. Near zero e^x - 1 - x is the beginning of its series, as it would cancel.
+// xIELU (Huang and Schlag, arXiv 2411.13010): a parabola above zero, a (e^x - 1 - x) below, and x /
+// 2 everywhere. Near zero, e^x - 1 - x is computed by its series: the difference would cancel.
 inline vf xielu(vf x, float above, float below) {
   vf low = choose(x < 0.0f, x, vf{});
   vf series = low * (1.0f / 5040) + (1.0f / 720);
@@ -27,7 +27,7 @@ inline vf xielu(vf x, float above, float below) {
   return choose(x > 0.0f, x * x * above, bent * below) + x * 0.5f;
 }
 
-// f(the function of this kind); xielu has two constants.
+// Calls f with the function of this kind; xielu has two constants.
 template <class F>
 void with_activation(int kind, float first, float second, F&& f) {
   switch (kind) {
@@ -68,7 +68,7 @@ void product(const X* x, int64_t ldx, const T* y, int64_t ldy, T* out, int64_t r
 
 template <class T, class Act>
 void gated(const T* x, int64_t stride, T* out, int64_t rows, int64_t size, Act act) {
-  // Long rows are cut as well: one row of a large MLP is work for all threads.
+  // Long rows are split as well: one row of a large MLP is work for all threads.
   int64_t cut = size < kElementsPerTask ? size : kElementsPerTask;
   int64_t cuts = div_up(size, cut);
   parallel_runs(rows * cuts, kElementsPerTask / cut, [&](int64_t begin, int64_t end) {

@@ -1,4 +1,5 @@
-// Sums, multiples, bounds and conversions of rows: what stands between kernels in some models.
+// Elementwise operations on rows that some models need between kernels: sums, multiples, bounds and
+// conversions.
 #include "base/math.h"
 #include "base/pool.h"
 #include "base/replay.h"
@@ -47,7 +48,7 @@ MODULM_API void modulm_add(const void* x, int64_t ldx, const void* y, int64_t ld
 
 MODULM_REPLAYABLE(add)
 
-// The following take x: row stride ldx, and give out: [rows, size] contiguous.
+// The following functions take x with row stride ldx and write out: [rows, size], contiguous.
 
 // out = x * factor
 MODULM_API void modulm_scale(const void* x, int64_t ldx, float factor, void* out, int64_t rows,
@@ -74,7 +75,7 @@ MODULM_API void modulm_clamp(const void* x, int64_t ldx, float limit, void* out,
 
 MODULM_REPLAYABLE(clamp)
 
-// out[r, j] = x[r, order[j]]; order: [size], places in a row of x
+// out[r, j] = x[r, order[j]]; order: [size], indices in a row of x
 MODULM_API void modulm_take_columns(const void* x, int64_t ldx, const int64_t* order, void* out,
                                     int64_t rows, int64_t size, int dtype) {
   with_float(dtype, [&](auto t) {

@@ -1,5 +1,5 @@
 // The inner product kernel of attention on tile registers: 16 rows x 16 columns x 16 lines of k at
-// a time, or 8 where a run has no more.
+// a time, or 8 lines if a run has no more.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace modulm {
 
-// Registers as linear/amx.h sets them up: 0-3 sums, 4-5 a, 6-7 b, all with the same rows.
+// Registers are set up as in linear/amx.h: 0-3 sums, 4-5 a, 6-7 b, all with the same rows.
 struct TileRun {
   const char* a;
   int64_t a_stride;  // bytes
@@ -19,7 +19,7 @@ struct TileRun {
   bool fresh;
 };
 
-// The instruction's operands are part of its name.
+// The operands of the instruction are part of its name.
 #define MODULM_TILE_DOT(sum, a, b)                                                               \
   do {                                                                                           \
     if constexpr (std::is_same<Element, bf16>::value) _tile_dpbf16ps(sum, a, b);                 \

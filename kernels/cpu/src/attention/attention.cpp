@@ -1,9 +1,8 @@
 // Paged attention for prefill, decode and any mix: one kernel over rows of (token, query head).
 //
 // The query heads that share a kv head are rows of the same product. Cached tokens are cut into
-// splits at fixed positions, each with a softmax of its own, merged in order (the merge of Milakov
-// and Gimelshein, arXiv 1805.02867): whether splits run on one thread or many changes nothing, and
-// neither do the rows beside a row.
+// splits at fixed positions. Each split has its own softmax; they are merged in order (Milakov and
+// Gimelshein, arXiv 1805.02867). Results depend neither on the number of threads nor on other rows.
 #include <algorithm>
 #include <vector>
 
@@ -24,15 +23,15 @@ void deliver(const Problem& p, const Walk<Math>& walk, const State& state) {
   with_float(p.dtype, [&](auto t) { walk.deliver(state, static_cast<decltype(t)*>(p.out)); });
 }
 
-// Threads get tasks that follow each other where there are many: f(task, next), next being what the
-// thread will do then, or -1.
+// If there are many tasks, each thread gets consecutive ones: f(task, next), where next is the
+// thread's next task or -1.
 template <class F>
 void run_tasks_of(int64_t tasks, int64_t splits, F&& f) {
   if (splits < 8 * threads()) return parallel(tasks, [&](int64_t task, int) { f(task, -1); });
   parallel_near(tasks, [&](int64_t task) { f(task, task + 1 < tasks ? task + 1 : -1); });
 }
 
-// One task per tile and kv head, tiles of one head after another: they share keys and values.
+// One task per tile and kv head. Tiles of one head follow each other: they share keys and values.
 template <class Math>
 void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head) {
   const int64_t count = head.tiles, heads = p.cache.heads;

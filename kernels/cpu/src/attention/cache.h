@@ -1,4 +1,4 @@
-// The paged cache of one layer, and how one token's key and value are put into it.
+// The paged cache of one layer, and how the key and value of a token are written to it.
 //
 // [block][kv head], and then, each contiguous: the block's keys, its values, and for int8 codes an
 // fp32 scale per key and one per value. Heads are padded to a multiple of 32 dimensions with
@@ -50,7 +50,7 @@ struct Cache {
   }
 };
 
-// The nearest integer, ties to even, of |x| < 2^22.
+// The nearest integer of x, ties to even, for |x| < 2^22.
 inline vi nearest(vf x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   return (vi)(x + magic) - 0x4b400000;
@@ -85,7 +85,7 @@ inline float encode(const T* from, int64_t used, int64_t size, E* to) {
   return scale;
 }
 
-// Elements that lie beside each other in a line of 2 or 4 bytes.
+// Adjacent elements in a line of 2 or 4 bytes.
 template <class E>
 inline constexpr int kTogether =
     std::is_same<E, Int8>::value ? 4 : sizeof(E) == 1 || std::is_same<E, bf16>::value ? 2 : 1;
@@ -129,7 +129,7 @@ inline void put_token(const Cache& c, int64_t slot, int64_t head, const K* k, in
   if (c.scaled()) c.scales(id, head)[c.block + at] = scale;
 }
 
-// Neighbours in a block that are written at once.
+// Adjacent tokens of a block that are written together.
 constexpr int64_t kNeighbours = 16;
 
 // Keys [kNeighbours][size], padded, of bf16 pairs, from token `at` of a block on, a multiple.
@@ -159,7 +159,7 @@ inline void with_cache(int dtype, F&& f) {
   }
 }
 
-// For the codes that are decoded, eight-bit floats.
+// For codes that are decoded: eight-bit floats.
 template <class F>
 inline void with_code(int dtype, F&& f) {
   if (dtype == kE4M3) f(E4M3{});

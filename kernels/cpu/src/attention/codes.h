@@ -1,4 +1,4 @@
-// Eight-bit floats: a sign bit and a magnitude that names one of 128 values, all exact in bf16.
+// Eight-bit floats: a sign bit and the index of one of 128 magnitudes, all exact in bf16.
 #pragma once
 
 #include "base/vec.h"
@@ -14,15 +14,15 @@ struct E5M2 {
   uint8_t bits;
 };
 
-// Nearest float code, ties to even, in the low byte of each lane. Beyond the largest it saturates;
-// NaN stays.
+// The nearest float code, ties to even, in the low byte of each lane. Values beyond the largest
+// saturate; NaN stays NaN.
 template <class Code>
 inline vu narrow_code(vf x, Code) {
   constexpr int drop = 23 - Code::mantissa;
   vu sign = (vu)x >> 24 & 0x80u, u = (vu)x & 0x7fffffffu;
   vu normal = ((u + ((1u << (drop - 1)) - 1) + (u >> drop & 1u)) >> drop) -
               (uint32_t(127 - Code::bias) << Code::mantissa);
-  // Below the normal numbers an addition rounds, to a sum whose last bit is the smallest code's.
+  // Subnormal numbers are rounded by an addition whose sum has the smallest code as its last bit.
   constexpr uint32_t magic = uint32_t(127 + 24 - Code::bias - Code::mantissa) << 23;
   vu small = (vu)((vf)u + (vf)(vu{} + magic)) - magic;
   vu code = (vi)u < int32_t(uint32_t(128 - Code::bias) << 23) ? small : normal;
@@ -66,7 +66,7 @@ inline void decode_codes(const uint8_t* from, uint32_t* to, int64_t n, Code) {
   __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
   __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
   const __m512i sign = _mm512_set1_epi8(char(0x80));
-  // unpack works within 128-bit quarters: its operands are arranged so that lanes stay in order.
+  // unpack works within 128-bit quarters; operands are arranged so that lanes stay in order.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t i = 0; i < n; i += 32) {
     __builtin_prefetch(from + 2 * i + 1024);

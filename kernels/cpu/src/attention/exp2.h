@@ -1,4 +1,4 @@
-// 2^t for the softmax, where scores are scaled by log2(e) on the way.
+// 2^t for the softmax, whose scores are scaled by log2(e).
 #pragma once
 
 #include "base/vec.h"

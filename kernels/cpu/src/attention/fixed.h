@@ -1,4 +1,4 @@
-// Rows in fixed point, as two planes of bytes, and what sums over them are worth.
+// Rows in fixed point, as two planes of bytes, and the conversion of their sums to floats.
 #pragma once
 
 #include "attention/cache.h"
@@ -8,7 +8,7 @@ namespace modulm {
 // A query is about scale * (128 * high + low) with both planes in int8.
 struct FixedQuery {
   float scale;
-  int32_t high, low;  // sums of the planes times 128, which keys bring along
+  int32_t high, low;  // sums of the planes times 128, the offset of keys
 };
 
 inline FixedQuery split_query(const float* x, int64_t size, int8_t* high, int8_t* low) {
@@ -43,7 +43,7 @@ inline void split_weights(vf x, uint8_t* high, uint8_t* low) {
   store_raw(low, __builtin_convertvector(code & 0xffu, vb));
 }
 
-// Adds values from the sums of both planes; `unit` is what a weight of 1 is worth.
+// Adds values from the sums of both planes; `unit` is the factor of a weight of 1.
 inline void join_values(const float* high, const float* low, int64_t columns, float unit,
                         bool fresh, float* to) {
   for (int64_t i = 0; i < columns; i += kLanes) {

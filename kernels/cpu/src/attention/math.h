@@ -1,7 +1,7 @@
 // The three ways to multiply with a cache: on bf16 pairs, in fp32, or exactly on integers.
 //
 // All read a piece of 32 tokens of one block as a right-hand side: keys [lines of D][32 tokens],
-// values [lines of 32 tokens][Dv], in place where the cache is stored so, else converted.
+// values [lines of 32 tokens][Dv], in place if the cache has this layout, else converted.
 #pragma once
 
 #include "attention/cache.h"
@@ -35,7 +35,7 @@ struct PairMath {
     });
   }
 
-  // Makes tokens from `valid` on zero: their weight is 0, but memory there might hold NaN.
+  // Zeroes the tokens from `valid` on: their weight is 0, but the memory might contain NaN.
   static void clear_after(Line* values, int64_t valid, int64_t size) {
     if (valid % 2)
       for (int64_t d = 0; d < size; d++) values[valid / 2 * size + d] &= 0xffffu;
@@ -83,7 +83,7 @@ struct PlainMath {
   }
 };
 
-// An int8 cache as it lies, under queries and weights in fixed point of 15 and 16 bits: each is two
+// An int8 cache in place, with queries and weights in fixed point of 15 and 16 bits. Each is two
 // rows of bytes, a high and a low plane, whose sums are exact.
 struct IntegerMath {
   using Element = int8_t;
@@ -93,7 +93,7 @@ struct IntegerMath {
   static constexpr bool coarse = true;
 
   static bool in_place(const Cache&) { return true; }
-  // Unused tokens may hold anything: their weights are 0.
+  // Unused tokens may contain anything: their weights are 0.
   static void clear_after(Line*, int64_t, int64_t) {}
 };
 

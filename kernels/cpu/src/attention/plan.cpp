@@ -9,8 +9,8 @@ namespace {
 
 static_assert(sizeof(PlanHead) == sizeof(Tile), "the head takes the place of a tile");
 
-// The more rows a tile has, the less often keys and values are read and converted; the fewer, the
-// more threads find work.
+// With more rows per tile, keys and values are read and converted less often; with fewer, more
+// threads have work.
 constexpr int64_t kMostRows = 128, kLeastRows = 32;
 
 int64_t tile_rows(const Step& step) {
@@ -38,7 +38,7 @@ int64_t plan_records(const Step& step) {
   return 1 + step.sequences + step.query_starts[step.sequences] * step.group / kLeastRows;
 }
 
-// Dear tiles come first, so that no thread is left alone with one at the end.
+// Expensive tiles come first, so that no thread works alone at the end.
 void make_plan(const Step& step, Tile* plan) {
   int64_t most = tile_rows(step);
   Tile* end = plan + 1;
@@ -62,7 +62,7 @@ void make_plan(const Step& step, Tile* plan) {
 
 using namespace modulm;
 
-// Records of 24 bytes that a plan of this step takes at most.
+// Maximum number of 24-byte records in a plan of this step.
 MODULM_API int64_t modulm_plan_records(const int32_t* query_starts, int64_t sequences,
                                        int64_t group) {
   return plan_records({query_starts, nullptr, sequences, group, 1, 0, true});

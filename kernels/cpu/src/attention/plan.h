@@ -1,21 +1,21 @@
-// How the work of one step is cut up, the same for all layers of a kind.
+// How the work of one step is divided; the same for all layers of a kind.
 #pragma once
 
 #include "base/types.h"
 
 namespace modulm {
 
-constexpr int64_t kSplit = 512;  // cached tokens with a softmax of their own
+constexpr int64_t kSplit = 512;  // cached tokens per split, each with its own softmax
 
-// Rows [first, first + rows) of a sequence and a kv head; row i is token i / group, query head
-// i % group. [begin, end) are the cached tokens that some row sees; `part` counts the splits of
-// the tiles before it.
+// Rows [first, first + rows) of a sequence and a kv head; row i is token i / group, query head i %
+// group. [begin, end) are the cached tokens that any of the rows sees; `part` is the number of
+// splits of earlier tiles.
 struct Tile {
   int32_t sequence, first, rows, begin, end, part;
   int64_t splits() const { return div_up(end, kSplit) - begin / kSplit; }
 };
 
-// What precedes the tiles of a plan, in as many bytes as one of them.
+// The head of a plan, before its tiles; as large as a tile.
 struct PlanHead {
   int32_t tiles, parts, most_splits, most_rows, unused[2];
 };
@@ -28,7 +28,7 @@ struct Step {
   bool causal;
 };
 
-// Records that make_plan may write, the head included.
+// Maximum number of records that make_plan writes, including the head.
 int64_t plan_records(const Step& step);
 void make_plan(const Step& step, Tile* plan);
 

@@ -25,7 +25,7 @@ struct Problem {
   void* out;  // [tokens, heads, value_size], contiguous
 
   int64_t group() const { return heads / cache.heads; }
-  // Whether a score is the product times `scale` and nothing else.
+  // Whether a score is just the product times `scale`.
   bool plain_scores() const {
     return scale > 0.0f && !(softcap > 0.0f) && !alibi && !cache.scaled();
   }

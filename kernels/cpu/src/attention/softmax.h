@@ -15,7 +15,7 @@ constexpr int kChunk = 128;  // scores of a row that become weights together
 struct Columns {
   int64_t first, last;
   bool none() const { return first >= last; }
-  // Whether `lanes` columns from `column` on are not all among them.
+  // Whether some of the `lanes` columns from `column` on are outside.
   bool cut(int64_t column, int lanes) const { return column < first || column + lanes > last; }
 };
 
@@ -67,8 +67,8 @@ constexpr int kTwo = 2 * kLanes;  // columns that row_weights takes at a time
 inline int64_t weights_begin(Columns seen) { return seen.first / kTwo * kTwo; }
 inline int64_t weights_end(Columns seen) { return div_up(seen.last, kTwo) * kTwo; }
 
-// weights = 2^(x unit - peak), 0 for other columns up to multiples of kTwo; returns their sum,
-// per lane. `Whole`: all columns of the chunk are seen.
+// weights = 2^(x unit - peak), with 0 for other columns up to a multiple of kTwo; returns their sum
+// per lane. `Whole`: all columns of the chunk are visible.
 template <class Math, bool Whole>
 inline vf row_weights(const float* x, Columns seen, float unit, float peak,
                       typename Math::Weight* to) {
@@ -93,8 +93,7 @@ inline vf row_weights(const float* x, Columns seen, float unit, float peak,
   return even + odd;
 }
 
-// The same in fixed point, in two planes; the weights that are kept are multiplied by `scales` and
-// `share`.
+// The same in fixed point, in two planes; stored weights are multiplied by `scales` and `share`.
 inline vf row_planes(const float* x, Columns seen, float unit, float peak, const float* scales,
                      float share, uint8_t* high, uint8_t* low) {
   vf total{};

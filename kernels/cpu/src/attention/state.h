@@ -1,4 +1,4 @@
-// What is known of some rows after some splits.
+// The state of some rows after some splits.
 #pragma once
 
 #include "attention/exp2.h"
@@ -7,11 +7,11 @@ namespace modulm {
 
 constexpr float kNever = -__builtin_inff();
 
-// Rows that a buffer for `rows` must have: the tiles of AMX come in 16, beyond the first.
+// Number of rows of a buffer for `rows`: AMX tiles are multiples of 16, except for the first.
 inline int64_t padded_rows(int64_t rows) { return rows <= 16 ? rows : div_up(rows, 16) * 16; }
 
 // Per row: the maximum score times log2(e), the sum of exp(score - maximum), and the values
-// weighted by those. Rows are apart by no power of two.
+// weighted by those. The row stride is not a power of two.
 struct State {
   float* peak;
   float* total;

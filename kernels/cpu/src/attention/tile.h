@@ -1,12 +1,12 @@
 // The inner product kernel of attention: c[rows][columns] (+)= a[rows][k] * b[k][columns].
 //
-// b lies in runs of `depth` lines; start(run, column) says where in memory the first line of a run
-// has that column, so that blocks of a paged cache are multiplied where they are. Columns come in
+// b consists of runs of `depth` lines; start(run, column) returns the address of that column in the
+// first line of a run, so that blocks of a paged cache are multiplied in place. Columns come in
 // multiples of 16, and 16 from a multiple of 16 on are contiguous. A line is a k in fp32, a pair of
 // k in bf16, or four in bytes. For one (row, column) the sum runs over k in order in one fp32
-// accumulator, whatever the number of rows; between calls it passes through memory, exactly.
-// Bytes are summed in int32, bit for bit in the place of the floats: rows of int8 meet columns of
-// uint8, and rows of uint8 columns of int8.
+// accumulator, whatever the number of rows; between calls it passes through memory, exactly. Bytes
+// are summed in int32, bit for bit in the place of the floats: rows of int8 meet columns of uint8,
+// and rows of uint8 columns of int8.
 #pragma once
 
 #include <algorithm>
@@ -149,8 +149,8 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   constexpr int wide = 4 * kLanes;
   int c = 0;
 #if defined(__AVX512F__)
-  // The last vector of 80 columns goes with the four before it: alone it has too few sums to keep
-  // the multipliers busy.
+  // The last vector of 80 columns is computed with the four before it: alone it has too few sums to
+  // keep the multipliers busy.
   const int last = columns > wide && columns % wide == kLanes ? wide + kLanes : 0;
   for (; c + wide <= columns - last; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
   if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to);
@@ -161,8 +161,8 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }
 
-// But in fp32 a run's lines come in multiples of 8, in bf16 of 16. With AMX the rows of a and c
-// are padded: to the next multiple of 16 where there are more than 16.
+// In fp32, the lines of a run are a multiple of 8, in bf16 of 16. With AMX, the rows of a and c are
+// padded to the next multiple of 16 if there are more than 16.
 template <class Element, class Start>
 inline void multiply_attention(Left<Element> a, const Start& start, int columns, Depth depth,
                                Sums to) {
@@ -174,7 +174,7 @@ inline void multiply_attention(Left<Element> a, const Start& start, int columns,
   multiply_tiles(a, start, columns, depth, to);
 }
 
-// Lines of a head of so many elements that are multiplied, of those that it is padded to.
+// Number of lines that are multiplied for a head of this size, out of its padded lines.
 template <class Element>
 inline int64_t attention_lines(int64_t size, int64_t padded) {
 #if defined(__AMX_BF16__)

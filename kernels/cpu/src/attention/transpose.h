@@ -5,7 +5,7 @@
 
 namespace modulm {
 
-// Exchanges bit `half` of the row with that of the lane, for all rows.
+// Exchanges bit `half` of the row index with that of the lane index, for all rows.
 template <int Half>
 inline void exchange(vf (&x)[kLanes]) {
   vi low, high;

@@ -41,9 +41,9 @@ class Walk {
     for (group = 0; group < tile.rows; group += kGroupRows) attend(state);
   }
 
-  // Names the split that this thread does after the present one. With few rows memory takes longer
-  // than products and would otherwise rest: the split's first chunk is fetched meanwhile. With many
-  // rows those of queries are worth fetching.
+  // Sets the split that this thread computes next. With few rows, memory is the bottleneck: the
+  // first chunk of that split is prefetched meanwhile. With many rows, its queries are worth
+  // prefetching.
   void then(const Tile& tile, int64_t head, int64_t index) {
     ahead = {};
     if (tile.rows > kFewRows) return fetch_queries(tile, head);
@@ -73,7 +73,7 @@ class Walk {
   }
 
  private:
-  // Rows that share the bounds of what they see, and one set of tiles.
+  // Rows that share the bounds of their visible tokens, and one set of tiles.
 #if defined(__AMX_BF16__)
   static constexpr int kGroupRows = 32;
 #else
@@ -84,13 +84,13 @@ class Walk {
   static constexpr bool kFixed = kPlanes == 2;
 
   static constexpr int kFewRows = 16;
-  static constexpr float kLarge = 4096.0f;  // sum of weights at which they become relative anew
+  static constexpr float kLarge = 4096.0f;  // sum of weights at which they are rescaled
 
   struct Span {
     int64_t low, high;  // columns of the split, multiples of 32
   };
 
-  // A chunk whose keys and values are fetched ahead: pieces from a position on.
+  // A chunk whose keys and values are prefetched: pieces from a position on.
   struct Ahead {
     const Tile* tile;
     int64_t head, position, pieces;
@@ -103,12 +103,12 @@ class Walk {
             div_up(std::min<int64_t>(tile.end - origin, kSplit), kPiece) * kPiece};
   }
 
-  // What follows `seen` up to the next multiple of kChunk.
+  // The columns after `seen` up to the next multiple of kChunk.
   static Span first_chunk(Span seen) {
     return {seen.low, std::min(seen.low / kChunk * kChunk + kChunk, seen.high)};
   }
 
-  // Whether the keys and values of a split are found, and converted, for all groups at once.
+  // Whether the keys and values of a split are located and converted for all groups at once.
   bool at_once() const { return p.cache.latent || tile.rows > kGroupRows; }
   int64_t score_stride() const { return (p.cache.latent ? kSplit : kChunk) + 16; }
   int64_t score_rows() const { return p.cache.latent ? padded : padded_rows(kGroupRows); }
@@ -183,7 +183,7 @@ class Walk {
             r < tile.rows ? load_raw<Line>(queries + r * query_stride + i * Math::width) : Line{};
   }
 
-  // The block and the place in it of a column of the split.
+  // The block of a column of the split, and the offset in it.
   int64_t block_of(int64_t column, int64_t& inside) const {
     return block_at(tile, origin + column, inside);
   }
@@ -192,7 +192,7 @@ class Walk {
     return p.tables[tile.sequence * p.table_stride + position / p.cache.block];
   }
 
-  // Those of another tile: they lie a token apart.
+  // The queries of another tile, one token apart.
   void fetch_queries(const Tile& of, int64_t head) const {
     if (&of == &tile) return;
     const int64_t width = p.dtype == kF32 ? 4 : 2, tokens = div_up(of.rows, p.group());
@@ -202,7 +202,8 @@ class Walk {
       fetch(q + t * p.q_token * width, p.group() * p.size * width);
   }
 
-  // A piece of the chunk to come: its keys while keys are multiplied, its values with the values.
+  // Prefetches a piece of the next chunk: its keys while keys are multiplied, its values with
+  // values.
   void fetch_keys(int64_t index) const {
     if (tile.rows > kFewRows || index >= next.pieces) return;
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
@@ -219,13 +220,14 @@ class Walk {
     fetch(p.cache.values(id, next.head) + inside * token, kPiece * token);
   }
 
-  // Into the second-level cache: hardware sees no further than a page, and a block is a few.
+  // Prefetches into the second-level cache: the hardware prefetcher stops at a page, and a block is
+  // several.
   static void fetch(const uint8_t* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 
-  // The keys and values of columns of the split; where they are converted, it is to the beginning
-  // of the buffers.
+  // The keys and values of columns of the split. Converted ones are at the beginning of the
+  // buffers.
   void find(Span columns) {
     for (int64_t column = columns.low; column < columns.high; column += kPiece) {
       if constexpr (kFixed) gather_scales(column);
@@ -317,7 +319,7 @@ class Walk {
   }
 
   int64_t chunk_origin() const { return chunk.low / kChunk * kChunk; }
-  // Of the group's row i, from the origin of the chunk on.
+  // The scores of the group's row i, from the origin of the chunk on.
   float* chunk_scores(int i) const {
     return p.cache.latent ? scores + (group + i) * score_stride() + chunk_origin()
                           : scores + i * score_stride();
@@ -345,8 +347,8 @@ class Walk {
     }
   }
 
-  // Of all rows and the whole split. Keys are the rows here and queries the columns; the result is
-  // turned round.
+  // The scores of all rows and the whole split. Keys are the rows here and queries the columns; the
+  // result is transposed.
   void add_latent_scores() {
     int64_t columns = query_columns(), turned = columns + 16;
     auto at = [&](int, int c) { return turned_queries + c; };
@@ -406,8 +408,8 @@ class Walk {
     }
   }
 
-  // One row. Weights are relative to the highest score of the first chunk, until later ones become
-  // large: bf16 and fp32 are as exact above 1 as below.
+  // One row. Weights are relative to the highest score of the first chunk until later ones become
+  // large: bf16 and fp32 are as precise above 1 as below.
   template <bool Whole>
   void soften_row(int i, Columns mine, float unit, const State& state) {
     const int r = group + i;
@@ -435,7 +437,7 @@ class Walk {
     store(totals + i * kLanes, load(totals + i * kLanes) + total);
   }
 
-  // Makes what the group's row i has so far relative to a higher score.
+  // Rescales the state of the group's row i to a higher maximum score.
   void raise(int i, float peak, const State& state) {
     const int r = group + i;
     if (!(peak > state.peak[r])) return;
@@ -452,7 +454,7 @@ class Walk {
       std::memset(row + plane * kWeightStride + from, 0, (to - from) * sizeof(Weight));
   }
 
-  // What happens to scores beyond a factor: scales of keys, the softcap, distances.
+  // Transformations of scores other than a constant factor: scales of keys, the softcap, distances.
   void finish_scores(int row, Columns mine) const {
     const int r = group + row;
     float* x = chunk_scores(row);
@@ -471,8 +473,8 @@ class Walk {
   const Tile& tile;
   int64_t head, start, length, base;  // base: position of the sequence's first new token
   int64_t padded, lines, query_stride;
-  // Of the split: its first token, and the columns from there on that the tile sees; of those, the
-  // chunk that the group is at, and whether it is the group's first.
+  // Of the split: its first token and the columns that the tile sees; the group's current chunk of
+  // these, and whether it is the group's first.
   int64_t origin = 0;
   Span seen{}, chunk{};
   int group = 0;  // first row

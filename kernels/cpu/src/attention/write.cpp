@@ -1,4 +1,4 @@
-// Filling the cache: plainly, or fused with the split, norm and rotation of a qkv projection.
+// Writing the cache: alone, or fused with the split, norm and rotation of a qkv projection.
 #include "attention/cache.h"
 #include "base/pool.h"
 #include "base/replay.h"
@@ -10,13 +10,13 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
 
-// Tokens of a task: two groups of neighbours where that leaves every thread a few tasks.
+// Tokens per task: two groups of adjacent tokens if every thread still gets several tasks.
 int64_t grain(int64_t tokens, int64_t elements) {
   if (tokens >= 8 * kNeighbours * threads()) return 2 * kNeighbours;
   return kElementsPerTask / elements;
 }
 
-// Whether tokens [i, i + kNeighbours) lie beside each other in a block, and are written at once.
+// Whether tokens [i, i + kNeighbours) are adjacent in a block and written together.
 template <class E>
 bool neighbours(const Cache& c, const int64_t* slots, int64_t i, int64_t end) {
   if (!std::is_same<E, bf16>::value || c.latent || i + kNeighbours > end) return false;
@@ -26,7 +26,7 @@ bool neighbours(const Cache& c, const int64_t* slots, int64_t i, int64_t end) {
   return true;
 }
 
-// Writes one head of kNeighbours tokens. key(n, to), value(n, to): theirs, as [size].
+// Writes one head of kNeighbours tokens. key(n, to), value(n, to): write token n's, [size].
 template <class T, class Key, class Value>
 void put_neighbours(const Cache& c, int64_t slot, int64_t head, int64_t size, int64_t value_size,
                     const Key& key, const Value& value) {

@@ -29,7 +29,7 @@ uint64_t enabled_state() {
   return uint64_t(high) << 32 | low;
 }
 
-// The kernel hands out tile registers per process, on request (arch_prctl, Linux 5.16).
+// Linux grants tile registers per process, on request (arch_prctl, since 5.16).
 bool tiles_granted() {
   constexpr int request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

@@ -50,8 +50,7 @@ inline vf verf(vf x) {
   return choose(x < 0.0f, -y, y);
 }
 
-// log(1 + e^x): what is left of it beside max(x, 0) is 2 artanh(u / (2 + u)) with u = e^-|x|, whose
-// series converges fast there.
+// log(1 + e^x) = max(x, 0) + 2 artanh(u / (2 + u)) with u = e^-|x|, whose series converges fast.
 inline vf softplus(vf x) {
   vf u = vexp(choose(x < 0.0f, x, -x));
   vf s = u / (u + 2.0f), square = s * s;

@@ -21,10 +21,10 @@
 namespace modulm {
 namespace {
 
-// How long a thread that waits looks at memory before it blocks. Longer than the gap between two
-// kernels of a decode step, far shorter than anything a user would see as a busy core.
+// How long a waiting thread polls before it blocks: longer than the gap between two kernels of a
+// decode step, but too short to show as a busy core.
 constexpr std::chrono::microseconds kSpin{40};
-// Work that is left for which threads that sleep are woken.
+// Minimum remaining work for which sleeping threads are woken.
 constexpr std::chrono::microseconds kWorthWaking{20};
 
 inline void relax() {
@@ -40,12 +40,12 @@ void futex_wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// A word that threads wait on: `sleepers` saves the system call when nobody blocks.
+// A word that threads wait on; `sleepers` saves the system call when no thread is blocked.
 struct Signal {
   alignas(64) std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
 
-  // Returns whether somebody sleeps: those that look at memory see it at once.
+  // Returns whether a thread sleeps; polling threads see the change at once.
   bool show() {
     value.fetch_add(1, std::memory_order_seq_cst);
     return sleepers.load(std::memory_order_seq_cst);
@@ -111,7 +111,7 @@ struct Pool {
       start.wait_beyond(seen);
       seen = start.value.load(std::memory_order_acquire);
       if (stop) return;
-      // The number is read first: if a new job is being set up meanwhile, no claim can succeed.
+      // Reads the job number first: if a new job is set up meanwhile, no claim can succeed.
       uint64_t number = next.load(std::memory_order_acquire) >> kJobShift;
       int64_t total = tasks.load(std::memory_order_acquire);
       Task f = task.load(std::memory_order_acquire);
@@ -121,8 +121,8 @@ struct Pool {
     }
   }
 
-  // Does one task, to see whether the others are worth a system call and the time until a sleeper
-  // runs. On a busy machine a thread that is woken for less may be gone for a whole time slice.
+  // Runs one task to find out whether the others are worth a system call and the wake-up time of a
+  // thread. On a busy machine, a woken thread may lose a whole time slice.
   bool worth_waking(int64_t total, Task f, void* with) {
     auto began = std::chrono::steady_clock::now();
     uint64_t claim = job << kJobShift;
@@ -134,7 +134,7 @@ struct Pool {
 
   void run(int64_t total, Task f, void* with, bool large) {
     job = (job + 1) & ((uint64_t{1} << 24) - 1);
-    // A job number whose tasks are all taken parks late helpers while the fields change.
+    // A job number without free tasks keeps late helpers out while the fields change.
     next.store(job << kJobShift | kTaskMask, std::memory_order_seq_cst);
     task.store(f, std::memory_order_release);
     context.store(with, std::memory_order_release);
@@ -163,8 +163,8 @@ int default_threads() {
   return int(std::thread::hardware_concurrency());
 }
 
-// After fork only the calling thread exists: forget the pool, it is made anew when needed. The
-// old object is leaked on purpose, its threads cannot be joined.
+// After fork, only the calling thread exists: drop the pool; it is created again when needed. The
+// old object is leaked on purpose, as its threads cannot be joined.
 void forget_in_child() {
   pool = nullptr;
   new (&guard) std::mutex;

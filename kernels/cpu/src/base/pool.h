@@ -1,4 +1,4 @@
-// The library's own threads. The caller takes part; tasks are claimed one by one from a counter.
+// The library's thread pool. The caller takes part; tasks are claimed one by one from a counter.
 #pragma once
 
 #include <atomic>
@@ -10,9 +10,9 @@ namespace modulm {
 using Task = void (*)(void* context, int64_t task, int worker);
 
 // Runs task(context, i, worker) for every i in [0, tasks); returns when all are done. `worker` is
-// in [0, threads()) and distinct among tasks that run at the same time. Called while another
-// thread is inside, or from a task, it runs everything on the calling thread. Threads that sleep
-// are woken if the first task took so long that the others are worth it, or if `large` says so.
+// in [0, threads()) and distinct among tasks that run at the same time. If another thread is
+// inside, or if called from a task, everything runs on the calling thread. Sleeping threads are
+// woken if the first task took long enough, or if `large` is set.
 void run_tasks(int64_t tasks, Task task, void* context, bool large = false);
 
 int threads();
@@ -38,7 +38,7 @@ inline void parallel_runs(int64_t n, int64_t grain, F&& f) {
   });
 }
 
-// Tasks [begin, end) in one word: their owner takes from the front, others from the back.
+// Tasks [begin, end) in one word: the owner takes from the front, other threads from the back.
 class Span {
  public:
   void set(int64_t begin, int64_t end) { bounds_ = uint64_t(begin) << 32 | uint64_t(end); }
@@ -57,8 +57,8 @@ class Span {
   alignas(64) std::atomic<uint64_t> bounds_{0};
 };
 
-// Tasks [0, tasks) in one run for each of `count()` threads: who is done with its own takes the last
-// ones of others.
+// Tasks [0, tasks), in one run for each of `count()` threads. A thread that has finished its run
+// takes the last tasks of others.
 class Spans {
  public:
   explicit Spans(int64_t tasks) : tasks_(tasks) {
@@ -82,16 +82,16 @@ class Spans {
   Span span_[kMost];
 };
 
-// Like parallel, but a thread gets tasks that follow each other: for tasks that read memory in
-// one run, so that what is fetched ahead at the end of one is the beginning of the next. f(task).
+// Like parallel, but each thread gets consecutive tasks: for tasks that read memory sequentially,
+// so that prefetches at the end of one task are the beginning of the next. f(task).
 template <class F>
 inline void parallel_near(int64_t tasks, F&& f) {
   Spans spans(tasks);
   parallel(spans.count(), [&](int64_t own, int) { spans.work(own, f); }, true);
 }
 
-// Scratch memory of one worker, kept between calls and grown when needed; 64-byte aligned.
-// `slot` tells apart buffers that are in use at the same time.
+// Scratch memory of one worker, kept between calls and grown when needed; 64-byte aligned. `slot`
+// distinguishes buffers that are in use at the same time.
 void* scratch(int slot, int64_t bytes);
 
 }  // namespace modulm

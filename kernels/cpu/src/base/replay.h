@@ -1,4 +1,4 @@
-// Calls of the library's functions written down as numbers, to be repeated without their caller.
+// Recorded calls of the library's functions, to be replayed without their caller.
 //
 // A recorded call is a row of 64-bit slots, one for each argument. MODULM_REPLAYABLE(op), after
 // the definition of modulm_op, makes the function that reads such a row and calls modulm_op.

@@ -21,8 +21,8 @@ struct fp8 {  // e4m3fn: no infinities, 0x7f and 0xff are NaN
 // Codes that the Python side passes for torch dtypes.
 enum Dtype : int { kF32 = 0, kBF16 = 1, kFP16 = 2, kFP8 = 3, kE8M0 = 4 };
 
-// Calls f with a value of the element type that `dtype` names. Activations are never fp8;
-// powers of two (e8m0, an exponent plus 127) are scales only.
+// Calls f with a value of the element type `dtype`. Activations are never fp8; powers of two (e8m0,
+// an exponent plus 127) are scales only.
 template <class F>
 inline void with_float(int dtype, F&& f) {
   switch (dtype) {

@@ -42,7 +42,7 @@ inline void store_raw(T* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-// Unsigned bytes to lanes. GCC 12 takes vectors of bytes apart where it is asked to convert them.
+// Unsigned bytes to lanes. GCC 12 would convert a vector of bytes one element at a time.
 inline vu widen_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -167,7 +167,7 @@ inline void store_one(T* p, float x) {
   store_some(p, splat(x), 1);
 }
 
-// Halves are folded onto each other, always in this order.
+// Halves are added, always in this order.
 #if defined(__AVX512F__)
 inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }

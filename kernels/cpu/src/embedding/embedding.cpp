@@ -1,5 +1,5 @@
-// Rows of a table: copied as bytes from a plain one, gathered pair by pair from a packed one,
-// or made of codes.
+// Rows of a table: copied as bytes from a plain table, gathered in pairs from a packed one, or
+// decoded from codes.
 #include <atomic>
 #include <cstring>
 
@@ -22,7 +22,8 @@ float one_scale(const void* p, int64_t i, int dtype) {
   return found;
 }
 
-// Calls row(id, target) for ids in [0, rows) and zeroes the rows of others, whose number it returns.
+// Calls row(id, target) for ids in [0, rows). Zeroes the rows of other ids and returns their
+// number.
 template <class F>
 int64_t look_up(const int64_t* ids, int64_t count, int64_t rows, char* out, int64_t row_bytes,
                 F&& row) {
@@ -37,7 +38,7 @@ int64_t look_up(const int64_t* ids, int64_t count, int64_t rows, char* out, int6
   return outside;
 }
 
-// One column of a packed matrix: lanes of one or two k, which lie `width` lanes apart.
+// One column of a packed matrix: lanes of one or two k, `width` lanes apart.
 template <class Lane>
 void gather_column(const Weight& w, int64_t column, int64_t size, char* target) {
   constexpr int64_t kAhead = 64;
@@ -53,7 +54,7 @@ void gather_column(const Weight& w, int64_t column, int64_t size, char* target) 
   std::memcpy(target + done, from + lanes * step, row_bytes - done);
 }
 
-// One column of packed codes as the numbers that they stand for, 64 at a time.
+// Decodes one column of packed codes, 64 at a time.
 template <class T>
 void decode_column(const Weight& w, int64_t column, T* target) {
   if (w.blocks()) {
@@ -91,8 +92,8 @@ void decode_column(const Weight& w, int64_t column, T* target) {
 
 using namespace modulm;
 
-// The op `embedding`: table [rows, row_bytes / size of an element]. Returns how many ids lie
-// outside of it; their rows of `out` are zeros.
+// The op `embedding`: table [rows, row_bytes / size of an element]. Returns the number of ids
+// outside the table; their rows of `out` are zeros.
 MODULM_API int64_t modulm_embedding(const int64_t* ids, const void* table, int64_t rows,
                                     int64_t row_bytes, void* out, int64_t count) {
   auto from = static_cast<const char*>(table);

@@ -1,4 +1,5 @@
-// What latent attention computes around its cache: the maps of single heads, norm and rotation.
+// Computations of latent attention around its cache: the projections of single heads, norm and
+// rotation.
 #include "base/pool.h"
 #include "base/replay.h"
 #include "base/vec.h"
@@ -19,7 +20,8 @@ struct Heads {
   T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
 };
 
-// R tokens of one head, kVectors vectors of outputs. w: [inputs, outputs] from its column on.
+// R tokens of one head, kVectors vectors of outputs. w: [inputs, outputs], from the first column of
+// these on.
 template <class T, int R>
 void block(const T* const (&x)[R], const T* w, int64_t inputs, int64_t outputs, T* const (&out)[R],
            int64_t width) {
@@ -70,7 +72,7 @@ void each_head(const Heads<const T>& x, const T* w, const Heads<T>& out, int64_t
   });
 }
 
-// The rotated part of every query behind what the key map gave, and the key of each token.
+// Appends the rotated part of every query to its key projection, and writes the key of each token.
 template <class T, class W>
 void rotated(const Heads<const T>& q, const T* kept, int64_t ldk, const W* weight, float eps,
              const float* table, const int64_t* positions, bool neox, T* queries, T* keys,

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kQuantized = 5;  // scratch slot
 
-// Largest magnitudes that the digits hold: 127, and 127 * 256 + 127.
+// Largest magnitudes of one and two digits: 127, and 127 * 256 + 127.
 constexpr float kLargest[] = {127.0f, 32639.0f};
 
 typedef int8_t vc __attribute__((vector_size(kLanes)));
@@ -37,7 +37,7 @@ float scale_of(const T* x, int64_t n, float largest_code) {
   return largest(most) / largest_code + sum(poison);
 }
 
-// Within eight k, the order in which the nibbles of a packed lane come out as quads.
+// The order in which the nibbles of a packed lane become quads, within eight k.
 void order_for_nibbles(int8_t* codes) {
   const v16 order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
   for (int i = 0; i < kBlockK; i += 16)
@@ -54,7 +54,7 @@ struct Target {
   const Activations& to;
   const Weight& w;
 
-  // One step of one row from k on. n: how many of its k exist, the others are zero.
+  // One step of one row from k on. n: number of existing k; the others are zero.
   template <class T>
   void step(const T* x, int64_t row, int64_t k, int64_t n) const {
     float scale = scale_of(x, n, kLargest[w.digits - 1]);

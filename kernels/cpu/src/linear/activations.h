@@ -10,7 +10,7 @@
 
 namespace modulm {
 
-// Rows that lie together, as one tile of the multiplying kernel takes them.
+// Number of rows that are stored together, as a tile of the kernel.
 #if defined(__AMX_INT8__)
 constexpr int kRowTile = 16;
 #elif defined(__AVX512VNNI__)
@@ -39,19 +39,19 @@ struct Activations {
   static constexpr int64_t kBlockStride = kRowTile * kBlockK;  // to the next 64 k
 };
 
-// Bytes that so many rows take, for a product with `w`, and what lies in such memory. Digits are not
-// counted here.
+// Size in bytes of this many rows for a product with `w`, and a view of such memory. Digits are not
+// counted.
 int64_t activation_bytes(int64_t rows, const Weight& w);
 Activations activations_in(void* memory, int64_t rows, const Weight& w);
 
-// Row `row` of `to` is what a row of w.k numbers becomes.
+// Quantizes a row of w.k numbers to row `row` of `to`.
 void quantize_row(const Activations& to, const Weight& w, const void* x, int dtype, int64_t row);
 
-// Row `row` of `to` is row `source` of `from`; both are for a product with `w`.
+// Copies row `source` of `from` to row `row` of `to`; both are for a product with `w`.
 void copy_row(const Activations& to, const Weight& w, const Activations& from, int64_t source,
               int64_t row);
 
-// All rows of x. Scratch slot 5 holds the result: it lives until this thread quantizes again.
+// Quantizes all rows of x. The result is in scratch slot 5, until this thread quantizes again.
 Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w);
 
 }  // namespace modulm

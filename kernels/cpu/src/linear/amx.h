@@ -1,7 +1,7 @@
 // The inner product kernel on tile registers (AMX): 16 rows x 16 columns x 32 k per instruction.
 //
-// A tile of `a` is 16 rows of 32 k as they lie; one of `b` is 16 pairs of 16 columns, as packed.
-// One row can go through vectors instead, which give the same bits (few.h).
+// A tile of `a` is 16 rows of 32 k in place; one of `b` is 16 pairs of 16 columns, as packed. One
+// row can be computed with vectors instead, with the same bits (few.h).
 #pragma once
 
 #include <immintrin.h>
@@ -30,8 +30,8 @@ inline void configure(int first, int second, int depth = 64) {
   _tile_loadconfig(&config);
 }
 
-// The row counts that this thread's tiles are set up for; `release` frees them, which lets the
-// core and the scheduler forget 8 KB of state.
+// The row counts for which this thread's tiles are configured. `release` frees the tiles, so that
+// the core and the scheduler need not save 8 KB of state.
 struct Tiles {
   int first = 0, second = 0, depth = 0;
   void shape(int rows, int bytes = 64) {
@@ -46,8 +46,8 @@ struct Tiles {
 };
 inline thread_local Tiles tiles;
 
-// A tile store costs a thousand cycles more where no vector multiplied for two thousand (measured on
-// a Granite Rapids): a multiplication with each step of tiles keeps that unit awake.
+// A tile store takes a thousand cycles more if no vector multiplied for two thousand cycles
+// (measured on a Granite Rapids): a multiplication per step of tiles keeps that unit active.
 class Awake {
  public:
   void stay() {
@@ -94,7 +94,7 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, 
   _tile_stored(3, sums + 48, stride);
 }
 
-// 17 to 32 rows, 32 columns. `fetch`: memory to bring nearer, 2 KB with each step, or null.
+// 17 to 32 rows, 32 columns. `fetch`: memory to prefetch, 2 KB per step, or null.
 inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
                        float* sums, const char* fetch) {
   constexpr int stride = kPanel * 4;
@@ -156,7 +156,7 @@ inline void amx_multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b
     int c = 0;
     if (rows > 16)
       for (; c + 32 <= width; c += 32) {
-        // What follows this chunk in memory is fetched evenly over both halves of it.
+        // The memory after this chunk is prefetched evenly over both halves of the chunk.
         auto next = reinterpret_cast<const char*>(b + some * ldb) + c / 32 * (some / 16) * 2048;
         amx_square(a, lda, b + c, ldb, some, sums + c, stream ? next : nullptr);
       }
@@ -173,10 +173,10 @@ struct QuadTiles {
   int64_t ldb;
   int depth;
   int64_t count;
-  bool stream;  // b comes from memory in one run: fetch it ahead
+  bool stream;  // b is read from memory sequentially: prefetch it
 };
 
-// The instruction takes its registers as literals.
+// The registers of the instruction must be literals.
 #define MODULM_QUAD_PRODUCT(sum, a, b)   \
   if constexpr (Signed) {                \
     _tile_dpbssd(sum, a, b);             \

@@ -1,4 +1,4 @@
-// Products of integer activations with blocks of 256 weights, as ggml's K types have them.
+// Products of integer activations with blocks of 256 weights, as in ggml's K types.
 //
 // A weight is d * scale * (code - centre) - least * minimum, scale and minimum being whole numbers
 // of a group of 16 or 32 k, d and least floats of a column's step of 256. Activations have one
@@ -22,7 +22,7 @@ struct BlockType {
   static constexpr int kGroup = kMinima ? 32 : 16;
   static constexpr int kGroups = kBlock / kGroup;
   static constexpr int kCentre = kMinima ? 0 : 32;
-  // Codes' bits above the fourth, and lines of lanes that a span has of them and in all.
+  // The bits of codes above the fourth; lines of lanes of these bits, and of all bits, in a span.
   static constexpr int kHighBits = Format == kWeightQ4K ? 0 : Format == kWeightQ5K ? 1 : 2;
   static constexpr int kHighLines = 2 * kHighBits, kLines = kHighLines + kSpan / 8;
   static constexpr int kScaleLines = kMinima ? 3 : 4;
@@ -42,7 +42,7 @@ inline void with_blocks(int format, F&& f) {
   }
 }
 
-// Where the parts of a panel's blocks of one step lie, from one column on.
+// Addresses of the parts of a panel's blocks of one step, from one column on.
 template <class Type>
 struct BlockParts {
   const uint32_t *scales, *codes;
@@ -90,8 +90,7 @@ inline vf scale_of_group(vu scales, int g) {
   return __builtin_convertvector((vi)(scales << (24 - 8 * g)) >> 24, vf);
 }
 
-// The codes of a quad: of a line of nibbles its low or high ones, and what their line of high bits
-// has for quad `which` of it.
+// The codes of a quad: the low or high nibbles of a line, and the high bits of quad `which`.
 template <class Type>
 inline vu block_codes(vu line, vu high, bool upper, int which) {
   vu low = (upper ? line >> 4 : line) & 0x0f0f0f0fu;
@@ -101,7 +100,7 @@ inline vu block_codes(vu line, vu high, bool upper, int which) {
   return low | ((shift > 0 ? high << shift : high >> -shift) & mask);
 }
 
-// A step's sum, activations' scale apart.
+// The sum of a step, without the scale of the activations.
 inline vf block_sum(vf part, vf d) { return part * d; }
 inline vf block_sum(vf part, vf d, vi minima, vf least) {
   return fused(least, -__builtin_convertvector(minima, vf), part * d);
@@ -114,7 +113,7 @@ inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step)
   return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
 }
 
-// Few rows: codes go through registers only, straight from memory.
+// Few rows: codes are read from memory into registers, without a buffer.
 template <class Type, int Rows, int Vectors>
 inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                        int column, float* sums) {
@@ -174,7 +173,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
                 else c[r][v] = quad_dot(c[r][v], codes, held[r][h]);
               }
             }
-            __asm__ volatile("" ::: "memory");  // else compilers heap fetches up
+            __asm__ volatile("" ::: "memory");  // else compilers group the prefetches
           }
           line += width;
         }
@@ -207,8 +206,8 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
   }
 }
 
-// One step of a panel with everything in the form in which it is multiplied. Stays in a first-level
-// cache while rows pass it.
+// One step of a panel, converted to the form that is multiplied. It stays in the first-level cache
+// for all rows.
 struct alignas(64) SpreadBlocks {
   uint32_t quads[kBlock / 4][kPanel];
   float scales[kBlock / kLeastGroup][kPanel];
@@ -391,7 +390,7 @@ inline void block_panel(const Weight& w, int64_t panel, const Activations& a, in
   for (; c < width; c += kLanes) block_rows<Type, Rows, 1>(w, panel, a, row, c, sums);
 }
 
-// What `integer_sums` does, of weights in blocks. `room` is for one SpreadBlocks.
+// Like `integer_sums`, for weights in blocks. `room` has space for one SpreadBlocks.
 inline void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                        int64_t rows, void* room, float* sums) {
   with_blocks(w.format, [&](auto type) {
@@ -414,7 +413,7 @@ inline void block_sums(const Weight& w, int64_t panel, const Activations& a, int
   });
 }
 
-// One column as floats, bit for bit what ggml makes of it.
+// One column as floats, bit for bit as in ggml.
 inline void block_column(const Weight& w, int64_t column, float* to) {
   with_blocks(w.format, [&](auto type) {
     using Type = decltype(type);

@@ -1,4 +1,4 @@
-// Sums of one panel of codes, as linear layers and experts take them.
+// Sums of one panel of codes, for linear layers and experts.
 #pragma once
 
 #include <cstring>
@@ -61,7 +61,7 @@ inline Rows<T> rows_as(const Weight& w, Rows<bf16> x, int64_t rows) {
   return {wide, padded};
 }
 
-// Few rows: codes go through registers only.
+// Few rows: codes are decoded in registers, without a buffer.
 inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int64_t rows,
                          float* sums) {
   int width = w.width(panel);
@@ -76,7 +76,7 @@ inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int6
   }
 }
 
-// sums[rows][64] += x * the panel, where groups have scales of their own these applied.
+// sums[rows][64] += x * the panel, with the scales of groups, if any, applied.
 inline void fp8_sums(const Weight& w, int64_t panel, Rows<bf16> x, int64_t rows, float* sums) {
   if (fp8_in_registers(rows, w.width(panel))) return fp8_few_sums(w, panel, x, rows, sums);
   int width = w.width(panel);

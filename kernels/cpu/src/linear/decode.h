@@ -11,7 +11,7 @@ inline vu join(vf low, vf high) { return ((vu)low >> 16) | ((vu)high & 0xffff000
 
 inline void ahead(const void* p, int bytes) { __builtin_prefetch(static_cast<const char*>(p) + bytes); }
 
-// Distance of the software prefetch; the hardware's own stops at 4 KB pages.
+// Distance of the software prefetch; the hardware prefetcher stops at 4 KB pages.
 constexpr int kAhead = 2048;
 
 // from: [k / 4][width] lanes of four codes + 128; to: [k / 2][width] pairs.
@@ -60,7 +60,7 @@ inline void decode_fp8(const uint8_t* from, uint32_t* to, int64_t n) {
   __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
   __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
   const __m512i sign = _mm512_set1_epi8(char(0x80));
-  // unpack works within 128-bit quarters: its operands are arranged so that lanes stay in order.
+  // unpack works within 128-bit quarters; operands are arranged so that lanes stay in order.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t i = 0; i < n; i += 32) {
     ahead(from + 2 * i, kAhead);
@@ -86,7 +86,7 @@ inline void decode_fp8(const uint8_t* from, uint32_t* to, int64_t n) {
 // from: [k / 8][width] lanes of eight nibbles; to: [k / 2][width] pairs.
 inline void decode_int4(const uint8_t* from, uint32_t* to, int64_t eights, int width) {
 #if defined(__AVX512BW__)
-  // Bit 4 of vpermw's index is whatever shift left there: the table is stored twice.
+  // Bit 4 of vpermw's index is arbitrary after the shift: the table is stored twice.
   alignas(64) static const uint16_t table[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
       0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,

@@ -1,9 +1,9 @@
-// One row of bf16 times panels side by side: memory is what this waits for, and streams that run
-// through several places at once keep more of it under way.
+// One row of bf16 times several panels at once. Memory is the bottleneck, and several concurrent
+// streams keep more loads in flight.
 //
 // The sums are those of linear/tile.h, bit for bit. A tile product (TDPBF16PS) adds the even and
 // the odd ones of 32 k separately from zero on, by fused multiply-adds that flush denormals, and
-// their sum to the result; vectors do the same at twice the rate at which memory comes.
+// their sum to the result; vectors do the same at twice the rate of memory.
 #pragma once
 
 #include <utility>
@@ -14,10 +14,10 @@
 
 namespace modulm {
 
-// Bytes that are fetched ahead into the second and the first-level cache.
+// Distances in bytes of prefetches into the second-level and the first-level cache.
 constexpr int64_t kFarAhead = 3072, kNearAhead = 512;
 constexpr int kPanelVectors = kPanel / kLanes;
-constexpr int kFewK = 32;  // k between two looks at the sums
+constexpr int kFewK = 32;  // k between two updates of the sums
 
 #if defined(__AMX_BF16__)
 class FlushDenormals {
@@ -34,7 +34,7 @@ class FlushDenormals {
 struct FlushDenormals {};
 #endif
 
-// Two successive k of 16 columns, or of one number in all lanes, as the level multiplies them.
+// Two successive k of 16 columns, or of one number in all lanes, as this level multiplies them.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 struct Pair {
   vu both;
@@ -73,7 +73,7 @@ struct Dot {
 #endif
 };
 
-// bf16 pairs as they lie in a panel. Other forms of codes have the same members: kBytes hold kPairs
+// bf16 pairs as stored in a panel. Other forms of codes have the same members: kBytes are kPairs
 // pairs of 16 columns; `vector` counts these over all panels.
 struct PlainCodes {
   static constexpr int kPairs = 1, kBytes = 64;
@@ -83,12 +83,12 @@ struct PlainCodes {
   void finish(const Dot& dot, int, float* sum) const { dot.finish(sum); }
 };
 
-// Where each of some panels of 64 columns is read and fetched ahead; after its end what follows is
-// fetched, if that is known.
+// The read and prefetch addresses of several panels of 64 columns. After the end of a panel, the
+// next data is prefetched if it is known.
 template <int Streams>
 struct Feed {
   const char *at[Streams], *far[Streams], *following[Streams];
-  int64_t until;  // bytes until `far` is at the panels' ends
+  int64_t until;  // bytes until `far` reaches the ends of the panels
 
   Feed(const uint8_t* const (&panels)[Streams], const uint8_t* const (&after)[Streams],
        int64_t bytes) {

@@ -1,6 +1,6 @@
 // Few rows in bf16 with fp8 weights, which are decoded in registers.
 //
-// A row's bits are those of the kernel for more rows (tile.h): few.h says how.
+// A row gets the same bits as from the kernel for more rows (tile.h); see few.h.
 #pragma once
 
 #include "linear/decode.h"
@@ -17,7 +17,7 @@ constexpr int kFP8Rows = 6;
 constexpr int kFP8Columns = 32;  // of a line of codes
 constexpr int kFP8Pairs = 16;    // of k that a tile has
 
-// Codes to pairs: of each eight columns, four are in the first vector and four in the second.
+// Codes to pairs: four of every eight columns are in the first vector, four in the second.
 class DecoderE4M3 {
  public:
   DecoderE4M3()
@@ -33,7 +33,7 @@ class DecoderE4M3 {
     to[1] = (vu)_mm512_unpackhi_epi8(low, high);
   }
 
-  // Columns back in their order.
+  // Restores the order of columns.
   static void sort(float* columns) {
     __m512i first = _mm512_loadu_si512(columns), second = _mm512_loadu_si512(columns + 16);
     const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);

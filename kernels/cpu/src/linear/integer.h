@@ -22,8 +22,8 @@ struct Slice {
   int64_t begin, end;
   const uint32_t* codes;
   bool nibbles;  // packed int4; otherwise quads
-  bool centred;  // zeros are already subtracted from the codes, which are nibbles themselves
-  bool stream;   // codes come from memory in one run: fetch them ahead
+  bool centred;  // zeros are already subtracted from the codes, which are plain nibbles
+  bool stream;   // codes are read from memory sequentially: prefetch them
   Ahead* next;   // what follows them, to be fetched meanwhile, or null
   // Once for all tiles: divisions take as long as a third of one.
   bool grouped = w.grouped();
@@ -56,8 +56,9 @@ inline vf load_scales(const void* p, int64_t i, int dtype) {
   return one[0];
 }
 
-// Scale and zero point of Vectors * kLanes columns in one run, zero against the offset code. A run
-// of a group that is all of K has scale 1: that one is applied at the end.
+// Scale and zero point of Vectors * kLanes columns in one run; the zero point is relative to the
+// offset code. If one group is all of K, the scale here is 1: the group's scale is applied at the
+// end.
 template <int Vectors>
 struct Group {
   vf scale[Vectors], zero[Vectors];
@@ -72,15 +73,16 @@ struct Group {
   }
 };
 
-// part + scale * (dot - zero * total), where `dot` has lost what the codes' offset adds. `total` is
-// of the row's codes. All is exact but a zero point that is not whole, and the last sum.
+// part + scale * (dot - zero * total), where the contribution of the codes' offset is already
+// subtracted from `dot`. `total` is of the row's codes. All is exact except for a fractional zero
+// point and the last sum.
 inline vf add_run(vf part, vi dot, vf scale, bool zeros, vf zero, float total) {
   vf exact = __builtin_convertvector(dot, vf);
   return fused(zeros ? fused(zero, -total, exact) : exact, scale, part);
 }
 
-// Scales and zero points of the runs of one panel, in the order of k, fetched ahead: they are two
-// streams beside the codes, too thin for a prefetcher to follow. A group is a run, or all of K.
+// Scales and zero points of the runs of one panel, in the order of k, prefetched: they are two
+// streams next to the codes, too sparse for the hardware prefetcher. A group is a run, or all of K.
 template <int Vectors>
 class Scales {
  public:
@@ -93,7 +95,7 @@ class Scales {
 
   vf scale[Vectors], zero[Vectors];
 
-  // Those of the run that comes; without zero points only scales.
+  // Those of the next run; only scales if there are no zero points.
   void load() {
     const int64_t bytes = scale_bytes(w_.scale_dtype);
     fetch(w_.scales, bytes);
@@ -115,7 +117,7 @@ class Scales {
   int64_t at_, next_;
 };
 
-// How codes lie in memory: quads, nibbles, or nibbles that stand for what a table has.
+// How codes are stored: quads, nibbles, or nibbles that index a table.
 enum Lying : int { kQuads, kNibbles, kLookedUp };
 
 // The unsigned codes of nibbles, one to a byte.
@@ -148,8 +150,8 @@ inline vu codes_of(vu line, bool upper, const Lookup& code_of) {
   return Kind == kLookedUp ? code_of(nibbles) : nibbles;
 }
 
-// `Lines` lines of each vector's codes, with the activations that belong to them. From memory they
-// are used one by one, as they come; from a cache all vectors' at once, so that activations are
+// `Lines` lines of each vector's codes, with the activations that belong to them. From memory,
+// vectors are used one by one as they arrive; from a cache, all at once, so that activations are
 // read once for all of them.
 template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
@@ -179,7 +181,7 @@ inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ld
     }
   };
   if constexpr (Stream) {
-#pragma GCC unroll 1  // else compilers heap fetches up, and one row waits for them
+#pragma GCC unroll 1  // else compilers group the prefetches and stall a row
     for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
   } else {
     for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_cache();
@@ -308,8 +310,8 @@ inline void fold_step(const Slice& s, const Activations& a, int64_t row, int row
   }
 }
 
-// Vectors * 16 columns of one step: tiles for each run, then the fold, which overlaps with the
-// tiles that come next.
+// Vectors * 16 columns of one step: tiles for each run, then the fold, which overlaps with the next
+// tiles.
 template <int Vectors>
 inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int rows, int64_t k,
                           const uint32_t* b, int column, float* sums) {
@@ -364,7 +366,7 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
 }
 
 #if defined(__AMX_INT8__)
-// Tiles multiply signed codes too: whole zero points can be subtracted while codes are spread.
+// Tiles multiply signed codes, too: integer zero points can be subtracted while codes are unpacked.
 constexpr bool kSpreadCentred = true, kTiled = true;
 #else
 constexpr bool kSpreadCentred = false, kTiled = false;

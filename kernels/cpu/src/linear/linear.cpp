@@ -1,8 +1,8 @@
 // out[M, N] = x[M, K] * W^T (+ bias), W packed as weight.h says.
 //
-// A task is one panel of 64 columns times one block of rows, or with few rows a run of panels. What
-// must be decoded is decoded chunk by chunk into a buffer that stays in the first-level cache, once
-// for all rows of the block.
+// A task is one panel of 64 columns times one block of rows, or with few rows a run of panels.
+// Weights that need decoding are decoded chunk by chunk into a buffer in the first-level cache,
+// once for all rows of the block.
 #include "base/pool.h"
 #include "base/replay.h"
 #include "linear/codes.h"
@@ -23,10 +23,10 @@ constexpr int64_t kRowBlockBytes = 512 << 10;
 constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kernel's rows
 constexpr int64_t kRunBytes = 128 << 10;       // of weights that one thread reads in a row
 constexpr int kManyRows = 64;
-constexpr int kFewRows = 32;                   // up to here memory is what a product waits for
+constexpr int kFewRows = 32;                   // up to here memory is the bottleneck of a product
 
-// Few rows take all of K at once, straight from memory. With more, a chunk of the panel stays in
-// the first-level cache while rows pass it; their sums wait in memory meanwhile, exactly.
+// Few rows use all of K at once, directly from memory. With more rows, a chunk of the panel stays
+// in the first-level cache for all of them; their sums are stored in memory meanwhile, exactly.
 void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   auto x = static_cast<const bf16*>(p.x);
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
@@ -44,8 +44,8 @@ void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
 }
 
 #if defined(__AVX512F__)
-// One row times the panels from `panel` to `end`, two of them side by side as long as there are two
-// of full width. Returns the first panel that is left.
+// One row times the panels from `panel` to `end`, two at a time as long as there are two of full
+// width. Returns the first remaining panel.
 int64_t bf16_row(const Product& p, int64_t panel, int64_t end) {
   auto x = static_cast<const bf16*>(p.x);
   auto at = [&](int64_t i) { return i < p.w.panels() ? p.w.panel(i) : nullptr; };
@@ -92,7 +92,7 @@ void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   deliver(p, row, rows, panel, sums);
 }
 
-// Rows are shared out evenly among as few blocks as the cache allows.
+// Rows are divided evenly into as few blocks as the cache allows.
 int64_t rows_per_block(const Product& p) {
   const Weight& w = p.w;
   bool wide = w.format == kWeightFP32 || w.format == kWeightFP16;
@@ -102,11 +102,11 @@ int64_t rows_per_block(const Product& p) {
   return div_up(div_up(p.rows, div_up(p.rows, most)), kRowBlockUnit) * kRowBlockUnit;
 }
 
-// Panels of a task: a run that the fetching ahead can follow, while threads stay evenly loaded.
+// Panels per task: long enough for prefetching, while threads stay evenly loaded.
 int64_t panels_per_task(const Product& p) {
   if (p.rows > kFewRows) return 1;
   int64_t run = kRunBytes / p.w.bytes(p.w.padded_k(), kPanel);
-  if (p.rows == 1 && run < 2) run = 2;  // which are read side by side
+  if (p.rows == 1 && run < 2) run = 2;  // which are read together
   int64_t share = p.w.panels() / (4 * threads());
   int64_t count = run < share ? run : share;
   return count < 1 ? 1 : count;
@@ -129,12 +129,12 @@ void run(const Product& p) {
 #endif
   };
   // Panels run fastest, so that a block of rows stays cached while weights stream past it; several
-  // blocks go through the weights together, so that these are read from memory once.
+  // blocks use the weights together, so that these are read from memory once.
   if (blocks == 1) return parallel_near(runs, work);
   parallel(runs * blocks, [&](int64_t task, int) { work(task); });
 }
 
-// x as To with K padded by zeros, where it is not so already.
+// x as To with K padded by zeros, unless it has this form already.
 template <class T, class To>
 void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, To* to, int64_t padded) {
   parallel_runs(rows, 16384 / padded, [&](int64_t begin, int64_t end) {
@@ -147,8 +147,8 @@ void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, To* to, int64_
   });
 }
 
-// Rows that a multiple of 1 KB separates share so few lines of a cache that many rows of them evict
-// each other: the copy's rows lie a line further apart.
+// Rows that are a multiple of 1 KB apart share few cache lines and evict each other: the rows of
+// the copy are one line further apart.
 template <class To>
 void prepare_input(Product& p, int dtype, int wanted, int64_t padded) {
   constexpr int64_t line = 64 / sizeof(To);

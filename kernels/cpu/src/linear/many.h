@@ -1,9 +1,9 @@
 // Many rows in bf16 through tile registers: squares of 32 rows x 32 columns, each summed over all of
 // k without leaving the registers.
 //
-// A thread keeps some columns of the weight in its second-level cache, as tiles of 1 KB in one run,
-// and passes all rows over them: 32 rows stay in the first-level cache while the columns go past
-// it, and the rows that follow are fetched meanwhile.
+// A thread keeps some columns of the weight in its second-level cache, as contiguous tiles of 1 KB,
+// and multiplies all rows with them. 32 rows stay in the first-level cache while the columns are
+// read, and the next rows are prefetched meanwhile.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -17,15 +17,15 @@
 
 namespace modulm {
 
-constexpr int64_t kTiledRows = 256;  // from here the copies pay
+constexpr int64_t kTiledRows = 256;  // from here on copies are worth their time
 constexpr int kSquareRows = 32, kSquareColumns = 32;
 constexpr int kSquare = kSquareRows * kSquareColumns;
 constexpr int64_t kTileK = 32;                 // k of a tile
 constexpr int64_t kStepBytes = 2048;           // of either side: two tiles
 constexpr int64_t kNearSteps = 16;             // of a side that stays in the first-level cache
-constexpr int64_t kColumnBytes = 3 << 18;      // that a thread keeps: under half of a second-level cache
+constexpr int64_t kColumnBytes = 3 << 18;      // per thread: under half of a second-level cache
 
-// Rows of x as [padded k / 32][32 rows][32 k]; rows past the last are whatever was there.
+// Rows of x as [padded k / 32][32 rows][32 k]; rows past the last are undefined.
 template <class T>
 void copy_row_tiles(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded, bf16* to) {
   for (int64_t r = 0; r < rows; r++, x += ldx, to += kTileK)
@@ -53,16 +53,16 @@ struct Square {
   const bf16* a;      // [steps][2][16 rows][32 k]
   const uint32_t* b;  // [steps][2][16 pairs][16 columns]
   int64_t steps;
-  const char* fetch;  // memory to bring to the second-level cache meanwhile
+  const char* fetch;  // memory to prefetch to the second-level cache meanwhile
   int lines;          // of it in each step
 };
 
-// The instructions take their registers as literals.
+// The registers of the instructions must be literals.
 #define MODULM_LOAD_TILE(near, tile, from)          \
   if constexpr (near) _tile_loadd(tile, from, 64);  \
   else _tile_stream_loadd(tile, from, 64)
 
-// `Near`: rows are asked for again soon. What is not passes the first-level cache by.
+// `Near`: rows are read again soon. Otherwise they bypass the first-level cache.
 template <bool Near, class F>
 inline void amx_steps(Square& s, int64_t begin, int64_t end, F&& meanwhile) {
   Awake awake;
@@ -99,7 +99,7 @@ inline void amx_whole_square(Square s, float* sums, F&& meanwhile) {
   _tile_stored(3, sums + 768, 64);
 }
 
-// Rows of a square that are still to be written.
+// Rows of a square that remain to be written.
 template <class T>
 struct Waiting {
   const float* sums;  // [2][2][16][16]
@@ -120,15 +120,15 @@ struct Waiting {
   }
 };
 
-// The squares of one task, one after the other. A square's rows are written one by one in the steps
-// of the next, so that nothing waits for sums on their way out of the tiles.
+// The squares of one task, one after the other. The rows of a square are written one by one during
+// the steps of the next, so that nothing waits for sums to leave the tiles.
 template <class T>
 class Squares {
  public:
   explicit Squares(const Product& p) : p_(p), steps_(p.w.padded_k() / kTileK) {}
   ~Squares() { waiting_.write_from(0); }
 
-  // b: tiles of the columns from `column` on. fetch: lines * steps lines that are wanted soon.
+  // b: tiles of the columns from `column` on. fetch: lines * steps lines that are needed soon.
   void add(int64_t row, int64_t column, const uint32_t* b, const char* fetch, int lines) {
     auto x = static_cast<const bf16*>(p_.x) + row * p_.w.padded_k();
     amx_whole_square({x, b, steps_, fetch, lines}, sums_[turn_], [&](int64_t i) {
@@ -197,7 +197,7 @@ inline const bf16* copy_rows(const Product& p, int dtype) {
   return to;
 }
 
-// A task is a group of columns; as many groups as keep all threads equally long.
+// A task is a group of columns. The number of groups gives all threads the same amount of work.
 inline void run_many(Product p, int dtype) {
   p.x = copy_rows(p, dtype);
   int64_t fit = kColumnBytes / (p.w.padded_k() * int64_t(sizeof(bf16)));

@@ -39,7 +39,7 @@ void turn_edge(const T* source, int64_t stride, const Weight& w, int64_t column,
 }
 
 // `Along` successive k make a lane; `flip` is xored to every code, padding included. Columns are
-// taken sixteen at a time from end to end: as many rows of the source are read side by side.
+// packed sixteen at a time, from end to end: as many rows of the source are read together.
 template <class Lane, int Along, class T>
 void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T flip = 0) {
   static_assert(sizeof(Lane) == Along * sizeof(T), "a lane holds `Along` codes");
@@ -71,7 +71,7 @@ inline uint32_t lane_of(uint64_t codes) {
   return squeeze(codes & even) | squeeze(codes >> 8 & even) << 16;
 }
 
-// Source: one code of 0..15 per byte. Padding is code 8, which stands for 0 where nibbles do.
+// Source: one code of 0..15 per byte. Padding is code 8, which means 0 for plain nibbles.
 void pack_nibbles(const uint8_t* source, int64_t stride, const Weight& w, uint32_t* target) {
   constexpr int deep = 8;  // lanes of a column at a time: a cache line of codes
   parallel(w.panels(), [&](int64_t p, int) {
@@ -95,7 +95,7 @@ void pack_nibbles(const uint8_t* source, int64_t stride, const Weight& w, uint32
   });
 }
 
-// ggml's block_q4_K, block_q5_K and block_q6_K (ggml-common.h): where their parts lie, in bytes.
+// ggml's block_q4_K, block_q5_K and block_q6_K (ggml-common.h): offsets of their parts, in bytes.
 struct Stored {
   int nibbles, high, scales, d;
 };
@@ -199,7 +199,7 @@ void unpack_blocks(const Weight& w, float* target) {
 
 using namespace modulm;
 
-// Bytes that a packed matrix takes, without its scales.
+// Size of a packed matrix in bytes, without its scales.
 MODULM_API int64_t modulm_packed_bytes(int64_t n, int64_t k, int form) {
   Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
   return w.bytes(w.padded_k(), w.padded_n());

@@ -1,4 +1,4 @@
-// One call of `linear`: what is multiplied, and how sums become outputs.
+// One call of `linear`: the operands, and how sums become outputs.
 #pragma once
 
 #include "base/vec.h"

@@ -5,13 +5,13 @@
 
 namespace modulm {
 
-// Lanes that the software prefetch runs ahead: for codes that many rows share; for few rows into
-// the second-level cache, where more lines may be under way than the first one has room for, and
-// from there on; for scales.
+// Prefetch distances in lanes: for codes that many rows share; for few rows, into the second-level
+// cache (which allows more loads in flight than the first) and from there into the first; for
+// scales.
 constexpr int kQuadsAhead = 1024, kQuadsFar = 768, kQuadsNear = 128, kScalesAhead = 512;
 
-// Memory that is needed next, fetched in portions while something else is computed: all at once it
-// would fill the buffers of misses, and whatever misses then waits.
+// Memory that is needed next, prefetched in portions during another computation. All at once, it
+// would fill the miss buffers and delay other loads.
 class Ahead {
  public:
   Ahead() = default;
@@ -32,7 +32,7 @@ class Ahead {
 };
 
 #if defined(__AVX512VNNI__)
-constexpr bool kQuadsFromMemory = true;  // a product reads its quad at no cost
+constexpr bool kQuadsFromMemory = true;  // reading the quad is free in a product
 inline uint32_t load_quad(const int8_t* p) { return load_raw<uint32_t>(p); }
 inline vi quad_dot(vi sum, vu codes, __m512i quad) {
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, quad);
@@ -93,8 +93,8 @@ inline vi pair_dot(vi sum, vu pairs, uint32_t pair) {
 inline auto hold_quad(const int8_t* p) { return load_quad(p); }
 #endif
 
-// a * b + c, rounded once where the level can. Compilers fuse or not as they see fit, which must
-// not depend on the kernel around.
+// a * b + c, rounded once if the level has fused operations. Explicit, because a compiler's choice
+// to fuse could differ between kernels.
 inline vf fused(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -10,10 +10,10 @@ namespace {
 
 constexpr int64_t kLongest = 256;  // group
 constexpr float kTiny = 1e-12f;
-// Parts of a group's range that are tried, as the twin has them: in double first.
+// Fractions of a group's range to try, computed in double first, as in the twin.
 constexpr double kShrinks[] = {1.0, 0.95, 0.9, 0.85, 0.8};
 
-// What was computed so far: compilers cannot fuse it with what follows.
+// A barrier: compilers cannot fuse the value with what follows.
 inline vf settled(vf x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
@@ -42,7 +42,7 @@ inline float bf16_of(float x) {
   return x;
 }
 
-// The sum of `count` vectors, a power of 2, added by halves; `sum` goes on in the same way.
+// The sum of `count` vectors (a power of 2), added by halves; `sum` continues in the same way.
 inline float folded(vf* e, int64_t count) {
   for (int64_t half = count / 2; half; half /= 2)
     for (int64_t i = 0; i < half; i++) e[i] += e[half + i];

@@ -2,8 +2,8 @@
 // Successive pairs of b are `ldb` lanes apart.
 //
 // For one (row, column) the sum runs over k in order in one fp32 accumulator, whatever the number
-// of rows, so that a row's result does not depend on the rows beside it. The sums pass through
-// memory between calls, exactly.
+// of rows, so that the result of a row does not depend on other rows. The sums pass through memory
+// between calls, exactly.
 //
 // Loops over rows and vectors are unrolled by pragma: GCC 12 unrolls them anyway, but too late to
 // keep the sums in registers, and would store all of them at every k.
@@ -109,8 +109,8 @@ constexpr int kBlockRows = 32;  // rows that one call may have at most
 constexpr int kBlockRows = kTileRows;
 #endif
 
-// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16. `stream`: b comes from
-// memory in one run, so fetch it ahead.
+// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16. `stream`: b is read from
+// memory sequentially, so prefetch it.
 inline void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
                      int64_t ldb, int64_t pairs, float* sums, bool stream = false) {
 #if defined(__AMX_BF16__)

@@ -53,7 +53,7 @@ enum Table : int {
   kTables = 3,
 };
 
-// Unsigned codes: those numbers and the centre.
+// Unsigned codes: the numbers of the table, plus the centre.
 constexpr int kCentres[kTables] = {8, 12, 127};
 constexpr uint8_t kTableCodes[kTables][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},

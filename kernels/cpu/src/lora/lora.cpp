@@ -1,8 +1,8 @@
-// Low-rank additions to the output of a layer, other ones for each group of tokens.
+// Low-rank additions to the output of a layer, different for each group of tokens.
 //
 // Two passes: shrink makes the narrow rows h = down x in fp32, expand adds up^T h to the output,
-// which is rounded once. What a token gets depends on its own numbers alone: every sum runs in one
-// order, however many tokens there are and however the work is cut up.
+// which is rounded once. The result of a token does not depend on other tokens: every sum has a
+// fixed order, whatever the number of tokens and the division of work.
 #include <type_traits>
 #include <vector>
 
@@ -37,7 +37,7 @@ struct Job {
 
 inline vf fma_step(vf sum, vf a, vf b) { return a * b + sum; }
 
-// sums[t][r] = <x[t], down[r]>, R rows and T tokens side by side.
+// sums[t][r] = <x[t], down[r]>, R rows and T tokens at a time.
 template <int T, int R, class X, class W>
 inline void dots(const X* const* x, const W* down, int64_t inputs, float* const* out) {
   vf sums[T][R] = {};
@@ -117,8 +117,8 @@ void look_up(const Job& job, int64_t part, const int64_t* ids, int64_t entries) 
   }
 }
 
-// out[t] += sum over r of narrow[t][r] up[r], V vectors of columns and T tokens side by side; the
-// last vector has `lanes` of its columns.
+// out[t] += sum over r of narrow[t][r] up[r], V vectors of columns and T tokens at a time; the last
+// vector has `lanes` columns.
 template <int T, int V, bool kTail, class O, class W>
 inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_t size, int lanes,
                    O* const* out) {
@@ -204,7 +204,7 @@ const Job& job_of(const std::vector<Job>& jobs, int64_t task, F&& first) {
 
 using namespace modulm;
 
-// spans: how many slots are used, then slot, begin and end in `order` of each. addresses: [slots,
+// spans: the number of used slots, then slot, begin and end in `order` of each. addresses: [slots,
 // pieces, 5]. x_dtype -1: x has int64 ids, and `inputs` is the number of entries of the table.
 MODULM_API void modulm_add_lora(void* out, int64_t out_stride, int out_dtype, const void* x,
                                 int64_t x_stride, int x_dtype, int64_t inputs, const int32_t* spans,
@@ -230,7 +230,7 @@ MODULM_API void modulm_add_lora(void* out, int64_t out_stride, int out_dtype, co
   if (jobs.empty()) return;
   float* place = static_cast<float*>(scratch(kScratch, narrow * int64_t(sizeof(float))));
   for (Job& job : jobs) job.narrow = place, place += job.count * job.rank;
-  const std::vector<Job>& all = jobs;  // the caller's, not each thread's own
+  const std::vector<Job>& all = jobs;  // the caller's, not one per thread
   with_float(dtype, [&](auto w) {
     using W = decltype(w);
     auto shrunk = [&](int64_t task, auto&& f) {

@@ -1,13 +1,13 @@
 // out[T, H] = the weighted sum, over the experts a token chose, of down(act(gate_up(x))).
 //
 // Two passes over (token, expert) pairs sorted by expert. In the first a task is one panel of the
-// inner columns of one expert: gate and up of the same columns are multiplied, and what the gate
-// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. Where `down` multiplies
-// integers, the thread that is the last one to work on an expert rounds its rows. In the second a task is
-// some panels of the result: it goes through all experts in order and adds what they give in fp32.
-// Every weight that is needed is read once by one thread, whatever the number of tokens (up to
-// large prompts). Threads go from the first pass to the second on their own: only where an expert's
-// inner columns are needed are they waited for.
+// inner columns of one expert: gate and up of the same columns are multiplied, and the activations
+// are stored as bf16, or as fp32 if weights are fp32 or fp16. If `down` multiplies integers, the
+// last thread to work on an expert quantizes its rows. In the second pass, a task is some panels of
+// the result: it goes through all experts in order and adds their contributions in fp32. Every
+// weight is read once, by one thread, whatever the number of tokens (up to large prompts). There is
+// no barrier between the passes: a task of the second waits only for the inner columns of each
+// expert.
 #include <sched.h>
 
 #include <atomic>
@@ -27,8 +27,8 @@ inline void relax() {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of a block of rows: half of a second-level cache
 constexpr int64_t kBlockUnit = 96;          // a multiple of every kBlockRows
-constexpr int64_t kTokens = 512;            // whose totals a task of the second pass holds
-constexpr int64_t kManyTokens = 64;         // from which on its tasks have several panels
+constexpr int64_t kTokens = 512;            // whose totals a task of the second pass computes
+constexpr int64_t kManyTokens = 64;         // from which on such a task has several panels
 constexpr int64_t kPanelsPerTask = 4;
 
 enum GateKind : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kClampedSwiglu = 3 };
@@ -39,8 +39,8 @@ struct Bias {
   int dtype;
 };
 
-// Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs. Integers
-// of a run begin at `place`, a whole tile of rows.
+// Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs. The
+// integers of a run begin at `place`, a multiple of a tile of rows.
 struct Run {
   int64_t expert, first, count, place;
   const void* x;
@@ -120,12 +120,12 @@ float* pair_of_sums(const Stack& s, int64_t rows) {
   return static_cast<float*>(scratch(kMoeSums, bytes));
 }
 
-// What a task reads first: two panels side by side, or null.
+// The first two panels that a task reads together, or null.
 struct Heads {
   const uint8_t *first = nullptr, *second = nullptr;
 };
 
-// Two panels that are read next; their scales are fetched at once.
+// Two panels that are read next; their scales are prefetched immediately.
 Heads upcoming(const PanelOf& first, const PanelOf& second) {
   fetch_scales(first);
   fetch_scales(second);
@@ -142,7 +142,7 @@ Heads down_heads(const Step& s, int64_t expert, int64_t panel) {
   return upcoming(PanelOf(s.down, expert, 0, panel), PanelOf(s.down, expert, 0, second));
 }
 
-// What the gate gave of one run, as integers.
+// Quantizes the activations of one run to integers.
 void round_inner(const Step& s, const Run& run) {
   int64_t stride = s.down.padded_k();
   auto inner = static_cast<const bf16*>(s.inner);
@@ -184,13 +184,13 @@ void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following)
   finish_task(s, block.index);
 }
 
-// Pairs of a run whose totals are made: `rows` from `first` on.
+// Pairs of a run whose totals are computed: `rows` from `first` on.
 struct Part {
   const Run& run;
   int64_t first, rows;
 };
 
-// Panels of the result, and the tokens of whose totals a task is in charge.
+// The panels of the result and the tokens whose totals a task computes.
 struct Area {
   int64_t start, tokens;
   int64_t panel, panels;
@@ -247,7 +247,7 @@ int64_t rows_at_once(const Stack& s) {
   return kBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
 }
 
-// Until all of a run's inner columns are there. Whoever works on them waits for nobody.
+// Waits until all inner columns of a run are computed. Threads that compute them never wait.
 void await_inner(const Step& s, int64_t run) {
   for (int tries = 0; s.unfinished[run].load(std::memory_order_acquire); tries++) {
     if (tries < 10000) relax();
@@ -360,8 +360,8 @@ void gather_rows(const Step& s, const T* x, int64_t ldx, int64_t k, int64_t padd
   });
 }
 
-// Inputs of each run side by side, in the dtype of activations with K padded by zeros; single rows
-// that need neither are used where they lie (`direct`).
+// Gathers the inputs of each run, in the dtype of activations and with K padded by zeros; single
+// rows that need neither are used in place (`direct`).
 void gather(Step& s, const void* x, int64_t ldx, bool direct) {
   int64_t k = s.gate_up.first.k, padded = s.gate_up.padded_k();
   if (direct) {
@@ -384,7 +384,7 @@ void gather(Step& s, const void* x, int64_t ldx, bool direct) {
     s.runs[i].x = offset(rows, s.runs[i].first * padded, s.gate_up);
 }
 
-// Inputs as integers: one row where it lies, more at the places of their runs.
+// Quantizes the inputs: one row in place, several at the positions of their runs.
 void round_inputs(Step& s, const void* x, int64_t ldx) {
   const Weight& w = s.gate_up.first;
   Activations rows = quantize(x, ldx, s.tokens, s.dtype, w);
@@ -403,7 +403,7 @@ void round_inputs(Step& s, const void* x, int64_t ldx) {
 }
 
 void cut_runs(Step& s) {
-  int64_t more = s.down.first.integer();  // the rounding of what the gate gives
+  int64_t more = s.down.first.integer();  // quantization of the activations
   int64_t most = rows_at_once(s.gate_up);
   s.block_count = 0;
   for (int64_t i = 0; i < s.run_count; i++) {

@@ -12,14 +12,14 @@ namespace modulm {
 // Scratch slots: the caller's and, in the same thread, those of its tasks; beside the linear layers'.
 enum MoeSlot { kPlan = 6, kGathered, kRoundedInputs, kInner, kRoundedInner, kMoeSums, kMoeTotals };
 
-// Pairs of a panel that `multiply` fetches ahead where it streams.
+// Pairs of a panel that `multiply` prefetches when it streams.
 #if defined(__AMX_BF16__)
 constexpr int64_t kPairsAhead = 32;
 #else
 constexpr int64_t kPairsAhead = 16;
 #endif
 
-// Of codes, the beginning that is fetched while another panel is multiplied.
+// The beginning of the codes, which is prefetched while another panel is multiplied.
 constexpr int64_t kBeginning = 4 * kQuadsFar;
 
 // Rows of padded K: floats side by side, or integers from `place` on (digits are not counted).
@@ -35,7 +35,8 @@ inline int64_t room(const Weight& w, int64_t rows) {
   return w.integer() ? rows * w.digits + kRowTile : rows;
 }
 
-// A panel that comes from memory in one run; in its last pairs, what is read next is fetched.
+// A panel that is read from memory sequentially; during its last pairs, the next data is
+// prefetched.
 inline void streamed_sums(const PanelOf& p, const bf16* x, int64_t ldx, int rows, float* sums,
                           const uint8_t* following) {
   auto b = reinterpret_cast<const uint32_t*>(p.data());
@@ -71,7 +72,7 @@ inline void float_sums(const PanelOf& p, const float* x, int64_t ldx, int64_t ro
 }
 
 // to[rows][64] = from[rows * digits][64], digits added, the scales of columns applied. `from` may
-// be `to` or lie behind it.
+// be `to` or come after it.
 inline void fold_sums(const PanelOf& p, int64_t rows, const float* from, float* to) {
   int64_t digits = p.w.integer() ? p.w.digits : 1;
   auto scales = static_cast<const float*>(p.w.scales) + p.panel * kPanel;
@@ -91,14 +92,14 @@ inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
     fp8_sums(p.w, p.panel, {static_cast<const bf16*>(in.x), in.ldx}, rows, sums);
     return fold_sums(p, rows, sums, sums);
   }
-  // Tiles of rows are not cut: those before the first one of these are multiplied as well.
+  // Tiles of rows are not split: rows of the first tile before these are multiplied as well.
   int64_t first = in.place * p.w.digits, before = first % kRowTile;
   integer_sums(p.w, p.panel, *in.integers, first - before, before + rows * p.w.digits, sums);
   fold_sums(p, rows, sums + before * kPanel, sums);
 }
 
-// `following` is what this thread will most likely read next, or null: at a panel's end the memory
-// would otherwise have nothing to do until the next one is asked for. sums: `room` rows.
+// `following` is what this thread will probably read next, or null: it is prefetched at the end of
+// the panel, when memory would otherwise be idle. sums: `room` rows.
 inline void panel_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* sums,
                        const uint8_t* following) {
   zero(sums, room(p.w, rows));
@@ -116,7 +117,7 @@ inline void panel_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
   }
 }
 
-// The same of two panels, whose sums lie `room` rows apart. One row of bf16 reads them side by side.
+// The same for two panels, whose sums are `room` rows apart. One row of bf16 reads them together.
 inline void two_panel_sums(const PanelOf& first, const PanelOf& second, const Inputs& in,
                            int64_t rows, float* sums, const uint8_t* after_first,
                            [[maybe_unused]] const uint8_t* after_second) {

@@ -1,4 +1,4 @@
-// Which experts a token takes, and with what weights.
+// Routing: the experts of each token, and their weights.
 #include "base/math.h"
 #include "base/pool.h"
 #include "base/replay.h"
@@ -9,7 +9,7 @@ namespace {
 struct Routing {
   int64_t experts, top_k;
   int sigmoid, renormalise;
-  const float* bias;  // [experts] or null: added for choosing only
+  const float* bias;  // [experts] or null: added for the selection only
   int64_t groups, top_groups;
   int best_two;  // a group's score: the sum of its two best experts, otherwise its best one's
   float scale;
@@ -35,7 +35,7 @@ void score(const Routing& r, const T* logits, float* scores) {
   for (int64_t i = 0; i < r.experts; i++) scores[i] /= total;
 }
 
-// The largest of n that is not taken yet; of equals the first.
+// The largest of n that is not selected yet; the first one if several are equal.
 int64_t take_best(const float* values, bool* taken, int64_t n) {
   int64_t best = -1;
   for (int64_t i = 0; i < n; i++)
@@ -44,7 +44,7 @@ int64_t take_best(const float* values, bool* taken, int64_t n) {
   return best;
 }
 
-// Marks the experts of all groups but the best as taken.
+// Marks the experts of all groups but the best ones as selected.
 void limit_groups(const Routing& r, const float* ranking, float* groups, bool* chosen,
                   bool* taken) {
   int64_t size = r.experts / r.groups;

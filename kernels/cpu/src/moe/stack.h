@@ -12,7 +12,7 @@ struct Stack {
   int64_t experts, parts;
 
   bool wide() const { return first.format == kWeightFP32 || first.format == kWeightFP16; }
-  // Numbers of each row that activations have, with zeros at the end.
+  // Padded length of a row of activations, with zeros at the end.
   int64_t padded_k() const { return first.padded_k(); }
   int64_t panels() const { return first.panels(); }
   // Bytes of an activation that these weights are multiplied by, unless they are integers.
@@ -40,8 +40,8 @@ struct PanelOf {
   int width() const { return w.width(panel); }
 };
 
-// Fetches a panel's scales and zeros into the second-level cache: they are few and far from its
-// codes, so that no prefetcher finds them.
+// Prefetches the scales and zeros of a panel into the second-level cache: they are few and far from
+// its codes, so the hardware prefetcher misses them.
 inline void fetch_scales(const PanelOf& p) {
   if (!p.w.scales) return;
   int64_t bytes = p.w.grouped() ? scale_bytes(p.w.scale_dtype) : 4;

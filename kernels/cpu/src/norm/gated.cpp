@@ -1,4 +1,4 @@
-// RMSNorm of what a recurrence gives, together with its gate, in fp32.
+// RMSNorm of the output of a recurrence, together with its gate, in fp32.
 #include <cmath>
 
 #include "base/math.h"

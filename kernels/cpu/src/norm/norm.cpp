@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 
-// Rows in groups of `count`, as the heads of tokens lie.
+// Rows in groups of `count`, such as the heads of tokens.
 template <class T>
 struct Grouped {
   const T* data;
@@ -40,7 +40,7 @@ void rms_rows(const Grouped<T>& x, R* residual, const W* weight, float eps, floa
   });
 }
 
-// Row r has the weight r modulo `weights`; there may be none.
+// Row r uses the weight r modulo `weights`; weights are optional.
 template <class T, class W>
 void layer_rows(const Grouped<T>& x, const W* weights, int64_t count, const W* bias, float eps,
                 T* out, int64_t rows, int64_t size) {

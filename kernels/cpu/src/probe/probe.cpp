@@ -1,4 +1,4 @@
-// What the machine can do: read bandwidth and instruction rates, on all threads of the pool.
+// Measurements of the machine: read bandwidth and instruction rates, on all threads of the pool.
 #include <chrono>
 #include <utility>
 
@@ -17,7 +17,8 @@ double now() {
   return std::chrono::duration<double>(clock::now().time_since_epoch()).count();
 }
 
-// What the compiler must assume was read and written: neither folded nor moved out of a loop.
+// Makes the compiler assume that the value is read and written, so that it is neither folded nor
+// moved out of a loop.
 template <class T>
 inline T kept(T x) {
 #if defined(__AVX512F__)
@@ -44,7 +45,7 @@ double rate(int64_t count, int chains, F&& step) {
 
 constexpr int kChains = 12;  // covers 4 to 6 cycles of latency at two instructions per cycle
 
-// Each chain is a name of its own, not an indexed element: all stay in registers.
+// Each chain is a separate variable, not an array element, so that all stay in registers.
 template <class V, class F, size_t... chain>
 void repeat(int64_t steps, V first, F&& op, std::index_sequence<chain...>) {
   V x[] = {(void(chain), first)...};
@@ -83,8 +84,8 @@ void int8_step() {
 }
 #endif
 
-// Two places at a time and fetched ahead into both caches, which is how weights are read
-// (linear/few.h): faster than one after the other.
+// Reads two streams at a time with prefetches into both caches, as weights are read (linear/few.h):
+// faster than one stream.
 double read_all(const char* data, int64_t bytes) {
   constexpr int64_t kHalf = 128 << 10, kLine = sizeof(vu), kLines = 4;
   double start = now();

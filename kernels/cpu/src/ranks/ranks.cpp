@@ -1,12 +1,12 @@
-// What ranks on one machine exchange through memory that all of them have mapped.
+// Collectives of ranks on one machine, through shared memory.
 //
 // The region: a line of 64 bytes for each rank with the number of its last call, then two slots for
-// each rank, used in turn. A rank writes its numbers into its slot, says the number of the call, and
-// reads the slots of all when all have said it. Nobody says the next number before having read, so a
-// slot of two calls ago is read by nobody any more.
+// each rank, used in turn. A rank writes its data into its slot, publishes the number of the call,
+// and reads the slots of all ranks when all have published it. No rank publishes the next number
+// before it has read, so slots of two calls ago are free.
 //
-// Sums are made in the order of the ranks, in fp32, and rounded once: they depend neither on who came
-// first nor on what else is summed.
+// Sums are made in the order of the ranks, in fp32, and rounded once: they depend neither on the
+// order of arrival nor on what else is summed.
 #include <sched.h>
 #include <time.h>
 
@@ -21,8 +21,8 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kSpins = 2000;   // looks before the processor is left to whoever else wants it
-constexpr int64_t kYields = 20000; // times that it is, some milliseconds, before the rank sleeps
+constexpr int64_t kSpins = 2000;   // polls before the processor is yielded
+constexpr int64_t kYields = 20000; // yields, some milliseconds, before the rank sleeps
 constexpr long kSleep = 50'000;    // nanoseconds
 constexpr int64_t kBytesPerTask = 32768;
 
@@ -38,7 +38,7 @@ struct Region {
   }
   int64_t next() const { return said(rank).load(std::memory_order_relaxed) + 1; }
 
-  // Say that the slot of this call is written, and wait until all are.
+  // Publish that the slot of this call is written, and wait for all ranks.
   void meet(int64_t call) const {
     said(rank).store(call, std::memory_order_release);
     for (int64_t r = 0; r < ranks; r++) {
@@ -48,7 +48,7 @@ struct Region {
     }
   }
 
-  // Others come at once, unless something else has their processor: it may have waited for this one.
+  // Other ranks arrive soon, unless something else runs on their processor: yield this one.
   static void wait(int64_t looks) {
     if (looks > kSpins + kYields) {
       timespec while_long{0, kSleep};

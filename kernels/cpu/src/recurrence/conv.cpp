@@ -1,7 +1,7 @@
 // A convolution along each row, channel by channel, over its last few tokens.
 //
-// A task takes some channels of one row through all its tokens; a token is computed alike whether
-// it comes alone or in a prompt.
+// A task takes some channels of one row through all its tokens; a token gets the same result alone
+// and in a prompt.
 #include "base/math.h"
 #include "base/pool.h"
 #include "base/replay.h"

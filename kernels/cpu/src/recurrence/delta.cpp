@@ -1,8 +1,8 @@
 // The gated delta rule (Yang et al., arXiv 2412.06464), token by token.
 //
-// A head's state is a matrix from keys to values whose columns do not see each other: a task takes
-// some columns of one head through all tokens of a row, out of a copy that stays in the first-level
-// cache. Every token is computed alike, whether it comes alone or in a prompt.
+// The state of a head is a matrix from keys to values whose columns are independent: a task
+// computes some columns of one head for all tokens of a row, in a copy that stays in the
+// first-level cache. A token gets the same result alone and in a prompt.
 #include <cmath>
 
 #include "base/math.h"

@@ -27,8 +27,8 @@ struct StateRows {
   const Kept* kept;
   int64_t kept_count;
 
-  // f(begin, end, slot) for the stretches of a row's tokens after which its state is wanted in
-  // `slot`: every kept state, then the last one. Tokens count from the row's first.
+  // Calls f(begin, end, slot) for each run of a row's tokens after which the state is saved in
+  // `slot`: every saved state, then the last one. Tokens count from the row's first.
   template <class F>
   void stretches(int64_t row, F&& f) const {
     int64_t at = 0;

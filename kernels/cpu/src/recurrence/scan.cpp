@@ -1,9 +1,9 @@
 // Selective scan (Mamba 1 and 2): state = exp(dt a) state + dt x b, y = c state + skip x, token by
 // token, with dt = softplus(step + bias) and a = -exp(a_log).
 //
-// The numbers of a state do not see each other, only y sums over them. So a few rows of a head's
-// state stay in registers while a run of tokens passes, and every token is computed alike, whether
-// it comes alone or in a prompt: results do not depend on how steps cut a sequence.
+// The elements of a state are independent; only y sums over them. So a few rows of a head's state
+// stay in registers during a run of tokens. A token gets the same result alone and in a prompt:
+// results do not depend on how steps split a sequence.
 #include <type_traits>
 
 #include "base/math.h"

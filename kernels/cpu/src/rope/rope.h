@@ -5,7 +5,8 @@
 
 namespace modulm {
 
-// Rotates the first `size` dimensions of a head. table: size / 2 cosines, then size / 2 sines.
+// Rotates the first `size` dimensions of a head in place. table: size / 2 cosines, then size / 2
+// sines.
 template <class T, class C>
 inline void rotate_head(T* head, const C* table, int64_t size, bool neox) {
   int64_t half = size / 2;

@@ -1,4 +1,4 @@
-// The best values of each row with the chosen one and its rank, as log probabilities if wanted.
+// The best values of each row, the chosen value and its rank, optionally as log probabilities.
 #include <cmath>
 
 #include "base/math.h"

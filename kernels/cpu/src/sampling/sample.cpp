@@ -1,9 +1,9 @@
 // Choosing tokens from logits: argmax, and drawing with temperature, min-p, top-k and top-p.
 //
 // No sort. min-p gives a threshold at once; top-k and top-p find theirs by radix selection on the
-// bits of the values, 11 at a time from the top: a histogram of counts and weights says in which
-// bin the threshold lies, and only that bin's members are looked at again. The draw is a running
-// sum in the order of ids. Rows are independent of each other.
+// bits of the values, 11 at a time from the top: a histogram of counts and weights gives the bin of
+// the threshold, and only the members of that bin are examined again. The draw is a running sum in
+// the order of ids. Rows are independent of each other.
 #include <cmath>
 #include <initializer_list>
 
@@ -23,7 +23,7 @@ struct Best {
   int64_t id;  // -1 unless the value is finite
 };
 
-// A row is looked through in pieces; only the one with the greatest value is looked at again.
+// A row is scanned in pieces; only the piece with the greatest value is scanned again.
 constexpr int64_t kPiece = 8192;
 
 // The greatest value of a piece; NaN if there is one.
@@ -83,7 +83,7 @@ inline float unordered(uint32_t u) {  // its inverse
   return x;
 }
 
-// The values that are still in, with what each adds towards a goal: 1, or its probability.
+// The remaining values, and what each contributes to the goal: 1 or its probability.
 struct Members {
   uint32_t* keys;
   float* shares;
@@ -128,7 +128,7 @@ float select(Members m, double wanted) {
 }
 
 // One row with a temperature above 0. The running sum is taken in blocks of kBlock, whose sums in
-// order are milestones: only the block in which the draw falls is walked token by token.
+// order are milestones: only the block of the draw is scanned token by token.
 int64_t draw(const float* logits, int64_t size, Best best, float temperature, int top_k,
              float top_p, float min_p, double uniform) {
   constexpr int64_t kBlock = 4096;
@@ -173,7 +173,7 @@ int64_t draw(const float* logits, int64_t size, Best best, float temperature, in
   }
   double total = weigh();
   if (top_p < 1) {
-    // Tokens whose shares are so small that all of them together are not missed stay out.
+    // Tokens with negligible shares, even all together, are skipped.
     double least = (1 - double(top_p)) * total / double(size);
     float bound = least > 0 ? peak + float(std::log(least)) - kSlack : kNever;
     float lowest = select(gather(std::max(floor, bound), true), double(top_p) * total);

@@ -1,4 +1,4 @@
-// Finding the few greatest of many values without looking at most of them twice.
+// Finding the few greatest of many values, reading most of them only once.
 #pragma once
 
 #include <algorithm>
