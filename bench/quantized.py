@@ -341,7 +341,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for part in options.only:
         if part == "gguf" and not options.llama:
-            print("gguf: --llama is needed")
+            print("gguf: --llama is required")
             continue
         start = time.perf_counter()
         found[part] = MEASURES[part](options)

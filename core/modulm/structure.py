@@ -91,7 +91,7 @@ def _exact(value: Any, kind: type) -> Any:
     accepted = (int, float) if kind is float else kind
     whole = kind is int and isinstance(value, float) and value.is_integer()
     if isinstance(value, float) and math.isnan(value):
-        raise ValueError("NaN is no number")
+        raise ValueError("NaN is not a number")
     if not (whole or isinstance(value, accepted)) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
     return kind(value)
@@ -151,7 +151,7 @@ def _human(text: str) -> int:
     if "." not in digits:
         return int(digits) * _SUFFIXES.get(suffix, 1)
     if suffix in "KMGT":
-        raise ValueError(f"{text!r}: a decimal point goes with k, m, g or t (powers of ten)")
+        raise ValueError(f"{text!r}: a decimal point requires k, m, g or t (powers of ten)")
     whole = float(digits) * _SUFFIXES[suffix]
     if round(whole, 6) != round(whole):
         raise ValueError(f"{text!r} is not a whole number")
@@ -166,7 +166,7 @@ _BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
 def _bool(value: Any) -> bool:
     flag = _BOOLEANS.get(str(value).lower())
     if flag is None:
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise ValueError(f"{value!r} must be true or false")
     return flag
 
 

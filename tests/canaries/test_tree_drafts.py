@@ -157,7 +157,7 @@ def test_aborts_leave_nothing_behind(folder, plugins, expected) -> None:
     [
         ("LlamaForCausalLM", {"attention_backend": "cpu_paged"}, "does not do masks"),
         ("Gemma2ForCausalLM", {}, "cannot mask tokens of a step with window"),
-        ("Mamba2ForCausalLM", {}, "a recurrent state sees all tokens in order"),
+        ("Mamba2ForCausalLM", {}, "a recurrent state needs all tokens in order"),
     ],
 )
 def test_what_cannot_mask_says_so(tmp_path, plugins, architecture, settings, why) -> None:

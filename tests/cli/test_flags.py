@@ -176,7 +176,7 @@ def test_a_file_fills_flags_and_owns(tmp_path: Path) -> None:
         (["--max-model-len", "much"], ["--max-model-len", "whole number"]),
         (["--dtype", "fp8"], ["--dtype", "bfloat16"]),
         (["--max-modl-len", "3"], ["--max-modl-len", "--max-model-len"]),
-        (["--enable-dbo"], ["--enable-dbo", "not yet"]),
+        (["--enable-dbo"], ["--enable-dbo", "not supported yet"]),
         (["--rope-theta", "3"], ["--rope-theta", "--hf-overrides"]),
         (["--config", "none.yaml"], ["--config", "none.yaml"]),
         (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
@@ -219,9 +219,17 @@ def test_every_wrong_flag_is_reported_at_once(
         ("max-model-len", ["--max-model-len", "tokens"], "--dtype"),
         ("--max_model_len", ["--max-model-len"], "--dtype"),
         ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
-        ("elsewhere", ["--default-mm-loras", "[not yet:", "[no effect:", "[refused:"], "--dtype,"),
+        (
+            "elsewhere",
+            ["--default-mm-loras", "[not supported yet:", "[no effect:", "[refused:"],
+            "--dtype,",
+        ),
         ("max-loras", ["--max-loras", "different adapters"], "--dtype"),
-        ("default-mm-loras", ["--default-mm-loras", "[not yet: adapters chosen"], "--dtype"),
+        (
+            "default-mm-loras",
+            ["--default-mm-loras", "[not supported yet: adapters chosen"],
+            "--dtype",
+        ),
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
     ],
 )
@@ -302,7 +310,9 @@ def test_a_file_may_bring_a_parser(tmp_path: Path) -> None:
         assert parse("hello", tool_parser="shout").content == "HELLO"
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "no Python file"), ("1/0", "ZeroDivision")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "not a Python file"), ("1/0", "ZeroDivision")]
+)
 def test_a_file_that_fails_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "broken.py"
     if text is not None:

@@ -86,7 +86,7 @@ def test_biases_move_with_their_experts(plugins, tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     ({"enable_eplb": True}, "enable_eplb: .*--enable-expert-parallel"),
-    ({"eplb_config": {"window_size": 3}}, "eplb_config: does nothing without --enable-eplb"),
+    ({"eplb_config": {"window_size": 3}}, "eplb_config: has no effect without --enable-eplb"),
     ({"enable_eplb": True, "eplb_config": {"widow": 3}}, "eplb_config: .*widow.*window_size"),
     ({"enable_eplb": True, "eplb_config": {"step_interval": 0}}, "step_interval.*>= 1"),
     ({"enable_eplb": True, "eplb_config": {"step_interval": "x"}}, "step_interval"),

@@ -194,7 +194,7 @@ def test_what_torchrun_has_not_started_is_refused(changed, words, monkeypatch):
 
 def test_servers_are_refused(folder):
     config = keywords(model=folder, distributed_executor_backend="external_launcher").config
-    with pytest.raises(ConfigError, match="external_launcher is for LLM, not for servers"):
+    with pytest.raises(ConfigError, match="external_launcher is for LLM, not servers"):
         EngineCore(config, manager.current(), None, "server")
 
 

@@ -278,6 +278,6 @@ def test_an_address_where_nothing_answers(spaces: tuple[str, str], model: str) -
     }
     driver = Driver(spaces[0], model, RAY_ADDRESS=f"{HEAD}:6999", **soon)
     told = driver.do("start")
-    assert f"RAY_ADDRESS names {HEAD}:6999, where no cluster answers" in told
+    assert f"RAY_ADDRESS names {HEAD}:6999, where no cluster responds" in told
     driver.process.stdin.close()
     assert driver.process.wait(300) == 0

@@ -91,8 +91,11 @@ def test_who_has_begun_less_is_woken(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        ({"enable_sleep_mode": True}, "enable_sleep_mode: not yet .*--enable-expert"),
-        ({"batch_invariant": True}, "batch_invariant: not yet .*--enable-expert-parallel"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode: not supported yet .*--enable-expert"),
+        (
+            {"batch_invariant": True},
+            "batch_invariant: not supported yet .*--enable-expert-parallel",
+        ),
         ({"data_parallel_size_local": 1}, "data_parallel_size_local: --enable-expert-parallel"),
         ({"data_parallel_rank": 1}, "data_parallel_rank: --enable-expert-parallel"),
         ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb: --enable-expert-parallel"),
@@ -196,7 +199,7 @@ def test_a_rank_that_dies_ends_all_replicas_which_begin_again(tmp_path, monkeypa
         assert all("worker 0: its process was killed by SIGKILL" in w for w in lost)
         assert any("replica 1" in words or "replica 0" in words for words in lost)
         assert {replica.status for replica in llm.replicas} == {"dead"}
-        with pytest.raises(ModulmError, match="no replica takes requests .*killed by SIGKILL"):
+        with pytest.raises(ModulmError, match="no replica accepts requests .*killed by SIGKILL"):
             await llm.check_health()
         await until(lambda: all(r.status == "ok" for r in llm.replicas), "they did not come back")
         assert [replica.restarts for replica in llm.replicas] == [1, 1]

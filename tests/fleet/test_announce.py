@@ -89,7 +89,7 @@ def test_an_address_that_others_reach_needs_a_secret(tmp_path: Path) -> None:
     (good := tmp_path / "good").write_text("sixteen bytes or more")
     assert secret_file("0.0.0.0", str(good)) == str(good)
     for host, file, words in (
-        ("0.0.0.0", None, "can be reached by others"),
+        ("0.0.0.0", None, "is reachable from other machines"),
         ("127.0.0.1", str(short), "less than 16 bytes"),
         ("127.0.0.1", str(tmp_path / "none"), "No such file"),
     ):
@@ -113,20 +113,20 @@ def test_without_a_file_a_user_has_a_secret_of_their_own(own_secret: Path) -> No
 def test_a_secret_that_others_can_read_is_refused(own_secret: Path) -> None:
     secret_file("127.0.0.1", None)
     own_secret.chmod(0o644)
-    with pytest.raises(ConfigError, match="that you alone can read"):
+    with pytest.raises(ConfigError, match="readable by you only"):
         secret_file("127.0.0.1", None)
     own_secret.unlink()
     (planted := own_secret.with_name("planted")).write_text("what somebody else knows")
     planted.chmod(0o600)
     own_secret.symlink_to(planted)
-    with pytest.raises(ConfigError, match="that you alone can read"):
+    with pytest.raises(ConfigError, match="readable by you only"):
         secret_file("127.0.0.1", None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(own_secret: Path) -> None:
     own_secret.parent.parent.mkdir()
     own_secret.parent.write_text("a file")
-    with pytest.raises(ConfigError, match="give a file that can be read"):
+    with pytest.raises(ConfigError, match="use a readable file"):
         secret_file("127.0.0.1", None)
 
 

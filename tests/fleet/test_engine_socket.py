@@ -136,9 +136,9 @@ def test_many_frames_at_once_arrive_whole(listener: socket.socket, secret_file: 
 
 
 def test_tcp_needs_a_secret(listener: socket.socket, secret_file: str) -> None:
-    with pytest.raises(EngineError, match="needs a secret"):
+    with pytest.raises(EngineError, match="requires a secret"):
         EngineProcess(None, listener)
-    with pytest.raises(EngineError, match="needs a secret"):
+    with pytest.raises(EngineError, match="requires a secret"):
         connect("127.0.0.1:1")
     with pytest.raises(EngineDead, match="no engine"):
         connect("127.0.0.1:1", secret_file)

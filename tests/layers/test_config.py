@@ -57,7 +57,7 @@ def test_null_is_the_default_and_unknown_keys_are_left_unread():
         ({"num_attention_heads": 64}, "head_dim"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta: nan"),
         ({"rope_scaling": {"short_factor": [1.0, float("nan")]}}, "short_factor: nan"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0 is not above zero"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0 must be above zero"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
         (

@@ -102,7 +102,7 @@ def test_videos(tmp_path):
     for wrong in ({"fps": 0}, {"frames_indices": [1]}, {"total_num_frames": 1}):
         with pytest.raises(RequestError, match="video: "):
             as_video((frames, wrong))
-    with pytest.raises(RequestError, match="frames of one size"):
+    with pytest.raises(RequestError, match="the same size"):
         as_video([RED, RED[:2]])
 
 

@@ -180,7 +180,7 @@ def test_templates_that_want_parts_are_given_parts(llm, pictures):
     ("part", "message"),
     [
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, "no public address"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "not an image"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}, "base64"),
         ({"type": "image_url", "image_url": "/no/such.png"}, "no such file"),
         (

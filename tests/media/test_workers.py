@@ -56,7 +56,7 @@ def test_values_are_those_of_this_process(workers):
 def test_what_cannot_be_decoded_is_told_and_the_process_goes_on(workers):
     workers.decode("image", RED, {})
     before = set(workers._all)
-    with pytest.raises(Undecodable, match="no image"):
+    with pytest.raises(Undecodable, match="not an image"):
         workers.decode("image", b"nothing", {})
     with pytest.raises(Undecodable, match="at most 10 pixels"):
         workers.decode("image", RED, {}, Limits(pixels=10))
@@ -114,7 +114,7 @@ def test_media_are_named_by_their_content_and_names_belong_to_their_owners(worke
     with pytest.raises(RequestError, match="send its data again") as caught:
         open_(empty, owner="two")
     assert caught.value.param == "messages"
-    with pytest.raises(RequestError, match="a url is expected"):
+    with pytest.raises(RequestError, match="must have a url"):
         open_(MediaSource(kind="image", field="messages[0].content[0].image", value=[[1]]))
 
 
@@ -122,6 +122,6 @@ def test_one_wrong_item_ends_the_request_and_is_named(workers):
     opener = MediaOpener(MediaConfig())
     opener.workers = workers
     with pytest.raises(
-        RequestError, match=r"^messages\[0\].content\[0\].image_url: it is no image"
+        RequestError, match=r"^messages\[0\].content\[0\].image_url: it is not an image"
     ):
         asyncio.run(opener.open([source(RED), source(b"nothing"), source(RED)], {}))

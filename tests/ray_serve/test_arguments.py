@@ -69,7 +69,7 @@ def test_several_models(tmp_path: Path) -> None:
         ({"models": [{"model": "a"}, {"model": "a"}]}, "two models"),
         (
             {"models": [{"model": "a", "adapters": {"x": "/x"}}, {"model": "x"}]},
-            "two models are called 'x'",
+            "two models have the name 'x'",
         ),
     ],
 )

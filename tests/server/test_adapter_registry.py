@@ -287,7 +287,7 @@ def test_names_that_are_taken(setting: Setting) -> None:
     gate = setting.executor.shut["slow"] = threading.Event()
     slow = Adapter("slow", str(setting.write("slow")))
     first: Future[None] = setting.registry.load(slow)
-    for name, why in (("a", "loaded already"), ("M", "the model itself"), ("slow", "being loaded")):
+    for name, why in (("a", "already loaded"), ("M", "the model itself"), ("slow", "being loaded")):
         with pytest.raises(RequestError, match=why):
             setting.registry.load(Adapter(name, str(setting.folder / "a"))).result(300)
     assert setting.registry.load(slow) is first, "who asks for the same waits for the same"

@@ -76,8 +76,9 @@ def test_statistics_are_of_the_time_since_the_last_line(caplog: pytest.LogCaptur
     log.look(110.0)
     assert caplog.messages == [
         (
-            "running 2, waiting 0; prompts 10.0 tokens/s, answers 2.0 tokens/s; "
-            "prefix hits 25.0 %, cache in use 50.0 %"
+            "Running: 2 reqs, waiting: 0 reqs, prompt throughput: 10.0 tokens/s, "
+            "generation throughput: 2.0 tokens/s, "
+            "prefix cache hit rate: 25.0 %, KV cache usage: 50.0 %"
         )
     ]
     log.look(120.0)

@@ -50,7 +50,7 @@ class CommandGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             if any(d.name == name for d in plugins.current().everything() if d.kind == "commands"):
-                ctx.fail(f"{name!r} is switched off by --plugins={plugins.current().selection}")
+                ctx.fail(f"{name!r} is disabled by --plugins={plugins.current().selection}")
             if hint := install_hint("commands", name):
                 ctx.fail(f"{name!r} is not installed: {hint}")
             close = get_close_matches(name, self.list_commands(ctx), n=2)

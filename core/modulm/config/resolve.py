@@ -143,7 +143,7 @@ def _check_selection(config: EngineConfig, plugins: PluginManager) -> None:
     if terms and Selection.parse(terms) != plugins.selection:
         raise ConfigError(
             "plugins",
-            f"is fixed per process, which uses {str(plugins.selection) or 'all'}; call "
+            f"is fixed for the process, which uses {str(plugins.selection) or 'all'}; call "
             f"modulm.plugins.configure({terms!r}) first, or set MODULM_PLUGINS",
         )
 

@@ -57,7 +57,7 @@ class Kind(Enum):
     NO_EFFECT = "no effect"
     RENAMED = "renamed"
     REFUSED = "refused"
-    NOT_YET = "not yet"
+    NOT_YET = "not supported yet"
     NOT_INSTALLED = "not installed"
 
 
@@ -220,7 +220,7 @@ def _is_none(spec: Flag, value: Any) -> bool:
 def parser_name(value: str | None) -> str | None:
     """Normalize a parser's name: "auto" becomes None (chosen automatically), "none" becomes ""."""
     if value is not None and not isinstance(value, str):
-        raise TypeError("a name is expected")
+        raise TypeError("must be a name")
     return None if value in ("auto", "None") else "" if value == "none" else value
 
 
@@ -239,7 +239,9 @@ def check(spec: Flag, value: Any) -> None:
 def _check_choice(spec: Flag, value: str) -> None:
     if value not in spec.choices:
         known = ", ".join(spec.choices)
-        raise ConfigError(spec.name, f"{value!r} is none of {known}{suggest(value, spec.choices)}")
+        raise ConfigError(
+            spec.name, f"{value!r} is not one of {known}{suggest(value, spec.choices)}"
+        )
 
 
 def _check_range(spec: Flag, value: float) -> None:

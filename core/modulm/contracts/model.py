@@ -226,7 +226,7 @@ class Model(ABC):
         There may be additional columns; they arrive in `Batch.embeds`. Kinds may be mixed. Items of
         one call may be computed together.
         """
-        raise UnsupportedError(f"{type(self).__name__} accepts no images, video or audio")
+        raise UnsupportedError(f"{type(self).__name__} does not support images, video or audio")
 
     def encode_in_pieces(
         self, items: Sequence[MediaItem]

@@ -202,7 +202,7 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_for(cls, params: SamplingParams, config: Any) -> None:
-        """Validate parameters with the EngineConfig, or None if it is not known."""
+        """Validate parameters with the EngineConfig, or None if it is unknown."""
         cls.validate(params)
 
     @property

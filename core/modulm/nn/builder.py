@@ -232,7 +232,7 @@ class Builder:
         own = down.spec.expert_shard
         if own.size < own.whole:
             if bank is not None:
-                raise UnsupportedError("enable_expert_parallel: with adapters: not yet")
+                raise UnsupportedError("enable_expert_parallel: with adapters: not supported yet")
             if (spread := self.shared.mesh.spread) is not None:
                 return spread.layer(plain, own, self.prefix)
             return partial(_own_experts, plain, own)
@@ -367,7 +367,7 @@ class Builder:
         Raises UnsupportedError for recurrent states in models whose steps may have masks.
         """
         if self.shared.masks and not isinstance(spec, AttentionSpec):
-            raise UnsupportedError(f"{self.prefix}: a recurrent state sees all tokens in order")
+            raise UnsupportedError(f"{self.prefix}: a recurrent state needs all tokens in order")
         self.shared.caches.append(CacheSpec(self.prefix, spec, follows=follows))
         return len(self.shared.caches) - 1
 
@@ -464,7 +464,9 @@ def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dt
     try:
         empty = torch.empty(shape, dtype=dtype, device="meta")
     except RuntimeError as error:
-        raise CheckpointError(f"config.json: {name} of shape {list(shape)} is absurd") from error
+        raise CheckpointError(
+            f"config.json: {name} of shape {list(shape)} is implausible"
+        ) from error
     module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
 

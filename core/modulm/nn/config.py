@@ -54,7 +54,7 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
         for key in kinds:
             _check_number(key, named.get(key))
         if meant.get("per_layer_config") and "per_layer_config" not in kinds:
-            raise ValueError("per_layer_config: layers with keys of their own: not yet")
+            raise ValueError("per_layer_config: different keys per layer: not supported yet")
         return structure_table(named, into, open_ended=True)
     except ValueError as problem:
         written = _as_written(str(problem), aliases, table)
@@ -80,7 +80,7 @@ def _check_number(key: str, value: Any) -> None:
         for inner, item in value.items():
             _check_number(f"{key}.{inner}", item)
     elif isinstance(value, list) and any(item != item for item in value):
-        raise ValueError(f"{key}: nan is no number")
+        raise ValueError(f"{key}: NaN is not a number")
     elif isinstance(value, int | float):
         whole = isinstance(value, int)
         most = next((n for ending, n in _MOST.items() if key.endswith(ending)), _MOST_OF_ALL)

@@ -132,7 +132,7 @@ def _place(
     ends = shard.start + shard.size
     if axis.whole and (shard.start % block or at % block or (ends % block and ends != shard.whole)):
         raise UnsupportedError(
-            f"{spec.name}: {shard.size} {axis.along} from {shard.start} cannot be cut out of "
+            f"{spec.name}: {shard.size} {axis.along} from {shard.start} cannot be sliced from "
             f"{shard.whole}: the checkpoint packs {block} together"
         )
     first, count = at // step, -(-shard.size // step)

@@ -30,7 +30,7 @@ _SLOW, _GIVEN_UP = 20.0, 300.0
 
 def broken(what: str, error: BaseException) -> PluginBroken:
     """Return the error to raise for a plugin's exception; logs its traceback at debug level."""
-    log.debug("%s raised", what, exc_info=error)
+    log.debug("%s raised an error", what, exc_info=error)
     return PluginBroken(f"{what}: {type(error).__name__}: {error}{new_home(error)}")
 
 

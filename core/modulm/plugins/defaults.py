@@ -174,8 +174,8 @@ def choose_quantization(
         stored = checkpoint.quantization.get("quant_method", "an unnamed method")
         why = "; ".join(map(str, (*failed, _absent("quantization", str(stored)))))
         raise UnsupportedError(
-            f"quantization: the checkpoint is stored as {stored!r}, which nothing installed reads; "
-            f"one that is not quantized would run ({why})"
+            f"quantization: the checkpoint is stored as {stored!r}, which no installed method "
+            f"supports; an unquantized one would run ({why})"
         )
     return _settle(plugins, subject, "quantization", drivers, (*failed, *verdicts), choice)
 
@@ -191,7 +191,7 @@ def _claimant(
         return Choice(str(stored), claiming[str(stored)])
     if len(claiming) > 1:
         raise ConfigError(
-            "quantization", f"{' and '.join(claiming)} claim the checkpoint; say which one to use"
+            "quantization", f"{' and '.join(claiming)} all match the checkpoint; choose one of them"
         )
     return next((Choice(name, reason) for name, reason in claiming.items()), None)
 
@@ -336,6 +336,6 @@ def _settle(
     if choice is None or choice.name not in drivers or choice.name in rejected:
         listed = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         wanted = f"; {choice.by or 'a plugin'} chose {choice.name}" if choice else ""
-        raise UnsupportedError(f"{subject}: nothing installed will do{wanted} ({listed or 'none'})")
+        raise UnsupportedError(f"{subject}: nothing installed fits{wanted} ({listed or 'none'})")
     reason = f"{choice}{plugins.stand_in(plugins.find(kind, choice.name))}"
     return Chosen(drivers[choice.name], Decision(subject, tuple(verdicts), choice.name, reason))

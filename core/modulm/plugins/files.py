@@ -39,9 +39,9 @@ def load_file(flag: str, path: str) -> ModuleType:
         return known
     spec = spec_from_file_location(name, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        raise ConfigError(flag, f"{path} is no Python file")
+        raise ConfigError(flag, f"{path} is not a Python file")
     if file.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(flag, f"{path} can be written by anybody, so it is not run: chmod o-w")
+        raise ConfigError(flag, f"{path} is writable by everyone and therefore not run: chmod o-w")
     log.info("%s: %s, sha256 %s", flag, file, sha256(file.read_bytes()).hexdigest())
     module = module_from_spec(spec)
     sys.modules[name] = module

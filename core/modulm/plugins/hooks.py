@@ -129,8 +129,8 @@ class Hooks:
             if isinstance(error, ModulmError):
                 raise error
             without = f"--plugins=-hooks/{name.partition(' ')[0]} leaves it out"
-            raise broken(f"hooks/{name}: {hook} raised ({without})", error) from error
-        log.error("plugin %s raised in %s and is switched off", name, hook, exc_info=error)
+            raise broken(f"hooks/{name}: {hook} raised an error ({without})", error) from error
+        log.error("plugin %s raised an error in %s and is disabled", name, hook, exc_info=error)
         self._remove(member)
 
     def _remove(self, member: object) -> None:
@@ -245,7 +245,7 @@ def _guard_wrapper(
 
 def _complete(declared: object, hook: str, kinds: tuple[str, ...]) -> Declaration:
     if not isinstance(declared, Declaration):
-        raise PluginBroken(f"{hook} gave {declared!r}, which is not a Declaration")
+        raise PluginBroken(f"{hook} returned {declared!r}, which is not a Declaration")
     kind = declared.kind or (kinds[0] if len(kinds) == 1 else "")
     if kind not in kinds:
         raise PluginBroken(

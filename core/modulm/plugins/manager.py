@@ -145,8 +145,9 @@ class PluginManager:
         best = [d for d in offers if d.priority == highest]
         if len({d.target for d in best}) > 1:
             raise PluginConflict(
-                f"{known.noun} {name!r} is offered by {' and by '.join(d.origin for d in best)}; "
-                f"switch one off: --plugins=-{best[-1].distribution}"
+                f"{known.noun} {name!r} is provided by "
+                f"{' and by '.join(d.origin for d in best)}; disable one of them: "
+                f"--plugins=-{best[-1].distribution}"
             )
         return best[0]
 
@@ -214,7 +215,7 @@ class PluginManager:
         error = ArchitectureNotFound if kind.name == "models" else PluginNotFound
         off = self.switched_off(kind.name, name)
         if off is not None:
-            switched = f"is switched off by --plugins={self.selection}"
+            switched = f"is disabled by --plugins={self.selection}"
             return error(f"{kind.noun} {name!r} of {off.origin} {switched}")
         names = sorted({d.name for d in self.names(kind.name)})
         close = get_close_matches(name, names, n=3)
@@ -368,8 +369,8 @@ class PluginManager:
         for declaration in registered:
             if declaration.driver is not None and _resolve(declaration) is not declaration.driver:
                 raise PluginError(
-                    f"{declaration.kind}/{declaration.name} was registered as an object that a "
-                    "worker process cannot import; register it as 'package.module:attribute'"
+                    f"{declaration.kind}/{declaration.name} was registered as an object, which "
+                    "a worker process cannot import; register it as 'package.module:attribute'"
                 )
         for name, module in self._hook_modules.items():
             if module is None:
@@ -394,7 +395,7 @@ class PluginManager:
         if here != plugins.installed:
             differing = sorted({item[0] for item in here ^ plugins.installed})
             raise PluginConflict(
-                f"this process sees other plugins than the one that started it: "
+                f"the plugins of this process differ from those of the process that started it: "
                 f"{', '.join(differing)} differ"
             )
         sys.path += [place for place in plugins.path if place not in sys.path]

@@ -521,7 +521,7 @@ class FakeExecutor(Executor):
         k = state.first + state.sampled
         self._incidents(script, k)
         if k in script.nan or k in script.errors:
-            state.failed = script.errors.get(k, "the model gave NaN logits for this row")
+            state.failed = script.errors.get(k, "the model returned NaN logits for this row")
             result["errors"][row] = RowFailure(state.failed)
             return []
         scripted = k < len(script.tokens)

@@ -116,7 +116,7 @@ def test_a_drafter_that_raises_is_switched_off(folder, caplog) -> None:
     found, _ = answers(folder, params, flags, drafter, prompts=PROMPTS[:4])
     assert found == expected
     assert len(drafter.steps) == 3
-    assert "drafter fake failed: it is switched off" in caplog.text
+    assert "drafter fake failed and is disabled" in caplog.text
 
 
 def test_a_drafters_caches_lie_in_the_models_blocks(folder) -> None:

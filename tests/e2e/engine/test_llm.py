@@ -387,5 +387,5 @@ def test_weights_that_are_no_numbers_end_the_start(tmp_path: Path) -> None:
     weights = load_file(file)
     weights["model.layers.0.mlp.down_proj.weight"].fill_(float("nan"))
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(EngineError, match="gives no finite logits: its weights are broken"):
+    with pytest.raises(EngineError, match="returns no finite logits: its weights are broken"):
         LLM(str(tmp_path))

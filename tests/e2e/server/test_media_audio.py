@@ -86,7 +86,7 @@ def test_sounds_from_everywhere_are_the_same_sound(live: Live) -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (heard(np.array([0, np.nan, 0], np.float32)), "not all numbers"),
+        (heard(np.array([0, np.nan, 0], np.float32)), "not all finite"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}, "decoded"),
         ({"type": "input_audio", "input_audio": {"format": "mp3"}}, "base64"),
         (

@@ -121,7 +121,7 @@ def test_all_tokens_banned(http: httpx.Client, engine: AsyncLLM, stream: bool) -
     ):
         response = ask(http, **banned, stream=stream)
         assert response.status_code == 400
-        assert "no token is left" in error_of(response)["message"]
+        assert "no token can be sampled" in error_of(response)["message"]
 
 
 def test_a_minimum_where_end_tokens_do_not_exist(http: httpx.Client, engine: AsyncLLM) -> None:

@@ -352,7 +352,7 @@ def other_head(path, tensors):
 BAD = {
     no_config: r"there is no adapter_config\.json",
     broken_config: r"adapter_config\.json: cannot be read",
-    other_kind: r"adapter_config\.json: peft_type is 'LOHA', LORA was expected",
+    other_kind: r"adapter_config\.json: peft_type is 'LOHA', not LORA",
     no_rank: r"adapter_config\.json: r, lora_alpha or a pattern",
     residual: r"adapter_config\.json: init_lora_weights is 'pissa'",
     no_weights: r"there is no adapter_model\.safetensors or adapter_model\.bin",
@@ -394,5 +394,5 @@ def test_a_layer_whose_weight_is_taken_apart_is_refused(tmp_path):
     session = AdapterSession(folder, max_loras=1)
     up = next(s for n, s in session.bank.specs.items() if n.endswith("kv_b_proj"))
     write_lora(tmp_path / "bad", {up.name: (up.inputs, up.outputs)}, 4)
-    with pytest.raises(CheckpointError, match="takes this layer's weight apart: not yet"):
+    with pytest.raises(CheckpointError, match="takes this layer's weight apart: not supported yet"):
         session.bank.add("bad", tmp_path / "bad")

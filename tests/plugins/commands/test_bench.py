@@ -355,7 +355,7 @@ def test_a_sweep_measures_each_load(
     if find_spec("matplotlib"):
         assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
     else:
-        assert "no picture" in result.output
+        assert "no plot" in result.output
 
 
 @pytest.mark.parametrize(
@@ -370,13 +370,13 @@ def test_a_sweep_measures_each_load(
             ["serve", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
             "no server",
         ),
-        (["serve", "--dataset-name", "hf"], "not yet"),
+        (["serve", "--dataset-name", "hf"], "not supported yet"),
         (["serve", "--request-rate", "0"], "--request-rate"),
         (["serve", "--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
         (["serve", "--percentile-metrics", "speed"], "--percentile-metrics"),
         (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
         (["throughput", "--backend", "mii"], "refused"),
-        (["throughput", "--lora-path", "x", "--backend", "hf"], "--lora-path: not beside"),
+        (["throughput", "--lora-path", "x", "--backend", "hf"], "--lora-path cannot be used with"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments: list[str], words: str) -> None:

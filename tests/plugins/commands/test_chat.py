@@ -124,7 +124,7 @@ def test_an_address_without_v1_says_what_to_type(
     url = server[1].removesuffix("/v1")
     result = CliRunner().invoke(command, ["--url", url, "-q", "hi", *options])
     assert result.exit_code == 1
-    assert f"does not answer as OpenAI's API does: try --url {url}/v1" in result.output
+    assert f"does not respond like OpenAI's API: try --url {url}/v1" in result.output
 
 
 def test_a_conversation_keeps_its_messages(

@@ -166,7 +166,10 @@ BAD = {
     "a group size of eight bits": (["--scheme", "w8a8", "--group-size", "32"], "not per group"),
     "a group that never fits": (["--scheme", "w4a16", "--group-size", "56"], "no layer can be"),
     "half of a fused layer": ([*RUNS["w8a8"], "--ignore", "q_proj"], "fused with"),
-    "too little text": ([*RUNS["gptq"], "--length", "4000", "--samples", "4"], "do not fill a row"),
+    "too little text": (
+        [*RUNS["gptq"], "--length", "4000", "--samples", "4"],
+        "do not fill a sample",
+    ),
 }
 
 
@@ -180,7 +183,7 @@ def test_what_cannot_be_done_is_refused(plain, text, tmp_path, what):
 
 def test_a_quantized_checkpoint_and_other_norms_are_refused(plain, text, tmp_path):
     ran(plain, tmp_path / "once", *RUNS["w8a8"], "--no-perplexity")
-    with pytest.raises(ModulmError, match="quantized already"):
+    with pytest.raises(ModulmError, match="already quantized"):
         ran(tmp_path / "once", tmp_path / "twice", *RUNS["w8a8"], "--no-perplexity")
     gemma = make_tiny(tmp_path / "gemma", "GemmaForCausalLM")
     with pytest.raises(ModulmError, match="cannot be moved through the norms"):

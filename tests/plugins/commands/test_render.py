@@ -95,7 +95,7 @@ def test_a_prompt_without_messages(folder: Path) -> None:
     [
         ((), "", "not valid JSON"),
         ((), "[]", "no messages"),
-        (("-p", "a", "-m", "b"), None, "without messages"),
+        (("-p", "a", "-m", "b"), None, "combined with messages"),
         (("-m", "a"), None, None),
         (("-i", "-"), '{"messages": 3}', "a list of messages"),
         (("-m", "a", "--tools", "/no/such"), None, "cannot be read"),

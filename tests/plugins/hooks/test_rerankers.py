@@ -115,7 +115,7 @@ def test_classes_by_several_tokens(folder: Path) -> None:
     [
         ({"classifier_from_token": ["n", "y"]}, "method: .*from_2_way_softmax"),
         ({"classifier_from_token": ["n", "y"], "method": "best"}, "method: "),
-        ({"classifier_from_token": ["y"], "method": "from_2_way_softmax"}, "takes two tokens"),
+        ({"classifier_from_token": ["y"], "method": "from_2_way_softmax"}, "requires two tokens"),
         ({"classifier_from_token": ["never!"], "method": "no_post_processing"}, "'never!' is no"),
     ],
 )
@@ -164,7 +164,7 @@ def test_the_activation_of_a_cross_encoder(tmp_path: Path, name: str, function: 
 def test_an_activation_that_is_not_there_yet(tmp_path: Path) -> None:
     settings = {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Mish"}
     folder = make_tiny(tmp_path / "model", "BertForSequenceClassification", **settings)
-    with pytest.raises(UnsupportedError, match="Mish: not yet"):
+    with pytest.raises(UnsupportedError, match="Mish: not supported yet"):
         open_llm(folder)
 
 

@@ -128,7 +128,7 @@ def test_layers_in_their_order(folder: Path) -> None:
 @pytest.mark.parametrize("kinds", [["Transformer", "CNN"], ["Pooling"]])
 def test_modules_that_are_not_there_yet(folder: Path, kinds: list[str]) -> None:
     add_modules(folder, kinds, {})
-    with pytest.raises(UnsupportedError, match=rf"modules.json.*{kinds[-1]}.*not yet"):
+    with pytest.raises(UnsupportedError, match=rf"modules.json.*{kinds[-1]}.*not supported yet"):
         open_llm(folder)
 
 

@@ -166,7 +166,7 @@ def test_bad_files_are_computed_and_said_once(
         ({"kv_transfer_config": {"kv_connector": "host", "port": 1}}, "port is none of"),
         ({"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector": "disk"}}, "only one"),
         ({"kv_offloading_size": 1, "prefix_caching_hash_algo": "builtin"}, "sha256"),
-        ({"kv_offloading_size": 1e-9}, "hold no block"),
+        ({"kv_offloading_size": 1e-9}, "too small for a block"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "prefix caching"),
     ],
 )

@@ -141,7 +141,7 @@ def test_what_siglip_2_says_that_is_not_read_so_is_refused(tmp_path):
     driver, file = manager.current().load("models", "Siglip2Model"), tmp_path / "config.json"
     table = json.loads(file.read_text())
     wrong = {**table, "vision_config": {**table["vision_config"], "num_patches": 15}}
-    with pytest.raises(CheckpointError, match="num_patches: 15 is no square"):
+    with pytest.raises(CheckpointError, match="num_patches: 15 is not a square"):
         read_config(wrong, driver.config_type, str(file))
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "padding_side": "left"}))

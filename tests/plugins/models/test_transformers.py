@@ -154,10 +154,10 @@ WITH_LATENT = (
 PLAIN: tuple[str, ...] = ()
 
 REFUSED = {
-    "BertLMHeadModel": "attends in both directions",
+    "BertLMHeadModel": "uses bidirectional attention",
     "DeepseekV32ForCausalLM": "layers of kind indexed_attention",
     "DiffLlamaForCausalLM": "attends twice in a step",
-    "DogeForCausalLM": "builds a mask of its own",
+    "DogeForCausalLM": "builds its own mask",
     "GlmMoeDsaForCausalLM": "layers of kind indexed_attention",
     "Llama4ForCausalLM": "layers of kind chunked_attention",
     "MiniMaxForCausalLM": "layers of kind linear_attention",
@@ -264,7 +264,7 @@ class Attends(torch.nn.Module):
     [
         ({"indices": torch.zeros(1, 1)}, "attention argument indices"),
         ({"position_bias": torch.zeros(1, 1)}, "attention argument position_bias"),
-        ({"is_causal": False}, "attends in both directions"),
+        ({"is_causal": False}, "uses bidirectional attention"),
     ],
 )
 def test_what_attention_is_handed_and_cannot_obey_is_refused(more, message):

@@ -82,8 +82,8 @@ def test_a_class_by_its_path(method, dot, plain) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "model: the path of a speculator's class is needed"),
-        ({"model": "nodots"}, "model: the path of a speculator's class is needed"),
+        ({}, "model: the path of a speculator's class is required"),
+        ({"model": "nodots"}, "model: the path of a speculator's class is required"),
         ({"model": "no_such_module:Class"}, "no_such_module"),
         ({"model": f"{__name__}:PeriodOptions"}, "PeriodOptions"),
         ({"model": f"{__name__}:Period", "perod": 3}, "perod"),

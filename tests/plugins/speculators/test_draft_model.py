@@ -147,7 +147,7 @@ def test_a_long_text_goes_on_beyond_what_the_draft_can(folder, tmp_path) -> None
         ({}, "model: draft_model needs the path or hub id of a model"),
         ({"model": "/nowhere"}, "model /nowhere"),
         ({"model": "demo", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size: only 1"),
-        ({"model": "demo"}, "it does not speak the target's tokens: "),
+        ({"model": "demo"}, "its tokens differ from the target model's: "),
     ],
 )
 def test_a_draft_that_cannot_be(folder, table, message) -> None:
@@ -160,5 +160,7 @@ def test_a_draft_with_other_tokens_or_states(folder, tmp_path) -> None:
     with pytest.raises(ConfigError, match="300 tokens, the target has 512"):
         run(folder, **spec(small))
     states = make_tiny(tmp_path / "states", "Mamba2ForCausalLM")
-    with pytest.raises(ConfigError, match="keeps recurrent states: such models do not draft"):
+    with pytest.raises(
+        ConfigError, match="has recurrent states, which draft models do not support"
+    ):
         run(folder, **spec(states))

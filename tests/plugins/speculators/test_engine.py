@@ -58,10 +58,13 @@ def test_a_request_may_ask_for_less() -> None:
     ("flags", "message"),
     [
         ({"spec_method": "nope"}, "method: no installed plugin provides speculator 'nope'"),
-        ({"spec_tokens": 3}, "method: name a speculator"),
+        ({"spec_tokens": 3}, "method: must be the name of a drafter"),
         ({"speculative_config": {"method": "ngram", "lookup": 3}}, "lookup"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 65}}, "from 1 to 64"),
-        ({"speculative_config": {"method": "ngram", "adaptive": 3}}, "adaptive: true or false"),
+        (
+            {"speculative_config": {"method": "ngram", "adaptive": 3}},
+            "adaptive: must be true or false",
+        ),
         (
             {"speculative_config": {"method": "ngram"}, "spec_method": "suffix"},
             "'ngram' or 'suffix'",

@@ -132,8 +132,8 @@ def test_fewer_drafts_than_heads_and_rows_with_limits() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("1.0.linear.weight"), "3 heads are announced, 2 are there|weight"),
-        (lambda t: t.update(odd=torch.zeros(1)), "odd is no part of Medusa heads"),
+        (lambda t: t.pop("1.0.linear.weight"), "3 heads are declared, but 2 exist|weight"),
+        (lambda t: t.update(odd=torch.zeros(1)), "odd is not part of Medusa heads"),
         (
             lambda t: t.update({"0.1.weight": torch.zeros(9, HIDDEN)}),
             r"\[9, 64\] where \[512, 64\]",

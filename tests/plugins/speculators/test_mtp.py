@@ -246,7 +246,7 @@ def test_vllm_s_names_of_it(draft_layer, name) -> None:
 @pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp", "mimo_mtp"])
 def test_names_that_scripts_have(tmp_path, name) -> None:
     folder = str(make_tiny(tmp_path / "tiny"))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layer that drafts tokens"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no MTP layer"):
         LLM(folder, spec_method=name)
 
 

@@ -135,14 +135,14 @@ def test_order_of_calls(llm: LLM, folders: tuple[Path, Path], first: Answer) -> 
     with SharedWeights(tensors_of(folders[1])) as shared:
         llm.start_weight_update()
         llm.update_weights(shared.info)
-        with pytest.raises(RequestError, match="comes twice in one update"):
+        with pytest.raises(RequestError, match="occurs twice in one update"):
             llm.update_weights(shared.info)
         llm.start_weight_update()  # the first one is dropped
-        with pytest.raises(RequestError, match="no weights came"):
+        with pytest.raises(RequestError, match="no weights were received"):
             llm.finish_weight_update()
         with pytest.raises(RequestError, match="segment: modulm-weights-0"):
             llm.update_weights({**shared.info, "segment": "modulm-weights-" + "0" * 32})
-        with pytest.raises(RequestError, match="ends behind the shared memory"):
+        with pytest.raises(RequestError, match="exceeds the shared memory"):
             llm.update_weights({**shared.info, "shapes": [[1 << 30]] * len(shared.info["names"])})
     with pytest.raises(UnsupportedError, match="is_checkpoint_format"):
         llm.start_weight_update(is_checkpoint_format=False)
@@ -208,7 +208,7 @@ def test_ranks_and_files(folders: tuple[Path, Path], tmp_path: Path) -> None:
         before = answer(llm)
         llm.init_weight_transfer_engine()
         llm.start_weight_update()
-        with pytest.raises(RequestError, match="no folder below"):
+        with pytest.raises(RequestError, match="not a folder inside"):
             llm.update_weights({"path": ".."})
         broken = tensors_of(folders[1])
         broken[list(broken)[3]].fill_(torch.nan)  # which one rank looks at
@@ -294,7 +294,7 @@ def test_broadcast(folders: tuple[Path, Path], expected: Answer) -> None:
 def test_the_flag(folders: tuple[Path, Path], llm: LLM) -> None:
     for config, message in (
         ({"backend": "nccl"}, "backend: .*'nccl'"),
-        ({"folder": "x"}, "backend: the name of a backend is needed"),
+        ({"folder": "x"}, "backend: must be the name of a backend"),
         ({"backend": "files"}, "folder"),
     ):
         with pytest.raises(ConfigError, match=message):

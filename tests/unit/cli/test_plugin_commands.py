@@ -160,7 +160,7 @@ def one(run: Run, name: str) -> dict[str, str]:
         ("modulm-raises", "ZeroDivisionError"),
         ("modulm-dies", "ended with status 9"),
         ("modulm-old", "written for version 7"),
-        ("modulm-twice", "offered by"),
+        ("modulm-twice", "provided by"),
     ],
 )
 def test_doctor_finds(run: Run, name: str, error: str) -> None:
@@ -212,7 +212,7 @@ def test_new_does_not_overwrite(tmp_path: Path) -> None:
     arguments = ["plugins", "new", "hooks", "x", "--into", str(tmp_path)]
     assert CliRunner().invoke(main.cli, arguments).exit_code == 0
     again = CliRunner().invoke(main.cli, arguments)
-    assert "is there already" in str(again.exception)
+    assert "already exists" in str(again.exception)
 
 
 def test_explain(run: Run, tmp_path: Path) -> None:

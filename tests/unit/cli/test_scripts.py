@@ -88,15 +88,18 @@ NOTED = [
     ),
 ]
 REFUSED = [
-    ("serve gpt2 -pcp 2", "--prefill-context-parallel-size: not yet"),
+    ("serve gpt2 -pcp 2", "--prefill-context-parallel-size: not supported yet"),
     ("serve m --distributed-executor-backend dask", "no installed plugin provides executor 'dask'"),
-    ('serve m --enable-lora --default-mm-loras \'{"image": "x"}\'', "--default-mm-loras: not yet"),
+    (
+        'serve m --enable-lora --default-mm-loras \'{"image": "x"}\'',
+        "--default-mm-loras: not supported yet",
+    ),
     ("serve m --enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is less than"),
     ("serve m --enable-lora --max-lora-rank 1024", "--max-lora-rank: 1024 is above"),
     ('serve m --rope-scaling \'{"rope_type": "linear"}\'', "--rope-scaling: refused: --hf-over"),
     ("serve m --num-lookahead-slots 2", "--num-lookahead-slots: refused: use --speculative-con"),
     ("serve m --otlp-traces-endpoint a:1", "--otlp-traces-endpoint: 'a:1' must begin with http:"),
-    ("serve m --collect-detailed-traces all", "--collect-detailed-traces: not yet"),
+    ("serve m --collect-detailed-traces all", "--collect-detailed-traces: not supported yet"),
     ("serve m --tool-call-parser none-such", "--tool-call-parser: no installed plugin"),
     ("serve m --max-model-len many", "--max-model-len"),
     ("serve m --max-modl-len 5", "No such option '--max-modl-len'"),
@@ -182,7 +185,7 @@ def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("prot: 1", "did you mean"),
-        ("collect-detailed-traces: all", "--collect-detailed-traces: not yet"),
+        ("collect-detailed-traces: all", "--collect-detailed-traces: not supported yet"),
         ("port: [1]", "--port"),
     ],
 )

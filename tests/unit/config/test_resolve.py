@@ -287,8 +287,8 @@ def test_a_platform_refuses_options_that_it_has_not(
         ({"platforms": {"machin": {}}}, "no installed plugin provides platform 'machin'"),
         ({"platforms": {"machine": {"speed": 1}}}, "takes no options, got speed"),
         ({"platforms": {"tunable": {"sped": 1}}}, "unknown option sped; there are speed"),
-        ({"platforms": {"tunable": 5}}, "a table of options is needed"),
-        ({"platforms": 5}, "a table of drivers is needed"),
+        ({"platforms": {"tunable": 5}}, "must be a table of options"),
+        ({"platforms": 5}, "must be a table of drivers"),
         ({"hooks": {"nobody": {}}}, "no hook plugin 'nobody' is installed"),
     ],
 )

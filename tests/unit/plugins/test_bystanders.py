@@ -203,7 +203,7 @@ def test_two_packages_with_one_name_are_an_error_also_when_nobody_named_it(insta
         "loaders": lambda: defaults.choose_loader(plugins, tmp_path),
         "attention": lambda: defaults.choose_attention(plugins, SPEC, Cpu, bind()),
     }
-    with pytest.raises(PluginConflict, match="offered by .*modulm-twin 1.0.*--plugins=-modulm-"):
+    with pytest.raises(PluginConflict, match="provided by .*modulm-twin 1.0.*--plugins=-modulm-"):
         choose[kind]()
 
 
@@ -292,7 +292,7 @@ def test_lists_of_something_else_count_for_nothing(install, caplog, hook, answer
     install("modulm-a", {"modulm": {"talks": "mod_a"}}, {"mod_a": source})
     manager = PluginManager()
     assert isinstance(manager.gather(hook, **arguments), list)
-    assert f"plugin talks (modulm-a 1.0) raised in {hook} and is switched off" in caplog.text
+    assert f"plugin talks (modulm-a 1.0) raised in {hook} and is disabled" in caplog.text
     assert "which is no" in caplog.text
 
 

@@ -85,9 +85,9 @@ def test_a_pattern_gets_what_is_left(install, serve: Serve, caplog) -> None:
         assert client.get("/v1/models").json()["object"] == "list"
         assert client.get("/health").status_code == 200
         assert client.get("/v1/nobodys").json() == "a_greedy"
-    message = "GET /v1/{what:path} of routes 'a_greedy' also fits "
+    message = "GET /v1/{what:path} of routes 'a_greedy' also matches "
     assert message in caplog.text
-    assert "which stays with routes" in caplog.text
+    assert "which is served by routes" in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{other}"])

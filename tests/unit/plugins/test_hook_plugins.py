@@ -335,7 +335,7 @@ def test_a_wrapper_that_fails_is_switched_off_and_the_result_survives(fails, cap
     manager = make(calls.plugin("a", ["hello"]), fails(), Upper())
     for _ in range(2):
         assert manager.gather("modulm_report_header", config=None) == ["HELLO"]
-    message = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is switched off"
+    message = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is disabled"
     assert caplog.text.count(message) == 1
 
 

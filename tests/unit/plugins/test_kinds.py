@@ -62,7 +62,7 @@ def test_the_server_brings_routes() -> None:
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ("-modulm-server", "'serve' is switched off by --plugins=-modulm-server"),
+        ("-modulm-server", "'serve' is disabled by --plugins=-modulm-server"),
         (None, "'serve' is not installed: pip install modulm-server"),
     ],
 )

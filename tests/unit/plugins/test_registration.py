@@ -175,7 +175,7 @@ def test_a_file_that_anybody_may_write_to_is_not_run(tmp_path, mode):
     file = tmp_path / "filed.py"
     file.write_text("raise RuntimeError('it ran')")
     file.chmod(mode)
-    with pytest.raises(ConfigError, match="can be written by anybody"):
+    with pytest.raises(ConfigError, match="writable by everyone"):
         load_file("tool_parser_plugin", str(file))
 
 

@@ -93,7 +93,7 @@ def test_lonely_minus():
 
 def test_switched_off_is_said(both):
     manager = PluginManager(Selection.parse("-one"))
-    with pytest.raises(PluginNotFound, match=r"modulm-a 1.0 is switched off by --plugins=-one"):
+    with pytest.raises(PluginNotFound, match=r"modulm-a 1.0 is disabled by --plugins=-one"):
         manager.load("schedulers", "one")
 
 

@@ -28,7 +28,7 @@ def modulm_config_final(config: EngineConfig) -> None:
         return
     if config.device.plugin_config.get("adapters"):
         raise ConfigError(
-            "enable_lora", "--plugin-config has a table for adapters as well: give one of both"
+            "enable_lora", "--plugin-config sets adapters as well: use only one of them"
         )
     manager.current().find("adapters", _BANK)
 

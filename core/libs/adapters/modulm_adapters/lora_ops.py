@@ -56,9 +56,7 @@ class LoraTable:
     def put(self, slot: int, pieces: Sequence[LoraPiece]) -> None:
         """Put an adapter into a slot. Raises ValueError for pieces that do not fit."""
         if len(pieces) > self.addresses.shape[1]:
-            raise ValueError(
-                f"{len(pieces)} pieces where there is room for {self.addresses.shape[1]}"
-            )
+            raise ValueError(f"{len(pieces)} pieces, but the limit is {self.addresses.shape[1]}")
         self.pieces[slot] = tuple(pieces)
         rows = np.zeros(self.addresses.shape[1:], dtype=np.int64)
         for row, piece in zip(rows, pieces, strict=False):

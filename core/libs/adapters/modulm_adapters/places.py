@@ -34,7 +34,7 @@ def read_modules(entries: Iterable[str]) -> tuple[LoRAModule, ...]:
         if (fault := name_fault(name)) is not None:
             raise ConfigError("lora_modules", f"{name!r:.80}: the name {fault}")
         if names.count(name) > 1:
-            raise ConfigError("lora_modules", f"{name!r} is there twice")
+            raise ConfigError("lora_modules", f"{name!r} occurs twice")
     return modules
 
 
@@ -51,7 +51,7 @@ def _module(entry: str) -> LoRAModule:
     if not entry.lstrip().startswith("{"):
         name, separator, path = entry.partition("=")
         if not (name and separator and path):
-            raise ConfigError("lora_modules", f"{entry!r} is not name=path, nor JSON")
+            raise ConfigError("lora_modules", f"{entry!r} is neither name=path nor JSON")
         return LoRAModule(name, path)
     try:
         table = json.loads(entry)
@@ -60,7 +60,8 @@ def _module(entry: str) -> LoRAModule:
     texts = all(isinstance(value, str) and value for value in table.values())
     if not texts or not {"name", "path"} <= table.keys() <= _KEYS:
         raise ConfigError(
-            "lora_modules", f"{entry!r}: name and path are needed, base_model_name may be, as texts"
+            "lora_modules",
+            f"{entry!r}: name and path are required, base_model_name is optional; all are strings",
         )
     return LoRAModule(table["name"], table["path"], table.get("base_model_name"))
 
@@ -77,14 +78,15 @@ def inside(path: Path, folders: Sequence[Path]) -> Path:
         several = (target.parent / "adapter_config.json").is_file()
         files = target.parent if several and not target.is_dir() else target
         if not all(any(one.is_relative_to(a) for a in allowed) for one in (target, files)):
-            raise CheckpointError(f"{path} is outside of the folders that adapters may come from")
+            raise CheckpointError(f"{path} is outside the folders that adapters may be loaded from")
         if not files.is_dir():
             raise CheckpointError(f"{path} is not a folder")
         for file in files.iterdir():
             if not any(file.resolve().is_relative_to(folder) for folder in allowed):
                 raise CheckpointError(
-                    f"{path}: {file.name} leads outside of the folders that adapters may come from"
+                    f"{path}: {file.name} leads outside the folders that adapters may be "
+                    "loaded from"
                 )
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a byte of 0
-        raise CheckpointError(f"{str(path)!r} cannot be followed: {error}") from error
+        raise CheckpointError(f"{str(path)!r} cannot be resolved: {error}") from error
     return target

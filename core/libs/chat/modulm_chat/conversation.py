@@ -275,7 +275,7 @@ def normalise(
     Returns new values. Raises RequestError(param="messages").
     """
     if not messages:
-        raise RequestError("messages: at least one message is needed", "messages")
+        raise RequestError("messages: at least one message is required", "messages")
     return [_message(index, message, content_kind) for index, message in enumerate(messages)]
 
 

@@ -150,8 +150,8 @@ class _Layer:
         every = self._group.all_gather(sizes).view(self._group.size, -1)
         if bool((every != every[0]).any()):
             raise UnsupportedError(
-                f"enable_eplb: {self._name}: ranks hold experts in different forms, so they cannot "
-                "move: only some have zero points"
+                f"enable_eplb: {self._name}: experts cannot move, because only some ranks have "
+                "zero points"
             )
 
     def _index_slots(self, device: torch.device) -> None:
@@ -203,7 +203,8 @@ def _grow(stack: Any, slots: int, name: str) -> None:
         stack.grow(slots)
     else:
         raise UnsupportedError(
-            f"enable_eplb: {name}: experts held as {type(stack).__name__} cannot move: not yet"
+            f"enable_eplb: {name}: experts held as {type(stack).__name__} cannot move: not "
+            "supported yet"
         )
 
 

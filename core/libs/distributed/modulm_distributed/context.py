@@ -164,15 +164,16 @@ class ContextMesh(Mesh):
         others = sorted(spec.features - _CUT)
         if others:
             raise UnsupportedError(
-                f"decode_context_parallel_size: {what}: attention with {', '.join(others)} is not "
-                "cut, only such as sees all of the text before it"
+                f"decode_context_parallel_size: {what}: attention with {', '.join(others)} "
+                "cannot be split; only causal attention over the whole context can"
             )
         if copies % self.context.size:
             alike = f"{copies} ranks hold" if copies > 1 else "no two ranks hold"
             raise UnsupportedError(
-                f"decode_context_parallel_size: {what}: {alike} the same keys, so "
-                f"{self.context.size} cannot share them out: only a divisor of --tensor-parallel-"
-                "size over the heads of keys can (of it alone for latent attention)"
+                f"decode_context_parallel_size: {what}: {alike} the same keys, and "
+                f"{self.context.size} ranks cannot split them: use a divisor of "
+                "--tensor-parallel-size divided by the number of key heads (latent attention: a "
+                "divisor of --tensor-parallel-size)"
             )
         return evolve(spec, partial=True)
 

@@ -22,21 +22,21 @@ def modulm_config_final(config: EngineConfig) -> None:
     balance = eplb_config(flags.eplb_config)
     if not flags.enable_eplb:
         if flags.eplb_config:
-            raise ConfigError("eplb_config", "does nothing without --enable-eplb")
+            raise ConfigError("eplb_config", "has no effect without --enable-eplb")
         return
     parallel = config.parallel
     if parallel.shared_experts:
-        message = "with experts of several replicas (--data-parallel-size): not yet"
+        message = "with experts of several replicas (--data-parallel-size): not supported yet"
         raise ConfigError("enable_eplb", message)
     if not parallel.enable_expert_parallel or parallel.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_eplb",
-            "balances experts that are spread over ranks: give --enable-expert-parallel and "
-            "--tensor-parallel-size, or leave it out",
+            "requires experts on several ranks: set --enable-expert-parallel and "
+            "--tensor-parallel-size",
         )
     if balance.num_redundant_experts % parallel.tensor_parallel_size:
         raise ConfigError(
             "eplb_config",
-            f"num_redundant_experts: {balance.num_redundant_experts} are not equally many for each "
-            f"of {parallel.tensor_parallel_size} ranks",
+            f"num_redundant_experts: {balance.num_redundant_experts} cannot be divided evenly "
+            f"over {parallel.tensor_parallel_size} ranks",
         )

@@ -48,7 +48,7 @@ def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan
         data = codec.encode_plan(plan)
         arrived = codec.decode_plan(data)
         if codec.encode_plan(arrived) != data:
-            raise AssertionError(f"plan {plan.step} is not the same after its way through bytes")
+            raise AssertionError(f"plan {plan.step} changes when it is encoded and decoded")
         return codec.decode_result(codec.encode_result(run(self, arrived)))
 
     return crossed

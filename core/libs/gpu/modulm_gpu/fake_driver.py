@@ -118,7 +118,7 @@ class FakeDriver:
 
     def synchronize(self, device: Any = None) -> None:
         if self.capturing:
-            raise RuntimeError("the host waits while a graph is captured")
+            raise RuntimeError("the host synchronizes while a graph is captured")
         self.calls.append("synchronize")
 
     def empty_cache(self) -> None:

@@ -14,7 +14,7 @@ _COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 def _mode(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError("a name is expected")
+        raise TypeError("must be a name")
     return value.upper()
 
 

@@ -50,4 +50,4 @@ def _driver(name: str) -> str:
     if name in CONNECTORS or name in installed:
         return CONNECTORS.get(name, name)
     known = ", ".join(sorted({*CONNECTORS, *installed}))
-    raise ConfigError("kv_transfer_config", f"kv_connector: {name!r} is none of {known}")
+    raise ConfigError("kv_transfer_config", f"kv_connector: {name!r} is not one of {known}")

@@ -50,7 +50,7 @@ class BlockCopier:
                     view = tensor.view(tensor.shape[0], -1).view(torch.uint8)
                 except RuntimeError as error:
                     raise UnsupportedError(
-                        f"cache blocks of strides {tensor.stride()} cannot be copied whole"
+                        f"cache blocks of strides {tensor.stride()} cannot be copied as a whole"
                     ) from error
                 self._views.append((group, self.width, view))
                 self.width += view.shape[1]

@@ -19,14 +19,14 @@ def _transfer(value: Any) -> Mapping[str, Any]:
     for key in table:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
-            message = f"{key} is none of {known}{suggest(key, _KEYS)}"
+            message = f"{key} is not one of {known}{suggest(key, _KEYS)}"
             raise ConfigError("kv_transfer_config", message)
     if table and not isinstance(table.get("kv_connector"), str):
-        raise ConfigError("kv_transfer_config", "kv_connector: the name of a connector is needed")
+        raise ConfigError("kv_transfer_config", "kv_connector: must be the name of a connector")
     if table.get("kv_role", "kv_both") != "kv_both":
         raise ConfigError("kv_transfer_config", "kv_role: only kv_both is supported")
     if not isinstance(table.get("kv_connector_extra_config", {}), Mapping):
-        message = "kv_connector_extra_config: a table of options is needed"
+        message = "kv_connector_extra_config: must be a table of options"
         raise ConfigError("kv_transfer_config", message)
     return table
 

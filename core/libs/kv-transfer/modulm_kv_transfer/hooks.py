@@ -17,6 +17,6 @@ def modulm_config_final(config: Any) -> None:
     connector = manager.current().configured("kv_connectors", connector_tables(config))
     if connector is not None and config.cache.prefix_caching_hash_algo == "builtin":
         raise ConfigError(
-            "prefix_caching_hash_algo", "builtin names blocks differently in each process; a KV "
+            "prefix_caching_hash_algo", "builtin hashes blocks differently in each process; a KV "
             "connector needs sha256 or xxhash"
         )  # fmt: skip

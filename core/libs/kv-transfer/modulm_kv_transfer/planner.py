@@ -77,8 +77,8 @@ class TransferPlanner(PartPlanner):
         if not (self._names.enabled and self._cache.uniform):
             raise ConfigError(
                 "kv_transfer_config",
-                "a KV connector needs prefix caching, and a model all of whose layers keep blocks "
-                "of one size and no states",
+                "a KV connector requires prefix caching, and a model without recurrent states "
+                "whose layers all have the same block size",
             )
 
     @property

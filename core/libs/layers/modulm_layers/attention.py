@@ -101,8 +101,8 @@ class Attention(Module):
         self.group = group if norm_whole and group.size > 1 else None
         if self.group is not None and kv_heads < group.size:
             raise UnsupportedError(
-                f"tensor_parallel_size: {b.prefix}: keys are normed over all {kv_heads} heads, so "
-                f"at most {kv_heads} ranks can share them"
+                f"tensor_parallel_size: {b.prefix}: keys are normed over all {kv_heads} heads, "
+                f"so at most {kv_heads} ranks can split them"
             )
         self.head_dim, self.clip, self.ops = head_dim, clip, b.ops
         self.norm_whole, self.norm_last = norm_whole, norm_last

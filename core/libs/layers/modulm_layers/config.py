@@ -75,8 +75,8 @@ class DecoderConfig:
         only(self, is_causal=(True,))
         if self.num_attention_heads % self.kv_heads:
             raise ValueError(
-                f"num_key_value_heads: {self.num_attention_heads} query heads cannot be shared "
-                f"evenly by {self.kv_heads}"
+                f"num_key_value_heads: {self.num_attention_heads} query heads cannot be "
+                f"divided evenly over {self.kv_heads}"
             )
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -94,9 +94,11 @@ class DecoderConfig:
     def _bound(self) -> None:
         """Reject sizes that no machine could hold, before anything is allocated."""
         if self.num_hidden_layers > _MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers: {self.num_hidden_layers} is absurd")
+            raise ValueError(f"num_hidden_layers: {self.num_hidden_layers} is implausible")
         if self.max_position_embeddings > _MOST_POSITIONS:
-            raise ValueError(f"max_position_embeddings: {self.max_position_embeddings} is absurd")
+            raise ValueError(
+                f"max_position_embeddings: {self.max_position_embeddings} is implausible"
+            )
         sizes = {
             "vocab_size": self.vocab_size * self.hidden_size,
             "num_attention_heads": self.heads * self.head_size * self.hidden_size,

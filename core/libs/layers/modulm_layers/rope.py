@@ -110,7 +110,7 @@ def parse_rope(
     factor = 1.0 if kind == "default" else _positive(table, "factor", default)
     factors = [tuple(table.get(key) or ()) for key in ("short_factor", "long_factor")]
     if kind == "longrope" and any(len(f) != size // 2 for f in factors):
-        raise ValueError(f"short_factor and long_factor: {size // 2} numbers each are needed")
+        raise ValueError(f"short_factor and long_factor: {size // 2} numbers each are required")
     return Rope(
         size=size - size % 2,
         theta=_positive(table, "rope_theta", 10000.0),
@@ -141,7 +141,7 @@ def _axes(table: Mapping[str, Any], angles: int) -> tuple[int, ...]:
     if not sections:
         return ()
     if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
-        raise ValueError(f"mrope_section: numbers of angles are needed, got {sections!r}")
+        raise ValueError(f"mrope_section: must be numbers of angles, not {sections!r}")
     count = len(sections)
     if table.get("mrope_interleaved"):
         turns = [i % count for i in range(angles)]
@@ -257,7 +257,7 @@ def _mscale(factor: float, weight: float) -> float:
 def _positive(table: Mapping[str, Any], key: str, default: float | None) -> float:
     value = _number(table, key, default)
     if value <= 0:
-        raise ValueError(f"{key}: {value:g} is not above zero")
+        raise ValueError(f"{key}: {value:g} must be above zero")
     return value
 
 
@@ -268,4 +268,4 @@ def _number(table: Mapping[str, Any], key: str, default: float | None) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     kind = table.get("rope_type", table.get("type", "default"))
-    raise ValueError(f"{key}: a number is needed for rope_type {kind!r}, got {value!r}")
+    raise ValueError(f"{key}: must be a number for rope_type {kind!r}, got {value!r}")

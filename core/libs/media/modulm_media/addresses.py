@@ -76,15 +76,15 @@ class Hosts:
     def checked(self, url: httpx.URL) -> httpx.URL:
         """Return the URL if its scheme and host are allowed. Raises Undecodable otherwise."""
         if url.scheme not in ("http", "https"):
-            raise Undecodable("only http, https, data and file URLs are read")
+            raise Undecodable("only http, https, data and file URLs are supported")
         if url.userinfo or _STRANGE.search(str(url)):
-            raise Undecodable("a URL with a user or control characters is not read")
+            raise Undecodable("a URL must not have a user or control characters")
         host = _plain(url.raw_host.decode("ascii"))
         if not host or "%" in host or not 0 < (url.port or 80) < 2**16:
             raise Undecodable("the URL has no host")
         if self._domains is not None and not any(_fits(host, one) for one in self._domains):
             raise Undecodable(
-                f"media are not fetched from {host[:100]!r} (--allowed-media-domains)"
+                f"media may not be fetched from {host[:100]!r} (--allowed-media-domains)"
             )
         return url
 
@@ -97,7 +97,7 @@ class Hosts:
                 host, port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
-            raise Undecodable(f"the host {host[:100]!r} is not known") from error
+            raise Undecodable(f"the host {host[:100]!r} is unknown") from error
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         for address in addresses:
             if not self.allowed(address):

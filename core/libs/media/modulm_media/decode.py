@@ -53,7 +53,7 @@ def decode_image(
         return rgb(opened, tuple(white))
     except UnidentifiedImageError as error:
         names = ", ".join(limits.formats or ("of any format",))
-        raise Undecodable(f"it is no image ({names}), or not a whole one") from error
+        raise Undecodable(f"it is not an image ({names}), or it is truncated") from error
     except Undecodable:
         raise
     except Exception as error:  # decoders raise all kinds of exceptions

@@ -85,7 +85,7 @@ class Fetcher:
             async with asyncio.timeout(seconds):
                 return await self._fetched(self._hosts.parsed(url), kind, budget)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Undecodable(f"it did not arrive within {seconds:g} s") from error
+            raise Undecodable(f"it was not received within {seconds:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
             raise Undecodable("its host did not answer with valid HTTP") from error
 
@@ -161,7 +161,9 @@ class Fetcher:
         """Read a file below the allowed folder."""
         root = self._flags.allowed_local_media_path
         if root is None and not self._any_file:
-            raise Undecodable("this server reads no local files (see --allowed-local-media-path)")
+            raise Undecodable(
+                "this server does not read local files (see --allowed-local-media-path)"
+            )
         host, slash, path = url[len("file:") :].removeprefix("//").partition("/")
         if host not in ("", "localhost") or not slash:
             raise Undecodable("file:///PATH is expected")
@@ -183,7 +185,7 @@ def _read(file: Path, budget: Budget) -> bytes:
     with os.fdopen(handle, "rb") as opened:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("no regular file")
+            raise OSError("not a regular file")
         budget.take(status.st_size)
         return opened.read(status.st_size)
 

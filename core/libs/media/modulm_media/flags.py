@@ -99,11 +99,11 @@ class MediaConfig(FlagGroup):
             _check_kind("limit_mm_per_prompt", kind)
             count = value.get("count") if isinstance(value, Mapping) else value
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ConfigError("limit_mm_per_prompt", f"{kind}: a number of items is expected")
+                raise ConfigError("limit_mm_per_prompt", f"{kind}: must be a number of items")
         for kind, value in self.media_io_kwargs.items():
             _check_kind("media_io_kwargs", kind)
             if not isinstance(value, Mapping):
-                raise ConfigError("media_io_kwargs", f"{kind}: a table is expected")
+                raise ConfigError("media_io_kwargs", f"{kind}: must be a table")
         for network in self.allowed_media_networks:
             try:
                 ip_network(network)

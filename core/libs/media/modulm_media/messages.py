@@ -105,14 +105,14 @@ def source_of(kind: MediaKind, part: MediaSource | Mapping[str, Any], where: str
     uuid = part.get("uuid")
     source = MediaSource(kind=kind, field=f"{where}.{key}")
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _LONGEST_NAME):
-        raise source.wrong("uuid: a name is expected")
+        raise source.wrong("uuid: must be a name")
     source = evolve(source, uuid=uuid)
     if name == "image_embeds":
         return evolve(source, embeds=value)
     if name == "input_audio" and isinstance(value, Mapping):
         data = value.get("data")
         if not isinstance(data, str):
-            raise source.wrong("data, a file in base64, and its format are expected")
+            raise source.wrong("must have data (a file in base64) and format")
         return evolve(source, data=data)
     url = value.get("url") if isinstance(value, Mapping) else value
     if isinstance(url, str):
@@ -120,5 +120,5 @@ def source_of(kind: MediaKind, part: MediaSource | Mapping[str, Any], where: str
     if url is None and uuid is not None:
         return source
     if url is None or isinstance(value, Mapping):
-        raise source.wrong("a url is expected")
+        raise source.wrong("must have a url")
     return evolve(source, value=url)

@@ -107,7 +107,7 @@ def as_sound(value: Any) -> Sound:
     if isinstance(value, Sound):
         return value
     if not isinstance(rate, int | float | np.number) or not 0 < rate < _FASTEST:
-        raise RequestError("audio: samples and their rate are expected", "multi_modal_data")
+        raise RequestError("audio: must be samples and their rate", "multi_modal_data")
     array = _array(value, "audio")
     array = array.astype(np.float32) / (_full(array) if array.dtype.kind in "ui" else 1)
     if array.ndim == 2:
@@ -132,7 +132,7 @@ def as_video(value: Any) -> Video:
     if isinstance(value, list | tuple):
         frames = [np.asarray(as_image(frame)) for frame in value]
         if not frames or len({frame.shape for frame in frames}) > 1:
-            raise RequestError("video: frames of one size are expected", "multi_modal_data")
+            raise RequestError("video: all frames must have the same size", "multi_modal_data")
         return _with_metadata(np.stack(frames), metadata)
     array = _array(value, "video")
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
@@ -190,7 +190,9 @@ def _array(value: Any, kind: str) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu().float() if value.is_floating_point() else value.cpu()
     if not isinstance(value, np.ndarray | Sequence) and not hasattr(value, "__array__"):
-        raise RequestError(f"{kind}: {type(value).__name__} is no {kind}", "multi_modal_data")
+        raise RequestError(
+            f"{kind}: {type(value).__name__} is not a valid {kind}", "multi_modal_data"
+        )
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -211,7 +213,7 @@ def _bytes(array: np.ndarray, kind: str) -> np.ndarray:
         or array.max() > 1
     ):
         raise RequestError(
-            f"{kind}: bytes, or floats from 0 to 1 are expected, not {array.dtype}",
+            f"{kind}: must be bytes, or floats from 0 to 1, not {array.dtype}",
             "multi_modal_data",
         )
     return np.ascontiguousarray((array * 255).round().astype(np.uint8))

@@ -74,7 +74,7 @@ class MediaOpener:
                 media = await self._one(source, io, cached, owner, budget, reserve)
             room_left[0] -= _size(media.value)
             if room_left[0] < 0:
-                raise source.wrong("the request's media are too large together")
+                raise source.wrong("the media of the request are too large in total")
             return media
 
         tasks = [asyncio.ensure_future(one(source)) for source in sources]
@@ -109,7 +109,7 @@ class MediaOpener:
     ) -> Media:
         if source.value is not None:
             if not self._trusted:
-                raise source.wrong("a url is expected")
+                raise source.wrong("must have a url")
             return await asyncio.to_thread(as_media, source.kind, source.value, source.uuid)
         if source.embeds is not None:
             raise source.wrong("embeddings are accepted by servers only")

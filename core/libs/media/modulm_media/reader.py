@@ -291,7 +291,7 @@ class MediaReader:
         family = self.family
         plain = type(family).positions is MediaFamily.positions
         if not plain or family.bidirectional or family.prefix or family.looks:
-            raise RequestError("this model takes no embeddings of images", "image_embeds")
+            raise RequestError("this model does not support image embeddings", "image_embeds")
         mask = np.ones(item.length, dtype=bool)
         tokens = np.zeros(item.length, dtype=np.int64)
         processed = Processed(item.kind, tokens, mask, item.tensors, hash=item.hash)
@@ -344,7 +344,7 @@ def _item(processed: Processed, start: int, digest: bytes) -> MediaItem:
     """
     inside = np.flatnonzero(processed.embedded)
     if not len(inside):
-        raise RequestError(f"nothing is left of the {processed.kind}", "multi_modal_data")
+        raise RequestError(f"no tokens remain of the {processed.kind}", "multi_modal_data")
     first, end = int(inside[0]), int(inside[-1]) + 1
     if processed.encoder_outputs:
         kind, tensors, seen = processed.kind, processed.tensors, start + first

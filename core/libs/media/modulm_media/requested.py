@@ -74,7 +74,7 @@ def processor_options(flags: MediaConfig, options: Any, field: str) -> dict[str,
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        raise RequestError(f"{field}: a table is expected", field)
+        raise RequestError(f"{field}: must be a table", field)
     if flags.trust_request_mm_kwargs:
         return dict(options)
     for name, value in options.items():

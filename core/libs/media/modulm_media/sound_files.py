@@ -32,10 +32,10 @@ def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
     except soundfile.LibsndfileError:
         pass
     except (RuntimeError, TypeError, OSError) as error:
-        raise Undecodable(f"the sound cannot be decoded: {error_text(error)}") from error
+        raise Undecodable(f"the audio cannot be decoded: {error_text(error)}") from error
     with opened(data) as container:
         if not container.streams.audio:
-            raise Undecodable("there is no sound in it")
+            raise Undecodable("it has no audio")
         context = container.streams.audio[0].codec_context
         rate, channels = int(context.sample_rate or 0), int(context.layout.nb_channels)
         return _gathered(rate, channels, _decoded(container, rate), io, limits)
@@ -75,13 +75,13 @@ def _gathered(
     for piece in pieces:
         mono = piece.mean(axis=1, dtype=np.float32) if piece.shape[1] > 1 else piece[:, 0]
         if not np.isfinite(mono).all():
-            raise Undecodable("its samples are not all numbers")
+            raise Undecodable("its samples are not all finite")
         count += len(mono)
         if count > most:
-            raise Undecodable(f"more than {limits.seconds:g} seconds of sound")
+            raise Undecodable(f"more than {limits.seconds:g} seconds of audio")
         chunks.append(mono if stream is None else stream.resample_chunk(mono))
     if not count:
-        raise Undecodable("there is no sound in it")
+        raise Undecodable("it has no audio")
     if stream is not None:
         chunks.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
     return Sound(np.concatenate(chunks), target_rate)

@@ -43,7 +43,7 @@ def decode_video(data: bytes, io: Mapping[str, Any], limits: Limits) -> Video:
     if len(frames) < len(selected):
         raise Undecodable("the video ends before its last frame")
     if len({frame.shape for frame in frames}) > 1:
-        raise Undecodable("the video's frames are not of one size")
+        raise Undecodable("the frames of the video differ in size")
     return Video(np.stack(frames), index.fps, selected, index.count)
 
 
@@ -77,7 +77,7 @@ class _Index:
 
 def _indexed(container: Any) -> _Index:
     if not container.streams.video:
-        raise Undecodable("there is no video in it")
+        raise Undecodable("it has no video")
     stream = container.streams.video[0]
     times: list[int | None] = []
     keys: list[int] = []
@@ -92,7 +92,7 @@ def _indexed(container: Any) -> _Index:
     shown_times = sorted(time for time in times if time is not None)
     complete = len(set(shown_times)) == len(times)
     if not times:
-        raise Undecodable("there are no frames in it")
+        raise Undecodable("it has no frames")
     rate = stream.average_rate or stream.guessed_rate
     if not rate and complete and shown_times[-1] > shown_times[0]:
         rate = (len(shown_times) - 1) / float((shown_times[-1] - shown_times[0]) * stream.time_base)

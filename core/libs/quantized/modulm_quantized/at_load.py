@@ -84,7 +84,7 @@ def _check(layers: Any) -> None:
         _scheme_of(layers)
         return
     if not isinstance(layers, Mapping):
-        raise ValueError(f"the name of a scheme or a table is expected, not {layers!r}")
+        raise ValueError(f"must be the name of a scheme or a table, not {layers!r}")
     unknown = sorted(set(layers) - {"weight", "activation"})
     if unknown:
         raise ValueError(f"unknown keys: {', '.join(unknown)}; known: weight, activation")

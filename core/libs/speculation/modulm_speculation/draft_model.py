@@ -65,14 +65,16 @@ class DraftOptions(Options):
     revision: str | None = None
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = 1
-    needs_model: ClassVar[str] = "the path or hub id of a model is needed"
+    needs_model: ClassVar[str] = "the path or hub id of a model is required"
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not self.model:
             raise ConfigError("model", self.needs_model)
         if self.draft_tensor_parallel_size != 1:
-            raise ConfigError("draft_tensor_parallel_size", "only 1: what drafts is not cut")
+            raise ConfigError(
+                "draft_tensor_parallel_size", "only 1: drafters are not split over ranks"
+            )
 
     def weights(self, **more: Any) -> DraftWeights:
         """Return the location of the weights. more: additional fields of `DraftWeights`."""
@@ -102,7 +104,7 @@ class DraftModel:
         self.targets: Tensor | None = None
         who = type(self.model).__name__
         if any(group.backend is None for group in loaded.groups):
-            raise UnsupportedError(f"{who} keeps recurrent states: such models do not draft")
+            raise UnsupportedError(f"{who} has recurrent states, which draft models do not support")
         specs = [c.spec for c in self.model.caches if isinstance(c.spec, AttentionSpec)]
         #: Index of a cache that stores all tokens of a row, if there is one.
         self.lead = next((at for at, spec in enumerate(specs) if spec.window is None), 0)

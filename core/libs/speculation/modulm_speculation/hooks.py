@@ -36,7 +36,7 @@ def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
         return None
     method = table.pop("method", "draft_model" if "model" in table else None)
     if not isinstance(method, str):
-        raise ConfigError("speculative_config", "method: name a speculator")
+        raise ConfigError("speculative_config", "method: must be the name of a drafter")
     return method, table
 
 
@@ -63,7 +63,7 @@ def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     method, table = requested
     adaptive = table.pop("adaptive", True)
     if not isinstance(adaptive, bool):
-        raise ConfigError("speculative_config", "adaptive: true or false")
+        raise ConfigError("speculative_config", "adaptive: must be true or false")
     plugins = manager.current()
     if method in _CUSTOM:
         method = _registered(table)

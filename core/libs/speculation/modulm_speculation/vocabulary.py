@@ -50,5 +50,5 @@ def _tokenizer(path: Path) -> Tokenizer | None:
 
 def _wrong(name: str, words: str) -> ConfigError:
     return ConfigError(
-        "speculative_config", f"model {name}: it does not speak the target's tokens: {words}"
+        "speculative_config", f"model {name}: its tokens differ from the target model's: {words}"
     )

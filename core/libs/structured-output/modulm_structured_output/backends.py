@@ -78,7 +78,7 @@ def compile_by(
                 _dry_run(grammar, backend.vocabulary)
             return grammar
         reasons.append(f"{backend.name}: {reason}")
-    raise RequestError(f"{_FIELD} cannot be carried out: {'; '.join(reasons)}", _FIELD)
+    raise RequestError(f"{_FIELD} cannot be enforced: {'; '.join(reasons)}", _FIELD)
 
 
 def is_ordinary(constraint: StructuredOutputs) -> bool:
@@ -138,7 +138,7 @@ def as_request_error(error: Exception) -> RequestError:
 def _dry_run(grammar: Grammar, vocabulary: int) -> None:
     """Step through the grammar along two paths.
 
-    Raises RequestError if no text satisfies it, or if a step is too slow. Ambiguous grammars, such
+    Raises RequestError if no text can satisfy it or a step is too slow. Ambiguous grammars, such
     as (a{0,50}){0,50}b, compile quickly but get slower with every token. CPU time is measured, so
     that load on the machine does not matter.
     """
@@ -151,7 +151,7 @@ def _dry_run(grammar: Grammar, vocabulary: int) -> None:
             bits = np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little")
             allowed = np.flatnonzero(bits)
             if not step and not len(allowed):
-                raise RequestError(f"{_FIELD}: no text satisfies it", _FIELD)
+                raise RequestError(f"{_FIELD}: no text can satisfy it", _FIELD)
             if not len(allowed) or matcher.finished or not matcher.accept(int(allowed[pick])):
                 break
             if time.thread_time() - began > _DRY_SECONDS:

@@ -104,7 +104,7 @@ def _part(keys: Mapping[str, Any], key: str, into: type | None, file: str) -> An
         return None
     table = keys.get(key)
     if not isinstance(table, Mapping):
-        raise CheckpointError(f"{file}: {key}: a table is expected")
+        raise CheckpointError(f"{file}: {key}: must be a table")
     return read_config(table, into, file)
 
 

@@ -24,7 +24,7 @@ def vlm_table(table: Mapping[str, Any], architecture: str, file: str) -> tuple[d
     """
     inner, width = table.get("vlm_config"), table.get("embedding_dim", 128)
     if not isinstance(inner, Mapping):
-        raise CheckpointError(f"{file}: vlm_config: a table is expected")
+        raise CheckpointError(f"{file}: vlm_config: must be a table")
     if type(width) is not int or width < 1:
         raise CheckpointError(f"{file}: embedding_dim: {width!r}")
     return {**inner, "architectures": [architecture], "tie_word_embeddings": True}, width

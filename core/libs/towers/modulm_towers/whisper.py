@@ -92,7 +92,7 @@ class WhisperTower(Tower):
         x = F.gelu(self.conv2(x)).transpose(1, 2).contiguous()
         count, most = x.shape[1], self.config.max_source_positions
         if count > most:
-            raise UnsupportedError(f"sound of {count} positions: the encoder supports {most}")
+            raise UnsupportedError(f"audio of {count} positions: the encoder supports {most}")
         table = self.positions[:count] if self.learned else sinusoids(count, x.shape[2])
         return (x + table.to(x.device, x.dtype)).contiguous()
 

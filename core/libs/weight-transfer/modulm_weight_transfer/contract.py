@@ -79,7 +79,7 @@ def read_tensor_info(info: Mapping[str, Any]) -> list[tuple[str, str, tuple[int,
     found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for name, dtype, shape in zip(*(each or () for each in lists), strict=True):
         if not (isinstance(name, str) and isinstance(dtype, str)) or name in found:
-            raise RequestError(f"{name!r} is given twice or is no name", "update_info")
+            raise RequestError(f"{name!r} occurs twice or is not a valid name", "update_info")
         if not isinstance(shape, list | tuple) or not all(
             type(size) is int and 0 <= size < 1 << 40 for size in shape
         ):

@@ -56,7 +56,7 @@ class EngineWeights:
     def run(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Run one of `OPERATIONS` by name; returns the new state."""
         if operation not in OPERATIONS:
-            raise RequestError(f"{operation!r} is no operation on weights", "operation")
+            raise RequestError(f"{operation!r} is not an operation on weights", "operation")
         getattr(self, operation)(**arguments)
         return asdict(evolve(self.state, busy=self._core.loop.busy))
 
@@ -66,7 +66,9 @@ class EngineWeights:
     def init(self, init_info: Mapping[str, Any]) -> None:
         """Connect every worker to the trainer."""
         if self._core.config.parallel.shared_experts:
-            raise UnsupportedError("weight updates with experts shared by replicas: not yet")
+            raise UnsupportedError(
+                "weight updates with experts shared by replicas: not supported yet"
+            )
         self._call(functions.connect, dict(init_info))
         self._set(updating=False)
 
@@ -79,8 +81,8 @@ class EngineWeights:
         """Begin an update. partial: tensors that are not sent keep their values."""
         if not is_checkpoint_format:
             raise UnsupportedError(
-                "is_checkpoint_format: only tensors as in the checkpoint are taken; they are "
-                "fused, cut and quantized here"
+                "is_checkpoint_format: tensors must have the checkpoint's format; the engine "
+                "fuses, splits and quantizes them"
             )
         self._call(functions.start, partial)
         self._began = time.perf_counter()
@@ -89,7 +91,9 @@ class EngineWeights:
     def update(self, update_info: Mapping[str, Any]) -> None:
         """Check tensors; apply them at once if the backend streams."""
         if not self.state.updating:
-            raise RequestError("no update is open: call start_weight_update first", "update_info")
+            raise RequestError(
+                "no update is in progress: call start_weight_update first", "update_info"
+            )
         self._number += 1
         try:
             streams = any(self._call(functions.check, self._number, dict(update_info)))
@@ -105,7 +109,7 @@ class EngineWeights:
         The version rises by one, or to `weight_version` if that is higher.
         """
         if not self.state.updating:
-            raise RequestError("no update is open: call start_weight_update first")
+            raise RequestError("no update is in progress: call start_weight_update first")
         if any(self._call(functions.complete)):
             self._change(functions.finish)
             self._core.reset_prefix_cache(uuid4().bytes)
@@ -135,7 +139,7 @@ class EngineWeights:
     def reload(self) -> None:
         """Called when the engine wakes up. Discarded weights are the checkpoint's again."""
         if self._released and (self.state.weight_version or self.state.broken):
-            log.info("the weights are the checkpoint's again")
+            log.info("restored the checkpoint's weights")
             self._core.reset_prefix_cache(b"")
             self._set(weight_version=self.state.weight_version + 1, broken=None)
         self._released = False

@@ -15,7 +15,7 @@ def _transfer(value: Any) -> Mapping[str, Any]:
     """Validate a table with a backend's name. Raises ConfigError."""
     table = read_mapping("weight_transfer_config", value)
     if table and not isinstance(table.get("backend"), str):
-        raise ConfigError("weight_transfer_config", "backend: the name of a backend is needed")
+        raise ConfigError("weight_transfer_config", "backend: must be the name of a backend")
     return table
 
 

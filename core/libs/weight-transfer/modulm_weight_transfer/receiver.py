@@ -96,7 +96,9 @@ class _BlankModel:
         self.worker, self.units = worker, self.built.shared.units
         live = worker.loaded.units
         if not live or [unit.path for unit in live] != [unit.path for unit in self.units]:
-            raise UnsupportedError("this model loads its weights itself: they cannot be updated")
+            raise UnsupportedError(
+                "the weights of this model cannot be updated, because it loads them itself"
+            )
         self.replaced, self.changed = False, False
         self._baselines: dict[int, Baseline] = {}
         #: Groups of units that are applied together, keyed by the one that the others wait for:
@@ -220,7 +222,7 @@ class WeightReceiver:
         chosen = chosen_backend(worker.config)
         if chosen is None:
             raise UnsupportedError(
-                "this engine takes no weights: start it with --weight-transfer-config "
+                "this engine does not accept weights: start it with --weight-transfer-config "
                 '\'{"backend": "..."}\''
             )
         driver, options = chosen
@@ -260,7 +262,9 @@ class WeightReceiver:
     @property
     def _model(self) -> _BlankModel:
         if self._blank is None:
-            raise RequestError("no update is open: call start_weight_update first", "update_info")
+            raise RequestError(
+                "no update is in progress: call start_weight_update first", "update_info"
+            )
         return self._blank
 
     def check(self, number: int, info: Mapping[str, Any]) -> bool:
@@ -273,7 +277,7 @@ class WeightReceiver:
             known = {name for earlier in self._sources.values() for name in earlier.index()}
             twice = known & set(source.index())
             if twice:
-                raise RequestError(f"{min(twice)} comes twice in one update", "update_info")
+                raise RequestError(f"{min(twice)} occurs twice in one update", "update_info")
             streams = self._backend.streams
             if streams:
                 blank.plan(_Arrived([source]), _touched if self._partial else None)
@@ -312,7 +316,7 @@ class WeightReceiver:
             return self._model.changed
         loader = _Arrived(list(self._sources.values()))
         if not self._sources:
-            raise RequestError("no weights came: call update_weights first", "update_info")
+            raise RequestError("no weights were received: call update_weights first", "update_info")
         try:
             self._model.plan(loader, _touched if self._partial else None)
         except CheckpointError as error:

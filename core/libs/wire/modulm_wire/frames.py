@@ -81,7 +81,8 @@ def pack_config(config: EngineConfig) -> dict[str, Any]:
         encode(flags)
     except TypeError as error:
         raise EngineError(
-            f"a flag holds an object that an engine process cannot be given ({error}); name it "
+            f"a flag contains an object that cannot be sent to the engine process ({error}); "
+            "name it "
             "by its path, or use --disable-frontend-multiprocessing"
         ) from error
     return flags

@@ -23,10 +23,10 @@ def _options(value: Any) -> Mapping[str, Any]:
     table = read_mapping("plugin_config", value)
     for kind, drivers in table.items():
         if not isinstance(drivers, Mapping):
-            raise ConfigError("plugin_config", f"{kind}: a table of drivers is needed")
+            raise ConfigError("plugin_config", f"{kind}: must be a table of drivers")
         for name, options in drivers.items():
             if not isinstance(options, Mapping):
-                raise ConfigError("plugin_config", f"{kind}.{name}: a table of options is needed")
+                raise ConfigError("plugin_config", f"{kind}.{name}: must be a table of options")
     return table
 
 

@@ -87,7 +87,7 @@ class EngineCore:
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
         if use == "server" and self.executor.offline_only:
-            raise ConfigError("distributed_executor_backend", f"{name} is for LLM, not for servers")
+            raise ConfigError("distributed_executor_backend", f"{name} is for LLM, not servers")
         capacity = self.executor.start(self.config)
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
         made = _scheduler_class(self.config)
@@ -110,7 +110,7 @@ class EngineCore:
     def submit(self, *requests: Request) -> None:
         """Submit requests. Raises QueueFull, also while the engine sleeps."""
         if self._asleep:
-            raise QueueFull("the engine sleeps; wake it up first")
+            raise QueueFull("the engine is asleep; wake it up first")
         self.loop.submit(*requests)
 
     # Call these between steps, through `EngineLoop.call`.
@@ -162,8 +162,8 @@ def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
     ]
     raise ConfigError(
         "max_model_len",
-        f"one sequence of {wanted} tokens does not fit into the cache: "
-        f"{' and '.join(lacks) or 'memory'} are missing. Take --max-model-len {most} or auto, or "
+        f"one sequence of {wanted} tokens does not fit into the KV cache: "
+        f"{' and '.join(lacks) or 'memory'} are missing. Set --max-model-len {most} or auto, or "
         "raise --gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override",
     )
 

@@ -363,7 +363,7 @@ class EngineLoop:
         except UnsupportedError:
             return False
         except Exception as error:
-            log.error("the executor does not work any more", exc_info=error)
+            log.error("the executor has failed", exc_info=error)
             self._failures = _MAX_FAILED_STEPS
             return False
         return True

@@ -31,7 +31,7 @@ class BlockPool:
 
     def __init__(self, blocks: int, evict: Callable[[int], None] = _ignore) -> None:
         if blocks < 1:
-            raise EngineError(f"a pool of {blocks} blocks: it needs at least the null block")
+            raise EngineError(f"a pool of {blocks} blocks must have at least the null block")
         self.blocks = blocks
         self.free = blocks - 1
         self._evict = evict
@@ -96,7 +96,7 @@ class BlockPool:
                 continue
             left = self._refs[block] - 1
             if left < 0:
-                raise EngineError(f"block {block} is released more often than it was taken")
+                raise EngineError(f"block {block} is released more often than it was allocated")
             self._refs[block] = left
             if not left:
                 self._link(block)

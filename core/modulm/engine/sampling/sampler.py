@@ -495,11 +495,11 @@ def _signed(seed: int) -> int:
 def _why(logits: torch.Tensor) -> RowFailure:
     """Explain why no token could be sampled from a row of logits."""
     if bool(logits.isnan().any()):
-        return RowFailure("the model gave NaN logits for this row")
+        return RowFailure("the model returned NaN logits for this row")
     if bool(logits.isposinf().any()):
-        return RowFailure("the model or a logits processor gave infinite logits for this row")
+        return RowFailure("the model or a logits processor returned infinite logits for this row")
     return RowFailure(
-        "no token is left to choose from: the allowed ids, bad words, min_tokens, the logits "
+        "no token can be sampled: the allowed ids, bad words, min_tokens, the logits "
         "processors and the grammar exclude all of them",
         "",
     )

@@ -128,10 +128,10 @@ class BudgetScheduler(Scheduler):
         free = self.table.free
         bound = self.limits.queued_requests
         if bound is not None and len(self.queue) + requests > bound + free:
-            raise QueueFull(f"{len(self.queue)} requests are waiting already; try again later")
+            raise QueueFull(f"{len(self.queue)} requests are already waiting; try again later")
         bound = self.limits.queued_tokens
         if bound is not None and not free and self.queue.tokens + tokens > bound:
-            raise QueueFull(f"{self.queue.tokens} tokens are waiting already; try again later")
+            raise QueueFull(f"{self.queue.tokens} tokens are already waiting; try again later")
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, or RequestError if it can never run."""
@@ -142,12 +142,13 @@ class BudgetScheduler(Scheduler):
             raise RequestError("the prompt has no tokens", "prompt")
         if request.prompt_len > self._max_len or limit <= request.prompt_len:
             raise RequestError(
-                f"the prompt has {request.prompt_len} tokens; together with the answer there may "
-                f"be {self._max_len}", "prompt",
+                f"the prompt has {request.prompt_len} tokens; the limit with the answer is "
+                    f"{self._max_len}", "prompt",
             )  # fmt: skip
         if not self.limits.chunked and request.prompt_len > self.limits.tokens:
             raise RequestError(
-                f"the prompt has {request.prompt_len} tokens, one step takes {self.limits.tokens}, "
+                f"the prompt has {request.prompt_len} tokens, one step has at most "
+                    f"{self.limits.tokens}, "
                 "and prompts are not split over steps (enable_chunked_prefill)", "prompt",
             )  # fmt: skip
         for check in self._hooks.check:

@@ -468,7 +468,7 @@ class ModelRunner:
             width: int = next((w for w in widths if w is not None), hidden.shape[-1])
         if not finite.wait()[0]:
             raise EngineError(
-                "the model gives no finite logits: its weights are broken or the dtype is too "
+                "the model returns no finite logits: its weights are broken or the dtype is too "
                 "narrow for them (try --dtype float32)"
             )
         return width
@@ -506,7 +506,7 @@ class ModelRunner:
                 self._failed.setdefault(start.row, RowFailure(str(error)[:300]))
         if isinstance(params, PoolingParams):
             if not any(start.row in part.tokenless for part in self.hooks.tokenless):
-                raise EngineError("this model does not pool")
+                raise EngineError("this model does not support pooling")
             return
         self._scorer.admit(start, params)
         if not self._mesh.gives:

@@ -50,7 +50,7 @@ def placement(config: EngineConfig) -> Placement:
     if parallel.shared_experts:
         return _place_together(config)
     if fleet.data_parallel_backend == "ray":
-        raise ConfigError("data_parallel_backend", "replicas on Ray are those of modulm-ray-serve")
+        raise ConfigError("data_parallel_backend", "use modulm-ray-serve for replicas on Ray")
     address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
     if fleet.data_parallel_rank is not None or fleet.data_parallel_external_lb:
         only = _external_replica(fleet, size)
@@ -62,7 +62,9 @@ def placement(config: EngineConfig) -> Placement:
     here = _local_replicas(fleet, parallel.data_parallel_size_local, size)
     if fleet.headless:
         if fleet.data_parallel_hybrid_lb:
-            raise ConfigError("headless", "with --data-parallel-hybrid-lb each has a front end")
+            raise ConfigError(
+                "headless", "with --data-parallel-hybrid-lb each machine has a front end"
+            )
         if not here or here.start == 0:
             raise ConfigError(
                 "headless",
@@ -75,7 +77,7 @@ def placement(config: EngineConfig) -> Placement:
     if here.start:
         raise ConfigError(
             "data_parallel_start_rank",
-            "the machine with the front end has the first replicas: give --headless here, or "
+            "the machine with the front end has the first replicas: set --headless here, or "
             "--data-parallel-hybrid-lb on all",
         )
     return Placement(here, range(size), address)
@@ -112,7 +114,7 @@ def _place_together(config: EngineConfig) -> Placement:
         if is_set:
             raise ConfigError(
                 name,
-                "not yet where replicas share experts (--data-parallel-size with "
+                "not supported yet where replicas share experts (--data-parallel-size with "
                 "--enable-expert-parallel)",
             )
     address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port

@@ -82,7 +82,7 @@ class Router:
 
     def send(self, requests: Sequence[Request]) -> int:
         """Choose a replica for the sequences of one request, which share a prompt, and record them.
-        Raises EngineStalled if no replica takes requests.
+        Raises EngineStalled if no replica accepts requests.
         """
         request = requests[0]
         names: list[bytes] = []
@@ -134,7 +134,7 @@ class Router:
         loads, prefixes = self._loads, self.prefixes
         idle = int(self._all.argmin())
         if not self._up[idle]:
-            raise EngineStalled("no replica takes requests")
+            raise EngineStalled("no replica accepts requests")
         least = loads[idle]
         best, left = idle, tokens
         cost = least + tokens

@@ -30,14 +30,14 @@ def secret_file(host: str, file: str | None) -> str:
     address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     if not (str(address).startswith("127.") or address == "::1"):
         raise ConfigError(
-            _FLAG, f"{host} can be reached by others: give a file with the same secret on all "
-            "machines",
+            _FLAG, f"{host} is reachable from other machines: use a file with the same secret "
+                "on all of them",
         )  # fmt: skip
     try:
         return str(_own_file())
     except OSError as error:
         raise ConfigError(
-            _FLAG, f"{error.filename}: {error.strerror}; give a file that can be read"
+            _FLAG, f"{error.filename}: {error.strerror}; use a readable file"
         ) from error
 
 
@@ -72,7 +72,7 @@ def _own_file() -> Path:
     private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not stat.S_ISREG(status.st_mode) or not private:
         raise ConfigError(
-            _FLAG, f"{file} must be a file that you alone can read: remove it, or give another one"
+            _FLAG, f"{file} must be readable by you only: remove it, or use another file"
         )
     return file
 

@@ -76,5 +76,5 @@ def _read(folder: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError("generation_config", f"{file}: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError("generation_config", f"{file}: a JSON object is needed")
+        raise ConfigError("generation_config", f"{file}: a JSON object is required")
     return table

@@ -140,7 +140,7 @@ class Affinity:
         return index
 
     def choose(self, route: Route) -> str | None:
-        """Choose and record the replica for a request; None if no replica takes requests."""
+        """Choose and record the replica for a request; None if no replica accepts requests."""
         with self._lock:
             self._router.record_end(route.id)
             route.affinity = self

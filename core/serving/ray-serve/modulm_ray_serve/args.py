@@ -61,7 +61,7 @@ class ModelArgs(BaseModel):
         """The configuration of a replica. Raises ConfigError for wrong flags."""
         resolved = draft(Source("application's arguments", self.flags()), environment())
         if self.adapters and not resolved.config.group(LoRAConfig).enable_lora:
-            raise ConfigError("enable_lora", "adapters are named: leave it out, or say true")
+            raise ConfigError("enable_lora", "must be true or omitted: requests name adapters")
         return resolved
 
 

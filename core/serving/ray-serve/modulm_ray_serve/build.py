@@ -33,7 +33,7 @@ def app(args: AppArgs) -> Application:
         listed = _served(each, config)
         twice = names & {*listed.names, *listed.adapters}
         if twice:
-            raise ConfigError("served_model_name", f"two models are called {min(twice)!r}")
+            raise ConfigError("served_model_name", f"two models have the name {min(twice)!r}")
         names |= {*listed.names, *listed.adapters}
         name = _deployment_name(listed.names[0])
         deployment = serve.deployment(name=name, **model_options(each, config, fronts))(

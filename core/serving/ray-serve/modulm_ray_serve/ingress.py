@@ -179,7 +179,7 @@ class Front:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the body did not come to its end")
+                raise ApiError(400, "the body is incomplete")
             body += message.get("body", b"")
             if len(body) > self._limit:
                 raise ApiError(413, f"the body has more than {self._limit} bytes")
@@ -264,7 +264,7 @@ async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _
             sent_by.mark_dead()
             if send.has_started or deaths + 1 == _DEATHS:
                 raise ReplicaDied(f"its replica is gone: {_cause(error)}") from error
-            log.warning("a replica is gone, the request begins again: %s", _cause(error))
+            log.warning("a replica is gone; restarting the request: %s", _cause(error))
         except BaseException:
             answer.cancel()
             raise
@@ -284,7 +284,7 @@ async def _results(calls: Any) -> list[tuple[int, bytes]]:
     """The answers to a broadcast."""
     results: list[tuple[int, bytes]] = await calls.results_async()
     if not results:
-        raise ReplicaDied("the model has no replica that runs")
+        raise ReplicaDied("the model has no running replica")
     return results
 
 
@@ -317,7 +317,7 @@ def _as_own_error(error: Exception) -> Exception:
     """The error that corresponds to one of Ray Serve."""
     if isinstance(error, BackPressureError):
         return ApiError(
-            503, "too many requests wait", code="overloaded", headers={"Retry-After": "1"}
+            503, "too many requests are waiting", code="overloaded", headers={"Retry-After": "1"}
         )
     if isinstance(error, DeploymentUnavailableError | TaskCancelledError):
         return ReplicaDied("the model's replicas are gone")

@@ -65,7 +65,7 @@ def _resources(args: ModelArgs, config: EngineConfig) -> dict[str, Any]:
     parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":
         if args.num_gpus:
-            raise ConfigError("num_gpus", "the ray executor's workers take theirs by themselves")
+            raise ConfigError("num_gpus", "the ray executor's workers reserve theirs themselves")
         return {"ray_actor_options": {"num_cpus": args.num_cpus or 1.0}}
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     wanted: dict[str, Any] = {"num_cpus": args.num_cpus or float(workers)}

@@ -244,7 +244,7 @@ def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None
             owner = next(((r, o) for r, o in others if _matches(route, r)), None)
             if owner is not None:
                 log.warning(
-                    "%s of routes %r also fits %s, which stays with routes %r",
+                    "%s of routes %r also matches %s, which is served by routes %r",
                     *(_label(route), family.name, _label(owner[0]), owner[1].name),
                 )
             owned.append((route, family))

@@ -33,8 +33,8 @@ class StatsLog:
             new - old for new, old in zip(self._seen, last, strict=True)
         )
         log.info(
-            "running %d, waiting %d; prompts %.1f tokens/s, answers %.1f tokens/s; "
-            "prefix hits %.1f %%, cache in use %.1f %%",
+            "Running: %d reqs, waiting: %d reqs, prompt throughput: %.1f tokens/s, generation "
+            "throughput: %.1f tokens/s, prefix cache hit rate: %.1f %%, KV cache usage: %.1f %%",
             stats.running,
             stats.waiting,
             max(computed - generated, 0) / seconds,

@@ -158,7 +158,7 @@ class LoraBank(AdapterBank):
                 return
         if stamp_of(added.path) != added.stamp:
             raise CheckpointError(
-                f"{added.path}: its files have changed since they were read; add it anew"
+                f"{added.path}: its files have changed since they were read; add it again"
             )
         prepared = self._read(added.path)
         with self._guard:

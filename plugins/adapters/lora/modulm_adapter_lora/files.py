@@ -118,12 +118,12 @@ def read_adapter(folder: Path) -> AdapterFiles:
     changes: dict[tuple[str, int], Change] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise CheckpointError(f"{file}: {name} is {tensor.dtype}, a float dtype was expected")
+            raise CheckpointError(f"{file}: {name} is {tensor.dtype}, not a float dtype")
         if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{file}: {name} holds NaN or infinity, numbers were expected")
+            raise CheckpointError(f"{file}: {name} contains NaN or infinity")
         _sort(changes, name, tensor, file)
     if not changes:
-        raise CheckpointError(f"{file}: holds no tensors")
+        raise CheckpointError(f"{file}: contains no tensors")
     for change in changes.values():
         if (change.down is None) != (change.up is None):
             lacks = "lora_A" if change.down is None else "lora_B"
@@ -147,12 +147,13 @@ def _only(tensors: Mapping[str, Tensor], part: str | None, file: Path) -> Mappin
     named = sorted(set(parts.values()))
     if part is None and len(named) > 1:
         raise CheckpointError(
-            f"{file}: holds several adapters: name one of {', '.join(named)} behind the folder, "
+            f"{file}: contains several adapters: append one of {', '.join(named)} behind the "
+            "folder, "
             f"as {file.parent / named[0]}"
         )
     if part is not None and part not in named:
         known = ", ".join(named) or "none that has a name"
-        raise CheckpointError(f"{file}: holds no adapter {part!r:.60}, but {known}")
+        raise CheckpointError(f"{file}: contains no adapter {part!r:.60}, but {known}")
     return {name: t for name, t in tensors.items() if part is None or parts.get(name) == part}
 
 
@@ -162,17 +163,19 @@ def read_settings(folder: Path) -> Settings:
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: there is no {CONFIG}, which a PEFT folder has") from None
+        raise CheckpointError(
+            f"{folder}: there is no {CONFIG}, which a PEFT folder must have"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(given, Mapping):
-        raise CheckpointError(f"{file}: a table was expected")
+        raise CheckpointError(f"{file}: must be a table")
     kind = given.get("peft_type", "LORA")
     if kind != "LORA":
-        raise CheckpointError(f"{file}: peft_type is {kind!r}, LORA was expected")
+        raise CheckpointError(f"{file}: peft_type is {kind!r}, not LORA")
     for key in _NOT_YET:
         if given.get(key):
-            raise CheckpointError(f"{file}: {key} is {given[key]!r}: not yet")
+            raise CheckpointError(f"{file}: {key} is {given[key]!r}: not supported yet")
     began = str(given.get("init_lora_weights", "")).lower()
     if began.startswith(_RESIDUAL):
         raise CheckpointError(
@@ -193,7 +196,7 @@ def read_settings(folder: Path) -> Settings:
             re.compile(pattern)
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise CheckpointError(
-            f"{file}: r, lora_alpha or a pattern is missing or no number: {error!r}"
+            f"{file}: r, lora_alpha or a pattern is missing or not a number: {error!r}"
         ) from error
     if not math.isfinite(found.alpha):
         raise CheckpointError(f"{file}: lora_alpha is not finite")
@@ -223,7 +226,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         words = str(error).split("\n", 1)[0][:200]
         raise CheckpointError(f"{file}: truncated, or not what its name says: {words}") from error
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
-        raise CheckpointError(f"{file}: a table of tensors was expected")
+        raise CheckpointError(f"{file}: must be a table of tensors")
     return {str(name): tensor for name, tensor in found.items()}
 
 
@@ -257,7 +260,7 @@ def _sort_whole(
     if ".original_module" in module or (what == "weight" and module.endswith(".base_layer")):
         return  # the base model's own, saved with the trained ones
     if what not in ("weight", "bias") or "token_adapter" in module:
-        raise CheckpointError(f"{file}: {name} is no part of a LoRA adapter that is known here")
+        raise CheckpointError(f"{file}: {name} is not a known part of a LoRA adapter")
     module = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.|$)", "", module)
     change = changes.setdefault((module, 0), Change(module))
     change.name = change.name or name

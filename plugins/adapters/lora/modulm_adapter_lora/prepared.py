@@ -113,7 +113,7 @@ class Preparer:
         only = self._options.lora_target_modules
         if only is None or any(f".{module}".endswith(f".{end}") for end in only):
             return True
-        log.warning("%s: %s is left out, as lora_target_modules says", file, module)
+        log.warning("%s: %s is skipped because of lora_target_modules", file, module)
         return False
 
     def dtype(self, layer: str) -> torch.dtype:
@@ -132,7 +132,7 @@ class Preparer:
                 f"{file}: {what}: the model has no layer {name} that an adapter can change"
             )
         if reason := self._refused(found.layer):
-            raise CheckpointError(f"{file}: {what}: {reason}: not yet")
+            raise CheckpointError(f"{file}: {what}: {reason}: not supported yet")
         return found
 
 
@@ -167,8 +167,8 @@ class _One:
     def _check_rank(self, change: Change, down: Tensor, up: Tensor) -> None:
         if down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1] or not len(down):
             shapes = f"{list(down.shape)} and {list(up.shape)}"
-            raise self._fail(change.name, f"lora_A and lora_B are {shapes}, [r, n] and [m, r] were"
-                             " expected")  # fmt: skip
+            raise self._fail(change.name, "lora_A and lora_B must be [r, n] and [m, r], not "
+                f"{shapes}")  # fmt: skip
 
     def _rank(self, change: Change, found: int, stored: str = "", experts: int = 1) -> None:
         """Check the rank of the tensors. stored: the parameter's name, if it is not a module."""
@@ -200,7 +200,7 @@ class _One:
         place = self.by.place(name, change.name, self.file)
         spec = self.by._specs[place.layer]
         if spec.kind is not LinearKind.EMBEDDING:
-            raise self._fail(change.name, f"{name} is no table of vectors")
+            raise self._fail(change.name, f"{name} is not a table of vectors")
         self._fits(change.name, (up.shape[0], down.shape[1]), (spec.inputs, place.outputs))
         scaled = up.float() * self.settings.scaling(change.module)
         found = self._layer(place)
@@ -293,7 +293,7 @@ class _One:
             added = more.pop() if more else None
             if place.expert is not None:
                 if added is not None:
-                    raise self._fail(change.name, "lora_bias of an expert: not yet")
+                    raise self._fail(change.name, "lora_bias of an expert: not supported yet")
                 pieces = found.experts.setdefault(place.expert, [])
                 pieces.append(LoraPiece(narrow.float(), up.T.float().contiguous(), cut.start))
                 if magnitude is not None:
@@ -318,7 +318,7 @@ class _One:
         """
         spec = self.by._specs[place.layer]
         if spec.input_shard.whole != spec.inputs:
-            raise self._fail(change.name, "DoRA of a layer that ranks share: not yet")
+            raise self._fail(change.name, "DoRA of a layer that ranks share: not supported yet")
         wide = down.float()
         mixed = self.by._product(place.layer, wide)[:, at].float().T
         squares = self.by._lengths(place.layer)[at] + 2 * (up * mixed).sum(1)
@@ -365,7 +365,9 @@ class _One:
         experts = place.experts
         self._rank(change, len(down), stored, experts)
         if change.added is not None or change.magnitude is not None:
-            raise self._fail(change.name, "a bias or magnitude of a stack of experts: not yet")
+            raise self._fail(
+                change.name, "a bias or magnitude of a stack of experts: not supported yet"
+            )
         narrow = down.float().unflatten(0, (experts, -1))
         wide = up.float().unflatten(1, (-1, experts)).permute(2, 0, 1)
         wide = wide * self.settings.scaling(stored)
@@ -390,7 +392,7 @@ class _One:
             place = self.by.place(name, change.name, self.file)
             self._fits(change.name, tuple(piece.shape), self._shape(place))
             if place.experts or place.expert is not None:
-                raise self._fail(change.name, "experts in modules_to_save: not yet")
+                raise self._fail(change.name, "experts in modules_to_save: not supported yet")
             found, spec = self._layer(place), self.by._specs[place.layer]
             held = piece.to(getattr(torch, spec.dtype)).contiguous()
             if spec.kind is LinearKind.EMBEDDING:

@@ -185,7 +185,7 @@ def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
 def _refuse_later(options: dict[str, Any]) -> None:
     for name in ("hf_subset", "hf_split"):
         if options.get(name) is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')}: not yet")
+            raise click.UsageError(f"--{name.replace('_', '-')}: not supported yet")
     if options["dataset_name"] == "hf":
         raise click.UsageError(
             "--dataset-name hf: not supported yet; write the prompts to a JSONL file and use custom"
@@ -556,7 +556,7 @@ def compare(files: tuple[str, ...]) -> None:
 
     results = read_results(files)
     if len(results) < 2:
-        raise click.UsageError("two results or more are needed")
+        raise click.UsageError("at least two results are required")
     click.echo(side_by_side(results))
 
 

@@ -60,7 +60,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
         try:
             limits[name] = float(number) / 1000
         except ValueError as error:
-            raise click.UsageError(f"--goodput {pair}: {number} is no number") from error
+            raise click.UsageError(f"--goodput {pair}: {number} is not a number") from error
     return limits
 
 

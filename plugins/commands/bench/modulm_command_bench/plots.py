@@ -35,7 +35,7 @@ def read_results(paths: Sequence[str]) -> list[dict[str, Any]]:
             try:
                 results += [json.loads(line) for line in text.splitlines() if line.strip()]
             except json.JSONDecodeError as error:
-                raise click.UsageError(f"{path} holds no results: {error}") from error
+                raise click.UsageError(f"{path} contains no results: {error}") from error
     return results
 
 

@@ -183,7 +183,7 @@ def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[
                 break
     except (KeyError, ValueError) as error:
         raise click.UsageError(
-            f"{recipe.path} is no BurstGPT file with Timestamp, Request tokens, Response tokens"
+            f"{recipe.path} is not a BurstGPT file with Timestamp, Request tokens, Response tokens"
         ) from error
     return samples
 

@@ -163,7 +163,7 @@ def _first_model(base: str, headers: dict[str, str]) -> str:
     answer = httpx.get(f"{base}/v1/models", headers=headers)
     models = answer.json().get("data", []) if answer.is_success else []
     if not models:
-        raise click.ClickException(f"{base} lists no model; give --model")
+        raise click.ClickException(f"{base} lists no model; set --model")
     return str(models[0]["id"])
 
 

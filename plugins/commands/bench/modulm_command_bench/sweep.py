@@ -26,7 +26,7 @@ _COLUMNS = {
 def loads(concurrencies: str | None, rates: str | None) -> list[dict[str, Any]]:
     """The flags of each run. Raises click.UsageError unless exactly one list is given."""
     if (concurrencies is None) == (rates is None):
-        raise click.UsageError("give --concurrencies 1,2,4 or --request-rates 1,2.5,5")
+        raise click.UsageError("set --concurrencies 1,2,4 or --request-rates 1,2.5,5")
     if concurrencies is not None:
         return [
             {"max_concurrency": value} for value in _numbers("--concurrencies", concurrencies, int)
@@ -40,7 +40,7 @@ def _numbers(flag: str, text: str, kind: Callable[[str], float]) -> list[float]:
     except ValueError as error:
         raise click.UsageError(f"{flag} {text}: write numbers with commas between them") from error
     if not values or min(values) <= 0:
-        raise click.UsageError(f"{flag} {text}: numbers above 0 are needed")
+        raise click.UsageError(f"{flag} {text}: must be numbers above 0")
     return values
 
 
@@ -69,7 +69,7 @@ def sweep(
         plot(results, str(picture))
         click.echo(f"written: {picture}", err=True)
     except click.ClickException as error:
-        click.echo(f"note: no picture: {error.message}", err=True)
+        click.echo(f"note: no plot: {error.message}", err=True)
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> str:

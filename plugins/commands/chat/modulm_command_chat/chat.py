@@ -78,10 +78,10 @@ def open_backend(draft: Draft, url: str | None, key: str | None, model: str | No
     if url is not None:
         return RemoteServer(url, key or client_key(), model)
     if model is not None:
-        raise click.UsageError("--model-name goes with --url; a model here is the argument MODEL")
+        raise click.UsageError("--model-name requires --url; without it use the argument MODEL")
     print_notices(draft.notices)
     if "model" not in draft.origins:
-        click.echo("No model named: this is the small embedded one.", err=True)
+        click.echo("No model given: using the small embedded one.", err=True)
     return LocalEngine(draft)
 
 

@@ -82,7 +82,7 @@ class Client:
         """Raise an error with a hint if the URL lacks the API's path."""
         if not self._url.endswith("/v1"):
             raise click.ClickException(
-                f"{self._url} does not answer as OpenAI's API does: try --url {self._url}/v1"
+                f"{self._url} does not respond like OpenAI's API: try --url {self._url}/v1"
             )
 
 

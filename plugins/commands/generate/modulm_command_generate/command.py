@@ -149,7 +149,7 @@ class PromptOptions:
     def check(self, jobs: Sequence[Mapping[str, Any]]) -> None:
         """Raise click.UsageError for options that exclude each other."""
         if self.chat and any(isinstance(job.get("prompt"), list) for job in jobs):
-            raise click.UsageError("--chat needs prompts of text, not of token ids")
+            raise click.UsageError("--chat requires text prompts, not token ids")
         if self.system and self.chat is False:
             raise click.UsageError("--system-prompt needs a conversation: leave --no-chat out")
 

@@ -100,7 +100,7 @@ def _cache(folder: str | None) -> HFCacheInfo:
         return scan_cache_dir(folder)
     except CacheNotFound as error:
         raise click.ClickException(
-            f"there is no cache at {error.cache_dir} yet: `modulm pull OWNER/NAME` makes one"
+            f"no cache at {error.cache_dir} yet: `modulm pull OWNER/NAME` creates it"
         ) from error
 
 

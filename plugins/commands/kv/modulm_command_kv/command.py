@@ -52,5 +52,5 @@ def clear(folder: Path, model: str | None) -> None:
     """Remove the files of MODEL (a digest from `modulm kv list`), or of all models."""
     folder = folder.expanduser()
     if model is not None and model not in files.models(folder):
-        raise click.BadParameter(f"{folder} has no files of it", param_hint="MODEL")
+        raise click.BadParameter(f"{folder} has no files of this model", param_hint="MODEL")
     click.echo(f"{files.clear(folder, model)} bytes removed")

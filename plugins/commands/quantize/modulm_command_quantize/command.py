@@ -107,7 +107,7 @@ def command(
     if perplexity or method != "rtn":
         texts = read_texts(data, _tokenizer(source.folder), manager.current(), length, _MEASURED)
         if texts is None:
-            raise ConfigError("data", "no installed model has text: give a file")
+            raise ConfigError("data", "no installed model has calibration text: use --data")
     rows = texts.rows(samples, length) if texts is not None and method != "rtn" else []
     steps = source.steps()
     settings = {"model": str(source.folder), "scheme": scheme, "method": method, "rows": rows}
@@ -119,7 +119,8 @@ def command(
     table = job.scheme.table(job.left)
     output.finish(source.folder, {**source.config, "quantization_config": table}, _names(output))
     click.echo(
-        f"{out}: {len(job.coded)} layers in {scheme} by {method}, {len(job.left)} as they were"
+        f"{out}: {len(job.coded)} layers quantized to {scheme} with {method}, {len(job.left)} "
+        "unchanged"
     )
     if before is not None and texts is not None:
         after = _perplexity(out, texts)
@@ -140,19 +141,19 @@ def _source(model: str) -> Source:
     if checkpoint.info.quantization:
         method = checkpoint.info.quantization.get("quant_method")
         raise UnsupportedError(
-            f"{model} is quantized already ({method}): give the plain checkpoint"
+            f"{model} is already quantized ({method}): use the unquantized checkpoint"
         )
     config = opened.resolved.config
     index, linear = _linear(build_model(config, checkpoint, opened.platform, plugins))
     files = {stored.file for stored in index.values()}
     other = [file for file in files if not file.endswith(".safetensors")]
     if other or not checkpoint.path.is_dir():
-        raise CheckpointError(f"{checkpoint.path}: *.safetensors files are needed, not {other}")
+        raise CheckpointError(f"{checkpoint.path}: *.safetensors files are required, not {other}")
     stacked = [
         name for name, spec in linear.items() if len(index[name].shape) != 2 and spec.experts
     ]
     if stacked:
-        raise UnsupportedError(f"{stacked[0]}: stacks of experts in one tensor: not yet")
+        raise UnsupportedError(f"{stacked[0]}: stacks of experts in one tensor: not supported yet")
     paths = {name: checkpoint.path / stored.file for name, stored in index.items()}
     return Source(checkpoint.path, checkpoint.config, paths, linear)
 

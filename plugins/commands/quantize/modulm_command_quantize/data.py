@@ -32,7 +32,7 @@ class Texts:
         stream = [token for text in self.calibration for token in text]
         rows = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
         if not rows:
-            raise ConfigError("data", f"{len(stream)} tokens do not fill a row of {length}")
+            raise ConfigError("data", f"{len(stream)} tokens do not fill a sample of {length}")
         return rows[:count]
 
 
@@ -51,7 +51,9 @@ def read_texts(
         stream = [token for text in coded for token in text]
         coded = [tuple(stream[at : at + length]) for at in range(0, len(stream), length)]
     if len(coded) < _EVERY:
-        raise ConfigError("data", f"{data}: at least {_EVERY} texts of {length} tokens are needed")
+        raise ConfigError(
+            "data", f"{data}: at least {_EVERY} texts of {length} tokens are required"
+        )
     measured, total = [], 0
     for text in coded[::_EVERY]:
         if len(text) > 1 and total < most:
@@ -78,7 +80,9 @@ def _of_file(file: Path) -> Sequence[str]:
         else:
             texts = [part for part in whole.split("\n\n") if part.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("data", f"{file}: {error!r}; text, or lines with a text each") from error
+        raise ConfigError(
+            "data", f"{file}: {error!r}; must be text, or JSON lines with a text each"
+        ) from error
     if not all(isinstance(text, str) for text in texts) or not texts:
-        raise ConfigError("data", f"{file}: holds no text")
+        raise ConfigError("data", f"{file}: contains no text")
     return texts

@@ -140,7 +140,7 @@ class Layers:
         for name in names:
             if not isinstance(modules.get(name), Linear):
                 raise UnsupportedError(
-                    f"{self.name}.{index}.{name} is no linear layer of its own in transformers: "
+                    f"{self.name}.{index}.{name} is not a separate linear layer in transformers: "
                     "use --method rtn"
                 )
         hooks = [modules[n].register_forward_pre_hook(partial(see, n)) for n in names]
@@ -154,7 +154,9 @@ class Layers:
                 hook.remove()
         silent = [name for name in names if name not in alike]
         if silent:
-            raise UnsupportedError(f"{silent[0]} saw no text: more of it, or --method rtn")
+            raise UnsupportedError(
+                f"{silent[0]} got no calibration tokens: use more text, or --method rtn"
+            )
         return {name: watched[alike[name]] for name in names}
 
     def release(self, index: int) -> None:

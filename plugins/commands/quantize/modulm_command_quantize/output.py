@@ -40,7 +40,7 @@ class Output:
         if notes.exists():
             if json.loads(notes.read_text()) != json.loads(json.dumps(settings)):
                 raise ConfigError(
-                    "out", f"{folder} holds an unfinished run with other settings: remove it"
+                    "out", f"{folder} contains an unfinished run with other settings: remove it"
                 )
         elif folder.exists() and any(folder.iterdir()):
             raise ConfigError("out", f"{folder} exists and is not empty")

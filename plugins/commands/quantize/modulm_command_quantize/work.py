@@ -85,7 +85,7 @@ class Job:
         self._check_fused()
         if not self.coded:
             raise UnsupportedError(
-                f"{self.source.folder}: no layer can be coded in {self.scheme.name}"
+                f"{self.source.folder}: no layer can be quantized to {self.scheme.name}"
             )
 
     def _unfit(self, path: str, name: str, spec: LinearSpec) -> str | None:
@@ -104,7 +104,9 @@ class Job:
             parts = [f"{part}.weight" for part in spec.part_names]
             mixed = [part for part in parts if part in self.coded]
             if mixed and path in spec.part_names:
-                raise ConfigError("ignore", f"{mixed[0]} is fused with {path}: leave both or none")
+                raise ConfigError(
+                    "ignore", f"{mixed[0]} is fused with {path}: ignore both or neither"
+                )
 
     def run(self, output: Output, rows: Sequence[Sequence[int]], tell: Tell) -> None:
         """Write all missing steps."""

@@ -134,7 +134,7 @@ def _body(
     """Build the request from arguments and input."""
     if prompt is not None:
         if texts or source is not None or system is not None:
-            raise click.UsageError("--prompt goes without messages")
+            raise click.UsageError("--prompt cannot be combined with messages")
         return {"prompt": prompt}
     if source is None and not texts and not sys.stdin.isatty():
         source = sys.stdin
@@ -144,7 +144,7 @@ def _body(
         messages.insert(0, {"role": "system", "content": system})
     if "prompt" in body:
         if messages:
-            raise click.UsageError("a prompt goes without messages")
+            raise click.UsageError("a prompt cannot be combined with messages")
         return body
     if not messages:
         raise click.UsageError("no messages: give -m TEXT, -i FILE, or JSON on standard input")
@@ -193,7 +193,7 @@ def _tokenizer(draft: Draft) -> Tokenizer:
     path = open_checkpoint(draft.config, manager.current()).path
     tokenizer = open_tokenizer(draft.config, str(path))
     if tokenizer is None:
-        raise click.UsageError("--skip-tokenizer-init leaves nothing to render with")
+        raise click.UsageError("--skip-tokenizer-init leaves no tokenizer to render with")
     return tokenizer
 
 

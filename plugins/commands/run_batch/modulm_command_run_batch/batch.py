@@ -45,7 +45,7 @@ def read_lines(lines: Sequence[bytes]) -> list[Line]:
     for raw in lines:
         line = read_line(raw)
         if line.custom_id in seen:
-            line = evolve(line, problem=f"custom_id: {str(line.custom_id)[:64]!r} is there twice")
+            line = evolve(line, problem=f"custom_id: {str(line.custom_id)[:64]!r} occurs twice")
         elif line.custom_id is not None:
             seen.add(line.custom_id)
         parsed.append(line)
@@ -64,13 +64,13 @@ def read_line(raw: bytes) -> Line:
     custom_id = value if isinstance(value, str) else None
     body = row.get("body")
     if custom_id is None:
-        return Line(None, problem="custom_id: a text is needed")
+        return Line(None, problem="custom_id: a text is required")
     if row.get("method", "POST") != "POST":
         return Line(custom_id, problem=f"method: POST is needed, not {row['method']!r}")
     if not isinstance(row.get("url"), str) or not row["url"].startswith("/v1/"):
         return Line(custom_id, problem="url: a path is needed, such as /v1/chat/completions")
     if not isinstance(body, dict):
-        return Line(custom_id, problem="body: a JSON object is needed")
+        return Line(custom_id, problem="body: a JSON object is required")
     if body.get("stream"):
         return Line(custom_id, problem="body.stream: answers of a batch are not streamed")
     return Line(custom_id, row["url"], body)

@@ -39,10 +39,10 @@ def check_files(source: str, output: str, directory: str | None) -> None:
     """
     for path in _written(_target(output, directory)):
         if path.exists() and not path.is_file():
-            raise click.ClickException(f"{path} is no file that can be written anew")
+            raise click.ClickException(f"{path} is not a file that can be overwritten")
         both = not is_url(source) and path.exists() and Path(source).exists()
         if both and path.samefile(source):
-            raise click.ClickException(f"{path} would be written over: it is the input")
+            raise click.ClickException(f"{path} is the input and would be overwritten")
 
 
 def open_lines_of(name: str) -> list[bytes]:
@@ -135,7 +135,7 @@ class Answers:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise click.ClickException(f"another run writes {self.path} just now") from error
+            raise click.ClickException(f"another run is writing {self.path}") from error
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # write errors were reported already
@@ -190,7 +190,7 @@ class Answers:
             if head and self._wanted:
                 raise click.ClickException(f"{self._partial} is of another input")
             if head:
-                click.echo(f"{self._partial} is of another input: starting anew", err=True)
+                click.echo(f"{self._partial} belongs to another input: starting over", err=True)
             return 0
         end = file.tell()
         for row in file:

@@ -48,12 +48,12 @@ def run(
             answers.take_finished(lines)
         open_lines = [(i, line) for i, line in enumerate(lines) if i not in answers.done]
         if len(open_lines) < len(lines):
-            click.echo(f"{len(answers.done)} of {len(lines)} lines are answered already", err=True)
+            click.echo(f"{len(answers.done)} of {len(lines)} lines are already answered", err=True)
         if open_lines:
             try:
                 asyncio.run(_run(config, open_lines, len(lines), answers, metrics, quiet))
             except KeyboardInterrupt:
-                click.echo("stopped; the same command goes on from here", err=True)
+                click.echo("stopped; repeat the command to continue", err=True)
                 raise
             except ExceptionGroup as errors:
                 raise _explained(errors) from errors

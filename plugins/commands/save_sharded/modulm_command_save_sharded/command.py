@@ -77,7 +77,8 @@ def _filled(opened: Any, plugins: Any) -> tuple[list[Unit], str]:
     built = build_model(config, checkpoint, platform, plugins)
     if built.model.load(checkpoint.path):
         raise UnsupportedError(
-            f"{checkpoint.architecture}: its driver reads the checkpoint itself: it has no shards"
+            f"{checkpoint.architecture}: its driver reads the checkpoint itself, so it cannot "
+            "be sharded"
         )
     units = built.shared.units
     for unit in units:

@@ -63,7 +63,7 @@ class LLM(frontend.LLM):
         """Generate an output for every prompt, in order. prompt_token_ids: for older scripts."""
         inputs = prompts if prompts is not None else prompt_token_ids
         if inputs is None:
-            raise ValueError("prompts: at least one is needed")
+            raise ValueError("prompts: at least one is required")
         with as_vllm():
             return super().generate(
                 inputs,

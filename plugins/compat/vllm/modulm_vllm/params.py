@@ -147,11 +147,11 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         if self.logits_processors:
             raise ValueError(
-                "logits_processors of one request are not there, as in vLLM's V1: give "
+                "logits_processors of one request are not supported, as in vLLM's V1: pass "
                 "LLM(logits_processors=[...]) a class (docs/plugins-logits-processor.md)"
             )
         if self.flat_logprobs:
-            raise ValueError("flat_logprobs is not there: logprobs are a table per position")
+            raise ValueError("flat_logprobs is not supported: logprobs are a table per position")
         self._check()
 
     @classmethod

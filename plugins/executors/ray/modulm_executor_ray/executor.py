@@ -97,8 +97,8 @@ class RayExecutor(WorkersExecutor):
         except ConnectionError as error:
             if address := variables().get("RAY_ADDRESS"):
                 raise EngineError(
-                    f"RAY_ADDRESS names {address}, where no cluster answers: start it "
-                    "(`ray start --head`), mend the variable, or unset it to use this machine"
+                    f"RAY_ADDRESS names {address}, where no cluster responds: start it "
+                    "(`ray start --head`), correct the variable, or unset it to use this machine"
                 ) from error
             ray.init(include_dashboard=False, **quiet)
             self._own_cluster = True
@@ -114,7 +114,7 @@ class RayExecutor(WorkersExecutor):
             wanted = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
             has = ray.cluster_resources()
             raise EngineError(
-                f"Ray has no room for {ranks} ranks of {wanted} each within {seconds} s: the "
+                f"Ray has no resources for {ranks} ranks of {wanted} each within {seconds} s: the "
                 f"cluster has {', '.join(f'{has.get(name, 0):g} {name}' for name in bundle)}"
             )
         actor_class = ray.remote(Rank)
@@ -180,9 +180,9 @@ class RayExecutor(WorkersExecutor):
             if not hmac.compare_digest(presented, secret) or rank not in range(len(self._serving)):
                 raise ConnectionRefusedError("it does not know the secret")
             if rank in streams:
-                raise ConnectionRefusedError(f"rank {rank} has connected before")
+                raise ConnectionRefusedError(f"rank {rank} is already connected")
         except Exception as error:  # strangers may send anything
-            log.warning("a connection that is not a rank's is closed: %s", error)
+            log.warning("closed a connection that does not belong to a rank: %s", error)
             peer.close()
             return False
         peer.settimeout(None)

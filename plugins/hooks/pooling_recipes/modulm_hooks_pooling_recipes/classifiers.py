@@ -76,11 +76,11 @@ def _from_tokens(checkpoint: Checkpoint, config: EngineConfig) -> Classifier:
     ids = [tokenizer.token_to_id(name) for name in names]
     if None in ids:
         raise CheckpointError(
-            f"{file}: classifier_from_token: {names[ids.index(None)]!r} is no token of the model"
+            f"{file}: classifier_from_token: {names[ids.index(None)]!r} is not a token of the model"
         )
     contrast = _METHODS[method]
     if contrast and len(ids) != 2:
-        raise CheckpointError(f"{file}: classifier_from_token: {method} takes two tokens")
+        raise CheckpointError(f"{file}: classifier_from_token: {method} requires two tokens")
     settings = {"returned_token_ids": ids, "contrast": contrast}
     joined = not table.get("use_sep_token", False)
     return Classifier(kind="classify", settings=settings, joined=joined)
@@ -90,7 +90,7 @@ def _from_module(module: SentenceModule, tokenizer: Tokenizer) -> Classifier:
     table = read_object(module.folder / "config.json")
     true, false = table.get("true_token_id"), table.get("false_token_id")
     if true is None:
-        raise CheckpointError(f"{module.folder / 'config.json'}: true_token_id is needed")
+        raise CheckpointError(f"{module.folder / 'config.json'}: true_token_id is required")
     ids = [true] if false is None else [false, true]
     template = tokenizer.chat_template
     return Classifier(
@@ -117,5 +117,5 @@ def activation(checkpoint: Checkpoint, class_path: str) -> str:
     name = class_path.rpartition(".")[2].partition("(")[0]
     if name not in _ACTIVATIONS:
         file = checkpoint.config_file
-        raise UnsupportedError(f"{file}: activation_fn {class_path}: not yet")
+        raise UnsupportedError(f"{file}: activation_fn {class_path}: not supported yet")
     return _ACTIVATIONS[name]

@@ -24,5 +24,5 @@ def read_file(file: Path, kind: type) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
     if not isinstance(value, kind):
-        raise CheckpointError(f"{file}: a JSON {kind.__name__} is needed")
+        raise CheckpointError(f"{file}: a JSON {kind.__name__} is required")
     return value

@@ -69,12 +69,12 @@ def read_dense(folder: Path, device: torch.device) -> Dense:
     name = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS or table.get("use_residual"):
         what = "use_residual" if table.get("use_residual") else f"activation_function {name}"
-        raise UnsupportedError(f"{file}: {what}: not yet")
+        raise UnsupportedError(f"{file}: {what}: not supported yet")
     tensors = _tensors(folder, device)
     weight = tensors.get("linear.weight")
     shape = (table.get("out_features"), table.get("in_features"))
     if weight is None or tuple(weight.shape) != shape:
-        raise CheckpointError(f"{folder}: linear.weight of shape {list(shape)} is needed")
+        raise CheckpointError(f"{folder}: linear.weight of shape {list(shape)} is required")
     return Dense(weight, tensors.get("linear.bias"), _ACTIVATIONS[name])
 
 
@@ -82,7 +82,7 @@ def read_norm(folder: Path, device: torch.device) -> LayerNorm:
     """Read a LayerNorm module. Raises CheckpointError naming the folder."""
     tensors = _tensors(folder, device)
     if not {"norm.weight", "norm.bias"} <= set(tensors):
-        raise CheckpointError(f"{folder}: norm.weight and norm.bias are needed")
+        raise CheckpointError(f"{folder}: norm.weight and norm.bias are required")
     return LayerNorm(tensors["norm.weight"], tensors["norm.bias"])
 
 
@@ -99,7 +99,7 @@ def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
     loader = choose_loader(current(), folder, None).driver(folder)
     weight = next((tensor for tensor_name, tensor in loader.read() if tensor_name == name), None)
     if weight is None:
-        raise CheckpointError(f"{folder}: {name} is needed")
+        raise CheckpointError(f"{folder}: {name} is required")
     return Dense(weight.to(device, torch.float32), None, _ACTIVATIONS["Identity"])
 
 

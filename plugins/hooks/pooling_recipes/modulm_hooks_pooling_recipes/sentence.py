@@ -61,7 +61,7 @@ def read_modules(folder: Path) -> tuple[SentenceModule, ...]:
         return ()
     entries = read_file(file, list)
     if not all(isinstance(entry, dict) and isinstance(entry.get("type"), str) for entry in entries):
-        raise CheckpointError(f"{file}: a list of objects with type and path is needed")
+        raise CheckpointError(f"{file}: a list of objects with type and path is required")
     return tuple(
         SentenceModule(entry["type"].rpartition(".")[2], folder / str(entry.get("path", "")))
         for entry in entries
@@ -76,9 +76,9 @@ def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingR
     """
     kinds = [module.kind for module in modules]
     if unknown := [kind for kind in kinds if kind not in _KNOWN]:
-        raise UnsupportedError(f"{folder / _FILE}: modules {', '.join(unknown)}: not yet")
+        raise UnsupportedError(f"{folder / _FILE}: modules {', '.join(unknown)}: not supported yet")
     if kinds.count("Pooling") > 1 or kinds[0] != "Transformer":
-        raise UnsupportedError(f"{folder / _FILE}: modules {', '.join(kinds)}: not yet")
+        raise UnsupportedError(f"{folder / _FILE}: modules {', '.join(kinds)}: not supported yet")
     after = [module for module in modules if module.kind not in (*_NOTHING, "Pooling")]
     settings, pools_prompt = _pooling(modules, after)
     if after and after[-1].kind == "Normalize":
@@ -118,7 +118,8 @@ def _modes(folder: Path, table: dict[str, Any]) -> tuple[str, ...]:
     names = [mode] if isinstance(mode, str) else list(mode)
     if unknown := [name for name in names if name not in _MODES]:
         raise UnsupportedError(
-            f"{folder / 'config.json'}: pooling_mode {', '.join(map(str, unknown))}: not yet; "
+            f"{folder / 'config.json'}: pooling_mode {', '.join(map(str, unknown))}: not "
+            "supported yet; "
             f"known are {', '.join(_MODES)}"
         )
     return tuple(_MODES[name][1] for name in names)

@@ -97,7 +97,7 @@ class _Mover(CopyingMover):
             self._total = files.evict(self._folder, self._most * 7 // 8 - len(payload))
             self._written = 0
         if self._total + len(payload) > self._most:
-            raise TransferFailed(f"{self._most} bytes of files are no room for a block")
+            raise TransferFailed(f"{self._most} bytes are too small for a block")
         size = files.write(self._path(name), self._described(name), payload)
         self._total += size
         self._written += size

@@ -81,7 +81,8 @@ class _Mover(CopyingMover):
         if slots < 1:
             needed = self.copier.width * self.ranks
             raise ConfigError(
-                "kv_offloading_size", f"{self._size} bytes hold no block of {needed} bytes"
+                "kv_offloading_size",
+                f"{self._size} bytes are too small for a block of {needed} bytes",
             )
         self.memory = self.copier.buffer(slots)
         self._free = list(range(slots))
@@ -121,7 +122,7 @@ class _Mover(CopyingMover):
         missing = [name for name in transfer.names if name not in self._slots]
         if missing:
             self.forget(missing)
-            raise TransferFailed(f"{len(missing)} blocks are in host memory no longer")
+            raise TransferFailed(f"{len(missing)} blocks are no longer in host memory")
         self._touch(transfer.names)
         stored: list[torch.Tensor] = [self.memory[self._slots[name]] for name in transfer.names]
         self.copier.load(transfer.blocks, stored)

@@ -59,7 +59,8 @@ class DeepseekV32Config(DeepseekV3Config):
         super().__attrs_post_init__()
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ValueError(
-                f"index_head_dim: {self.index_head_dim} of which {self.qk_rope_head_dim} turn"
+                f"index_head_dim: {self.index_head_dim} of which {self.qk_rope_head_dim} are "
+                "rotated"
             )
 
     def picks(self, index: int) -> bool:

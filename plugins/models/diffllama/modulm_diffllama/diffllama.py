@@ -41,7 +41,7 @@ class DiffLlamaConfig(DecoderConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.kv_heads % 2:
-            raise ValueError(f"num_key_value_heads: {self.kv_heads} heads are no pairs")
+            raise ValueError(f"num_key_value_heads: {self.kv_heads} heads cannot be paired")
 
 
 class DifferentialAttention(Module):

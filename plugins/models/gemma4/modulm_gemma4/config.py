@@ -86,7 +86,7 @@ class Gemma3nConfig(SharingConfig):
             if len(values) != self.num_hidden_layers or not all(
                 type(n) in (int, float) and n >= least for n in values
             ):
-                raise ValueError(f"{key}: {values!r} is no number for each layer")
+                raise ValueError(f"{key}: {values!r} is not a number for each layer")
         if self.altup_active_idx >= self.altup_num_inputs:
             raise ValueError(
                 f"altup_active_idx: {self.altup_active_idx} of {self.altup_num_inputs}"

@@ -48,7 +48,7 @@ class SpeechProcessor:
         if options:
             raise ValueError(f"{', '.join(options)}: no such keyword")
         if sampling_rate not in (None, self._rate):
-            raise ValueError(f"sound of {sampling_rate} samples a second, not {self._rate}")
+            raise ValueError(f"audio with {sampling_rate} samples per second, not {self._rate}")
         (prompt,) = text
         features: dict[str, Any] = {}
         if audio is not None:
@@ -56,7 +56,7 @@ class SpeechProcessor:
 
             first, *others = prompt.split(self.audio_token)
             if len(others) != len(audio):
-                raise ValueError(f"{len(others)} placeholders for {len(audio)} sounds")
+                raise ValueError(f"{len(others)} placeholders for {len(audio)} audio items")
             mel = np.stack([self._spectrogram(one) for one in audio])
             count = -(-mel.shape[1] // self._window) * (self._window // self._rest)
             features = {

@@ -52,7 +52,7 @@ class GraniteSpeechConfig(MultimodalConfig):
     def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
         table = keys.get("projector_config")
         if not isinstance(table, Mapping):
-            raise CheckpointError(f"{file}: projector_config: a table is expected")
+            raise CheckpointError(f"{file}: projector_config: must be a table")
         return {"queries": read_config(table, QFormerConfig, file)}
 
 
@@ -73,7 +73,7 @@ class GraniteSpeechForConditionalGeneration(MultimodalModel):
     def make_encoders(self, config: Any, b: Builder) -> None:
         if config.whole.has_lora_adapter:
             log.warning(
-                "the checkpoint has an adapter for prompts with sound: give its folder as "
+                "the checkpoint has an adapter for prompts with audio: pass its folder as "
                 "--lora-modules, and its name in requests"
             )
         self.tower = ConformerTower(config.audio, b.at("encoder"))

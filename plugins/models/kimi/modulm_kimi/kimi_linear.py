@@ -78,7 +78,7 @@ class KimiLinearConfig(RoutedConfig):
         if unknown:
             raise ValueError(f"layer_types: kinds are {sorted(_KINDS)}, got {sorted(unknown)}")
         if any(type(n) is not int or n < 1 for n in self.delta):
-            raise ValueError(f"linear_attn_config: {self.delta!r} are no counts")
+            raise ValueError(f"linear_attn_config: {self.delta!r} must be counts")
 
     @property
     def head_size(self) -> int:

@@ -50,7 +50,7 @@ class Ministral3Config(MistralConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not isinstance(self.growth, int | float):
-            raise ValueError(f"llama_4_scaling_beta: {self.growth!r} is no number")
+            raise ValueError(f"llama_4_scaling_beta: {self.growth!r} is not a number")
 
     @property
     def growth(self) -> float:

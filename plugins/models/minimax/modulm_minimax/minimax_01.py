@@ -80,9 +80,9 @@ class MiniMaxConfig(DecoderConfig):
         if unknown:
             raise ValueError(f"layer_types: kinds are {_KINDS}, got {sorted(unknown)}")
         if not self.postnorm:
-            raise ValueError("postnorm: false is in no published model, and not there")
+            raise ValueError("postnorm: not supported: false (in no published model)")
         if self.shared_intermediate_size:
-            raise ValueError("shared_intermediate_size: shared experts are not there")
+            raise ValueError("shared_intermediate_size: shared experts are not supported")
 
     def layer_type(self, index: int) -> str:
         """The file's type of a layer; by default the types alternate, full attention first."""

@@ -60,7 +60,7 @@ class MptConfig(DecoderConfig):
         for key in ("clip_qkv", "softmax_scale"):
             number = self.attn_config.get(key)
             if number is not None and type(number) not in (int, float):
-                raise ValueError(f"attn_config.{key}: {number!r} is no number")
+                raise ValueError(f"attn_config.{key}: {number!r} is not a number")
 
     @property
     def inner_size(self) -> int:

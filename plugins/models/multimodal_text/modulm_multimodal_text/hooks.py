@@ -22,7 +22,7 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
     text = text_architecture(config)
     if installed & set(architectures) or text not in installed:
         return None
-    reason = f"the text model of {architectures[0]} is {text}; images and sound are not read"
+    reason = f"the text model of {architectures[0]} is {text}; images and audio are not supported"
     return Choice("multimodal_text", reason)
 
 

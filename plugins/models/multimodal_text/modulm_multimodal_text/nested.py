@@ -33,7 +33,9 @@ class NestedText(Module, Model):
 
     def __init__(self, config: TextConfig, build: Builder) -> None:
         super().__init__()
-        log.warning("%s: only its text model is loaded; images and sound are not read", config.name)
+        log.warning(
+            "%s: only its text model is loaded; images and audio are not supported", config.name
+        )
         self.text = config.driver(config.text, build)
 
     @classmethod

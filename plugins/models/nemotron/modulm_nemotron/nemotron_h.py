@@ -92,7 +92,7 @@ class NemotronHConfig(RoutedConfig):
         only(self, mamba_hidden_act=("silu", "swish"))
         kinds = set(self.layer_types or ("none",))
         if kinds - set(_LETTERS.values()):
-            raise ValueError(f"layers_block_type: {sorted(kinds)} are not all known")
+            raise ValueError(f"layers_block_type: {sorted(kinds)} contain unknown kinds")
         if self.mamba_num_heads % self.n_groups:
             raise ValueError(
                 f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"

@@ -58,8 +58,8 @@ class Olmo3Config(Olmo2Config):
         super().__attrs_post_init__()
         if self.rope_theta != _THETA and not self.rope_parameters:
             raise ValueError(
-                f"rope_theta: {self.rope_theta:g} is for one kind of layers or both, depending on "
-                "who reads it; rope_parameters says it for each"
+                f"rope_theta: {self.rope_theta:g} is ambiguous: it could apply to one kind of "
+                "layers or to both; use rope_parameters"
             )
 
     def layer_type(self, index: int) -> str:

@@ -55,7 +55,7 @@ class PhiHearingConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.time_reduction < 2 or self.time_reduction & (self.time_reduction - 1):
-            raise ValueError("time_reduction: a power of 2 is needed")
+            raise ValueError("time_reduction: must be a power of 2")
         if self.ext_pw_out_channel != self.hidden_size:
             raise ValueError("ext_pw_out_channel: other than hidden_size")
         if self.depthwise_separable_out_channel != self.hidden_size:

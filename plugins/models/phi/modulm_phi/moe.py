@@ -55,7 +55,7 @@ class PhimoeConfig(DecoderConfig):
         if rope.kind == "default" or factor is None:
             return rope
         if not isinstance(factor, int | float):
-            raise ValueError(f"{key}: {factor!r} is no number")
+            raise ValueError(f"{key}: {factor!r} is not a number")
         return evolve(rope, attention_factor=float(factor))
 
 

@@ -60,8 +60,8 @@ class Phi4MultimodalForCausalLM(MultimodalModel):
 
     def make_encoders(self, config: Phi4MultimodalConfig, b: Builder) -> None:
         log.warning(
-            "the checkpoint was trained with adapters for prompts with images and with sound: give "
-            "their folders as --lora-modules, and their names in requests"
+            "the checkpoint was trained with adapters for prompts with images and with audio: "
+            "pass their folders as --lora-modules, and their names in requests"
         )
         at, hidden = b.at("model.embed_tokens_extend"), config.hidden_size
         self.sight = PhiSight(config.vision, config.depth, hidden, at.at("image_embed"))

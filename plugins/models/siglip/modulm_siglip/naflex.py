@@ -40,7 +40,7 @@ class Siglip2VisionConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError("num_attention_heads: does not divide hidden_size")
         if round(self.num_patches**0.5) ** 2 != self.num_patches:
-            raise ValueError(f"num_patches: {self.num_patches} is no square")
+            raise ValueError(f"num_patches: {self.num_patches} is not a square")
 
 
 class NaflexConfig(SiglipConfig):

@@ -66,7 +66,7 @@ class T5Config:
     def __attrs_post_init__(self) -> None:
         kind = self.feed_forward_proj.split("-")
         if len(kind) > 2 or (len(kind) == 2 and kind[0] != "gated"):
-            raise ValueError(f"feed_forward_proj: {self.feed_forward_proj!r} is not known")
+            raise ValueError(f"feed_forward_proj: {self.feed_forward_proj!r} is unknown")
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
             raise ValueError("relative_attention_max_distance: less than its buckets hold")
 

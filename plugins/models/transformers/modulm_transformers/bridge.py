@@ -101,7 +101,7 @@ class TransformersForCausalLM(Module, Model):
             inputs = {"input_ids": tokens[None] % self.config.vocab_size}
             self._run(inputs, tokens[None], trace)
         if not trace.layers:
-            raise UnsupportedError(f"{name} does not hand its attention our arguments")
+            raise UnsupportedError(f"{name} does not pass our arguments to its attention")
         self.layers = trace.layers
 
     def forward(self, batch: Batch) -> Tensor:
@@ -255,14 +255,14 @@ def _attend(
     if modulm is None:
         raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
     if attention_mask is not None:
-        raise UnsupportedError(f"{type(module).__name__} builds a mask of its own")
+        raise UnsupportedError(f"{type(module).__name__} builds its own mask")
     for name, argument in more.items():
         if isinstance(argument, Tensor) and name not in _HARMLESS:
             raise UnsupportedError(
                 f"{type(module).__name__}: not supported yet: attention argument {name}"
             )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError(f"{type(module).__name__} attends in both directions")
+        raise UnsupportedError(f"{type(module).__name__} uses bidirectional attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
     request = _AttentionRequest(scale, sliding_window or None, softcap or 0.0, sinks)

@@ -72,7 +72,7 @@ class TransformersConfig:
         if not isinstance(getattr(text, "vocab_size", None), int):
             raise UnsupportedError(f"{name}: not a text model: {file} has no vocab_size")
         if name.endswith(_DIFFUSION):
-            raise UnsupportedError(f"{name}: not supported yet: blocks of text by diffusion")
+            raise UnsupportedError(f"{name}: not supported yet: block diffusion")
         generates = name.endswith(_GENERATING) or not name.endswith(_POOLING)
         if (kind := model_kind(settings.to_dict())) is not None:
             raise UnsupportedError(f"{name} is {kind}")

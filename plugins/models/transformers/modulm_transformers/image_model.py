@@ -48,7 +48,7 @@ class TransformersWithImages(TransformersForCausalLM):
         self.base = self.embedder.get_decoder()
         name = self.config.model.__name__
         if self.base is self.embedder:
-            raise UnsupportedError(f"{name} has no decoder of its own")
+            raise UnsupportedError(f"{name} has no separate decoder")
         more = [name for name in signature(self.base.forward).parameters if name not in _OF_TEXT]
         if more:
             raise UnsupportedError(f"{name}: not supported yet: decoder inputs {', '.join(more)}")

@@ -54,7 +54,7 @@ class AlignmentPooler(Pooler):
         table: Mapping[str, object],
         settings: Mapping[str, object],
     ) -> type[Model]:
-        raise UnsupportedError(f"{self.name} converts no models")
+        raise UnsupportedError(f"{self.name} does not convert models")
 
     def tasks(
         self, checkpoint: Checkpoint, model: Model, settings_: Mapping[str, object]
@@ -77,7 +77,7 @@ class AlignmentPooler(Pooler):
     def inputs(
         self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
     ) -> PoolingInputs:
-        raise RequestError("the model pools no texts", "task")
+        raise RequestError("the model does not pool text", "task")
 
     def _heads(self, checkpoint: Checkpoint, model: Any) -> list[list[int]]:
         """(layer, head) of the alignment heads.

@@ -25,8 +25,8 @@ class WhisperFamily(MediaFamily):
         hears = self.processor.feature_extractor
         if len(sound.samples) > hears.n_samples:
             raise RequestError(
-                f"audio of {sound.seconds:.1f} seconds: the model hears {hears.chunk_length} at "
-                "once; /v1/audio/transcriptions cuts longer sound",
+                f"audio of {sound.seconds:.1f} seconds: the model accepts "
+                f"{hears.chunk_length}; /v1/audio/transcriptions splits longer audio",
                 "multi_modal_data",
             )
         try:

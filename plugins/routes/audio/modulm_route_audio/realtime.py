@@ -241,7 +241,7 @@ class _Session:
         if self._buffer.size // 2 < least:
             seconds = self._buffer.size / 2 / self._settings.rate
             message = (
-                f"the buffer has {seconds:.2f} s of audio; at least {_SHORTEST:g} s are needed"
+                f"the buffer has {seconds:.2f} s of audio; at least {_SHORTEST:g} s are required"
             )
             raise ApiError(400, message, code="input_audio_buffer_commit_empty")
         await self._submit(self._buffer.drop(self._buffer.size // 2))

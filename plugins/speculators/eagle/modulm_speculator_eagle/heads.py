@@ -88,7 +88,7 @@ class Head(Module, Model):
 
     def _of(self) -> Target:
         if self.target is None:
-            raise UnsupportedError("an EAGLE head runs beside its target only")
+            raise UnsupportedError("an EAGLE head requires its target model")
         return self.target
 
     @classmethod
@@ -213,7 +213,7 @@ class Beside(Module):
         """x: [tokens, inputs], the first input; the second is `state`."""
         own, state, self.state = self.first(x), self.state, None
         if state is None:
-            raise UnsupportedError("an EAGLE-3 layer runs beside hidden states only")
+            raise UnsupportedError("an EAGLE-3 layer requires hidden states")
         both: Tensor = self.first.method.ops.add(own, self.second(state))
         return both
 

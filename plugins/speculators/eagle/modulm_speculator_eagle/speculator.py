@@ -131,7 +131,7 @@ def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
     """Raise ConfigError for a head of another model family or another target."""
     name = str((table.get("architectures") or [""])[0])
     if not any(family in name.lower() for family in _FAMILIES):
-        words = f"model {model}: {name} is no EAGLE head of a kind that is known: not yet"
+        words = f"model {model}: {name} is no EAGLE head of a kind that is known: not supported yet"
         raise ConfigError("speculative_config", words)
     wanted = {"vocab_size": _target_table(target).get("vocab_size")}
     given = table.get("target_hidden_size") or table.get("hidden_size")

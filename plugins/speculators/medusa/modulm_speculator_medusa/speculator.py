@@ -142,17 +142,17 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
         elif output := next(filter(None, (p.match(name) for p in _OUTPUTS)), None):
             outputs[int(output[1])] = tensor
         elif name not in (_ALL_OUTPUTS, _WORDS):
-            raise ValueError(f"{name} is no part of Medusa heads")
+            raise ValueError(f"{name} is not part of Medusa heads")
     table = checkpoint.config
     count = int(table.get("medusa_num_heads") or table.get("num_heads") or len(blocks))
     if sorted(blocks)[:count] != list(range(count)) or not count:
-        raise ValueError(f"{count} heads are announced, {len(blocks)} are there")
+        raise ValueError(f"{count} heads are declared, but {len(blocks)} exist")
     like = target.embeddings(torch.zeros(1, dtype=torch.int64, device=target.platform.device))
     width = like.shape[1]
 
     def placed(tensor: Tensor, *shape: int) -> Tensor:
         if tensor.shape != shape:
-            raise ValueError(f"{list(tensor.shape)} where {list(shape)} is needed")
+            raise ValueError(f"{list(tensor.shape)} where {list(shape)} is required")
         return tensor.to(like.device, like.dtype)
 
     words = stored.get(_WORDS)

@@ -87,7 +87,7 @@ class Predictor(Module, Model):
     @property
     def _target(self) -> Target:
         if self.target is None:
-            raise UnsupportedError("a layer that drafts runs beside its model only")
+            raise UnsupportedError("an MTP layer requires its target model")
         return self.target
 
 
@@ -100,7 +100,7 @@ def predictor_of(family: type[Model]) -> type[Predictor]:
 def _layer(family: type[Model], config: Any) -> MtpLayer:
     found = family.mtp(config)
     if found is None:
-        raise UnsupportedError(f"{family.__name__} has no layer that drafts tokens")
+        raise UnsupportedError(f"{family.__name__} has no MTP layer")
     return found
 
 
@@ -112,7 +112,7 @@ def _parts(of: MtpLayer) -> tuple[str, str]:
 def _halves(of: MtpLayer, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Split a weight [outputs, 2 inputs] into the parts for the two inputs."""
     if name != f"{of.project}.weight":
-        raise UnsupportedError(f"{name}: this map in such a quantization: not yet")
+        raise UnsupportedError(f"{name}: this projection with this quantization: not supported yet")
     width = tensor.shape[-1] // 2
     for part, half in zip(_parts(of), (tensor[:, :width], tensor[:, width:]), strict=True):
         yield f"{part}.weight", half

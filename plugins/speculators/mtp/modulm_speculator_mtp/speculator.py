@@ -33,7 +33,9 @@ class MtpOptions(Options):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.draft_tensor_parallel_size != 1:
-            raise ConfigError("draft_tensor_parallel_size", "only 1: a layer is not cut")
+            raise ConfigError(
+                "draft_tensor_parallel_size", "only 1: MTP layers are not split over ranks"
+            )
 
 
 class Mtp(HiddenChain):

@@ -79,8 +79,8 @@ class FilesBackend(WeightTransferBackend):
         """Open an update. info: `path`, a folder below the configured one."""
         path, root = info.get("path"), self.config.folder.resolve()
         if not isinstance(path, str):
-            raise RequestError("path: the folder of the update is needed", "path")
+            raise RequestError("path: must be the folder of the update", "path")
         folder = (root / path).resolve()
         if not folder.is_relative_to(root) or not folder.is_dir():
-            raise RequestError(f"path: {path} is no folder below that of the backend", "path")
+            raise RequestError(f"path: {path} is not a folder inside that of the backend", "path")
         return _Refusing(_Files(folder))

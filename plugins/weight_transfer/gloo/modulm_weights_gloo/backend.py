@@ -38,7 +38,7 @@ class GlooBackend(WeightTransferBackend):
         kinds = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int}
         for key, kind in kinds.items():
             if type(info.get(key)) is not kind:
-                raise RequestError(f"{key} is needed in init_info", key)
+                raise RequestError(f"{key} is required in init_info", key)
         first, size = info["rank_offset"], info["world_size"]
         if first < 1 or first + self.ranks > size:
             message = f"{size} has no room for a trainer and {self.ranks} workers from {first} on"

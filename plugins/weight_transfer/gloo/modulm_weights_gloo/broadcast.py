@@ -25,7 +25,7 @@ def open_group(address: str, port: int, rank: int, size: int, seconds: float) ->
         store = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
         return dist.ProcessGroupGloo(store, rank, size, limit)
     except (RuntimeError, dist.DistError) as error:
-        raise EngineError(f"the trainer cannot be met at {address}:{port}: {error}") from error
+        raise EngineError(f"cannot connect to the trainer at {address}:{port}: {error}") from error
 
 
 def _send(group: Any, data: Tensor) -> None:
@@ -96,7 +96,7 @@ class ReceivedTensors:
         self._group, self._tensors = group, read_tensor_info(info)
         for name, dtype, _ in self._tensors:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise RequestError(f"{name}: {dtype!r} is no dtype", "update_info")
+                raise RequestError(f"{name}: {dtype!r} is not a dtype", "update_info")
 
     def index(self) -> Mapping[str, StoredTensor]:
         return {
@@ -112,7 +112,7 @@ class ReceivedTensors:
             try:
                 _send(self._group, tensor.view(-1).view(torch.uint8))
             except RuntimeError as error:
-                raise EngineError(f"{name} did not come from the trainer: {error}") from error
+                raise EngineError(f"{name} was not received from the trainer: {error}") from error
             yield name, tensor
 
     def close(self) -> None:

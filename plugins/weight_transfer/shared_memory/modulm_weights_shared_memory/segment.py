@@ -34,7 +34,7 @@ def _layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Iterator[tup
     for name, dtype, shape in tensors:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
-            raise RequestError(f"{name}: {dtype!r} is no dtype", "update_info")
+            raise RequestError(f"{name}: {dtype!r} is not a dtype", "update_info")
         size = prod(shape) * kind.itemsize
         yield name, offset, size
         offset += -(-size // _ALIGNED) * _ALIGNED
@@ -115,7 +115,7 @@ class SharedTensors:
     def __init__(self, info: Mapping[str, Any]) -> None:
         name = info.get("segment")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RequestError("segment: the name that SharedWeights gives is needed", "segment")
+            raise RequestError("segment: must be the name that SharedWeights returns", "segment")
         self._tensors = read_tensor_info(info)
         self._memory = _mapped(_FOLDER / name)
         self._places = {}
@@ -123,7 +123,7 @@ class SharedTensors:
             self._tensors, _layout(self._tensors), strict=True
         ):
             if offset + size > len(self._memory):
-                raise RequestError(f"{tensor} ends behind the shared memory", "update_info")
+                raise RequestError(f"{tensor} exceeds the shared memory", "update_info")
             self._places[tensor] = dtype, shape, offset, size
 
     def index(self) -> Mapping[str, StoredTensor]:
@@ -149,7 +149,7 @@ def _mapped(path: Path) -> mmap.mmap:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise RequestError(f"segment: {path.name} is not this user's", "segment")
+            raise RequestError(f"segment: {path.name} does not belong to this user", "segment")
         # A private mapping, because torch requires writable memory.
         return mmap.mmap(
             handle, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE

@@ -98,5 +98,5 @@ def test_what_does_not_fit_is_refused(op):
         op(torch.zeros(3, 147), torch.zeros(3, 63), groups_of([1, 1, 1]), table)
     with pytest.raises(ValueError, match="x must have as many rows as there are slots"):
         op(torch.zeros(3, 147), torch.zeros(3, 64), groups_of([1, 1]), table)
-    with pytest.raises(ValueError, match="4 pieces where there is room for 3"):
+    with pytest.raises(ValueError, match="4 pieces, but the limit is 3"):
         table.put(1, [LoraPiece(torch.zeros(1, 64), torch.zeros(1, 8))] * 4)

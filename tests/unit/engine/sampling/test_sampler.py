@@ -208,7 +208,7 @@ def test_rows_without_a_choice_fail_alone() -> None:
     got = pick(sampler, [0, 1, 2, 3], x)
     assert got.tokens.tolist() == [int(x[0].argmax()), -1, -1, -1]
     assert "NaN" in got.errors[1].message
-    assert "no token is left" in got.errors[2].message
+    assert "no token can be sampled" in got.errors[2].message
     assert "infinite" in got.errors[3].message
 
 

@@ -286,6 +286,6 @@ def test_chunks_do_not_end_inside_of_whole_items() -> None:
         assert seen.tokens["a"] == reference_tokens(words, 1)
         if whole:
             long = Request(id="b", prompt=[7] * 9, params=SamplingParams(), media=[item("x", 0, 7)])
-            with pytest.raises(RequestError, match="7 tokens at once: a step takes 6"):
+            with pytest.raises(RequestError, match="7 tokens at once, but a step takes at most 6"):
                 engine.scheduler.planners["media"].check(long)
         executor.stop()

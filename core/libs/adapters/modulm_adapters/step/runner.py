@@ -69,7 +69,7 @@ class AdapterRunner(PartRunner):
         if value.name not in self._filled:
             slots = [slot for slot, name in self._assigned.items() if name == value.name]
             if not slots:
-                raise EngineError(f"adapter {value.name!r} was given no slot")
+                raise EngineError(f"adapter {value.name!r} has no slot")
             self._fill(slots[0], value.name)
         self._slots[start.row] = self._filled[value.name]
         self._firsts[start.row] = value.first

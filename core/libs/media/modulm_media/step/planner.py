@@ -36,7 +36,7 @@ class NoEncoders(PartPlanner):
 
     def check(self, request: Request) -> None:
         if any(item.encoded for item in request.media):
-            raise RequestError("the model takes no media", "prompt")
+            raise RequestError("the model does not support media", "prompt")
 
     def row_value(self, request: Request) -> MediaRow | None:
         return _row_value(request)
@@ -84,12 +84,15 @@ class EncoderPlanner(PartPlanner):
         lengths = [item.length for item in request.media if item.encoded]
         needed = sum(lengths) if self._whole else max(lengths, default=0)
         if needed > most:
-            raise RequestError(f"media of {needed} tokens: an encoder step takes {most}", "prompt")
+            raise RequestError(
+                f"media of {needed} tokens, but an encoder step takes at most {most}", "prompt"
+            )
         spans = [span for item in request.media for span in self._spans(item)]
         longest = max((end - first for first, end in spans), default=0)
         if longest > self._chunk:
             raise RequestError(
-                f"media that take {longest} tokens at once: a step takes {self._chunk}", "prompt"
+                f"media that take {longest} tokens at once, but a step takes at most {self._chunk}",
+                "prompt",
             )
 
     def begin(self, decoding: bool) -> None:

@@ -154,7 +154,7 @@ class MediaRunner(PartRunner):
             if len(output) != item.length:
                 raise EngineError(
                     f"the encoder gave {len(output)} embeddings for an item of kind {item.kind!r} "
-                    f"that stands at {item.length} tokens"
+                    f"with {item.length} tokens"
                 )
             # Encoder outputs may be views of one large tensor, which would stay allocated.
             self._outputs[item.hash] = output.clone()

@@ -45,8 +45,8 @@ class DraftsPart(StepPart):
         if several and (drafter.caches or parallel.pipeline_parallel_size > 1):
             raise ConfigError(
                 "speculative_config",
-                "a drafter with caches of its own, or over pipeline stages, does not run on "
-                "several ranks yet: use an ngram or suffix drafter with tensor parallelism",
+                "not supported yet on several ranks: a drafter with its own caches, or with "
+                "pipeline stages: use an ngram or suffix drafter with tensor parallelism",
             )
         return DraftRunner(drafter)
 

@@ -139,7 +139,7 @@ class DraftRunner(PartRunner):
         try:
             return question(self._drafter)
         except Exception:
-            log.exception("drafter %s failed: it is switched off", self._drafter.name)
+            log.exception("drafter %s failed and is disabled", self._drafter.name)
             self._drafter = None
             return None
 

@@ -128,10 +128,10 @@ class AdapterRegistry:
         if adapter.name in self._core.info.models:
             raise RequestError(f"{adapter.name!r} is the name of the model itself", "lora_name")
         if adapter.name in self._loading:
-            raise RequestError(f"adapter {adapter.name!r} is being loaded already", "lora_name")
+            raise RequestError(f"adapter {adapter.name!r} is already being loaded", "lora_name")
         if adapter.name in self._current and not replace:
             raise RequestError(
-                f"adapter {adapter.name!r} is loaded already; load_inplace: true loads it anew",
+                f"adapter {adapter.name!r} is already loaded; load_inplace: true reloads it",
                 "lora_name",
             )
 
@@ -250,7 +250,7 @@ class AdapterRegistry:
                 self._core.submit(*left)
         except Exception as error:
             if not isinstance(error, ModulmError):
-                log.exception("an adapter's requests could not be handed in")
+                log.exception("the requests of an adapter could not be submitted")
             ends = [Finish(request.id, "error", None, error) for request in requests]
             self.release(ends)
             self._deliver(StepEvents(finished=ends))

@@ -149,7 +149,7 @@ class AsyncLLM(EngineClient):
         if config.parallel.disable_frontend_multiprocessing:
             raise ConfigError(
                 "data_parallel_size",
-                "replicas are processes of their own: leave out --disable-frontend-multiprocessing",
+                "replicas run in separate processes: remove --disable-frontend-multiprocessing",
             )
         from modulm_server.engine.replicas import ReplicaSet
 

@@ -124,11 +124,11 @@ class EngineClient(Training, ABC):
         future may be awaited on any thread. It raises RequestError for a name in use or files that
         do not fit.
         """
-        raise UnsupportedError("this engine takes no adapters")
+        raise UnsupportedError("this engine does not support adapters")
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Unload an adapter; its running requests finish normally. The future raises NotFound."""
-        raise UnsupportedError("this engine takes no adapters")
+        raise UnsupportedError("this engine does not support adapters")
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
@@ -177,11 +177,11 @@ class EngineClient(Training, ABC):
 
         Raises UnsupportedError without --profiler-config, RequestError if already recording.
         """
-        raise UnsupportedError("this engine takes no profiles")
+        raise UnsupportedError("this engine does not support profiling")
 
     async def stop_profile(self) -> None:
         """Stop recording and write the trace. Raises RequestError if not recording."""
-        raise UnsupportedError("this engine takes no profiles")
+        raise UnsupportedError("this engine does not support profiling")
 
     async def collective_rpc(
         self,
@@ -239,5 +239,5 @@ class EngineClient(Training, ABC):
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises NotFound if there is none."""
         if self.tokenizer is None:
-            raise NotFound("there is no tokenizer: skip_tokenizer_init was given")
+            raise NotFound("no tokenizer is loaded: skip_tokenizer_init is set")
         return self.tokenizer

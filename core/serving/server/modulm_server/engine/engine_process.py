@@ -485,7 +485,7 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     tls = None
     if listening.family != socket.AF_UNIX:
         if secret_file is None:
-            raise EngineError("an engine that is reached over TCP needs a secret")
+            raise EngineError("an engine on TCP requires a secret")
         tls = tls_contexts(read_secret(secret_file))
     server = _SocketServer(socket.socket(fileno=owner), listening, tls)
     try:

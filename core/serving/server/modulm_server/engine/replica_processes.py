@@ -131,7 +131,7 @@ def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[A
         client.check_call(call)
     answers = call_all(clients, lambda one: of_replica(one[0], one[1].call_workers(call)))
     if answers is None:
-        raise EngineStalled("no replica takes requests")
+        raise EngineStalled("no replica accepts requests")
     return then(answers, lambda each: list(chain.from_iterable(each)))
 
 
@@ -145,7 +145,7 @@ def run_weights(
     clients = [client for _, client in _all_clients(replicas)]
     answers = call_all(clients, lambda client: client.run_weights(operation, arguments))
     if answers is None:
-        raise EngineStalled("no replica takes requests")
+        raise EngineStalled("no replica accepts requests")
     return then(answers, lambda states: {**states[0], "busy": any(s["busy"] for s in states)})
 
 

@@ -194,7 +194,7 @@ class ReplicaSet(EngineCoreClient):
             with suppress(EngineDead):
                 replica_set._attach(index, *replica_set._reach(index, None))
         if not any(replica.up for replica in replica_set._replicas):
-            raise EngineDead("no replica of the engine is there")
+            raise EngineDead("the engine has no replica")
         replica_set._start_watching()
         return replica_set
 
@@ -290,7 +290,7 @@ class ReplicaSet(EngineCoreClient):
         if replica.start is not None:
             wait = max((replica.due or 0.0) - time.monotonic(), 0.0)
             who = "all replicas" if self._shared else f"replica {replica.address.rank}"
-            log.error("%s: %s; started again in %.1f s", who, error, wait)
+            log.error("%s: %s; restarting in %.1f s", who, error, wait)
         for one in lost:
             self._tell(one)
 
@@ -351,7 +351,7 @@ class ReplicaSet(EngineCoreClient):
             client.close()
             return
         replica.restarts += 1
-        log.warning("replica %d is there again", replica.address.rank)
+        log.warning("replica %d is back", replica.address.rank)
         self._attach(index, client, ended)
 
     def _revive_all(self, group: SharedExperts) -> None:
@@ -382,7 +382,7 @@ class ReplicaSet(EngineCoreClient):
         if self._ended.is_set():
             group.close()
         else:
-            log.warning("all replicas are there again")
+            log.warning("all replicas are back")
 
     def _handle_failed_start(self, replica: Replica, error: Exception) -> None:
         with self._lock:
@@ -391,7 +391,7 @@ class ReplicaSet(EngineCoreClient):
             if replica.start is not None:
                 replica.reason = f"it does not start: {error}"
                 wait = min(_MOST, _BACKOFF * 2**replica.failed)
-                log.error("replica %d does not start: %s", replica.address.rank, error)
+                log.error("replica %d failed to start: %s", replica.address.rank, error)
             replica.due, replica.starting = time.monotonic() + wait, False
             owned = [r for r in self._replicas if r.start is not None]
             hopeless = bool(owned) and all(
@@ -422,7 +422,7 @@ class ReplicaSet(EngineCoreClient):
                 client.dump_stacks()
             self._tell(ReplicaLost(index, tuple(sequences), error))
         elif trouble is None and replica.stalled is not None:
-            log.warning("replica %d answers again", replica.address.rank)
+            log.warning("replica %d responds again", replica.address.rank)
             replica.stalled = None
             with suppress(EngineDead):
                 client.is_sleeping().add_done_callback(partial(self._handle_recovery, index))
@@ -464,7 +464,7 @@ class ReplicaSet(EngineCoreClient):
     def down(self) -> EngineError | None:
         reasons = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
         up = any(replica.up for replica in self._replicas)
-        return None if up else EngineStalled(f"no replica takes requests ({reasons})")
+        return None if up else EngineStalled(f"no replica accepts requests ({reasons})")
 
     def replica_index(self, sequences: Sequence[str]) -> int:
         with self._lock:
@@ -516,7 +516,7 @@ class ReplicaSet(EngineCoreClient):
         answers = call_all([client for _, client in self._available()], call, undo)
         if answers is None:
             answers = Future()
-            answers.set_exception(self.down or EngineStalled("no replica takes requests"))
+            answers.set_exception(self.down or EngineStalled("no replica accepts requests"))
         return answers
 
     def refresh_adapters(self) -> Future[None]:

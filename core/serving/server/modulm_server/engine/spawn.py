@@ -58,7 +58,7 @@ class EngineProcess:
             listener, self._folder = _listening(address)
         else:
             if secret_file is None:
-                raise EngineError("an engine that is reached over TCP needs a secret")
+                raise EngineError("an engine on TCP requires a secret")
             listener = listener.dup()
         self.address = address_of(listener)
         ours, theirs = socket.socketpair()
@@ -179,7 +179,7 @@ def connect(address: str, secret_file: str | None = None) -> Connection:
             peer.connect(address)
             return Connection(peer)
         if secret_file is None:
-            raise EngineError("an engine that is reached over TCP needs a secret")
+            raise EngineError("an engine on TCP requires a secret")
         host, _, port = address.rpartition(":")
         session = TlsSession(tls_contexts(read_secret(secret_file)))
         peer = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT)

@@ -65,12 +65,12 @@ class Watchdog:
         reason = self._core.trouble()
         if reason is None:
             if self._since is not None:
-                log.warning("the engine answers again, after %.0f s", now - self._since)
+                log.warning("the engine responds again, after %.0f s", now - self._since)
                 self._since = None
                 self._changed(None)
         elif self._since is None:
             self._since = now
-            log.error("the engine does not answer: %s", reason)
+            log.error("the engine does not respond: %s", reason)
             self._changed(EngineStalled(f"the engine does not answer: {reason}"))
             if self._config.dump_stacks:
                 self._core.dump_stacks()

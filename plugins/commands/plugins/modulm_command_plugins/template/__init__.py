@@ -127,7 +127,7 @@ def render(kind: str, name: str, into: Path) -> Path:
     names = names_of(kind, name)
     folder = into / names.distribution
     if folder.exists():
-        raise ConfigError("name", f"{folder} is there already")
+        raise ConfigError("name", f"{folder} already exists")
     for path, content in rendered(names).items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
