@@ -323,3 +323,16 @@ def _registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     HttpMetrics(registry)
     return registry
+
+
+def test_sources_of_kv_events(http: httpx.Client, make_server: ServerMaker) -> None:
+    assert http.get("/kv_event_sources").json() == []
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://10.0.0.1:5557", "topic": "kv"}
+    with make_server(kv_events_config=events, data_parallel_size=2).client() as client:
+        assert client.get("/kv_event_sources").json() == [
+            {
+                "data_parallel_rank": rank, "endpoint": f"tcp://10.0.0.1:{5557 + rank}",
+                "replay_endpoint": None, "topic": "kv",
+            }
+            for rank in range(2)
+        ]  # fmt: skip

@@ -27,7 +27,8 @@ class EngineInfo:
     the logits. eos: token ids that end a generation. defaults: the checkpoint's sampling defaults,
     by field of SamplingParams. tasks: what requests may ask for. notes: for people. description:
     from the executor. texts: how a pooling model's prompts are built. cache_tokens: capacity of the
-    KV cache in tokens; 0 if no layer caches whole sequences. parts: `Capacity.parts`.
+    KV cache in tokens, block_size: tokens per block; 0 if no layer caches whole sequences. parts:
+    `Capacity.parts`.
     """
 
     config: EngineConfig
@@ -45,6 +46,7 @@ class EngineInfo:
     description: ModelDescription = field(factory=ModelDescription)
     texts: TextRules = field(factory=TextRules)
     cache_tokens: int = 0
+    block_size: int = 0
     parts: Mapping[str, Mapping[str, Any]] = field(factory=dict)
 
     def limit(self, part: str, name: str) -> int:

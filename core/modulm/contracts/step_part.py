@@ -109,6 +109,12 @@ class BlockGroup(Protocol):
     def drop(self, blocks: Sequence[int]) -> None:
         """Unpin blocks pinned with `hold`."""
 
+    def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
+        """Call `watcher(name, True)` for each block that enters the prefix cache, and
+        `watcher(name, False)` for each that is evicted, on the engine's thread. Emptying the whole
+        cache is announced by `PartPlanner.forget` instead.
+        """
+
 
 class BlockCache(Protocol):
     """The block pools.
@@ -585,7 +591,9 @@ class StepPart(ABC):
         """Drop everything that belongs to the model. The runners have been closed."""
 
     def close(self) -> None:
-        """Release resources when the worker closes; may be called twice."""
+        """Release resources when the worker, or the engine that built the planner, stops; may be
+        called twice.
+        """
 
     # Requests that the worker knows before they have a row, until they have ended.
 

@@ -14,13 +14,14 @@ from modulm.contracts.policy import Candidate, Policy
 from modulm.contracts.requests import Finish, StepEvents, StepStats
 from modulm.contracts.step_part import StepPart
 from modulm.engine.core.loop import EngineLoop
+from modulm.engine.kv_cache.block_pool import NULL, BlockPool
 from modulm.engine.parts import open_parts
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import EngineDead, EngineError
 from modulm.plugins import manager
 
-__all__ = ["ByArrival", "Recorder", "check_empty", "make_engine", "step_parts"]
+__all__ = ["ByArrival", "Recorder", "check_empty", "free_blocks", "make_engine", "step_parts"]
 
 
 class ByArrival(Policy):
@@ -96,6 +97,15 @@ def step_parts(connector: KVConnector | None = None) -> tuple[StepPart, ...]:
     return (*parts, plugins.load("step_parts", "transfers")(connector))
 
 
+def free_blocks(pool: BlockPool) -> list[int]:
+    """Return the free blocks in the order in which they will be taken."""
+    blocks, block = [], pool._next[NULL]
+    while block != NULL:
+        blocks.append(block)
+        block = pool._next[block]
+    return blocks
+
+
 def check_empty(engine: EngineLoop) -> None:
     """Raise EngineError unless nothing is queued, running, or held in any pool or row."""
     scheduler = engine.scheduler
@@ -112,7 +122,7 @@ def check_empty(engine: EngineLoop) -> None:
     for number, group in enumerate(scheduler.cache.groups):
         left[f"blocks of group {number}"] = group.pool.used
         left[f"table of group {number}"] = int(group.tables.any())
-        left[f"free list of group {number}"] = len(group.pool.order()) != group.pool.free
+        left[f"free list of group {number}"] = len(free_blocks(group.pool)) != group.pool.free
     wrong = {name: value for name, value in left.items() if value}
     if wrong:
         raise EngineError(f"left behind: {wrong}")

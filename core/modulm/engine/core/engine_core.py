@@ -92,8 +92,8 @@ class EngineCore:
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
         made = _scheduler_class(self.config)
         limits = _limits(self.config, use, capacity, self.executor.describe().tasks)
-        parts = open_parts(self.config, plugins)
-        scheduler: Scheduler = made(limits, capacity, policy, parts)
+        self._parts = open_parts(self.config, plugins)
+        scheduler: Scheduler = made(limits, capacity, policy, self._parts)
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling and limits.stages == 1 else 1
         depth = max(depth, limits.stages)
@@ -148,6 +148,8 @@ class EngineCore:
             self._notify("modulm_engine_stopping")
         self.loop.stop()
         self.executor.stop()
+        for part in self._parts:
+            part.close()
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
@@ -190,6 +192,7 @@ def _info(
     notes: tuple[str, ...],
 ) -> EngineInfo:
     description = executor.describe()
+    whole = [group for group in capacity.groups if group.kind == "attention" and not group.window]
     return EngineInfo(
         config=config,
         models=config.model.served_model_name or (config.model.model,),
@@ -203,13 +206,7 @@ def _info(
         tasks=description.tasks,
         notes=notes,
         description=description,
-        cache_tokens=max(
-            (
-                group.block_size * group.blocks
-                for group in capacity.groups
-                if group.kind == "attention" and group.window is None
-            ),
-            default=0,
-        ),
+        block_size=max((group.block_size for group in whole), default=0),
+        cache_tokens=max((group.block_size * group.blocks for group in whole), default=0),
         parts=capacity.parts,
     )

@@ -50,14 +50,6 @@ class BlockPool:
         """Return the block's reference count."""
         return self._refs[block]
 
-    def order(self) -> list[int]:
-        """Return the free blocks in the order in which they will be taken (for tests)."""
-        blocks, block = [], self._next[NULL]
-        while block != NULL:
-            blocks.append(block)
-            block = self._next[block]
-        return blocks
-
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each. Raises EngineError if fewer are free."""
         if count > self.free:

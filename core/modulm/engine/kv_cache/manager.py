@@ -9,7 +9,7 @@ groups or for none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,10 @@ class BlockTables(ABC):
     def drop(self, blocks: Sequence[int]) -> None:
         """Unpin blocks pinned with `hold`."""
         self.pool.release(blocks)
+
+    def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
+        """Report blocks that enter and leave the prefix cache; see `BlockGroup.watch`."""
+        self.index.watchers.append(watcher)
 
     @abstractmethod
     def most(self, chunk: int) -> int:
@@ -403,9 +407,8 @@ class KVCacheManager:
 
     def reserve(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Allocate blocks for tokens up to `ends`, as many as are free."""
-        paged = [group for group in self.groups if not isinstance(group, _State)]
-        lacks = [group.lack(rows, ends) for group in paged]
-        for group, lack in zip(paged, lacks, strict=True):
+        for group in self.groups:
+            lack = None if isinstance(group, _State) else group.lack(rows, ends)
             if lack is not None and group.price(lack) <= group.pool.free:
                 self._changes += 1
                 group.extend(rows, lack)

@@ -148,9 +148,13 @@ class Chain:
 
 
 class PrefixIndex:
-    """Maps names to blocks of one pool. Of blocks with equal content the first one is kept."""
+    """Maps names to blocks of one pool. Of blocks with equal content the first one is kept.
+
+    watchers: see `BlockGroup.watch`.
+    """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[bytes, bool], None]] = []
         self._block: dict[bytes, int] = {}
         self._name: dict[int, bytes] = {}
 
@@ -163,11 +167,16 @@ class PrefixIndex:
             return False
         self._block[name] = block
         self._name[block] = name
+        for watcher in self.watchers:
+            watcher(name, True)
         return True
 
     def forget(self, block: int) -> None:
         """Remove a block that is about to be overwritten."""
-        del self._block[self._name.pop(block)]
+        name = self._name.pop(block)
+        del self._block[name]
+        for watcher in self.watchers:
+            watcher(name, False)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from modulm.engine.kv_cache.block_pool import NULL, BlockPool
 from modulm.errors import EngineError
+from modulm.testing.engines import free_blocks
 
 BLOCKS = 12
 
@@ -64,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert self.pool.order() == self.free
+        assert free_blocks(self.pool) == self.free
         assert self.pool.free == len(self.free)
         assert self.pool.used == BLOCKS - 1 - len(self.free)
         for block in range(1, BLOCKS):
@@ -82,7 +83,7 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
         pool.mark(block)
     pool.release(second)
     pool.release(first)
-    assert pool.order() == [*reversed(second), *reversed(first)]
+    assert free_blocks(pool) == [*reversed(second), *reversed(first)]
 
 
 def test_releasing_twice_is_an_error() -> None:

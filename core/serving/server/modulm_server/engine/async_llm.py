@@ -47,7 +47,7 @@ from modulm_server.engine.core_client import (
     ThreadCoreClient,
     WorkerCall,
 )
-from modulm_server.engine.metrics import Metrics, ReplicaMetrics
+from modulm_server.engine.metrics import Metrics, ReplicaMetrics, cache_labels
 from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import ServerConfig, WatchdogConfig
@@ -180,7 +180,7 @@ class AsyncLLM(EngineClient):
         self.tokenizer = core.tokenizer()
         ranks = core.ranks or (self._rank,)
         adapters = info.limit("adapters", "slots")
-        each = [Metrics(info.models[0], str(rank), adapters) for rank in ranks]
+        each = [Metrics(info.models[0], str(rank), adapters, cache_labels(info)) for rank in ranks]
         if adapters:
             for metrics in each:
                 metrics.in_use = self._adapters_in_use

@@ -7,7 +7,8 @@ are built only when scraped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,10 +25,11 @@ from prometheus_client.registry import Collector
 from modulm.contracts.sampling import PoolingParams
 
 if TYPE_CHECKING:
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.outputs import Finished
     from modulm.contracts.requests import StepStats
 
-__all__ = ["Histogram", "Metrics", "ReplicaMetrics"]
+__all__ = ["Histogram", "Metrics", "ReplicaMetrics", "cache_labels"]
 
 _PREFIX = "modulm:"
 _SECONDS = (
@@ -117,8 +119,8 @@ class Histogram:
 class Metrics(Collector):
     """Metrics of one front end's requests and of its engine's steps.
 
-    adapters: maximum number in one step. SHARED: metrics that all front ends of an engine count
-    alike, because each receives all steps.
+    adapters: maximum number in one step. cache: labels of `cache_config_info`. SHARED: metrics that
+    all front ends of an engine count alike, because each receives all steps.
     """
 
     SHARED = frozenset(
@@ -131,8 +133,15 @@ class Metrics(Collector):
         )
     )
 
-    def __init__(self, model_name: str, engine: str = "0", adapters: int = 0) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engine: str = "0",
+        adapters: int = 0,
+        cache: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._labels = (model_name, engine)
+        self._cache = cache
         #: Names of the adapters of waiting and running requests; None without adapters.
         self.in_use: Callable[[], tuple[Iterable[str], Iterable[str]]] | None = None
         self._slots = adapters
@@ -257,6 +266,14 @@ class Metrics(Collector):
             counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
             yield counter
+        if self._cache:
+            info = GaugeMetricFamily(
+                _PREFIX + "cache_config_info",
+                "Settings of the KV cache, as labels; the value is 1.",
+                labels=(*names, *self._cache),
+            )
+            info.add_metric((*self._labels, *self._cache.values()), 1)
+            yield info
         at = CounterMetricFamily(
             _PREFIX + _AT, "Drafted tokens that were accepted, by position in the draft.",
             labels=(*names, "position"),
@@ -304,6 +321,23 @@ class Metrics(Collector):
             for adapter, counts in self._by_adapter.items():
                 counter.add_metric((*self._labels, adapter), getattr(counts, name))
             yield counter
+
+
+def cache_labels(info: EngineInfo) -> dict[str, str]:
+    """Return the labels of `cache_config_info`: flags of the cache, and its blocks.
+
+    num_gpu_blocks: of layers that cache whole sequences, as in vLLM, whatever the device.
+    """
+    cache = info.config.cache
+    names = (
+        "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes",
+        "num_gpu_blocks_override", "prefix_caching_hash_algo",
+    )  # fmt: skip
+    labels = {name: str(getattr(cache, name)) for name in names}
+    labels["block_size"] = str(info.block_size)
+    labels["cache_dtype"] = cache.kv_cache_dtype
+    labels["num_gpu_blocks"] = str(info.cache_tokens // max(info.block_size, 1))
+    return labels
 
 
 def _add_each(known: list[int], now: Sequence[int]) -> None:

@@ -104,7 +104,7 @@ def make_router(info: EngineInfo, replicas: int) -> Router:
     cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
     caches_prefixes = cache.enable_prefix_caching is not False
     return Router(
-        replicas, cache.block_size or 16,
+        replicas, info.block_size or 16,
         info.cache_tokens if caches_prefixes else 0,
         cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
     )  # fmt: skip
