@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from modulm.errors import ConfigError
 from modulm_route_files import store
 from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
@@ -72,9 +73,31 @@ def test_files_outlive_a_server_that_was_told_where(
     with again.client(**other) as http:
         assert http.get(f"/v1/files/{source['id']}").status_code == 404
         assert http.get(f"/v1/batches/{batch['id']}").status_code == 404
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "kept").iterdir()}
+    folders = [path for path in (tmp_path / "kept").iterdir() if path.is_dir()]
+    modes = {path.stat().st_mode & 0o777 for path in folders}
     assert modes == {0o700}
     assert not any(b"one" in path.read_bytes() for path in tmp_path.rglob("*.json"))
+
+
+def test_a_folder_of_a_newer_release_is_refused_as_it_is(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    """The next release reads what this one wrote, and says so by its version."""
+    note = tmp_path / "format.json"
+    with make_server(file_storage_path=str(tmp_path)).client() as http:
+        card = upload(http, line("a")).json()
+    assert json.loads(note.read_text()) == {"version": store.FORMAT}
+    note.unlink()  # as releases before the note left it
+    with make_server(file_storage_path=str(tmp_path)).client() as http:
+        assert http.get(f"/v1/files/{card['id']}").json() == card
+    note.write_text(json.dumps({"version": store.FORMAT + 1}))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ConfigError, match="written by a newer release"):
+        make_server(file_storage_path=str(tmp_path))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    note.write_text("[")
+    with pytest.raises(ConfigError, match="format.json cannot be read"):
+        make_server(file_storage_path=str(tmp_path))
 
 
 def test_a_batch_goes_on_where_the_last_server_stopped(

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,40 @@ def test_a_replica_that_is_killed(serving: Serving, rank: int) -> None:
     assert all(ask(serving, [n, n, n]).status_code == 200 for n in range(30, 38))
 
 
+def test_a_rolling_restart_loses_nothing(serving: Serving) -> None:
+    """SIGUSR2 to both machines while requests keep coming: all of them are answered."""
+    before = [replica["restarts"] for replica in serving.health()["replicas"]]
+    after = [count + 1 for count in before]
+
+    def restarted() -> bool:
+        return [r["restarts"] for r in serving.health()["replicas"]] == after and serving.well()
+
+    async def main() -> set[str]:
+        ends: set[str] = set()
+        complete = asyncio.Event()
+
+        async def caller(http: httpx.AsyncClient, number: int) -> None:
+            while not complete.is_set():
+                ends.add(await _stream(http, [number, 8], 100))
+                ends.add(await _plain(http, [number, 9], 10))
+
+        async with httpx.AsyncClient(base_url=serving.url, timeout=300) as http:
+            callers = [asyncio.create_task(caller(http, 40 + n)) for n in range(3)]
+            serving.process.send_signal(signal.SIGUSR2)
+            await asyncio.to_thread(
+                until, lambda: serving.health()["replicas"][0]["restarts"] == after[0], "no restart"
+            )
+            await asyncio.to_thread(until, serving.well, "the first did not come back")
+            assert serving.others is not None
+            serving.others.send_signal(signal.SIGUSR2)
+            await asyncio.to_thread(until, restarted, "the second did not come back")
+            complete.set()
+            await asyncio.gather(*callers)
+        return ends
+
+    assert asyncio.run(main()) == {"done"}
+
+
 def test_a_short_soak(serving: Serving) -> None:
     """Streams, answers and callers that leave while replicas are killed twice: each request is
     answered or fails with an error that says why, and in the end nothing is held.
@@ -282,7 +317,9 @@ def test_a_short_soak(serving: Serving) -> None:
 
     ends = asyncio.run(main())
     # Both replicas may seem dead to a server process that has not reached the first one again.
-    assert set(ends) <= {"done", "left", "replica_died", "engine_stalled", "overloaded"}, ends
+    assert set(ends) <= {
+        "done", "left", "replica_died", "engine_stalled", "engine_restarting", "overloaded",
+    }, ends  # fmt: skip
     assert ends["done"] > 60
     until(lambda: serving.get("/load").json() == {"server_load": 0}, "requests are left")
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -295,27 +332,34 @@ def parallel(tiny_folder: Path, tmp_path: Path) -> Iterator[Serving]:
     port, _ = free_ports()
     log = tmp_path / "server.log"
     command = [*flags(tiny_folder), "-tp", "2", "--port", str(port)]
+    command += ["--engine-heartbeat-timeout", "600"]
     server = Serving(launched(log, *command), f"http://127.0.0.1:{port}", log)
     try:
         until(lambda: server.status() == 200, "it did not start")
         yield server
     finally:
-        server.process.kill()
+        for pid in (*family(server.process.pid)[1:], server.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         server.process.wait()
         print(log.read_text()[-3000:])
 
 
-def test_a_killed_rank_is_told_and_a_killed_server_leaves_nothing(
+def test_a_stopped_rank_is_told_and_a_killed_engine_leaves_nothing(
     parallel: Serving, tmp_path: Path
 ) -> None:
+    """The heartbeat's timeout alone would tell after ten minutes here."""
     pids = family(parallel.process.pid)
     workers = [pid for pid in pids if "worker_process" in command_of(pid)]
     assert len(workers) == 2
     memory = set(os.listdir("/dev/shm"))
-    os.kill(workers[1], signal.SIGKILL)
-    until(lambda: parallel.status() == 503, "/health did not tell", SOON)
-    parallel.process.kill()
-    parallel.process.wait()
+    os.kill(workers[1], signal.SIGSTOP)
+    print("stopped rank:", until(lambda: parallel.status() == 503, "/health did not tell", SOON))
+    os.kill(workers[1], signal.SIGCONT)
+    until(lambda: parallel.status() == 200, "it did not recover")
+    os.kill(parallel.engine(0), signal.SIGKILL)
+    print("dead engine:", until(lambda: parallel.status() != 200, "/health did not tell", SOON))
+    assert parallel.process.wait(300) == 1
     until(lambda: not any(map(alive, pids)), "processes were left behind")
     assert set(os.listdir("/dev/shm")) <= memory
     until(

@@ -132,6 +132,16 @@ def test_npcache_is_made_anew_when_the_checkpoint_changes(folder, expected):
     assert [file.name for file in folder.iterdir() if file.name.startswith("np")] == ["np"]
 
 
+def test_npcache_of_another_release_is_made_anew(folder, expected):
+    pickled(folder)
+    logprobs(folder, load_format="npcache")
+    notes = folder / "np" / "cache.json"
+    written = json.loads(notes.read_text())
+    notes.write_text(json.dumps({**written, "version": written["version"] + 1, "dtypes": 7}))
+    assert torch.equal(logprobs(folder, load_format="npcache"), expected)
+    assert json.loads(notes.read_text()) == written
+
+
 class Runs:
     def __init__(self, file):
         self.file = file

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from modulm.errors import CheckpointError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
+from modulm_tensor_files import safetensors
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
@@ -78,6 +79,18 @@ def test_a_wrong_header_is_named_with_its_file(tmp_path, name):
     header, message = WRONG[name]
     write(tmp_path, header)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}"):
+        index(tmp_path)
+
+
+def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    """A million empty tensors cost half a minute and 2 GB (issue 36)."""
+    write(tmp_path, b'"data_offsets"' * (2**18 + 1))
+    with pytest.raises(CheckpointError, match="more than 262144 tensors"):
+        index(tmp_path)
+    monkeypatch.setattr(safetensors, "_MOST_TENSORS", 1)
+    escaped = json.dumps({"a": A, "b": B}).replace("data_", "d\\u0061ta_")
+    write(tmp_path, escaped.encode())
+    with pytest.raises(CheckpointError, match="more than 1 tensors"):
         index(tmp_path)
 
 

@@ -159,6 +159,10 @@ class WorkersExecutor(Executor):
     def ending(self, rank: int) -> str:
         """Return how the process of a rank ended, for error messages."""
 
+    def trouble(self) -> str | None:
+        """Why a rank whose process exists does not respond, or None. Called on any thread."""
+        return None
+
     def start(self, config: EngineConfig) -> Capacity:
         flags = config.group(DistributedConfig)
         self._seconds = flags.worker_timeout or None

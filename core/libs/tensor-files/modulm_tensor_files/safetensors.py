@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ __all__ = ["SafetensorsFolder", "read_header"]
 
 _SINGLE = "model.safetensors"
 _LARGEST_HEADER = 100_000_000
+#: Maximum tensors of a file; no published checkpoint has more in all its files together.
+_MOST_TENSORS = 1 << 18
 
 _DTYPES = {
     "BF16": "bfloat16",
@@ -89,11 +92,16 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
                 raise CheckpointError(
                     f"{file}: not a safetensors file: header of {length} bytes in a file of {size}"
                 )
-            header = json.loads(opened.read(length), object_pairs_hook=_once)
+            text = opened.read(length)
+        if text.count(b'"data_offsets"') > _MOST_TENSORS:  # before they take memory
+            raise _too_many(file)
+        header = json.loads(text, object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a table of tensors")
+    if len(header) - ("__metadata__" in header) > _MOST_TENSORS:
+        raise _too_many(file)
     reach = 0
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     stored = [_parse_entry(file, name, entry, size - 8 - length) for name, entry in entries]
@@ -105,6 +113,19 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
     if reach != size - 8 - length:
         raise CheckpointError(f"{file}: {size - 8 - length - reach} bytes too many after the data")
     yield from (tensor for _, _, tensor in stored)
+
+
+def _too_many(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file}: more than {_MOST_TENSORS} tensors in a file: split it")
+
+
+@cache
+def _item_size(dtype: str) -> int:
+    """Bytes of one number of a torch dtype."""
+    import torch
+
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,8 +140,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_entry(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, StoredTensor]:
     """Parse a header entry; returns (first byte, end, tensor)."""
-    import torch
-
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, end]
@@ -135,7 +154,7 @@ def _parse_entry(file: Path, name: str, entry: Any, data: int) -> tuple[int, int
             f"{file}: {name}: the file is truncated: it needs {end} bytes of data and has {data}"
         )
     kind = _DTYPES[dtype]
-    wanted = prod(shape) * getattr(torch, kind).itemsize
+    wanted = prod(shape) * _item_size(kind)
     if end - start != wanted:
         raise CheckpointError(
             f"{file}: {name}: {dtype} of shape {shape} takes {wanted} bytes, not {end - start}"

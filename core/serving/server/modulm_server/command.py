@@ -68,6 +68,7 @@ class _Termination:
         self._came = False
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._resend_lost_signal
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # nothing to restart yet
         for number in _ENDINGS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self._terminated)

@@ -23,6 +23,7 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
+from modulm_server.engine.client import EngineRestarting
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -112,6 +113,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
     (UnsupportedError, _Context(400, "unsupported")),
     (ReplicaDied, _Context(503, "replica_died", 1.0)),
     (EngineDead, _Context(503, "engine_dead", 10.0)),
+    (EngineRestarting, _Context(503, "engine_restarting", 5.0)),
     (EngineStalled, _Context(503, "engine_stalled", 10.0)),
 )
 
@@ -119,6 +121,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
 #: Messages for clients about an engine that is not available.
 _UNAVAILABLE = {
     "replica_died": "the replica that ran this request has died: retry the request",
+    "engine_restarting": "the engine is being restarted: retry the request",
     "engine_dead": "the engine has stopped",
     "engine_stalled": "the engine does not answer",
 }

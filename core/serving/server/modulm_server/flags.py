@@ -104,6 +104,11 @@ class ServerConfig(FlagGroup):
         unit="s",
         least=0,
     )
+    restart: bool = flag(
+        False,
+        "Restart an engine that dies, with growing delays. The server ends after six deaths in a "
+        "row, each within a minute of the start.",
+    )
     api_server_count: int | None = flag(
         None,
         "Number of server processes in front of the engine. Default: 1.",

@@ -34,7 +34,8 @@ _LOOK = 0.25
 def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManager) -> int:
     """Announce and run the replicas until SIGTERM, SIGHUP or Ctrl-C; returns the exit code.
 
-    If the front end ends, the replicas keep running and are announced to the next one.
+    If the front end ends, the replicas keep running and are announced to the next one. SIGUSR2
+    restarts the replicas one after another.
     """
     from modulm.config.environ import variables
 
@@ -52,6 +53,7 @@ def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManag
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: ending.set())
+    signal.signal(signal.SIGUSR2, lambda *_: replicas.rolling_restart(headless=True))
     log.warning(
         "Replicas %d to %d serve the front end at %s:%d",
         placed.here.start,

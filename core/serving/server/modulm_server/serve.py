@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -22,7 +23,7 @@ import uvicorn
 from starlette.routing import WebSocketRoute
 
 from modulm.config.environ import variables
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, UnsupportedError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_chat.conversation import load_template
@@ -58,6 +59,8 @@ __all__ = [
     "serve",
     "start_facts",
 ]
+
+log = logging.getLogger("modulm_server")
 
 #: Seconds that a server still answers after its engine died, so that running requests get their
 #: error and /health shows the reason.
@@ -339,7 +342,10 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on SIGHUP too, which a terminal sends when it closes. nohup has it ignored."""
+        """Drain on SIGHUP too, which a terminal sends when it closes. nohup has it ignored.
+
+        SIGUSR2 restarts the replicas one after another.
+        """
         previous = signal.getsignal(signal.SIGHUP)
         on_main_thread = threading.current_thread() is threading.main_thread()
         if previous is signal.SIG_IGN or not on_main_thread:
@@ -347,11 +353,19 @@ class Server(uvicorn.Server):
                 yield
             return
         signal.signal(signal.SIGHUP, self.handle_exit)
+        restarting = signal.signal(signal.SIGUSR2, self._handle_restart)
         try:
             with super().capture_signals():
                 yield
         finally:
             signal.signal(signal.SIGHUP, previous)
+            signal.signal(signal.SIGUSR2, restarting)
+
+    def _handle_restart(self, sig: int, frame: FrameType | None) -> None:
+        try:
+            self._served.generation.engine.rolling_restart()
+        except UnsupportedError as error:
+            log.error("SIGUSR2 does nothing: %s", error)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal starts the shutdown; a second Ctrl-C forces it."""

@@ -220,8 +220,14 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
+            from modulm_tensor_files import read_header
+
+            for _ in read_header(file):  # limits the number of tensors
+                pass
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:
         words = str(error).split("\n", 1)[0][:200]
         raise CheckpointError(f"{file}: truncated, or not what its name says: {words}") from error

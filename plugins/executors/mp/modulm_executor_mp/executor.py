@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 __all__ = ["MpExecutor"]
 
 
+#: Seconds that a process may be stopped, for example while a debugger attaches.
+_STOPPED = 1.0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal. False where /proc does not exist."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[:1] == ["T"]
+
+
 class MpExecutor(WorkersExecutor):
     """One process for each rank, all on this machine."""
 
@@ -37,6 +50,8 @@ class MpExecutor(WorkersExecutor):
         super().__init__()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder: str | None = None
+        #: Ranks whose processes are stopped, and since when (monotonic seconds).
+        self._stopped: dict[int, float] = {}
 
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
         parallel = config.parallel
@@ -67,6 +82,17 @@ class MpExecutor(WorkersExecutor):
                 return f"its process was killed by {signal.Signals(-code).name}"
             return f"its process ended with exit code {code}"
         return "its process closed its connection"
+
+    def trouble(self) -> str | None:
+        now, stopped = time.monotonic(), {}
+        for rank, process in enumerate(self._processes):
+            if _is_stopped(process.pid):
+                stopped[rank] = self._stopped.get(rank, now)
+        self._stopped = stopped
+        for rank, since in stopped.items():
+            if now - since >= _STOPPED:
+                return f"the process of {self.at(rank)} is stopped (SIGSTOP)"
+        return None
 
     def end(self, seconds: float) -> None:
         until = time.monotonic() + seconds

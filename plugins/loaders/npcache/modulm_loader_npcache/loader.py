@@ -27,6 +27,8 @@ __all__ = ["NpcacheLoader"]
 
 _FOLDER, _NAMES, _NOTES = "np", "weight_names.json", "cache.json"
 #: Bytes of a number -> the integer type that stores its bits.
+#: Version of the cache's format; the first one was not noted.
+_VERSION = 1
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
@@ -70,7 +72,8 @@ class NpcacheLoader(PickledFolder):
         index = self.index()
         (partial / _NAMES).write_text(json.dumps(list(index)))
         kinds = {name: stored.dtype for name, stored in index.items()}
-        (partial / _NOTES).write_text(json.dumps({"dtypes": kinds, "sources": self._sources()}))
+        notes = {"version": _VERSION, "dtypes": kinds, "sources": self._sources()}
+        (partial / _NOTES).write_text(json.dumps(notes))
         partial.chmod(0o755)
         cache = self.path / _FOLDER
         if cache.exists() and self._cached() is None:
@@ -86,7 +89,9 @@ class NpcacheLoader(PickledFolder):
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
     def _cached(self) -> dict[str, StoredTensor] | None:
-        """Return the cached tensors; None without a cache or if the checkpoint has changed."""
+        """Return the cached tensors; None without a cache, if the checkpoint has changed, or if
+        another release wrote the cache.
+        """
         cache = self.path / _FOLDER
         if not (cache / _NAMES).exists():
             return None
@@ -95,6 +100,8 @@ class NpcacheLoader(PickledFolder):
             notes = _json(cache / _NOTES)
             if not isinstance(notes, dict) or notes.get("sources") != self._sources():
                 return None
+            if notes.get("version", _VERSION) != _VERSION:
+                return None  # of another release
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{cache / _NAMES}: must be a list of names")
         kinds = notes.get("dtypes", {})

@@ -20,7 +20,7 @@ from modulm_route_files.flags import FilesConfig
 from modulm_route_files.lines import LinesError, check_lines
 from modulm_route_files.objects import BatchCard, Deleted, FileCard
 from modulm_route_files.slots import Slots
-from modulm_route_files.store import FileStore, expires_after, storage_error
+from modulm_route_files.store import FileStore, check_format, expires_after, storage_error
 from modulm_server.auth import owner_of, read_keys
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
@@ -82,6 +82,8 @@ class Files(RouteFamily):
 
     def router(self) -> APIRouter:
         flags = self.context.config.group(FilesConfig)
+        if flags.file_storage_path is not None:
+            check_format(Path(flags.file_storage_path))
         owners = len(read_keys(self.context.config.group(ServerConfig))) or 1
         self._files = FileStore(
             _folder(flags, self.context.engine.address),

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,6 +19,7 @@ from uuid import uuid4
 import msgspec
 from attrs import define
 
+from modulm.errors import ConfigError
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 
@@ -26,7 +28,17 @@ if TYPE_CHECKING:
 
     from modulm_route_files.objects import FileCard
 
-__all__ = ["FileStore", "StoredFile", "expires_after", "storage_error", "write_atomically"]
+__all__ = [
+    "FileStore",
+    "StoredFile",
+    "check_format",
+    "expires_after",
+    "storage_error",
+    "write_atomically",
+]
+
+#: Version of the format of files and batches on disk; releases read this one and older ones.
+FORMAT = 1
 
 #: Minimum and maximum of `expires_after` in seconds: an hour and thirty days.
 _SHORTEST, _LONGEST = 3_600, 2_592_000
@@ -114,6 +126,31 @@ def write_atomically(path: Path, content: bytes, lasting: bool) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def check_format(folder: Path) -> None:
+    """Check that this release reads what is in a folder, and note the format of what it writes.
+
+    Folders without a note have the first format. Raises ConfigError for a newer one.
+    """
+    note = folder / "format.json"
+    version: Any = 0
+    try:
+        version = msgspec.json.decode(note.read_bytes())["version"]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError("file_storage_path", f"{note} cannot be read: {error}") from error
+    if type(version) is not int or version > FORMAT:
+        raise ConfigError(
+            "file_storage_path",
+            f"{folder} was written by a newer release (format {version!r}, this one reads up to "
+            f"{FORMAT}): start that release, or use another folder",
+        )
+    if version < FORMAT:
+        with suppress(OSError):  # uploads report a folder that cannot be written
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(note, msgspec.json.encode({"version": FORMAT}), lasting=True)
 
 
 def _flush(target: IO[bytes], lasting: bool) -> None:

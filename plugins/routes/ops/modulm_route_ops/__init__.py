@@ -8,8 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import modulm
+from modulm.errors import EngineError
 from modulm_server.engine.metrics import Metrics
-from modulm_server.errors import ApiError
+from modulm_server.errors import ApiError, describe, error_body
 from modulm_server.json_body import json_response
 from modulm_server.metrics import exposition, merged
 from modulm_server.openapi import response_docs
@@ -25,7 +26,7 @@ class Load(TypedDict):
 
 
 class Replica(TypedDict):
-    """A replica's status: ok, stalled, starting or dead. The log has the reason."""
+    """A replica's status: ok, stalled, draining, starting or dead. The log has the reason."""
 
     rank: int
     status: str
@@ -34,7 +35,8 @@ class Replica(TypedDict):
 
 class Health(TypedDict):
     """The server's health, for llama.cpp's clients; the HTTP status has the same information.
-    "degraded": some replicas work, and the others are being restarted.
+    "degraded": some replicas work, and the others are being restarted. "unavailable", with an
+    `error` and status 503: none works.
     """
 
     status: str
@@ -95,14 +97,23 @@ class Ops(RouteFamily):
 
     async def health(self) -> Response:
         """Health check: 200 while an engine works, else 503."""
-        await self.context.engine.check_health()
+        replicas: list[Replica] = [
+            {"rank": r.rank, "status": r.status, "restarts": r.restarts}
+            for r in self.context.engine.replicas
+        ]
+        try:
+            await self.context.engine.check_health()
+        except EngineError as error:
+            if not replicas:
+                raise
+            answer = describe(error)
+            body = {**error_body(answer), "status": "unavailable", "replicas": replicas}
+            return json_response(body, answer.status, answer.headers)
         status: Health = {"status": "ok"}
-        if replicas := self.context.engine.replicas:
-            if any(replica.status != "ok" for replica in replicas):
+        if replicas:
+            if any(replica["status"] != "ok" for replica in replicas):
                 status["status"] = "degraded"
-            status["replicas"] = [
-                {"rank": r.rank, "status": r.status, "restarts": r.restarts} for r in replicas
-            ]
+            status["replicas"] = replicas
         return json_response(status)
 
     async def ready(self) -> Response:

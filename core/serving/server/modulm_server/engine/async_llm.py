@@ -23,11 +23,9 @@ from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingPa
 from modulm.errors import (
     ConfigError,
     EngineDead,
-    EngineError,
     EngineStalled,
     EngineTimeout,
     QueueFull,
-    ReplicaDied,
     RequestError,
 )
 from modulm.plugins import manager
@@ -44,10 +42,12 @@ from modulm_server.engine.core_client import (
     EngineCoreClient,
     ReplicaEvents,
     ReplicaLost,
+    ReplicaReady,
     ThreadCoreClient,
     WorkerCall,
 )
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics, cache_labels
+from modulm_server.engine.restarts import Restarts
 from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import ServerConfig, WatchdogConfig
@@ -63,15 +63,19 @@ __all__ = ["AsyncLLM"]
 
 #: Items that the engine's client posts.
 _Item: TypeAlias = (
-    StepEvents | ReplicaEvents | ReplicaLost | EngineDead | EngineStalled | WeightState
+    StepEvents
+    | ReplicaEvents
+    | ReplicaLost
+    | ReplicaReady
+    | EngineDead
+    | EngineStalled
+    | WeightState
 )
 
 #: Seconds between retries of an accepted beam search while the queue is full.
 _AGAIN = 0.05
 #: Longest prompt (characters) to tokenize on the event loop, where it is cheaper than in a thread.
 _INLINE = 20_000
-#: Maximum times a request is started on replicas that die, before it fails.
-_BEGINNINGS = 2
 
 
 class AsyncLLM(EngineClient):
@@ -124,7 +128,7 @@ class AsyncLLM(EngineClient):
         self._begin()
         plugins = manager.current()
         placed = placement(config)
-        if placed.several:
+        if placed.several or config.group(ServerConfig).restart:
             self._open_replicas(config, placed, process, meanwhile)
             return
         self._rank = placed.served.start
@@ -148,8 +152,8 @@ class AsyncLLM(EngineClient):
     ) -> None:
         if config.parallel.disable_frontend_multiprocessing:
             raise ConfigError(
-                "data_parallel_size",
-                "replicas run in separate processes: remove --disable-frontend-multiprocessing",
+                "data_parallel_size" if placed.several else "restart",
+                "engines run in separate processes: remove --disable-frontend-multiprocessing",
             )
         from modulm_server.engine.replicas import ReplicaSet
 
@@ -162,8 +166,6 @@ class AsyncLLM(EngineClient):
         self.stalled = None
         self._inbox: deque[_Item] = deque()
         self._rank = 0
-        #: Requests to replicas, and how often each was started.
-        self._restartable: dict[str, tuple[Sequence[Request], int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests: dict[str, tuple[RequestState, asyncio.Event]] = {}
         self._beam_searches: dict[str, BeamSearchRequest] = {}
@@ -191,6 +193,7 @@ class AsyncLLM(EngineClient):
         self._each = each
         listeners = manager.current().gather("modulm_request_listeners", config=info.config)
         self._output_processor = OutputProcessor(each[0], listeners)
+        self._restarts = Restarts(core, self._output_processor)
         self._interval = info.config.scheduler.stream_interval
         self._ends_waiting = info.config.group(WatchdogConfig).action != "report"
         sleeping = info.config.group(ServerConfig).sleeping_requests
@@ -267,6 +270,9 @@ class AsyncLLM(EngineClient):
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
         return self._core.replicas
+
+    def rolling_restart(self) -> None:
+        self._core.rolling_restart()
 
     async def check_health(self) -> None:
         await super().check_health()
@@ -444,7 +450,7 @@ class AsyncLLM(EngineClient):
         finally:
             self._abort(state, changed)
             del self._requests[state.id]
-            self._restartable.pop(state.id, None)
+            self._restarts.forget(state)
             self._wake_drain()
 
     async def _resumed(self) -> None:
@@ -457,8 +463,8 @@ class AsyncLLM(EngineClient):
         await self.check_health()
 
     def _submit(self, state: RequestState, requests: Sequence[Request]) -> None:
-        if len(self._each) > 1:
-            self._restartable[state.id] = requests, 0
+        if self._core.ranks:
+            self._restarts.add(state, requests)
         self._core.submit(requests)
 
     async def _next_beams(self, search: BeamSearchRequest) -> RequestOutput:
@@ -487,7 +493,7 @@ class AsyncLLM(EngineClient):
     def _abort(self, state: RequestState, changed: asyncio.Event) -> None:
         """Abort a request unless it has finished and its end was delivered."""
         if not state.finished or not state.end_taken:
-            if len(self._each) > 1:
+            if self._core.ranks:
                 self._count_for(self._core.replica_index(state.ids))
             for identity in self._output_processor.abort(state):
                 self._core.abort(identity)
@@ -537,6 +543,9 @@ class AsyncLLM(EngineClient):
             if isinstance(item, ReplicaLost):
                 self._restart_lost(item)
                 continue
+            if isinstance(item, ReplicaReady):
+                self._wake(self._restarts.submit_postponed())
+                continue
             if isinstance(item, WeightState):
                 self._weights_news(item)
                 continue
@@ -546,33 +555,22 @@ class AsyncLLM(EngineClient):
             states, stopped = self._output_processor.process(item)
             for identity in stopped:
                 self._core.abort(identity)
-            for state in states:
-                self._requests[state.id][1].set()
+            self._wake(states)
 
     def _count_for(self, index: int) -> None:
         """Count statistics for the replica at this index from now on."""
         self._output_processor.statistics = self._each[index]
 
     def _restart_lost(self, lost: ReplicaLost) -> None:
-        """Restart the requests of a dead replica that have sent nothing, and fail the others. A
-        request that ran on two dead replicas fails too, because it may be the cause.
-        """
+        """Restart or fail the requests of a dead replica."""
         self._count_for(lost.replica)
         if isinstance(lost.error, EngineDead):
             self._each[lost.replica].forget_now()
-        for state in self._output_processor.requests_of(lost.sequences):
-            requests, starts = self._restartable.get(state.id, ((), 0))
-            starts += state.cached is not None
-            if requests and not state.streamed and starts < _BEGINNINGS:
-                self._restartable[state.id] = requests, starts
-                self._output_processor.restart(state)
-                try:
-                    self._core.submit(requests)
-                except EngineError:
-                    pass
-                else:
-                    continue
-            self._output_processor.fail(state, ReplicaDied(f"its replica is gone: {lost.error}"))
+        self._wake(self._restarts.handle_lost(lost))
+
+    def _wake(self, states: Sequence[RequestState]) -> None:
+        """Wake the callers of requests."""
+        for state in states:
             self._requests[state.id][1].set()
 
     def _weights_news(self, state: WeightState) -> None:
@@ -594,13 +592,11 @@ class AsyncLLM(EngineClient):
         for state, _ in list(self._requests.values()):
             for identity in state.ids:
                 self._core.abort(identity)
-        for state in self._output_processor.fail_all(error):
-            self._requests[state.id][1].set()
+        self._wake(self._output_processor.fail_all(error))
 
     def _die(self, error: EngineDead) -> None:
         self.dead = error
-        for state in self._output_processor.fail_all(error):
-            self._requests[state.id][1].set()
+        self._wake(self._output_processor.fail_all(error))
 
 
 async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -25,15 +25,19 @@ if TYPE_CHECKING:
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
 
-__all__ = ["API", "EngineClient", "ReplicaHealth"]
+__all__ = ["API", "EngineClient", "EngineRestarting", "ReplicaHealth"]
 
 API = 1
 
 
+class EngineRestarting(EngineStalled):
+    """The engine has died and is being restarted; calls raise this until it is there again."""
+
+
 @frozen
 class ReplicaHealth:
-    """The state of a replica. status: "ok", "stalled", "starting" or "dead". reason: why it is not
-    "ok". restarts: how often it was restarted.
+    """The state of a replica. status: "ok", "stalled", "draining" (before a rolling restart),
+    "starting" or "dead". reason: why it is not "ok". restarts: how often it was restarted.
     """
 
     rank: int
@@ -65,8 +69,15 @@ class EngineClient(Training, ABC):
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
-        """The state of each replica, if there are several."""
+        """The state of each replica, if dead engines are restarted."""
         return ()
+
+    def rolling_restart(self) -> None:
+        """Restart the replicas one after another, without interrupting requests; returns at once.
+
+        Raises UnsupportedError if there are no replicas.
+        """
+        raise UnsupportedError("this engine has no replicas to restart")
 
     @abstractmethod
     def generate(

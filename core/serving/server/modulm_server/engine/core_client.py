@@ -19,7 +19,7 @@ from attrs import frozen
 
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.requests import Request, StepEvents
-from modulm.errors import EngineDead, EngineError
+from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
@@ -38,6 +38,7 @@ __all__ = [
     "EngineCoreClient",
     "ReplicaEvents",
     "ReplicaLost",
+    "ReplicaReady",
     "ThreadCoreClient",
     "WorkerCall",
     "sleep",
@@ -63,6 +64,13 @@ class ReplicaLost:
     replica: int
     sequences: tuple[str, ...]
     error: EngineError
+
+
+@frozen
+class ReplicaReady:
+    """The replica at this index takes requests again."""
+
+    replica: int
 
 
 @frozen
@@ -95,7 +103,7 @@ class EngineCoreClient(ABC):
     adapters: Mapping[str, Adapter] = MappingProxyType({})
     #: Where further front ends of the same engine connect; None if they cannot.
     address: str | None = None
-    #: The ranks of the replicas by index, if there are several.
+    #: The ranks of the replicas by index, if dead engines are restarted.
     ranks: Sequence[int] = ()
     #: The index of this front end among the engine's.
     number: int = 0
@@ -107,8 +115,15 @@ class EngineCoreClient(ABC):
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
-        """The state of each replica, if there are several."""
+        """The state of each replica, if dead engines are restarted."""
         return ()
+
+    def rolling_restart(self) -> None:
+        """Restart the replicas that this front end started one after another, in the background.
+
+        Raises UnsupportedError if there are not several.
+        """
+        raise UnsupportedError("a rolling restart needs replicas (--data-parallel-size)")
 
     @property
     def down(self) -> EngineError | None:

@@ -59,6 +59,8 @@ _PIECE = 1 << 16
 _REPORT_TIMEOUT = 2.0
 #: Seconds in which front ends must read the last frames.
 _GRACE = 5.0
+#: Seconds between two checks whether an engine that is to be restarted is idle.
+_IDLE_CHECK = 0.02
 #: Seconds in which a front end on another machine must authenticate itself.
 _HANDSHAKE = 10.0
 
@@ -302,10 +304,20 @@ class _SocketServer:
             peer.send(frames.pack("answer", arguments[0], None, None))
         elif kind == "gather":
             self._reports.gather(peer, arguments[0], self._peers.values())
+        elif kind == "retire" and peer is self._owner:
+            self._broadcast(frames.pack("retiring"))
+            self._answer_when_idle(peer, arguments[0])
         elif kind == "told":
             self._reports.receive_report(peer, *arguments)
         else:
             self._operate(core, peer, kind, *arguments)
+
+    def _answer_when_idle(self, peer: _FrontEnd, number: int) -> None:
+        """Answer a call once all requests have ended."""
+        if self._requests:
+            self._loop.call_later(_IDLE_CHECK, self._answer_when_idle, peer, number)
+        else:
+            peer.send(frames.pack("answer", number, None, None))
 
     def _abort(self, core: EngineCore, request: str) -> None:
         self.adapters.forget(request)

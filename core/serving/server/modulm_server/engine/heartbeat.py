@@ -43,7 +43,10 @@ def _processor_seconds() -> float:
 
 @define(eq=False)
 class StepWatch:
-    """Watches an engine loop from another thread, every `interval` seconds. timeout 0: never."""
+    """Watches an engine loop from another thread, every `interval` seconds. timeout 0: never.
+
+    ranks: why a rank does not respond, or None.
+    """
 
     loop: EngineLoop
     timeout: float
@@ -51,6 +54,7 @@ class StepWatch:
     interval: float = 1.0
     clock: Callable[[], float] = time.monotonic
     spent: Callable[[], float] = _processor_seconds
+    ranks: Callable[[], str | None] = lambda: None
     _worked: float = field(init=False)
     _seen: tuple[float, float] = field(init=False)
 
@@ -61,10 +65,15 @@ class StepWatch:
     @classmethod
     def of(cls, core: EngineCore) -> Self:
         """The watch of an engine, as configured."""
-        config = core.config
+        from modulm_distributed.executor import WorkersExecutor
+
+        config, executor = core.config, core.executor
         timeout = config.group(ServerConfig).engine_heartbeat_timeout
         cold = _COLD if config.scheduler.async_scheduling else 0.0
-        return cls(core.loop, timeout, cold, interval_of(config))
+        watch = cls(core.loop, timeout, cold, interval_of(config))
+        if isinstance(executor, WorkersExecutor):
+            watch.ranks = executor.trouble
+        return watch
 
     def look(self) -> str | None:
         """Why the engine counts as stalled, or None."""
@@ -72,6 +81,9 @@ class StepWatch:
         before, spent_before = self._seen
         self._seen = (now, now_used)
         since, plan = self.loop.busy_since, self.loop.plan
+        stopped = self.ranks() if self.timeout else None
+        if stopped is not None:
+            return stopped
         if since is None or not self.timeout:
             self._worked = now
             return None

@@ -8,6 +8,7 @@ ProcessCoreClient      --submit, abort, sleep ...-->
                        <--tell (told, gather)-------
                        <--adapters------------------
                        <--beat----------------------
+                       <--retiring------------------
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class ProcessCoreClient(EngineCoreClient):
         self._calls: dict[int, Future[Any]] = {}
         self._death: EngineDead | None = None
         self._numbers = count()
+        #: Called when the engine is about to be restarted and should get no more requests.
+        self.retiring: Callable[[], None] = lambda: None
         self._closing = False
         self._lock = threading.Lock()
         self._unsent: SimpleQueue[bytes | None] = SimpleQueue()
@@ -142,6 +145,10 @@ class ProcessCoreClient(EngineCoreClient):
                 "call_workers", number, name, call.args, call.kwargs, call.timeout
             )
         )
+
+    def retire(self) -> Future[None]:
+        """Tell all front ends to send no more requests; done when no request is left."""
+        return self._call("retire")
 
     def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
         return self._call("weights", operation, dict(arguments))
@@ -264,6 +271,8 @@ class ProcessCoreClient(EngineCoreClient):
         elif frame[0] == "weights":
             self.weights = WeightState(**frame[1])
             self.weights_changed()
+        elif frame[0] == "retiring":
+            self.retiring()
         elif frame[0] == "tell":
             with suppress(EngineDead):
                 self._send(frames.pack("told", frame[1], self.report()))

@@ -45,6 +45,8 @@ __all__ = [
     "trouble_of",
 ]
 
+#: Failed starts in a row, and deaths soon after a start, after which a replica is given up.
+_STARTS = 5
 #: Fields of `EngineInfo` that all replicas must share.
 _ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks")
 
@@ -63,7 +65,8 @@ class Replica:
     """The state of a replica, as one front end knows it.
 
     start: starts its process, if this front end does so. ended: set when the connection of `client`
-    has ended. stalled: since when it does not respond (monotonic seconds). mute: its events are
+    has ended. draining: it gets no more requests, since it will be restarted. stalled: since when
+    it does not respond (monotonic seconds). mute: its events are
     ignored, since its sequences were restarted elsewhere. due: when to start or reach it next.
     deaths, failed: recent deaths, and failed starts in a row. adapters: those it had when it died.
     """
@@ -76,6 +79,7 @@ class Replica:
     reason: str | None = None
     stalled: float | None = None
     mute: bool = False
+    draining: bool = False
     starting: bool = False
     due: float | None = None
     since: float = field(factory=time.monotonic)
@@ -87,10 +91,17 @@ class Replica:
     @property
     def health(self) -> ReplicaHealth:
         status = "ok" if self.up else "starting" if self.starting else "dead"
+        if self.draining:
+            status = "draining"
         if self.stalled is not None:
             status = "stalled"
         reason = None if status == "ok" else self.reason
         return ReplicaHealth(self.address.rank, status, reason, self.restarts)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether its process failed, or died soon after its start, too often."""
+        return self.failed >= _STARTS or self.deaths > _STARTS
 
 
 def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig:
@@ -167,17 +178,19 @@ def trouble_of(replicas: Sequence[Replica]) -> str | None:
 
 
 def common_weights(
-    replicas: Sequence[Replica], joining: ProcessCoreClient | None = None
+    replicas: Sequence[Replica], before: WeightState, joining: ProcessCoreClient | None = None
 ) -> WeightState:
-    """The common weight state of the running replicas.
+    """The common weight state of the running replicas. before: the one so far.
 
-    A restarted replica has the checkpoint's weights. If the others have newer ones, the state is
-    broken until the next update.
+    A restarted replica has the checkpoint's weights. If the others have newer ones, or it had them
+    itself, the state is broken until the next update.
     """
     clients = [replica.client for replica in replicas if replica.up and replica.client is not None]
     states = [client.weights for client in (*clients, joining) if client is not None]
     if not states:
-        return WeightState()
+        return before
+    if joining is not None and not clients:
+        states.append(before)  # all were restarted
     last = max(states, key=lambda state: state.weight_version)
     broken = next((state.broken for state in states if state.broken is not None), None)
     updating = any(state.updating for state in states)
@@ -186,7 +199,11 @@ def common_weights(
             "replicas have weights of different versions, because one was restarted: send a "
             "complete update"
         )
-    return evolve(last, updating=updating, broken=broken)
+    version = last.weight_version
+    if version < before.weight_version and (before.broken is not None or before.updating):
+        version = before.weight_version  # no replica has this version any more
+        broken = broken or (None if updating else before.broken)
+    return evolve(last, updating=updating, broken=broken, weight_version=version)
 
 
 def listening(placed: Placement, host: str) -> list[socket.socket]:

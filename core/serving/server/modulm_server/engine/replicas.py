@@ -1,4 +1,4 @@
-"""Several engines behind one client, with routing and restarts.
+"""Engines behind one client, with routing and restarts: several, or one with `--restart`.
 
 Each replica is a process of this machine or another one. `modulm_fleet.router` chooses the replica
 for a request. The front end that started a replica's process restarts it when it dies; other front
@@ -13,39 +13,37 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_fleet.announce import Announcements
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
-from modulm_server.engine.client import ReplicaHealth
+from modulm_server.engine.client import EngineRestarting, ReplicaHealth
 from modulm_server.engine.core_client import (
-    EngineCoreClient,
     ReplicaEvents,
     ReplicaLost,
-    WorkerCall,
+    ReplicaReady,
 )
-from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.process_client import ProcessCoreClient
+from modulm_server.engine.replica_calls import ReplicaCalls
 from modulm_server.engine.replica_processes import (
     Address,
     Replica,
-    call_workers,
     check_alike,
     close_all,
     common_weights,
     make_router,
     replica_config,
-    run_weights,
     start_again,
     trouble_of,
 )
+from modulm_server.engine.rolling_restart import RollingRestart
 from modulm_server.engine.shared_experts import SharedExperts, reach_all
 from modulm_server.engine.spawn import EngineProcess
 from modulm_server.flags import WatchdogConfig
@@ -53,30 +51,27 @@ from modulm_server.flags import WatchdogConfig
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
-    from modulm_server.engine.adapters import Adapter
 
 __all__ = ["ReplicaSet"]
 
 log = logging.getLogger("modulm.engine")
 
-T = TypeVar("T")
+ReplicaNews: TypeAlias = ReplicaEvents | ReplicaLost | ReplicaReady
 
 #: Seconds between two checks of the replicas.
 _LOOK = 0.25
 #: Seconds before a dead replica is restarted: the initial delay, doubled each time up to the second
 #: number, and reset once the replica has lived that long.
 _BACKOFF, _MOST = 0.5, 60.0
-#: Failed starts in a row before the service ends, if no replica lives.
-_STARTS = 5
 #: Seconds between attempts to reach a replica that another process starts.
 _AGAIN = 0.5
 #: The same while the front end starts.
 _PATIENCE = 2.0
 
 
-class ReplicaSet(EngineCoreClient):
-    """The replicas of one front end. Reports their events as `ReplicaEvents`, and sequences that
-    must restart or fail as `ReplicaLost`.
+class ReplicaSet(ReplicaCalls):
+    """The replicas of one front end. Reports their events as `ReplicaEvents`, sequences that must
+    restart or fail as `ReplicaLost`, and replicas that take requests again as `ReplicaReady`.
 
     `open` creates it in the front end that starts processes, `join` in others. Waits until all
     replicas are ready (`join`: until one is) and raises the error of one that failed to start.
@@ -85,7 +80,7 @@ class ReplicaSet(EngineCoreClient):
     def __init__(
         self,
         replicas: Sequence[Replica],
-        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        tell: Callable[[ReplicaNews], None],
         died: Callable[[EngineDead], None],
     ) -> None:
         self._replicas = replicas
@@ -100,6 +95,7 @@ class ReplicaSet(EngineCoreClient):
         #: For replicas that share experts and therefore end together.
         self._group: SharedExperts | None = None
         self._shared = False
+        self._rolling = RollingRestart(replicas, self.drain, self.restart, self._ended)
         self._watcher = threading.Thread(target=self._watch, name="modulm-replicas", daemon=True)
 
     @classmethod
@@ -107,7 +103,7 @@ class ReplicaSet(EngineCoreClient):
         cls,
         config: EngineConfig,
         plugins: PluginManager,
-        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        tell: Callable[[ReplicaNews], None],
         died: Callable[[EngineDead], None],
         placed: Placement,
         first: EngineProcess | None = None,
@@ -183,7 +179,7 @@ class ReplicaSet(EngineCoreClient):
     def join(
         cls,
         address: str,
-        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        tell: Callable[[ReplicaNews], None],
         died: Callable[[EngineDead], None],
     ) -> ReplicaSet:
         """Connect to the replicas of another front end (`ReplicaSet.address`)."""
@@ -227,11 +223,12 @@ class ReplicaSet(EngineCoreClient):
             partial(self._handle_death, index, ended), owned, replica.address.secret_file,
         )  # fmt: skip
         client.report, client.weights_changed = self._make_report, self._weights_news
+        client.retiring = partial(self.drain, index)
         try:
             if self._router is not None:
                 check_alike(self.info, client.info, replica.address.rank)
                 self._catch_up(index, client)
-                self.weights = common_weights(self._replicas, client)
+                self.weights = common_weights(self._replicas, self.weights, client)
         except BaseException:
             client.close()
             raise
@@ -246,7 +243,7 @@ class ReplicaSet(EngineCoreClient):
         for adapter in self.adapters.values() or replica.adapters:
             if replica.start is not None:
                 client.load_adapter(adapter, True).result()
-            while adapter.name not in client.adapters and adapter.name in self.adapters:
+            while adapter.name not in client.adapters and adapter.name in self._common_adapters():
                 if self._ended.wait(_LOOK):
                     return
         if replica.start is not None and self.weights.asleep:
@@ -265,6 +262,7 @@ class ReplicaSet(EngineCoreClient):
             replica.since, replica.due, replica.failed = time.monotonic(), None, 0
             replica.up = True
             self._router.enable(index)
+        self._tell(ReplicaReady(index))
         if ended.is_set():
             self._handle_death(index, ended, EngineDead("the engine's process is gone"))
 
@@ -283,6 +281,7 @@ class ReplicaSet(EngineCoreClient):
                 error = EngineDead(f"{reason}with it, ended too")
                 indices = [at for at, other in enumerate(self._replicas) if other.ended is not None]
             lost = [ReplicaLost(at, self._mark_dead(at, error), error) for at in indices]
+            hopeless = self._is_hopeless()
         for at in indices:
             other = self._replicas[at].client
             if at != index and other is not None:
@@ -293,13 +292,16 @@ class ReplicaSet(EngineCoreClient):
             log.error("%s: %s; restarting in %.1f s", who, error, wait)
         for one in lost:
             self._tell(one)
+        if hopeless:
+            self._died(EngineDead(f"it was restarted too often: {error}"))
 
     def _mark_dead(self, index: int, error: EngineDead) -> tuple[str, ...]:
         """Mark a replica as dead; returns the sequences that it had."""
         replica = self._replicas[index]
         replica.ended = None
         lived = time.monotonic() - replica.since
-        replica.up, replica.reason, replica.stalled = False, str(error), None
+        replica.up, replica.draining, replica.stalled = False, False, None
+        replica.reason = str(error)
         replica.adapters = () if replica.client is None else tuple(replica.client.adapters.values())
         replica.deaths = replica.deaths + 1 if lived < _MOST else 1
         wait = min(_MOST, _BACKOFF * 2 ** (replica.deaths - 1)) if replica.start else _AGAIN
@@ -393,13 +395,17 @@ class ReplicaSet(EngineCoreClient):
                 wait = min(_MOST, _BACKOFF * 2**replica.failed)
                 log.error("replica %d failed to start: %s", replica.address.rank, error)
             replica.due, replica.starting = time.monotonic() + wait, False
-            owned = [r for r in self._replicas if r.start is not None]
-            hopeless = bool(owned) and all(
-                not r.up and r.stalled is None and (r.start is None or r.failed >= _STARTS)
-                for r in self._replicas
-            )
+            hopeless = self._is_hopeless()
         if hopeless and not self._ended.is_set():
             self._died(EngineDead(f"no replica starts: {error}"))
+
+    def _is_hopeless(self) -> bool:
+        """Whether no replica works, and those started here were restarted often enough."""
+        owned = [r for r in self._replicas if r.start is not None]
+        return bool(owned) and all(
+            not r.up and r.stalled is None and (r.start is None or r.exhausted)
+            for r in self._replicas
+        )
 
     def _check(self, index: int, replica: Replica, now: float) -> None:
         """Send no requests to a replica while it is stalled."""
@@ -440,6 +446,7 @@ class ReplicaSet(EngineCoreClient):
             if answer.exception() is None and replica.client is not None:
                 replica.up, replica.mute, replica.reason = True, False, None
                 self.router.enable(index)
+        self._tell(ReplicaReady(index))
 
     def _handle_events(self, index: int, events: StepEvents) -> None:
         """Report a replica's step. Runs on its client's thread."""
@@ -454,7 +461,38 @@ class ReplicaSet(EngineCoreClient):
                     router.record_load(index, stats.running + stats.waiting)
         self._tell(ReplicaEvents(index, events))
 
+    # Called by a rolling restart.
+
+    def drain(self, index: int) -> None:
+        """Send a replica no more requests, since it will be restarted; its sequences continue."""
+        replica = self._replicas[index]
+        with self._lock:
+            if replica.up:
+                replica.up, replica.draining = False, True
+                self.router.disable(index)
+
+    def restart(self, index: int) -> None:
+        """Restart the process of a drained replica and wait for it. Any sequences that it got
+        meanwhile start again elsewhere.
+        """
+        replica = self._replicas[index]
+        error = EngineDead("the replica was restarted")
+        with self._lock:
+            if not replica.draining:
+                return  # it has died, and is being restarted
+            replica.starting = True
+            lost = ReplicaLost(index, self._mark_dead(index, error), error)
+            replica.deaths = 0
+        self._tell(lost)
+        self._revive(index, replica)
+
     # Called by front ends.
+
+    def rolling_restart(self, headless: bool = False) -> None:
+        """See `EngineCoreClient`. headless: there are others, on the machine of the front end."""
+        if self._shared or (len(self._replicas) < 2 and not headless):
+            super().rolling_restart()
+        self._rolling.start(headless)
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
@@ -462,21 +500,21 @@ class ReplicaSet(EngineCoreClient):
 
     @property
     def down(self) -> EngineError | None:
+        if any(replica.up for replica in self._replicas):
+            return None
         reasons = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
-        up = any(replica.up for replica in self._replicas)
-        return None if up else EngineStalled(f"no replica accepts requests ({reasons})")
+        stalled = any(replica.stalled is not None for replica in self._replicas)
+        kind = EngineStalled if stalled else EngineRestarting
+        return kind(f"no replica accepts requests ({reasons})")
 
     def replica_index(self, sequences: Sequence[str]) -> int:
         with self._lock:
             return next((i for i in map(self.router.replica, sequences) if i is not None), 0)
 
-    @property
-    def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
-        """The adapters of any running replica; all have the same."""
-        return next((dict(client.adapters) for _, client in self._available()), {})
-
     def submit(self, requests: Sequence[Request]) -> None:
         while True:
+            if (error := self.down) is not None:
+                raise error
             with self._lock:
                 index = self.router.send(requests)
                 client = self._replicas[index].client
@@ -501,74 +539,9 @@ class ReplicaSet(EngineCoreClient):
         if client is not None:
             client.abort(request)
 
-    def _available(self) -> list[tuple[int, ProcessCoreClient]]:
-        """The replicas that take requests."""
-        return [
-            (i, r.client) for i, r in enumerate(self._replicas) if r.up and r.client is not None
-        ]
-
-    def _all(
-        self,
-        call: Callable[[ProcessCoreClient], Future[T]],
-        undo: Callable[[ProcessCoreClient], object] | None = None,
-    ) -> Future[list[T]]:
-        """Call all replicas that take requests. undo: called for the others if one fails."""
-        answers = call_all([client for _, client in self._available()], call, undo)
-        if answers is None:
-            answers = Future()
-            answers.set_exception(self.down or EngineStalled("no replica accepts requests"))
-        return answers
-
-    def refresh_adapters(self) -> Future[None]:
-        return without_result(self._all(lambda client: client.refresh_adapters()))
-
-    def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
-        known = adapter.name in self.adapters
-        undo = None if known else partial(_forget_adapter, adapter.name)
-        return without_result(self._all(lambda client: client.load_adapter(adapter, replace), undo))
-
-    def unload_adapter(self, name: str) -> Future[None]:
-        return without_result(self._all(lambda client: client.unload_adapter(name)))
-
-    def reset_prefix_cache(self) -> Future[None]:
-        with self._lock:
-            self.router.forget_prefixes()
-        return without_result(self._all(lambda client: client.reset_prefix_cache()))
-
-    def sleep(self, level: int) -> Future[None]:
-        with self._lock:
-            self.router.forget_prefixes()
-        return without_result(self._all(lambda client: client.sleep(level), lambda c: c.wake_up()))
-
-    def wake_up(self) -> Future[None]:
-        return without_result(self._all(lambda client: client.wake_up()))
-
-    def is_sleeping(self) -> Future[bool]:
-        return then(self._all(lambda client: client.is_sleeping()), all)
-
-    def start_profile(self) -> Future[None]:
-        return without_result(self._all(lambda c: c.start_profile(), lambda c: c.stop_profile()))
-
-    def stop_profile(self) -> Future[None]:
-        return without_result(self._all(lambda client: client.stop_profile()))
-
-    def call_workers(self, call: WorkerCall) -> Future[list[Any]]:
-        return call_workers(self._replicas, call)
-
-    def run_weights(self, operation: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        if operation == "finish":
-            with self._lock:
-                self.router.forget_prefixes()
-        return run_weights(self._replicas, operation, arguments)
-
     def _weights_news(self) -> None:
-        self.weights = common_weights(self._replicas)
+        self.weights = common_weights(self._replicas, self.weights)
         self.weights_changed()
-
-    def reports(self) -> Future[list[str]]:
-        for _, client in self._available():  # each knows all front ends
-            return client.reports()
-        return super().reports()
 
     def trouble(self) -> str | None:
         return trouble_of(self._replicas)
@@ -599,7 +572,3 @@ class ReplicaSet(EngineCoreClient):
         if self._group is not None:
             self._group.close()
         close_all(self._replicas)
-
-
-def _forget_adapter(name: str, client: ProcessCoreClient) -> None:
-    client.unload_adapter(name)

@@ -40,6 +40,8 @@ class Watchdog:
         self._died = died
         self._timeout = config.group(ServerConfig).engine_heartbeat_timeout
         self._config = config.group(WatchdogConfig)
+        #: With --restart an engine that stalls is killed by `ReplicaSet`, and restarted.
+        self._exits = self._config.action == "exit" and not config.group(ServerConfig).restart
         self._interval = interval_of(config)
         self._since: float | None = None
         self._ended = threading.Event()
@@ -74,7 +76,7 @@ class Watchdog:
             self._changed(EngineStalled(f"the engine does not answer: {reason}"))
             if self._config.dump_stacks:
                 self._core.dump_stacks()
-        elif self._config.action == "exit" and now - self._since >= self._config.timeout:
+        elif self._exits and now - self._since >= self._config.timeout:
             self._ended.set()
             if self._core.kill():
                 log.critical("the engine is given up: %s", reason)
