@@ -57,7 +57,8 @@ NEEDS = {name: set() if name == "modulm" else needs(name) for name in PACKAGES}
 LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name == "libs"}
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
-    ("engine", "first_request", "flags", "heap", "kinds", "openapi", "output", "prompts"),
+    ("directory", "engine", "first_request", "flags", "heap", "kinds", "openapi", "output",
+     "prompts"),
     ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
      "media_service", "metrics", "pacing", "page_files", "paging", "prompt_embeds", "request_cost",
      "request_guard", "request_log", "sampling", "sse", "stats_log", "text_work"),
@@ -66,6 +67,7 @@ SERVER = (
     ("protocol",),
     ("app",),
     ("api_workers", "headless", "serve"),
+    ("models",),
     ("api_worker", "command", "scripted", "testing"),
 )  # fmt: skip
 #: Of the whole core's use: not on any layer.

@@ -18,6 +18,11 @@ from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
+from modulm_server.models.dispatch import Dispatcher
+from modulm_server.models.front_engine import FrontEngine
+from modulm_server.models.hosted_model import HostedModel
+from modulm_server.models.pool import ModelPool
+from modulm_server.models.settings import ModelSettings
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 
@@ -959,3 +964,62 @@ def test_the_libraries_are_as_they_were_published() -> None:
     for package in vendor.packages():
         assert package["licence"]
         assert "LICENSE" in package["files"]
+
+
+# A server of several models.
+
+
+@pytest.fixture
+def several(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """A server of two models and room for one, whose engines are scripted."""
+
+    async def prepare(model: HostedModel) -> EngineConfig:
+        model.needed = 60 << 20
+        return model.settings.config
+
+    async def measure(model: HostedModel) -> None:
+        model.memory = 80 << 20
+
+    def start(config: EngineConfig, process: Any) -> ScriptedEngine:
+        info = scripted_info(tokenizer, config=config, max_model_len=2048)
+        return ScriptedEngine(tokenizer, Script(), info)
+
+    monkeypatch.setattr(HostedModel, "prepare", prepare)
+    monkeypatch.setattr(HostedModel, "measure", measure)
+    monkeypatch.setattr("modulm_server.models.hosted_model.AsyncLLM.from_config", start)
+    monkeypatch.setattr("modulm_server.models.hosted_model.EngineProcess", lambda: None)
+    config = EngineConfig.from_keywords(memory_budget="100MiB", disable_uvicorn_access_log=True)
+    settings = [
+        ModelSettings(name=name, config=config.with_(model=name, served_model_name=(name,)))
+        for name in ("first", "second")
+    ]
+    pool = ModelPool(config, lambda: settings)
+    engine = FrontEngine(pool, config, pool.names)
+    with serve_in_thread(engine, config, host=Dispatcher(pool)) as live:
+        yield live
+
+
+@needs_browser
+def test_the_model_menu_shows_states_and_memory(browser: Browser, several: Live) -> None:
+    browser.screen(1200, 800)
+    browser.open(several.url)
+    states = "[...document.querySelectorAll('#model option')].map((one) => one.label).join()"
+    assert browser.run(states) == "first (unloaded),second (unloaded)"
+    say(browser, "hello")
+    assert "Hello there." in browser.text("article.assistant")
+    browser.wait(f"{states} === 'first (loaded),second (unloaded)'")
+    browser.click("#open-models")
+    assert browser.each("#models li meter", "[node.value, node.max]") == [
+        [80 << 20, 100 << 20], [0, 100 << 20]
+    ]  # fmt: skip
+    assert browser.each("#models li button", "node.innerText") == ["Stop", "Load"]
+    browser.click("#models li button", 1)
+    browser.wait(f"{states} === 'first (unloaded),second (loaded)'")
+    assert browser.each("#models li meter", "node.value") == [0, 80 << 20]
+    assert "loaded, 80 MiB" in browser.text("#models li:nth-child(2)")
+    browser.click("#models .main")
+    browser.type("#model", "second")
+    say(browser, "hello")
+    assert browser.count("article.assistant") == 2
+    assert browser.run("faults") == []
+    assert not browser.elsewhere(several.url)

@@ -26,6 +26,7 @@ from modulm_kv_transfer.flags import KVTransferConfig
 from modulm_media.flags import MediaConfig
 from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.flags import ServerConfig
+from modulm_server.models.flags import ModelsConfig
 from modulm_speculation.flags import SpeculationConfig
 
 ALL = list(catalog().specs.values())
@@ -154,14 +155,15 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-hooks-otlp": TracesConfig,
         "modulm-kv-transfer": KVTransferConfig,
         "modulm-route-adapters": ServedAdaptersConfig,
-        "modulm-server": ServerConfig,
+        "modulm-server": (ServerConfig, ModelsConfig),
         "modulm-speculation": SpeculationConfig,
     }
     brought = {spec.name: spec for spec in known_flags().values() if spec.package in packages}
-    for package, group in packages.items():
+    for package, brings in packages.items():
+        groups = brings if isinstance(brings, tuple) else (brings,)
         known = {name for name, spec in brought.items() if spec.package == package}
-        names = {flag.name for flag in flags_of(group) if flag.own}
-        assert known == names | ({group.table} if group.table else set())
+        names = {flag.name for group in groups for flag in flags_of(group) if flag.own}
+        assert known == names | {group.table for group in groups if group.table}
     for name, spec in brought.items():
         if name in catalog().tables:
             assert spec.aliases == catalog().tables[name].cls.table_aliases

@@ -216,9 +216,8 @@ def _file(command: TakesFlags, ctx: click.Context, arguments: Sequence[str]) -> 
     path = _option_value(arguments, "--config")
     if path is None:
         return None
-    command_options = {parameter.name for parameter in command.params if parameter.name} - {
-        "model_tag"
-    }
+    command_options = {parameter.name for parameter in command.params if parameter.name}
+    command_options -= {"model_tag", "model_tags"}
     table = read_yaml(path)
     ctx.default_map = {key: value for key, value in table.items() if key in command_options}
     return Source(
@@ -238,10 +237,11 @@ def _sources(
         value = params.pop(str(option.name), None)
         if value is not None and value != ():
             values[str(option.name)] = _one(value)
-    if params.get("model_tag"):
-        if values.get("model", params["model_tag"]) != params["model_tag"]:
+    model = params.get("model_tag") or next(iter(params.get("model_tags") or ()), None)
+    if model:
+        if values.get("model", model) != model:
             raise ConfigError("model", "is set twice: as an argument and as an option")
-        values["model"] = params["model_tag"]
+        values["model"] = model
     labels = {name: "--" + name.replace("_", "-") for name in values}
     return [Source("command line", values, labels), *([file] if file else []), environment()]
 

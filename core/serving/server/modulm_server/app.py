@@ -7,7 +7,7 @@ import re
 import time
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 from fastapi import FastAPI
@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Match, Mount, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Mount, Route, WebSocketRoute
 
 import modulm
 from modulm.errors import ConfigError, ModulmError, PluginConflict
@@ -37,16 +37,25 @@ from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, MutableMapping
 
     from fastapi import APIRouter
     from starlette.types import ASGIApp
 
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
+    from modulm_server.directory import ModelDirectory
     from modulm_server.engine.client import EngineClient
 
-__all__ = ["Served", "create_app", "import_routes", "served_names"]
+__all__ = [
+    "ModelHost",
+    "ModelRoutes",
+    "Served",
+    "create_app",
+    "import_routes",
+    "model_routes",
+    "served_names",
+]
 
 log = logging.getLogger("modulm_server")
 
@@ -69,17 +78,22 @@ class Served:
     api: FastAPI
     generation: GenerationService
     families: tuple[RouteFamily, ...]
+    directory: ModelDirectory | None = None
 
     async def start(self) -> None:
-        """Start the families' background work."""
+        """Start the families' background work, and models of a server of several."""
         for family in self.families:
             try:
                 await family.start()
             except Exception:
                 log.exception("Route family %s failed to start", family.name)
+        if self.directory is not None:
+            await self.directory.start()
 
     async def stop(self) -> None:
         """Stop the families' background work."""
+        if self.directory is not None:
+            await self.directory.stop()
         for family in self.families:
             try:
                 await family.stop()
@@ -88,11 +102,22 @@ class Served:
         self.generation.media.close()
 
 
-def create_app(engine: EngineClient, config: EngineConfig) -> Served:
+class ModelHost(Protocol):
+    """What makes an application the front end of several models."""
+
+    directory: ModelDirectory
+    stores: MutableMapping[str, Any]
+    loopback: LoopbackClient
+
+    def dispatched(self, family: RouteFamily, path: str, app: ASGIApp) -> ASGIApp:
+        """The endpoint that passes a route's requests on to models. app: the front end's own."""
+
+
+def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | None = None) -> Served:
     """Build the server's application around a running engine.
 
-    Raises ConfigError for an invalid template, key file or middleware, PluginConflict if two
-    families serve the same path.
+    host: on a server of several models; the engine is then `FrontEngine`. Raises ConfigError for an
+    invalid template, key file or middleware, PluginConflict if two families serve the same path.
     """
     server = config.group(ServerConfig)
     registry = CollectorRegistry(auto_describe=False)
@@ -101,7 +126,8 @@ def create_app(engine: EngineClient, config: EngineConfig) -> Served:
     engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
     keys = read_keys(server)
     generation = _generation(engine, config, len(keys))
-    loopback = LoopbackClient()
+    loopback = LoopbackClient() if host is None else host.loopback
+    directory = None if host is None else host.directory
     context = RouteContext(
         engine=engine,
         config=config,
@@ -110,10 +136,14 @@ def create_app(engine: EngineClient, config: EngineConfig) -> Served:
         generation=generation,
         registry=registry,
         loopback=loopback,
+        directory=directory,
+        stores={} if host is None else host.stores,
     )
     api = _api(server)
     plugins = manager.current()
     families = _families(context, plugins)
+    if host is not None:
+        _dispatch(families, host)
     _add_routes(api, families)
     _add_middleware(api, server)
     ours = list(api.router.routes)
@@ -134,7 +164,73 @@ def create_app(engine: EngineClient, config: EngineConfig) -> Served:
         hosts=HostCheck.of(server, bool(keys)),
     )
     loopback.app = guarded
-    return Served(guarded, api, generation, tuple(families))
+    return Served(guarded, api, generation, tuple(families), directory)
+
+
+@frozen(eq=False)
+class ModelRoutes:
+    """The routes of one of a server's models. endpoints: by method ("" for a WebSocket) and path,
+    without authentication, which the front end does.
+    """
+
+    generation: GenerationService
+    families: tuple[RouteFamily, ...]
+    endpoints: Mapping[tuple[str, str], ASGIApp]
+
+    async def start(self) -> None:
+        """Start the families' background work."""
+        for family in self.families:
+            await family.start()
+
+    async def stop(self) -> None:
+        """Stop the families' background work."""
+        for family in self.families:
+            await family.stop()
+        self.generation.media.close()
+
+
+def model_routes(
+    engine: EngineClient,
+    config: EngineConfig,
+    stores: MutableMapping[str, Any],
+    loopback: LoopbackClient,
+) -> ModelRoutes:
+    """Build the routes of one model behind the front end of several. Raises ConfigError."""
+    keys = read_keys(config.group(ServerConfig))
+    generation = _generation(engine, config, len(keys))
+    context = RouteContext(
+        engine=engine,
+        config=config,
+        models=generation.models,
+        created=int(time.time()),
+        generation=generation,
+        registry=CollectorRegistry(auto_describe=False),
+        loopback=loopback,
+        front=False,
+        stores=stores,
+    )
+    families = _families(context, manager.current())
+    endpoints: dict[tuple[str, str], ASGIApp] = {}
+    for family, router in families.items():
+        for route in router.routes:
+            if isinstance(route, Route | WebSocketRoute) and route.path not in family.shared_paths:
+                for method in _methods(route):
+                    endpoints.setdefault((method, route.path), route.app)
+    return ModelRoutes(generation, tuple(families), endpoints)
+
+
+def _methods(route: BaseRoute) -> Collection[str]:
+    return getattr(route, "methods", None) or ("",)
+
+
+def _dispatch(families: Mapping[RouteFamily, APIRouter], host: ModelHost) -> None:
+    """Let models answer the requests of all routes that are not shared."""
+    for family, router in families.items():
+        if "*" in family.shared_paths:
+            continue
+        for route in router.routes:
+            if isinstance(route, Route | WebSocketRoute) and route.path not in family.shared_paths:
+                route.app = host.dispatched(family, route.path, route.app)
 
 
 def import_routes() -> None:
@@ -206,7 +302,7 @@ def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily
     for declared in sorted(declarations, key=lambda offer: not is_first_party(offer.distribution)):
         try:
             family: RouteFamily = plugins.load_declared(declared)(context)
-            reason = family.absent()
+            reason = _absence(family)
             if reason is None:
                 families[family] = family.router()
             else:
@@ -222,6 +318,16 @@ def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily
                 error,
             )
     return families
+
+
+def _absence(family: RouteFamily) -> str | None:
+    """Why a family is not served, or None. On a server of several models, each model decides which
+    of its routes it serves.
+    """
+    context, shared = family.context, "*" in family.shared_paths
+    if shared and not context.front:
+        return "the front end serves it"
+    return None if context.directory is not None and not shared else family.absent()
 
 
 def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None:

@@ -1,4 +1,4 @@
-"""`modulm serve [MODEL]`: the OpenAI-compatible server."""
+"""`modulm serve [MODEL ...]`: the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from modulm_cli import FlagCommand, print_notices
+from modulm_server.models import serves_several
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from modulm.config.sources import Draft
@@ -28,20 +30,25 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command("serve", cls=FlagCommand, server=True)
-@click.argument("model_tag", required=False, metavar="[MODEL]")
-def command(draft: Draft, model_tag: str | None) -> None:
-    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
+@click.argument("model_tags", nargs=-1, metavar="[MODEL]...")
+def command(draft: Draft, model_tags: tuple[str, ...]) -> None:
+    """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     MODEL is a folder, a Hugging Face id or a short name; without one the embedded model answers.
+    Requests choose between several by name. --models-config and --models-dir add more.
     """
     from modulm_server.engine.spawn import EngineProcess
 
     termination = _Termination()
-    several = not draft.config.parallel.disable_frontend_multiprocessing
+    in_process = draft.config.parallel.disable_frontend_multiprocessing
+    several = serves_several(draft.config, model_tags)
     process = None
     try:
-        process = EngineProcess() if several else None
-        code = _serve(draft, process, termination)
+        process = None if in_process or several else EngineProcess()
+        if several:
+            code = _serve_several(draft, model_tags, termination)
+        else:
+            code = _serve(draft, process, termination)
     except _Terminated:
         for number in _ENDINGS:
             signal.signal(number, signal.SIG_IGN)  # already shutting down
@@ -90,6 +97,21 @@ class _Termination:
         click.echo(banner)
         if self._came:
             signal.raise_signal(signal.SIGTERM)
+
+
+def _serve_several(draft: Draft, models: Sequence[str], termination: _Termination) -> int:
+    """Run a server of several models; returns its exit code."""
+    from modulm_server.flags import ServerConfig
+    from modulm_server.logs import configure_logging
+    from modulm_server.models.serve import serve_models
+    from modulm_server.output import unblock
+
+    unblock()
+    server = draft.config.group(ServerConfig)
+    configure_logging(draft.config, server.disable_access_log_for_endpoints or ())
+    print_notices(draft.notices)
+    named = [draft.config.model.model] if not models and "model" in draft.origins else models
+    return serve_models(draft.config, named, termination.ready)
 
 
 def _serve(draft: Draft, process: EngineProcess | None, termination: _Termination) -> int:

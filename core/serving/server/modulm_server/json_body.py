@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -33,6 +33,7 @@ __all__ = [
     "decode",
     "json_response",
     "read",
+    "read_object",
     "request_docs",
     "to_struct",
 ]
@@ -69,9 +70,21 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
     if len(kinds) != 1 or not (kinds[0] == "application/json" or kinds[0].endswith("+json")):
         raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
     body = await request.body()
+    decoded = request.scope.get("modulm.json")
     if len(body) < _LARGE:
-        return decode(body, schema)
-    return await asyncio.get_running_loop().run_in_executor(_thread(), decode, body, schema)
+        return decode(body, schema) if decoded is None else to_struct(decoded, schema)
+    work = partial(decode, body) if decoded is None else partial(to_struct, decoded)
+    return await asyncio.get_running_loop().run_in_executor(_thread(), work, schema)
+
+
+async def read_object(body: bytes) -> dict[str, Any]:
+    """Decode a body before its schema is known. Raises ApiError.
+
+    With the result as `modulm.json` in the scope, `read` does not decode the body again.
+    """
+    if len(body) < _LARGE:
+        return _decode_object(body)
+    return await asyncio.get_running_loop().run_in_executor(_thread(), _decode_object, body)
 
 
 async def convert(request: Request, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -89,13 +102,17 @@ def _thread() -> ThreadPoolExecutor:
 
 def decode(body: bytes, schema: type[_Body]) -> _Body:
     """Decode a body into a schema. Raises ApiError(400)."""
+    return to_struct(_decode_object(body), schema)
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
     check_counts(body)
     value = _parse(body)
     if _has_long_number(body):
         _check_integers(value)
     if not isinstance(value, dict):
         raise bad_field(None, f"the body must be a JSON object, not {_name(value)}", "invalid_json")
-    return to_struct(value, schema)
+    return value
 
 
 def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = True) -> _Body:

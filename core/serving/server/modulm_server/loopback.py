@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modulm_server.auth import LOOPBACK
 
@@ -16,10 +16,20 @@ __all__ = ["LoopbackClient"]
 class LoopbackClient:
     """An in-process client of the server's routes. `app` is set once the application is built.
 
-    It needs no API key, because the original request had one.
+    It needs no API key, because the original request had one. model: on a server of several
+    models, the one whose routes it calls; it must be in use by the original request.
     """
 
     app: ASGIApp
+
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
+    def of_model(self, model: Any) -> LoopbackClient:
+        """A client of the routes of one of the server's models."""
+        client = LoopbackClient(model)
+        client.app = self.app
+        return client
 
     async def post(self, path: str, body: bytes, owner: str = "") -> tuple[int, bytes]:
         """POST JSON to a route on behalf of `owner`; returns (status, response body)."""
@@ -59,6 +69,7 @@ class LoopbackClient:
             "server": None,
             "modulm.loopback": LOOPBACK,
             "modulm.owner": owner,
+            "modulm.model": self.model,
         }
         await self.app(scope, receive, send)
         return status, bytes(answer)

@@ -8,16 +8,24 @@ ids and error bodies: a route needs a key unless the server lists it as open, ex
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
+
+from modulm_server.errors import respond
+from modulm_server.sse import DONE
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
+    from starlette.responses import Response
 
     from modulm.contracts.config import EngineConfig
+    from modulm_server.directory import ModelDirectory
     from modulm_server.engine.client import EngineClient
+    from modulm_server.errors import ApiError
     from modulm_server.generation import GenerationService
     from modulm_server.loopback import LoopbackClient
 
@@ -34,6 +42,11 @@ class RouteContext:
     Unix time in seconds at which the server was built. generation: turns messages and prompts into
     running generations. registry: the metrics behind /metrics. loopback: calls the server's other
     routes.
+
+    On a server of several models, each family is built once for the front end and once for each
+    loaded model. directory: all models, for the front end's families; None for those of a model,
+    and on a server of one. front: False for the families of a model. stores: what the families of
+    one name share, by key, such as the responses that a later request continues.
     """
 
     engine: EngineClient
@@ -43,13 +56,23 @@ class RouteContext:
     generation: GenerationService
     registry: CollectorRegistry
     loopback: LoopbackClient
+    directory: ModelDirectory | None = None
+    front: bool = True
+    stores: MutableMapping[str, Any] = field(factory=dict)
 
 
 class RouteFamily(ABC):
-    """Routes of one API."""
+    """Routes of one API.
+
+    On a server of several models a request goes to the family of the model that it names, except on
+    these paths. shared_paths: the front end's family answers; "*" is all paths. cold_paths: it
+    answers while the model is not loaded, instead of loading it.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    shared_paths: ClassVar[tuple[str, ...]] = ()
+    cold_paths: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: RouteContext) -> None:
         self.context = context
@@ -67,3 +90,14 @@ class RouteFamily(ABC):
 
     async def stop(self) -> None:
         """Stop background work; called when the server shuts down."""
+
+    def error_response(self, error: ApiError) -> Response:
+        """The response to an error that happens before a request reaches its model."""
+        return respond(error)
+
+    def error_frames(self, body: bytes) -> bytes | None:
+        """The end of an event stream that fails. body: of the error's response.
+
+        None if the API's streams are not event streams, so that they cannot have comments either.
+        """
+        return b"data: " + body + b"\n\n" + DONE

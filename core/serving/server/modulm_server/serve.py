@@ -58,6 +58,7 @@ __all__ = [
     "run",
     "serve",
     "start_facts",
+    "url_of",
 ]
 
 log = logging.getLogger("modulm_server")
@@ -265,12 +266,8 @@ def banner(
     """
     server, model = config.group(ServerConfig), served_names(config)[0]
     path, body = suggested or first_request(model, ("generate",))
-    scheme = "http" if server.ssl_certfile is None else "https"
-    if server.uds is not None:
-        url, option = "http://localhost", f" --unix-socket {server.uds}"
-    else:
-        host, port = sock.getsockname()[:2]
-        url, option = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ""
+    url = url_of(server, sock)
+    option = "" if server.uds is None else f" --unix-socket {server.uds}"
     keys = bool(read_keys(server))
     key = ' -H "Authorization: Bearer $KEY"' if keys else ""
     open_to_all = " ".join(path.partition("{")[0] for path in sorted(open_paths(server)))
@@ -286,6 +283,15 @@ def banner(
         f"-d {shlex.quote(body)}\n"
         "  stop        Ctrl-C"
     )
+
+
+def url_of(server: ServerConfig, sock: socket.socket) -> str:
+    """The URL of the server; behind a Unix socket the host does not matter."""
+    if server.uds is not None:
+        return "http://localhost"
+    scheme = "http" if server.ssl_certfile is None else "https"
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def start_facts(info: EngineInfo, replicas: int = 1) -> list[str]:

@@ -17,7 +17,7 @@ from attrs import define, evolve
 from starlette.types import ASGIApp
 
 from modulm.config import EngineConfig
-from modulm_server.app import Served, create_app
+from modulm_server.app import ModelHost, Served, create_app
 from modulm_server.flags import ServerConfig
 from modulm_server.serve import make_server, open_socket
 
@@ -87,14 +87,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @contextmanager
 def serve_in_thread(
-    engine: Any, config: EngineConfig, watch: Callable[[Served], ASGIApp] | None = None
+    engine: Any,
+    config: EngineConfig,
+    watch: Callable[[Served], ASGIApp] | None = None,
+    host: ModelHost | None = None,
 ) -> Iterator[Live]:
     """Run a real server on a free loopback port, or on the Unix socket of `--uds`.
 
-    watch: wraps the application, to observe its traffic.
+    watch: wraps the application, to observe its traffic. host: of a server of several models.
     """
     config = config.with_(host="127.0.0.1", port=0)
-    served = create_app(engine, config)
+    served = create_app(engine, config, host)
     if watch is not None:
         served = evolve(served, app=watch(served))
     sock = open_socket(config.group(ServerConfig))

@@ -77,6 +77,12 @@ class Anthropic(RouteFamily):
         )
         return router
 
+    def error_response(self, error: ApiError) -> Response:
+        return json_response(_error(error), error.status, error.headers)
+
+    def error_frames(self, body: bytes) -> bytes:
+        return b"event: error\ndata: " + body + b"\n\n"
+
     async def create(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         try:
@@ -112,7 +118,7 @@ class Anthropic(RouteFamily):
         api_error = report(
             error, request.scope, self.context.config.group(ServerConfig).log_error_stack
         )
-        return json_response(_error(api_error), api_error.status, api_error.headers)
+        return self.error_response(api_error)
 
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:
         generation = self.context.generation

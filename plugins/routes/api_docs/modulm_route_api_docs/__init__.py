@@ -27,6 +27,7 @@ class ApiDocs(RouteFamily):
 
     name = "api_docs"
     api = 2
+    shared_paths = ("*",)
 
     def absent(self) -> str | None:
         off = self.context.config.group(ServerConfig).disable_fastapi_docs

@@ -57,7 +57,7 @@ class Audio(RouteFamily):
         router.add_api_route(
             "/audio/speech", self.synthesize, methods=["POST"], include_in_schema=False
         )
-        if self.speech.served:
+        if self.speech.served or self.context.directory is not None:
             router.add_api_websocket_route("/realtime", self.realtime)
         return router
 

@@ -23,6 +23,7 @@ class ChatPage(RouteFamily):
 
     name = "chat_page"
     api = 2
+    shared_paths = ("*",)
 
     def router(self) -> APIRouter:
         self._origins = self.context.config.group(ChatPageConfig).chat_page_tool_origins

@@ -79,6 +79,7 @@ class Files(RouteFamily):
 
     name = "files"
     api = 2
+    shared_paths = ("*",)
 
     def router(self) -> APIRouter:
         flags = self.context.config.group(FilesConfig)

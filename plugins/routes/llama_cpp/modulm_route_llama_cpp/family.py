@@ -148,9 +148,15 @@ class LlamaCpp(RouteFamily):
             except Exception as error:
                 stacks = self.context.config.group(ServerConfig).log_error_stack
                 api_error = report(error, request.scope, stacks)
-                return json_response(_failure(api_error), api_error.status, api_error.headers)
+                return self.error_response(api_error)
 
         return answered
+
+    def error_response(self, error: ApiError) -> Response:
+        return json_response(_failure(error), error.status, error.headers)
+
+    def error_frames(self, body: bytes) -> bytes:
+        return b"data: " + body + b"\n\n"
 
     # Server information.
 

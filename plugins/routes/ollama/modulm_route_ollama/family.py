@@ -40,7 +40,7 @@ from modulm_route_ollama.schema import (
     variables_of,
     with_images,
 )
-from modulm_server.auth import current_owner
+from modulm_server.auth import current_owner, owner_of
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, ClientGone, error_body, report
@@ -93,6 +93,10 @@ class Ollama(RouteFamily):
 
     name = "ollama"
     api = 2
+    shared_paths = (
+        "/api/tags", "/api/ps", "/api/version", *(f"/api{path}" for _, path in _OF_A_LIBRARY)
+    )  # fmt: skip
+    cold_paths = ("/api/show", "/api/pull")
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/api", tags=["Ollama"])
@@ -146,20 +150,26 @@ class Ollama(RouteFamily):
             except Exception as error:
                 stacks = self.context.config.group(ServerConfig).log_error_stack
                 api_error = report(error, request.scope, stacks)
-                return json_response(_failure(api_error), api_error.status, api_error.headers)
+                return self.error_response(api_error)
 
         return answered
 
+    def error_response(self, error: ApiError) -> Response:
+        return json_response(_failure(error), error.status, error.headers)
+
+    def error_frames(self, body: bytes) -> None:
+        return None
+
     # Models.
 
-    async def tags(self) -> Response:
+    async def tags(self, request: Request) -> Response:
         """List the models."""
-        models: Models = {"models": self._catalogue.list_models()}
+        models: Models = {"models": self._catalogue.list_models(owner_of(request))}
         return json_response(models)
 
-    async def ps(self) -> Response:
-        """List the running models, which are the same."""
-        return json_response(self._catalogue.running())
+    async def ps(self, request: Request) -> Response:
+        """List the running models: those in memory, on a server of several."""
+        return json_response(self._catalogue.running(owner_of(request)))
 
     async def version(self) -> Response:
         """The version of this server."""
@@ -168,13 +178,23 @@ class Ollama(RouteFamily):
     async def show(self, request: Request) -> Response:
         """Describe a model."""
         body = await read(request, NamedRequest)
-        self._model(body.model or body.name or "")
+        name = body.model or body.name or ""
+        directory = self.context.directory
+        if directory is not None:
+            return json_response(
+                self._catalogue.cold_details(directory.status(name, owner_of(request)))
+            )
+        self._model(name)
         return json_response(self._catalogue.model_details())
 
     async def pull(self, request: Request) -> Response:
         """Succeed for the served model. Other models cannot be pulled."""
         body = await read(request, NamedRequest)
-        self._model(body.model or body.name or "")
+        name = body.model or body.name or ""
+        if self.context.directory is not None:
+            self.context.directory.status(name, owner_of(request))
+        else:
+            self._model(name)
         done: Status = {"status": "success"}
         if body.stream:
             return Response(line(done), 200, media_type=_LINES)

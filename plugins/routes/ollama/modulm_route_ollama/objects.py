@@ -116,6 +116,7 @@ class Model(TypedDict):
     size: int
     digest: str
     details: Details
+    state: NotRequired[str]
 
 
 class Models(TypedDict):
@@ -126,6 +127,8 @@ class Running(Model):
     expires_at: str
     size_vram: int
     context_length: int
+    last_used_at: str | None
+    pinned: bool
 
 
 class RunningModels(TypedDict):

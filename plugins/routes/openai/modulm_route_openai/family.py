@@ -40,6 +40,7 @@ class OpenAI(RouteFamily):
 
     name = "openai"
     api = 2
+    shared_paths = ("/v1/models", "/v1/models/{model:path}")
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["OpenAI"])

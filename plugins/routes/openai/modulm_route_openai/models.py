@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from starlette.responses import Response
 
+from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError, error_body, model_error
 from modulm_server.json_body import bad_field, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from modulm_route_openai.objects import ModelCard, ModelInfo, ModelList, ModelPage
+    from modulm_route_openai.objects import ModelCard, ModelInfo, ModelList, ModelPage, ModelState
+    from modulm_server.directory import ModelStatus
     from modulm_server.route import RouteContext
 
 __all__ = ["Models"]
@@ -32,16 +34,18 @@ class Models:
 
     async def listed(self, request: Request) -> Response:
         """List the served models."""
-        names = self._names
+        served = self._served(request)
+        names = tuple(served)
         if not _is_anthropic(request):
-            cards: ModelList = {"object": "list", "data": [self._card(name) for name in names]}
+            data = [self._card(name, status) for name, status in served.items()]
+            cards: ModelList = {"object": "list", "data": data}
             return json_response(cards)
         try:
             page_names, more = _page(names, request.query_params)
         except ApiError as error:
             return _anthropic_error(error)
         page: ModelPage = {
-            "data": [self._info(name) for name in page_names],
+            "data": [self._info(name, served[name]) for name in page_names],
             "first_id": page_names[0] if page_names else None,
             "last_id": page_names[-1] if page_names else None,
             "has_more": more,
@@ -50,20 +54,28 @@ class Models:
 
     async def one(self, request: Request, model: str) -> Response:
         """Describe a model."""
-        known = model in self._names
+        served = self._served(request)
+        known = model in served
         if not _is_anthropic(request):
             if not known:
                 raise model_error(model)
-            return json_response(self._card(model))
-        return json_response(self._info(model)) if known else _anthropic_error(model_error(model))
+            return json_response(self._card(model, served[model]))
+        if not known:
+            return _anthropic_error(model_error(model))
+        return json_response(self._info(model, served[model]))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """The names of the model and of the adapters."""
-        return (*self._context.models, *self._context.engine.adapters)
+    def _served(self, request: Request) -> dict[str, ModelStatus | None]:
+        """The names of models and of adapters; with the model's status on a server of several."""
+        directory = self._context.directory
+        if directory is None:
+            return dict.fromkeys((*self._context.models, *self._context.engine.adapters))
+        statuses = directory.statuses(owner_of(request))
+        return {name: one for one in statuses for name in (*one.names, *one.adapters)}
 
-    def _card(self, name: str) -> ModelCard:
+    def _card(self, name: str, status: ModelStatus | None) -> ModelCard:
         """OpenAI's model object. For adapters: parent is the base model, root the source."""
+        if status is not None:
+            return self._card_of_several(name, status)
         adapter = self._context.engine.adapters.get(name)
         root, parent = self._context.models[0], None
         if adapter is not None:
@@ -79,9 +91,37 @@ class Models:
             "max_model_len": self._context.engine.info.max_model_len,
         }
 
-    def _info(self, name: str) -> ModelInfo:
+    def _card_of_several(self, name: str, status: ModelStatus) -> ModelCard:
+        directory, info = self._context.directory, status.info
+        state: ModelState = {
+            "value": status.state,
+            "error": status.error,
+            "memory": status.memory,
+            "memory_budget": None if directory is None else directory.budget,
+            "last_used": status.last_used,
+            "expires_at": status.expires_at,
+            "pinned": status.pinned,
+            "active_requests": status.active,
+            "waiting_requests": status.waiting,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._context.created,
+            "owned_by": "modulm",
+            "root": status.adapters.get(name, status.name),
+            "parent": status.name if name in status.adapters else None,
+            "max_model_len": None if info is None else info.max_model_len,
+            "status": state,
+            "tasks": [] if info is None else list(info.tasks),
+        }
+
+    def _info(self, name: str, status: ModelStatus | None) -> ModelInfo:
         created = datetime.fromtimestamp(self._context.created, UTC)
-        longest = self._context.engine.info.max_model_len
+        info = self._context.engine.info
+        if status is not None and status.info is not None:
+            info = status.info
+        longest = info.max_model_len
         return {
             "type": "model",
             "id": name,

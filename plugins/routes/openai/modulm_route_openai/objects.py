@@ -28,6 +28,7 @@ __all__ = [
     "ModelInfo",
     "ModelList",
     "ModelPage",
+    "ModelState",
     "PromptLogprob",
     "Rendered",
     "ToolCallDelta",
@@ -221,8 +222,25 @@ class Rendered(TypedDict):
     priority: int
 
 
+class ModelState(TypedDict):
+    """What a server of several models says about one. value: unloaded, loading, loaded, sleeping,
+    stopping or failed. memory: in bytes, an estimate for a model that is not loaded. Times are Unix
+    seconds.
+    """
+
+    value: str
+    error: str | None
+    memory: int
+    memory_budget: int | None
+    last_used: float | None
+    expires_at: float | None
+    pinned: bool
+    active_requests: int
+    waiting_requests: int
+
+
 class ModelCard(TypedDict):
-    """A model in OpenAI's form."""
+    """A model in OpenAI's form. max_model_len: None before the model was first loaded."""
 
     id: str
     object: Literal["model"]
@@ -230,7 +248,9 @@ class ModelCard(TypedDict):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
+    status: NotRequired[ModelState]
+    tasks: NotRequired[list[str]]
 
 
 class ModelList(TypedDict):

@@ -63,6 +63,7 @@ class Ops(RouteFamily):
 
     name = "ops"
     api = 2
+    shared_paths = ("*",)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])

@@ -99,11 +99,20 @@ class Responses(RouteFamily):
 
     name = "responses"
     api = 2
+    shared_paths = (
+        *(f"/v1/responses/{{response_id}}{end}" for end in ("", "/cancel", "/input_items")),
+        "/v1/conversations",
+        *(
+            f"/v1/conversations/{{conversation_id}}{end}"
+            for end in ("", "/items", "/items/{item_id}")
+        ),
+    )
 
     def router(self) -> APIRouter:
         self._parsers = Parsers.of(self.context.config)
-        self._store = Store()
-        self._conversations = Conversations()
+        stores = self.context.stores
+        self._store: Store = stores.setdefault("responses", Store())
+        self._conversations: Conversations = stores.setdefault("conversations", Conversations())
         self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
         router = APIRouter(prefix="/v1", tags=["Responses"])
         stream_docs = response_docs(ResponseObject, events=Event)
@@ -130,7 +139,8 @@ class Responses(RouteFamily):
         return router
 
     async def stop(self) -> None:
-        await self._store.stop()
+        if self.context.front:
+            await self._store.stop()
 
     async def create(self, request: Request) -> Response:
         """Create a response."""

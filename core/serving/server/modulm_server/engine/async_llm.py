@@ -157,8 +157,7 @@ class AsyncLLM(EngineClient):
             )
         from modulm_server.engine.replicas import ReplicaSet
 
-        plugins = manager.current()
-        post, died = self._post, self._post_death
+        plugins, post, died = manager.current(), self._post, self._post_death
         self._attach(ReplicaSet.open(config, plugins, post, died, placed, process, meanwhile))
 
     def _begin(self) -> None:
@@ -274,6 +273,8 @@ class AsyncLLM(EngineClient):
     def rolling_restart(self) -> None:
         self._core.rolling_restart()
 
+    process_ids = property(lambda self: self._core.process_ids)
+
     async def check_health(self) -> None:
         await super().check_health()
         if (error := self._core.down) is not None:
@@ -327,8 +328,8 @@ class AsyncLLM(EngineClient):
         await asyncio.wrap_future(self._core.wake_up())
 
     async def is_sleeping(self) -> bool:
-        dozing = self._core.weights.asleep == 0
-        return dozing or await asyncio.wrap_future(self._core.is_sleeping())
+        core = self._core
+        return core.weights.asleep == 0 or await asyncio.wrap_future(core.is_sleeping())
 
     async def start_profile(self) -> None:
         await asyncio.wrap_future(self._core.start_profile())

@@ -79,6 +79,11 @@ class EngineClient(Training, ABC):
         """
         raise UnsupportedError("this engine has no replicas to restart")
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The ids of the processes on this machine that this front end started for the engine."""
+        return ()
+
     @abstractmethod
     def generate(
         self,

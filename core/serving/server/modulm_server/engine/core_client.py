@@ -113,6 +113,15 @@ class EngineCoreClient(ABC):
     #: This front end's report (its metrics) for another one. Called on any thread.
     report: Callable[[], str] = staticmethod(lambda: "")
 
+    #: The replicas that it reaches, if there are several; `client` is None while one is down.
+    _replicas: Sequence[Any] = ()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """See `EngineClient.process_ids`."""
+        clients = [replica.client for replica in self._replicas if replica.client is not None]
+        return tuple(number for client in clients for number in client.process_ids)
+
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
         """The state of each replica, if dead engines are restarted."""

@@ -92,6 +92,10 @@ class ProcessCoreClient(EngineCoreClient):
         self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
         self._thread.start()
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return () if self._owned is None else (self._owned.pid,)
+
     def submit(self, requests: Sequence[Request]) -> None:
         self._send(frames.pack("submit", [codec.pack_request(request) for request in requests]))
 

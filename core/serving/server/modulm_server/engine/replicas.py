@@ -83,7 +83,7 @@ class ReplicaSet(ReplicaCalls):
         tell: Callable[[ReplicaNews], None],
         died: Callable[[EngineDead], None],
     ) -> None:
-        self._replicas = replicas
+        self._replicas: Sequence[Replica] = replicas
         self._tell = tell
         self._died = died
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ import { about, key, models } from "./api.js";
 import { Composer } from "./composer.js";
 import { announce, byId, toast } from "./dom.js";
 import { Invalid } from "./fields.js";
+import { ModelMenu, chats, label } from "./models.js";
 import { body, continuation, toolAddress } from "./request.js";
 import { Run } from "./run.js";
 import { Settings } from "./settings.js";
@@ -23,6 +24,7 @@ export class App {
     this.lengths = new Map();
     this.facts = { attachments: ["text"], tool_origins: [] };
     this.store = new Store((id, stored) => this.elsewhere(id, stored));
+    this.models = new ModelMenu({ changed: (list) => this.takeModels(list) });
     this.talk = new Talk(this);
     this.sidebar = new Sidebar(this);
     this.composer = new Composer({ send: (text, files) => this.say(text, files), stop: () => this.stop(),
@@ -42,15 +44,21 @@ export class App {
 
   async loadModels() {
     try {
-      const list = await models();
-      this.lengths = new Map(list.map((model) => [model.id, model.max_model_len]));
-      byId("model").replaceChildren(...list.map(({ id }) => new Option(id, id)));
-      byId("model").hidden = false;
+      this.takeModels(await models());
       this.show();
     } catch (error) {
       if (error.status === 401) this.settings.askKey();
       toast(key.get() || error.status !== 401 ? error.message : "This server asks for a key.");
     }
+  }
+
+  takeModels(list) {
+    const able = list.filter(chats);
+    this.lengths = new Map(able.map((model) => [model.id, model.max_model_len]));
+    byId("model").replaceChildren(...able.map((model) => new Option(label(model), model.id)));
+    byId("model").hidden = false;
+    byId("model").value = this.current?.model ?? "";
+    this.models.take(list);
   }
 
   // What is on the screen.
@@ -150,6 +158,7 @@ export class App {
     conversation.updated = Date.now();
     if (this.conversations.has(conversation.id)) await this.store.put(conversation);
     if (run.nodes[0].error?.status === 401) this.settings.askKey();
+    if (this.models.several) this.loadModels();
     if (conversation === this.current) {
       this.show();
       this.talk.follow();

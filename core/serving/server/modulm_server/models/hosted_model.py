@@ -1,0 +1,221 @@
+"""One model of a server of several: its engine's life, and what it is used for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from modulm.errors import EngineError
+from modulm.loading import open_checkpoint
+from modulm.plugins import manager
+from modulm_parsing.choice import parser_decisions, with_parsers
+from modulm_server.app import ModelRoutes, model_routes
+from modulm_server.directory import ModelStatus
+from modulm_server.engine.async_llm import AsyncLLM
+from modulm_server.engine.spawn import EngineProcess
+from modulm_server.models.memory import estimate, measure
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from typing import Any
+
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.engine_info import EngineInfo
+    from modulm_server.engine.client import EngineClient
+    from modulm_server.loopback import LoopbackClient
+    from modulm_server.models.settings import ModelSettings
+
+__all__ = ["HostedModel"]
+
+#: Seconds between two looks whether the last request of a model has ended.
+_LOOK = 0.1
+
+
+@define(eq=False)
+class HostedModel:
+    """A model and its engine, if it is loaded.
+
+    state: as in `ModelStatus`. in_flight: requests that use it. waiting: requests that wait for it.
+    memory: bytes that count as in use: the estimate while it loads, then as measured. needed: bytes
+    that it needs when loaded, as known so far. loading: the load in progress. leaving: the end of
+    its use that is in progress; no request starts meanwhile. info: facts of its last engine.
+    """
+
+    settings: ModelSettings
+    state: str = "unloaded"
+    engine: EngineClient | None = None
+    routes: ModelRoutes | None = None
+    in_flight: int = 0
+    waiting: int = 0
+    memory: int = 0
+    needed: int = 0
+    last_used: float | None = None
+    expires_at: float | None = None
+    error: str | None = None
+    info: EngineInfo | None = None
+    loading: asyncio.Task[None] | None = None
+    leaving: asyncio.Task[None] | None = None
+    loads: int = 0
+    _process: EngineProcess | None = None
+    _freed: asyncio.Event = field(factory=asyncio.Event, init=False)
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may use it now."""
+        return (
+            self.state == "loaded"
+            and self.leaving is None
+            and self.engine is not None
+            and self.engine.dead is None
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests use it, including those that run in the background."""
+        engine = self.engine
+        alive = engine is not None and engine.dead is None
+        return self.in_flight > 0 or (alive and engine is not None and engine.active > 0)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it has an engine, or gets one."""
+        return self.engine is not None or self.loading is not None
+
+    def release(self, keep_alive: float | None) -> None:
+        """Note the end of a request. keep_alive: seconds until it expires; None: never."""
+        self.in_flight -= 1
+        self.last_used = now = time.time()
+        self.expires_at = None if keep_alive is None else now + keep_alive
+        if self.leaving is not None:
+            self._freed.set()
+
+    async def until_idle(self) -> None:
+        """Wait until no request uses it."""
+        while self.busy:
+            self._freed.clear()
+            try:
+                await asyncio.wait_for(self._freed.wait(), _LOOK)
+            except TimeoutError:
+                continue
+
+    async def prepare(self) -> EngineConfig:
+        """Find the checkpoint, download it if need be, and estimate its memory; returns the
+        engine's configuration. Raises CheckpointError, ConfigError.
+        """
+        return await asyncio.to_thread(self._prepare)
+
+    def _prepare(self) -> EngineConfig:
+        plugins, config = manager.current(), self.settings.config
+        checkpoint = open_checkpoint(config, plugins)
+        if not self.needed:
+            self.needed = estimate(checkpoint.path)
+        return with_parsers(config, parser_decisions(config, plugins))
+
+    async def open(
+        self, config: EngineConfig, stores: MutableMapping[str, Any], loopback: LoopbackClient
+    ) -> None:
+        """Start the engine and build its routes. loopback: the front end's.
+
+        Raises the engine's error if it does not start.
+        """
+        self.state, self.memory = "loading", self.needed
+        try:
+            self._process = EngineProcess()
+            engine = await asyncio.to_thread(AsyncLLM.from_config, config, self._process)
+            self.engine = engine
+            self.info = engine.info
+            self.routes = model_routes(engine, config, stores, loopback.of_model(self))
+            await self.routes.start()
+            await self.measure()
+            self.needed = self.memory
+        except BaseException:
+            await self._close_engine()
+            raise
+        self.loads += 1
+        self._used()
+
+    def abandon(self) -> None:
+        """Kill an engine that is being loaded, which ends its load with an error."""
+        if self.state == "loading" and self._process is not None:
+            self._process.kill()
+
+    async def wake(self) -> None:
+        """Wake the engine up. Raises EngineError."""
+        if self.engine is None:
+            raise EngineError("the engine is gone")
+        self.state = "loading"
+        self.memory = max(self.memory, self.needed)
+        await self.engine.wake_up()
+        await self.measure()
+        self._used()
+
+    def _used(self) -> None:
+        self.state, self.error = "loaded", None
+        self.last_used = now = time.time()
+        keep_alive = self.settings.keep_alive
+        self.expires_at = None if keep_alive is None else now + keep_alive
+
+    async def sleep(self, level: int) -> None:
+        """Put the engine to sleep. Raises EngineError, UnsupportedError."""
+        if self.engine is None:
+            raise EngineError("the engine is gone")
+        await self.engine.sleep(level)
+        self.state = "sleeping"
+        await self.measure()
+
+    async def close(self) -> None:
+        """End the engine and its processes."""
+        self.state = "stopping"
+        await self._close_engine()
+        self.state = "unloaded"
+
+    async def _close_engine(self) -> None:
+        routes, self.routes = self.routes, None
+        engine, self.engine = self.engine, None
+        process, self._process = self._process, None
+        if routes is not None:
+            await routes.stop()
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+        elif process is not None:
+            await asyncio.to_thread(process.close)
+        self.memory = 0
+
+    async def measure(self) -> None:
+        """Measure the memory of the engine's processes."""
+        engine = self.engine
+        if engine is not None:
+            measured = await asyncio.to_thread(measure, engine.process_ids)
+            self.memory = measured or engine.info.description.weight_bytes
+
+    def status(self) -> ModelStatus:
+        """Describe it."""
+        engine, settings = self.engine, self.settings
+        dead = engine is not None and engine.dead is not None
+        state = "stopping" if self.leaving is not None else self.state
+        return ModelStatus(
+            name=self.name,
+            model=settings.config.model.model,
+            state="failed" if dead else state,
+            aliases=settings.aliases,
+            error="its engine has died; the next request loads it" if dead else self.error,
+            memory=self.memory or self.needed,
+            last_used=self.last_used,
+            expires_at=None if settings.pinned else self.expires_at,
+            active=self.in_flight,
+            waiting=self.waiting,
+            pinned=settings.pinned,
+            info=self.info,
+            adapters={}
+            if engine is None
+            else {
+                adapter.name: adapter.root or adapter.path for adapter in engine.adapters.values()
+            },
+        )

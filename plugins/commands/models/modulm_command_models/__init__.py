@@ -1,0 +1,1 @@
+"""Commands for the models of a running server."""
