@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import logging
 import os
+import re
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from attrs import define, field
 
 from modulm_route_files.batch import Batch
 from modulm_route_files.store import write_atomically
@@ -27,12 +31,22 @@ __all__ = ["BatchStore"]
 
 log = logging.getLogger("modulm_server")
 
+#: Ids of batches.
+_ID = re.compile("batch_[0-9a-f]{32}")
 #: Seconds between two saves of a running batch, and checks for its cancellation.
 _CHECK_INTERVAL = 1.0
 #: Maximum number of finished batches to keep.
 _MAX_BATCHES = 1_000
 #: Starts of a batch without a further record after which it is not started again.
 _MAX_TRIES = 3
+
+
+@define(eq=False)
+class _Saves:
+    """The saves of a batch, which run in threads. last: the number of the latest one."""
+
+    lock: threading.Lock = field(factory=threading.Lock)
+    last: int = 0
 
 
 class BatchStore:
@@ -42,6 +56,9 @@ class BatchStore:
         self._files = files
         self._running: dict[str, tuple[Batch, asyncio.Task[None], int]] = {}
         self._known: dict[str, tuple[int, Batch]] = {}
+        self._numbers = itertools.count(1)
+        self._saves: dict[str, _Saves] = {}
+        self._cleanups: set[asyncio.Future[None]] = set()
 
     @property
     def running(self) -> int:
@@ -65,7 +82,7 @@ class BatchStore:
         batch.tries += 1
         try:
             # Saved before the first line is read, since that may crash the server.
-            self._save(batch)
+            self._prepare_save(batch)()
         except BaseException:
             self._unlock(batch.id, lock)
             raise
@@ -88,17 +105,24 @@ class BatchStore:
 
     def get(self, identity: str) -> Batch | None:
         """A batch by its id."""
-        return next((batch for batch in self.all() if batch.id == identity), None)
+        if self._is_empty or not _ID.fullmatch(identity):
+            return None
+        return self._read(self._path(identity))
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether there is certainly no batch, so that no folder is needed."""
+        return not self._running and not self._files.lasting and not self._known
 
     def all(self) -> list[Batch]:
-        """All stored batches, oldest first."""
-        if not self._running and not self._files.lasting and not self._known:
+        """All stored batches, oldest first. Reads files: call it in a thread."""
+        if self._is_empty:
             return []
         folder = self._files.folder / "batches"
         seen = {}
         for entry in os.scandir(folder):
             if entry.name.endswith(".json"):
-                batch = self._read(entry)
+                batch = self._read(Path(entry.path))
                 if batch is not None:
                     seen[batch.id] = batch
         return sorted(seen.values(), key=lambda batch: batch.made)
@@ -120,7 +144,7 @@ class BatchStore:
             batch.tries = 0
             task.cancel()
         tasks = [task for _, task, _ in running]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._cleanups, return_exceptions=True)
 
     async def _run(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
         doing = asyncio.ensure_future(work(batch))
@@ -131,7 +155,8 @@ class BatchStore:
                     batch.cancelled = True
                     doing.cancel()
                     await asyncio.wait({doing})
-                self._try_to_save(batch)
+                save = self._prepare_save(batch)
+                await asyncio.to_thread(self._try, save)
         finally:
             doing.cancel()
             while not doing.done():
@@ -142,39 +167,56 @@ class BatchStore:
         """Record the end of a batch's task, and release its lock."""
         if batch.cancelled and not batch.is_over:
             batch.enter("cancelled")
-        self._try_to_save(batch)
+        self._try(self._prepare_save(batch))
         self._running.pop(batch.id, None)
         self._unlock(batch.id, lock)
-        self._forget_old()
+        cleanup = asyncio.ensure_future(asyncio.to_thread(self._forget_old))
+        self._cleanups.add(cleanup)
+        cleanup.add_done_callback(self._cleanups.discard)
 
     def _forget_old(self) -> None:
         finished = [batch for batch in self.all() if batch.is_over]
         for batch in finished[: max(0, len(finished) - _MAX_BATCHES)]:
             self._known.pop(batch.id, None)
+            self._saves.pop(batch.id, None)
             self._path(batch.id).unlink(missing_ok=True)
 
-    def _save(self, batch: Batch) -> None:
-        path = self._path(batch.id)
-        write_atomically(path, msgspec.json.encode(batch.table()), self._files.lasting)
-        self._known[batch.id] = (path.stat().st_mtime_ns, batch)
+    def _prepare_save(self, batch: Batch) -> Callable[[], None]:
+        """Return a function for any thread that saves the batch as it is now. Raises OSError.
 
-    def _try_to_save(self, batch: Batch) -> None:
-        """Save a batch if possible. On a full disk, the last saved state stays valid."""
+        It does nothing if a later state was saved before it.
+        """
+        content, number = msgspec.json.encode(batch.table()), next(self._numbers)
+        path, saves = self._path(batch.id), self._saves.setdefault(batch.id, _Saves())
+
+        def save() -> None:
+            with saves.lock:
+                if number > saves.last:
+                    write_atomically(path, content, self._files.lasting)
+                    saves.last = number
+                    self._known[batch.id] = (path.stat().st_mtime_ns, batch)
+
+        return save
+
+    def _try(self, save: Callable[[], None]) -> None:
+        """Save if possible. On a full disk, the last saved state stays valid."""
         try:
-            self._save(batch)
+            save()
         except OSError as error:
-            log.warning("Batch %s cannot be saved: %s", batch.id, error.strerror)
+            log.warning("A batch cannot be saved: %s", error.strerror)
 
-    def _read(self, entry: os.DirEntry[str]) -> Batch | None:
-        identity = entry.name.removesuffix(".json")
-        if identity in self._running:
-            return self._running[identity][0]
+    def _read(self, path: Path) -> Batch | None:
+        identity = path.stem
+        running = self._running.get(identity)
+        if running is not None:
+            return running[0]
         try:
-            changed = entry.stat().st_mtime_ns
-            if identity not in self._known or self._known[identity][0] != changed:
-                table = msgspec.json.decode(Path(entry.path).read_bytes())
-                self._known[identity] = (changed, Batch.of(table))
-            return self._known[identity][1]
+            changed = path.stat().st_mtime_ns
+            known = self._known.get(identity)
+            if known is None or known[0] != changed:
+                known = changed, Batch.of(msgspec.json.decode(path.read_bytes()))
+                self._known[identity] = known
+            return known[1]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:

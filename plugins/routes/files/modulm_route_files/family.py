@@ -175,28 +175,30 @@ class Files(RouteFamily):
 
     async def list_files(self, request: Request) -> Response:
         """List one's own files, optionally of one purpose."""
-        query = request.query_params
-        cards = [
-            file.card()
-            for file in self._files.list_owned(owner_of(request))
-            if query.get("purpose") in (None, file.purpose)
-        ]
+        query, owner = request.query_params, owner_of(request)
+
+        def describe() -> list[FileCard]:
+            files = self._files.list_owned(owner)
+            return [file.card() for file in files if query.get("purpose") in (None, file.purpose)]
+
+        cards = await asyncio.to_thread(describe)
         return json_response(page(cards, query, default_limit=_FILES, max_limit=_FILES))
 
     async def file(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
-        return json_response(self._files.get(file_id, owner_of(request)).card())
+        file = await asyncio.to_thread(self._files.get, file_id, owner_of(request))
+        return json_response(file.card())
 
     async def delete(self, request: Request, file_id: str) -> Response:
         """Delete a file."""
-        file = self._files.get(file_id, owner_of(request))
+        file = await asyncio.to_thread(self._files.get, file_id, owner_of(request))
         await asyncio.to_thread(self._files.remove, file)
         deleted: Deleted = {"id": file.id, "object": "file", "deleted": True}
         return json_response(deleted)
 
     async def content(self, request: Request, file_id: str) -> Response:
         """Download a file."""
-        file = self._files.get(file_id, owner_of(request))
+        file = await asyncio.to_thread(self._files.get, file_id, owner_of(request))
         headers = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
         return FileResponse(
             file.path,
@@ -214,7 +216,9 @@ class Files(RouteFamily):
         if body.endpoint not in ENDPOINTS:
             raise bad_field("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}")
         owner = owner_of(request)
-        source = self._files.get(body.input_file_id, owner, "input_file_id")
+        source = await asyncio.to_thread(
+            self._files.get, body.input_file_id, owner, "input_file_id"
+        )
         if source.purpose != "batch":
             raise bad_field("input_file_id", "input_file_id must be a file of purpose batch")
         lasts = expires_after(body.output_expires_after, "output_expires_after")
@@ -239,24 +243,25 @@ class Files(RouteFamily):
     async def list_batches(self, request: Request) -> Response:
         """List one's own batches, newest first."""
         owner = owner_of(request)
-        cards = [batch.card() for batch in self._batches.all() if batch.owner == owner]
+        batches = await asyncio.to_thread(self._batches.all)
+        cards = [batch.card() for batch in batches if batch.owner == owner]
         return json_response(page(cards, request.query_params, max_limit=_LISTED))
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         """Describe a batch and its progress."""
-        return json_response(self._batch(request, batch_id).card())
+        return json_response((await self._batch(request, batch_id)).card())
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Cancel a batch. Its responses so far are kept."""
-        batch = self._batch(request, batch_id)
+        batch = await self._batch(request, batch_id)
         try:
             await self._batches.cancel(batch)
         except OSError as error:
             raise storage_error(error) from error
         return json_response(batch.card())
 
-    def _batch(self, request: Request, batch_id: str) -> Batch:
-        batch = self._batches.get(batch_id)
+    async def _batch(self, request: Request, batch_id: str) -> Batch:
+        batch = await asyncio.to_thread(self._batches.get, batch_id)
         if batch is None or batch.owner != owner_of(request):
             raise ApiError(404, f"no batch {batch_id[:64]!r}", code="not_found")
         return batch

@@ -151,18 +151,18 @@ class Tokens(RouteFamily):
             prompt = await generation.from_messages(body.messages or [], self._options(body))
         ids = list(prompt.ids)
 
-        def strings() -> list[str | None]:
-            return [generation.tokenizer.id_to_token(index) for index in ids]
+        def respond() -> Response:
+            strings = [generation.tokenizer.id_to_token(index) for index in ids]
+            answer: Tokenized = {
+                "count": len(ids),
+                "max_model_len": self.context.engine.info.max_model_len,
+                "tokens": ids,
+                "token_strs": strings if body.return_token_strs else None,
+            }
+            return json_response(answer)
 
-        answer: Tokenized = {
-            "count": len(ids),
-            "max_model_len": self.context.engine.info.max_model_len,
-            "tokens": ids,
-            "token_strs": await generation.work.run(len(ids), strings)
-            if body.return_token_strs
-            else None,
-        }
-        return json_response(answer)
+        response: Response = await generation.work.run(len(ids), respond)
+        return response
 
     async def _pieces(self, body: TokenizeRequest) -> Response:
         """Answer a request in llama.cpp's form."""
@@ -182,13 +182,15 @@ class Tokens(RouteFamily):
             answer: Pieces = {"tokens": ids}
             return json_response(answer)
 
-        def pieces() -> Pieces:
+        def respond() -> Response:
             tokens: list[Piece] = [
                 {"id": one, "piece": _piece(generation.tokenizer, one)} for one in ids
             ]
-            return {"tokens": tokens}
+            pieces: Pieces = {"tokens": tokens}
+            return json_response(pieces)
 
-        return json_response(await generation.work.run(len(ids), pieces))
+        response: Response = await generation.work.run(len(ids), respond)
+        return response
 
     def _options(self, body: TokenizeRequest) -> ChatOptions:
         trusted = self.context.config.group(ServerConfig).trust_request_chat_template
