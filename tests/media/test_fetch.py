@@ -268,7 +268,7 @@ def test_bytes_are_reserved_while_they_stream(port):
         asyncio.run(
             Fetcher(config).get(f"http://ok.test:{port}/file", "image", Budget(config, held))
         )
-    assert memory.held == 0
+    assert memory.used_bytes == 0
 
 
 def test_certificates_are_of_the_name_not_of_the_address(tmp_path):

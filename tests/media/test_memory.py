@@ -28,8 +28,8 @@ def test_requests_share_one_budget():
         with pytest.raises(QueueFull, match="max-inflight-media-bytes"):
             two.take(41)
         two.take(40)
-        assert memory.held == 100
-    assert memory.held == 0
+        assert memory.used_bytes == 100
+    assert memory.used_bytes == 0
     with pytest.raises(QueueFull, match="ended"):
         one.take(1)
 
@@ -43,7 +43,7 @@ def test_a_key_leaves_room_for_others():
         bob.take(40)
         with pytest.raises(QueueFull):
             bob.take(1)
-    assert memory.held == 0
+    assert memory.used_bytes == 0
 
 
 def test_files_are_reserved_before_they_are_decoded():
@@ -53,12 +53,12 @@ def test_files_are_reserved_before_they_are_decoded():
         with memory.reserve() as held:
             budget = Budget(MediaConfig(), held)
             await Fetcher(MediaConfig()).get(data_url(bytes(size)), "image", budget)
-            return memory.held
+            return memory.used_bytes
 
     assert asyncio.run(get(1000)) == 1000
     with pytest.raises(QueueFull):
         asyncio.run(get(1001))
-    assert memory.held == 0
+    assert memory.used_bytes == 0
 
 
 def test_pixels_are_reserved_before_they_are_kept():
@@ -74,10 +74,10 @@ def test_pixels_are_reserved_before_they_are_kept():
     try:
         with pytest.raises(QueueFull):
             asyncio.run(open_one(source))
-        assert opener.memory.held == 0
+        assert opener.memory.used_bytes == 0
         opener.memory.limit = 200_000
         assert asyncio.run(open_one(source))[0].value.size == (300, 200)
-        assert opener.memory.held == 0
+        assert opener.memory.used_bytes == 0
     finally:
         opener.close()
 

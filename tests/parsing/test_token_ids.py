@@ -109,7 +109,9 @@ def test_a_grammar_may_spell_markers_with_any_tokens(tokenizer):
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     ids = spelled(tokenizer, text)
     assert not assemble(streamed(tokenizer, ids, "hermes", None, tools=TOOLS)).tool_calls
-    (call,) = assemble(streamed(tokenizer, ids, "hermes", None, tools=TOOLS, held=True)).tool_calls
+    (call,) = assemble(
+        streamed(tokenizer, ids, "hermes", None, tools=TOOLS, grammar_enforced=True)
+    ).tool_calls
     assert call.complete
 
 

@@ -88,8 +88,8 @@ def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platf
 
     Raises UnsupportedError if it does not fit the machine, or if no installed platform does.
     """
-    wanted = config.device.device
-    chosen = defaults.choose_platform(plugins, None if wanted == "auto" else wanted)
+    device = config.device.device
+    chosen = defaults.choose_platform(plugins, None if device == "auto" else device)
     name = str(chosen.decision.winner)
     table = {**config.device.additional_config, **config.device.options("platforms", name)}
     options = plugins.options("platforms", name, table)
@@ -262,16 +262,16 @@ def _length(state: _Open, hf_config: Mapping[str, Any], trained: int | None) -> 
         window = _text_config(hf_config).get("sliding_window")
         if isinstance(window, int) and 0 < window < longest:
             longest, reason = window, "the sliding window's length (--disable-sliding-window)"
-    wanted = state.config.model.max_model_len
-    if wanted is None and trained is not None and trained < longest:
+    length = state.config.model.max_model_len
+    if length is None and trained is not None and trained < longest:
         reason = "the checkpoint's pooling configuration; --max-model-len allows more"
         return state.decide("max_model_len", trained, reason)
-    if wanted is None:
+    if length is None:
         return state.decide("max_model_len", longest, reason)
-    if wanted > longest:
+    if length > longest:
         raise ConfigError(
             "max_model_len",
-            f"{wanted} is more than {longest} ({reason}); reduce it, or change the checkpoint's "
+            f"{length} is more than {longest} ({reason}); reduce it, or change the checkpoint's "
             "limit with --hf-overrides",
         )
     return state

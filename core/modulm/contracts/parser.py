@@ -87,7 +87,7 @@ class ParseContext:
     tools: the request's tools in OpenAI's form. prompt_tail: end of the rendered prompt (a template
     may already have opened a think block), or None. template_kwargs: chat_template_kwargs.
     tokenizer: None if only text is available. max_calls: maximum number of calls, None: no limit.
-    held: a grammar constrains the calls, so markers may be spelled with any tokens.
+    grammar_enforced: a grammar constrains the calls, so markers may be spelled with any tokens.
     """
 
     tools: Sequence[Mapping[str, object]] = ()
@@ -96,7 +96,9 @@ class ParseContext:
     prompt_tail: str | None = None
     tokenizer: Tokenizer | None = None
     max_calls: int | None = None
-    held: bool = False
+    grammar_enforced: bool = False
+    #: The former name of `grammar_enforced`.
+    held = property(lambda self: self.grammar_enforced)
 
 
 @frozen

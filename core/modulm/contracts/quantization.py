@@ -57,11 +57,13 @@ class CheckpointInfo:
 
 @frozen
 class Shard:
-    """This rank's part of a dimension: `size` of its `whole` entries, starting at `start`."""
+    """This rank's part of a dimension: `size` of its `total` entries, starting at `start`."""
 
     start: int
     size: int
-    whole: int
+    total: int
+    #: The former name of `total`.
+    whole = property(lambda self: self.total)
 
 
 class LinearKind(StrEnum):
@@ -131,7 +133,7 @@ class LinearSpec:
         repeated, so that output r always uses entry r // output_block(block).
         """
         starts = [shard.start for shard in self.shards]
-        ends = accumulate(shard.whole for shard in self.shards)
+        ends = accumulate(shard.total for shard in self.shards)
         joined = [start + end for start, end in zip(starts[1:], ends, strict=False)]
         return gcd(block, *starts, *joined, *accumulate(self.parts[:-1]))
 
@@ -145,16 +147,16 @@ class Axis:
     """One dimension of a stored tensor and the dimension of the layer that it follows.
 
     along: "outputs", "inputs", "parts" (an entry per fused part) or "" (always `size` entries).
-    Every `block` outputs or inputs have `entries` entries; the last block may be shorter. whole:
-    blocks must not be split; otherwise entries are repeated if a part or a rank starts inside a
-    block.
+    Every `block` outputs or inputs have `entries` entries; the last block may be shorter.
+    indivisible: blocks must not be split; otherwise entries are repeated if a part or a rank starts
+    inside a block.
     """
 
     along: Literal["outputs", "inputs", "parts", ""]
     size: int = 1
     block: int = 1
     entries: int = 1
-    whole: bool = False
+    indivisible: bool = False
 
     def blocks(self, block: int) -> Axis:
         """Return this axis with one entry per `block` values: scales, zero points."""
@@ -165,9 +167,9 @@ class Axis:
 
         Words of eight 4-bit codes: 8 in 1. 3-bit codes: 32 in 3. Raw blocks: 32 in 34 bytes.
         """
-        return evolve(self, block=values, entries=entries, whole=True)
+        return evolve(self, block=values, entries=entries, indivisible=True)
 
-    def held(self, spec: LinearSpec) -> int:
+    def local_size(self, spec: LinearSpec) -> int:
         """Return this rank's number of entries."""
         if self.along == "parts":
             return len(spec.parts)
@@ -178,7 +180,7 @@ class Axis:
 
     def step(self, spec: LinearSpec) -> int:
         """Return how many outputs or inputs share `entries` entries on this rank."""
-        if self.whole or self.block == 1:
+        if self.indivisible or self.block == 1:
             return self.block
         return (spec.output_block if self.along == "outputs" else spec.input_block)(self.block)
 
@@ -218,7 +220,7 @@ class ParamSpec:
     def shape(self, spec: LinearSpec) -> tuple[int, ...]:
         """Return the parameter's shape on this rank, with experts as the first dimension."""
         one = spec if self.part is None else spec.only(self.part)
-        sizes = tuple(axis.held(one) for axis in self.axes)
+        sizes = tuple(axis.local_size(one) for axis in self.axes)
         return (spec.experts, *sizes) if spec.experts else sizes
 
 

@@ -129,11 +129,11 @@ def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
     """Return the file patterns of installed tokenizer loaders. Broken loaders are reported when
     they are needed.
     """
-    wanted: dict[str, None] = {}
+    files: dict[str, None] = {}
     for declared in plugins.names("tokenizers"):
         with suppress(PluginError):
-            wanted |= dict.fromkeys(plugins.load("tokenizers", declared.name).files)
-    return tuple(wanted)
+            files |= dict.fromkeys(plugins.load("tokenizers", declared.name).files)
+    return tuple(files)
 
 
 def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | None = None) -> Path:

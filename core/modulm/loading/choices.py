@@ -220,8 +220,8 @@ class Choices:
 
     def _block_size(self, sizes: Sequence[int]) -> int:
         """Return --block-size if the backend supports it, else the backend's preferred size."""
-        wanted = self.config.cache.block_size or self.platform.block_size
-        return wanted if not sizes or wanted in sizes else sizes[0]
+        size = self.config.cache.block_size or self.platform.block_size
+        return size if not sizes or size in sizes else sizes[0]
 
 
 @frozen(eq=False)

@@ -62,8 +62,8 @@ def download_part(
     Raises CheckpointError as `download` does.
     """
     with _explained(name, config):
-        wanted = choose(_listed(name, config))
-        return _files(name, config, tuple(map(escape, wanted))) / wanted[0]
+        files = choose(_listed(name, config))
+        return _files(name, config, tuple(map(escape, files))) / files[0]
 
 
 def _listed(name: str, config: EngineConfig) -> list[str]:

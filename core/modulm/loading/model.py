@@ -247,10 +247,10 @@ def _shared(
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:
-    wanted = config.model.dtype
-    if wanted == "auto":
+    dtype = config.model.dtype
+    if dtype == "auto":
         return platform.choose_dtype(checkpoint.info.dtype)
-    name = DTYPE_ALIASES.get(wanted, wanted)
+    name = DTYPE_ALIASES.get(dtype, dtype)
     if name not in platform.dtypes:
         raise ConfigError(
             "dtype", f"{platform.name} supports {', '.join(platform.dtypes)}, not {name}"

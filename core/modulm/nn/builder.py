@@ -230,7 +230,7 @@ class Builder:
         changed = None if bank is None else bank.experts(gate_up.spec, down.spec)
         plain: FusedExperts = self.ops.fused_experts
         own = down.spec.expert_shard
-        if own.size < own.whole:
+        if own.size < own.total:
             if bank is not None:
                 raise UnsupportedError("enable_expert_parallel: with adapters: not supported yet")
             if (spread := self.shared.mesh.spread) is not None:
@@ -318,7 +318,7 @@ class Builder:
     ) -> None:
         """Add a parameter [*before, n, *rest], of which this rank stores `shards`, concatenated."""
         stored_dtype, path = dtype or self.shared.dtype, self.name(name)
-        whole = (*before, sum(shard.whole for shard in shards), *rest)
+        whole = (*before, sum(shard.total for shard in shards), *rest)
         shape = (*before, sum(shard.size for shard in shards), *rest)
         _register(module, attribute, shape, stored_dtype)
         parts, begin, at, ahead = [], 0, 0, (slice(None),) * len(before)
@@ -326,7 +326,7 @@ class Builder:
             source = slice(begin + shard.start, begin + shard.start + shard.size)
             target = slice(at, at + shard.size)
             parts.append(Part(path, whole, (*ahead, source), (*ahead, target)))
-            begin, at = begin + shard.whole, at + shard.size
+            begin, at = begin + shard.total, at + shard.size
         slot = Slot(module, attribute, shape, stored_dtype, (tuple(parts),))
         self.shared.units.append(Unit(path, module, [slot]))
 
@@ -430,10 +430,10 @@ class Builder:
         """Create the slots of the method's parameters and the bias. paths: of the parts."""
         spec, method = layer.spec, layer.method
         unit = Unit(spec.name, layer, finish=partial(method.finish, layer, spec))
-        wanted = dict(method.create(spec))
+        params = dict(method.create(spec))
         if spec.bias:
-            wanted["bias"] = ParamSpec((OUTPUTS,), spec.dtype)
-        for attribute, param in wanted.items():
+            params["bias"] = ParamSpec((OUTPUTS,), spec.dtype)
+        for attribute, param in params.items():
             shape, dtype = param.shape(spec), getattr(torch, param.dtype)
             stored = param.stored or attribute
             ways = layout(param, stored, spec, paths or spec.part_names)
@@ -472,14 +472,14 @@ def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dt
 
 def _by_rows(table: Embedding) -> bool:
     """Whether all parameters of a table are split along its rows."""
-    wanted = table.method.create(table.spec).values()
-    return all(param.axes[:1] == (OUTPUTS,) for param in wanted)
+    params = table.method.create(table.spec).values()
+    return all(param.axes[:1] == (OUTPUTS,) for param in params)
 
 
 def _tie(head: Head, table: Embedding, spec: LinearSpec) -> None:
     """Copy the table's weight, or this rank's rows of it, to the head and repack it."""
     (shard,) = spec.shards
-    whole = shard.size == shard.whole
+    whole = shard.size == shard.total
     for name, tensor in table.named_parameters(recurse=False):
         rows = tensor.detach()[shard.start : shard.start + shard.size]
         own = tensor if whole else torch.nn.Parameter(rows, requires_grad=False)

@@ -70,8 +70,8 @@ def model_keys(package: str) -> Mapping[str, Any]:
     if spec is None or spec.submodule_search_locations is None:  # a script, a notebook, one module
         return {}
     file = resources.files(package) / "keys.json"
-    found: Mapping[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    return found
+    keys: Mapping[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return keys
 
 
 def _check_number(key: str, value: Any) -> None:

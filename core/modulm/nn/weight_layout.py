@@ -80,8 +80,8 @@ def _alone(spec: LinearSpec) -> list[_Piece]:
 
 def _joined(spec: LinearSpec, stored: int) -> list[_Piece]:
     """Return the parts if one tensor stores all, with `stored` entries on axes of parts."""
-    total = sum(shard.whole for shard in spec.shards)
-    begins = accumulate((shard.whole for shard in spec.shards), initial=0)
+    total = sum(shard.total for shard in spec.shards)
+    begins = accumulate((shard.total for shard in spec.shards), initial=0)
     return [
         _Piece(
             Shard(begin + piece.shard.start, piece.shard.size, total),
@@ -111,10 +111,10 @@ def _way(
         places = [_place(axis, spec, piece) for axis in param.axes]
         if stacked:
             own = spec.expert_shard
-            places.insert(0, (own.whole, slice(own.start, own.start + own.size), _ALL))
+            places.insert(0, (own.total, slice(own.start, own.start + own.size), _ALL))
         shape = tuple(stored for stored, _, _ in places)
         source = tuple(taken for _, taken, _ in places)
-        target = tuple(place for _, _, place in places)
+        target = tuple(region for _, _, region in places)
         parts.append(Part(name, shape, source, target, param.transform, shared))
     return tuple(parts)
 
@@ -130,14 +130,16 @@ def _place(
     shard, at = (spec.input_shard, 0) if axis.along == "inputs" else (piece.shard, piece.at)
     step, block, entries = axis.step(spec), axis.block, axis.entries
     ends = shard.start + shard.size
-    if axis.whole and (shard.start % block or at % block or (ends % block and ends != shard.whole)):
+    if axis.indivisible and (
+        shard.start % block or at % block or (ends % block and ends != shard.total)
+    ):
         raise UnsupportedError(
             f"{spec.name}: {shard.size} {axis.along} from {shard.start} cannot be sliced from "
-            f"{shard.whole}: the checkpoint packs {block} together"
+            f"{shard.total}: the checkpoint packs {block} together"
         )
     first, count = at // step, -(-shard.size // step)
     target = slice(first * entries, (first + count) * entries)
-    stored = -(-shard.whole // block) * entries
+    stored = -(-shard.total // block) * entries
     if step == block:
         begin = shard.start // block
         return stored, slice(begin * entries, (begin + count) * entries), target

@@ -74,12 +74,12 @@ class Slot:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            piece, place = _take(part.view(tensor), part.source), parameter[part.target]
+            piece, target = _take(part.view(tensor), part.source), parameter[part.target]
             if part.target in self._shared:
-                if not torch.equal(_bytes(place), _bytes(piece.to(place))):
+                if not torch.equal(_bytes(target), _bytes(piece.to(target))):
                     raise ValueError("differs from what the other parts of its layer have")
                 return
-            place.copy_(piece)
+            target.copy_(piece)
         finally:
             torch.set_num_threads(threads)
         if part.shared:
@@ -102,11 +102,11 @@ class Unit:
 
 def _take(tensor: Tensor, region: Region) -> Tensor:
     """Select a region of a tensor, dimension by dimension."""
-    for dim, wanted in enumerate(region):
-        if isinstance(wanted, slice):
-            tensor = tensor[(slice(None),) * dim + (wanted,)]
+    for dim, entries in enumerate(region):
+        if isinstance(entries, slice):
+            tensor = tensor[(slice(None),) * dim + (entries,)]
         else:
-            tensor = tensor.index_select(dim, torch.tensor(wanted, device=tensor.device))
+            tensor = tensor.index_select(dim, torch.tensor(entries, device=tensor.device))
     return tensor
 
 

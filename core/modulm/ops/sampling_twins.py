@@ -109,9 +109,9 @@ def sample_blind(
             scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
             ordered.masked_fill_(ordered < floor[:, None], -torch.inf)
         if top_p is not None:
-            wanted = top_p.double() * _weights(scaled).cumsum(dim=-1)[:, -1]
+            mass = top_p.double() * _weights(scaled).cumsum(dim=-1)[:, -1]
             running = (ordered - ordered[:, :1]).double().exp().cumsum(dim=-1)
-            last = torch.searchsorted(running, wanted[:, None]).clamp(max=scaled.shape[-1] - 1)
+            last = torch.searchsorted(running, mass[:, None]).clamp(max=scaled.shape[-1] - 1)
             floor = torch.where(top_p < 1, ordered.gather(1, last).flatten(), -torch.inf)
             scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
     running = _weights(scaled).cumsum(dim=-1)
@@ -160,15 +160,15 @@ def _top_p_floor(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     vocabulary = scaled.shape[-1]
     peak = scaled.amax(dim=-1, keepdim=True)
     total = _weights(scaled).cumsum(dim=-1)[:, -1]
-    wanted = top_p.double() * total
+    mass = top_p.double() * total
     look = min(_FIRST_LOOK, vocabulary)
     while True:
         best = scaled.topk(look, dim=-1).values
         running = (best - peak).double().exp().cumsum(dim=-1)
-        if look == vocabulary or bool((running[:, -1] >= wanted).all()):
+        if look == vocabulary or bool((running[:, -1] >= mass).all()):
             break
         look = min(look * 8, vocabulary)
-    last = torch.searchsorted(running, wanted[:, None]).clamp(max=look - 1)
+    last = torch.searchsorted(running, mass[:, None]).clamp(max=look - 1)
     return best.gather(1, last).flatten()
 
 
@@ -179,7 +179,7 @@ def _weights(scaled: torch.Tensor) -> torch.Tensor:
 
 def apply_penalties(
     logits: torch.Tensor,
-    places: torch.Tensor,
+    indices: torch.Tensor,
     ids: torch.Tensor,
     counts: torch.Tensor,
     repetition: torch.Tensor,
@@ -189,27 +189,27 @@ def apply_penalties(
     """Repetition, then frequency, then presence penalty, in place.
 
     logits: [rows, vocabulary] fp32. The other arguments are [n], one entry for each token that a
-    penalised row has seen, no (place, id) twice: places int64 is the row of `logits`, ids int64
+    penalised row has seen, no (index, id) twice: indices int64 is the row of `logits`, ids int64
     the token, counts fp32 how often it stands in the output (0: only in the prompt), and the
     row's three penalties fp32. Repetition divides positive and multiplies negative logits
     (Keskar et al., arXiv 1909.05858); the others subtract (as OpenAI's API documents them).
     """
-    seen = logits[places, ids]
+    seen = logits[indices, ids]
     seen = torch.where(seen > 0, seen / repetition, seen * repetition)
     seen = seen - frequency * counts - presence * (counts > 0)
-    logits[places, ids] = seen
+    logits[indices, ids] = seen
 
 
-def apply_bitmask(logits: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> None:
+def apply_bitmask(logits: torch.Tensor, indices: torch.Tensor, mask: torch.Tensor) -> None:
     """Set forbidden tokens to -inf in place.
 
-    logits: [rows, vocabulary]; places: [n] int64, distinct rows of it; mask: [n, ceil(vocabulary /
+    logits: [rows, vocabulary]; indices: [n] int64, distinct rows of it; mask: [n, ceil(vocabulary /
     32)] int32, bit i of word j set: token 32 j + i is allowed.
     """
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     allowed = (mask[:, :, None] >> bits) & 1
     allowed = allowed.flatten(1)[:, : logits.shape[-1]].bool()
-    logits[places] = logits[places].masked_fill_(~allowed, -torch.inf)
+    logits[indices] = logits[indices].masked_fill_(~allowed, -torch.inf)
 
 
 def top_logprobs(

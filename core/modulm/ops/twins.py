@@ -219,12 +219,12 @@ def varlen_attention(
     q: [tokens, heads, size]; k, v: [tokens, kv heads, size] -> as q. scale: 1 / sqrt(size) if None.
     """
     if len(set(lengths)) > 1:
-        found, first = [], 0
+        outputs, first = [], 0
         for length in lengths:
-            own = slice(first, first + length)
-            found.append(varlen_attention(q[own], k[own], v[own], [length], scale))
+            segment = slice(first, first + length)
+            outputs.append(varlen_attention(q[segment], k[segment], v[segment], [length], scale))
             first += length
-        return torch.cat(found)
+        return torch.cat(outputs)
     shape = (len(lengths), -1)
     q, k, v = (t.reshape(*shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -234,7 +234,7 @@ def varlen_attention(
 
 def latent_prepare(
     q: Tensor,
-    kept: Tensor,
+    latents: Tensor,
     up: Tensor,
     weight: Tensor,
     eps: float,
@@ -245,12 +245,12 @@ def latent_prepare(
     """Queries and keys of latent attention: ([T, Hq, rank + R], [T, 1, rank + R]).
 
     q: [T, Hq, nope + R], of which the first part goes through up [Hq, nope, rank] and the second
-    is rotated; kept: [T, rank + R], of which the first part is normed with weight [rank] and the
+    is rotated; latents: [T, rank + R], of which the first part is normed with weight [rank] and the
     second rotated.
     """
     rank, turned = up.shape[2], cos_sin.shape[-1]
     q_nope, q_rope = torch.split(q, [up.shape[1], turned], dim=-1)
-    latent, k_rope = torch.split(kept.unsqueeze(1), [rank, turned], dim=-1)
+    latent, k_rope = torch.split(latents.unsqueeze(1), [rank, turned], dim=-1)
     q_rope, k_rope = q_rope.clone(), k_rope.clone()
     rotary(q_rope, k_rope, positions, cos_sin, neox)
     queries = torch.cat([each_head(q_nope, up), q_rope], dim=-1)

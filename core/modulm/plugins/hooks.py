@@ -174,14 +174,14 @@ def _fitting(hook: str, name: str, answer: Any) -> Any:
     if answer is None or stated == "None":
         return answer
     several = stated.startswith("Sequence[")
-    wanted = stated.removeprefix("Sequence[").removesuffix("]")
+    type_name = stated.removeprefix("Sequence[").removesuffix("]")
     if several and (isinstance(answer, str) or not isinstance(answer, Iterable)):
-        raise PluginBroken(f"it returned {answer!r}, which is not a list of {wanted}")
+        raise PluginBroken(f"it returned {answer!r}, which is not a list of {type_name}")
     answers = list(answer) if several else [answer]
     for one in answers:
         # by name: the contracts are not imported for this
-        if wanted not in {cls.__name__ for cls in type(one).__mro__}:
-            raise PluginBroken(f"it returned {one!r}, which is not a {wanted}")
+        if type_name not in {cls.__name__ for cls in type(one).__mro__}:
+            raise PluginBroken(f"it returned {one!r}, which is not a {type_name}")
     if isinstance(answer, Choice) and not answer.by:
         return evolve(answer, by=name)
     return answers if several else answer

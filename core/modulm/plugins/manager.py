@@ -398,7 +398,7 @@ class PluginManager:
                 f"the plugins of this process differ from those of the process that started it: "
                 f"{', '.join(differing)} differ"
             )
-        sys.path += [place for place in plugins.path if place not in sys.path]
+        sys.path += [folder for folder in plugins.path if folder not in sys.path]
         with using(manager):
             for file in plugins.files:
                 load_file("plugins", file)

@@ -95,9 +95,9 @@ class FakeAdapters(AdapterBank):
             pair = self.layers.get(layer)
             if pair is None or side not in ("down", "up"):
                 raise CheckpointError(f"{path}: {key}: the model has no such layer")
-            wanted = list((pair.down if side == "down" else pair.up).shape[1:])
-            if list(tensor.shape) != wanted:
-                raise CheckpointError(f"{path}: {key} is {list(tensor.shape)}, not {wanted}")
+            expected = list((pair.down if side == "down" else pair.up).shape[1:])
+            if list(tensor.shape) != expected:
+                raise CheckpointError(f"{path}: {key} is {list(tensor.shape)}, not {expected}")
         self._added[name] = tensors
 
     def remove(self, name: str) -> None:

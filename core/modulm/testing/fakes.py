@@ -228,8 +228,8 @@ class FakeExecutor(Executor):
             self.rows[start.row] = _ScriptedRow(start, self._script(start), history, first=first)
 
     def _script(self, start: RowStart) -> Script:
-        found = self.scripts(start) if callable(self.scripts) else self.scripts.get(start.request)
-        return found or Script()
+        script = self.scripts(start) if callable(self.scripts) else self.scripts.get(start.request)
+        return script or Script()
 
     def _feed(self, plan: Plan) -> list[np.ndarray]:
         """Check the plan and write its tokens to the cache; the tokens of each row."""
@@ -304,7 +304,7 @@ class FakeExecutor(Executor):
 
     def _embedded(self, plan: Plan, row: RowStart, start: int, tokens: np.ndarray) -> np.ndarray:
         """The tokens with those of media replaced by what was encoded."""
-        found, end = tokens.copy(), start + len(tokens)
+        result, end = tokens.copy(), start + len(tokens)
         for item in row.parts["media"].items:
             if any(first < end < last for first, last in item.spans):
                 raise FakeFault(f"step {plan.step} {row.request}: ends inside of a span at {end}")
@@ -312,9 +312,9 @@ class FakeExecutor(Executor):
             if first < last:
                 if item.encoded and (item.hash not in self.encoded or item.hash in self.begun):
                     raise FakeFault(f"step {plan.step} {row.request}: {item.hash!r} not encoded")
-                given = encoded_tokens(item)[first - item.start : last - item.start]
-                found[first - start : last - start] = given
-        return found
+                embedded = encoded_tokens(item)[first - item.start : last - item.start]
+                result[first - start : last - start] = embedded
+        return result
 
     def _transfer(self, plan: Plan) -> object | None:
         if self.mover is None:
@@ -325,15 +325,15 @@ class FakeExecutor(Executor):
 
     def _check_drafts(self, plan: Plan, i: int, drafts: np.ndarray) -> None:
         row, state = int(plan.rows[i]), self.rows[int(plan.rows[i])]
-        given = np.array(drafts)
-        if not plan.samples[i] or len(given) > self.drafts:
-            raise FakeFault(f"step {plan.step} row {row}: {len(given)} drafts where none belong")
-        if ((given < 0) | (given >= self.vocabulary)).any():
-            raise FakeFault(f"step {plan.step} row {row}: drafts {given.tolist()} do not exist")
+        proposed = np.array(drafts)
+        if not plan.samples[i] or len(proposed) > self.drafts:
+            raise FakeFault(f"step {plan.step} row {row}: {len(proposed)} drafts where none belong")
+        if ((proposed < 0) | (proposed >= self.vocabulary)).any():
+            raise FakeFault(f"step {plan.step} row {row}: drafts {proposed.tolist()} do not exist")
         params = state.start.params
         most = None if isinstance(params, PoolingParams) else params.max_tokens
         made = state.first + state.sampled
-        if most is not None and made + len(given) + 1 > most:
+        if most is not None and made + len(proposed) + 1 > most:
             raise FakeFault(f"step {plan.step} row {row}: drafts go past max_tokens {most}")
 
     def _advance(self, g: int, plan: Plan, i: int, tokens: np.ndarray) -> None:
@@ -382,22 +382,22 @@ class FakeExecutor(Executor):
                 f"step {plan.step} row {row} starts at {start}, "
                 f"but {state.computed} tokens are computed"
             )
-        known = np.array(state.history[start : start + len(tokens)], dtype=np.int64)
-        if len(known) < len(tokens):
+        history = np.array(state.history[start : start + len(tokens)], dtype=np.int64)
+        if len(history) < len(tokens):
             raise FakeFault(
                 f"step {plan.step} row {row} computes up to {start + len(tokens)}, "
                 f"but knows {len(state.history)} tokens"
             )
-        given = tokens >= 0
-        if (tokens[given] != known[given]).any():
+        real = tokens >= 0
+        if (tokens[real] != history[real]).any():
             raise FakeFault(
                 f"step {plan.step} row {row} from {start}: tokens {tokens.tolist()}, "
-                f"but its history says {known.tolist()}"
+                f"but its history says {history.tolist()}"
             )
-        holes = np.flatnonzero(~given)
+        holes = np.flatnonzero(~real)
         if len(holes) and (state.sampled == 0 or start + int(holes[0]) < len(state.history) - 1):
             raise FakeFault(f"step {plan.step} row {row}: a placeholder where no token was sampled")
-        return known
+        return history
 
     def _write(self, g: int, row: int, table: np.ndarray, start: int, tokens: np.ndarray) -> None:
         positions = np.arange(start, start + len(tokens))
@@ -495,7 +495,7 @@ class FakeExecutor(Executor):
 
     def _propose(self, plan: Plan) -> dict[int, np.ndarray]:
         """Drafts for the rows that sampled."""
-        found = {}
+        drafts = {}
         for row in plan.rows[plan.samples].tolist():
             state = self.rows[row]
             if self.drafter is None or isinstance(state.start.params, PoolingParams):
@@ -506,10 +506,10 @@ class FakeExecutor(Executor):
                 state.history, self.drafts, vocabulary=self.vocabulary, reserved=self.reserved,
                 windows=windows, seed=state.seed, script=script,
             )  # fmt: skip
-            found[row] = np.array(self.drafter(state.history, coming), dtype=np.int64)
+            drafts[row] = np.array(self.drafter(state.history, coming), dtype=np.int64)
         if self.stray_drafts:
-            found |= {row: np.array([9, 9]) for row in range(64) if row not in found}
-        return found
+            drafts |= {row: np.array([9, 9]) for row in range(64) if row not in drafts}
+        return drafts
 
     def _next(
         self, row: int, state: _ScriptedRow, digest: int, result: dict[str, Any]

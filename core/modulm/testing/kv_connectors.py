@@ -35,7 +35,7 @@ _MODEL, _OTHER = "0" * 32, "f" * 32
 
 def block_names(count: int, chain: int = 0) -> tuple[bytes, ...]:
     """Names of `count` blocks of one prompt; other chains are other prompts."""
-    return tuple(bytes([chain, place]) * 16 for place in range(count))
+    return tuple(bytes([chain, index]) * 16 for index in range(count))
 
 
 def _caches(seed: int) -> dict[int, list[torch.Tensor]]:
@@ -93,9 +93,9 @@ class Tier:
     def match(self, names: Sequence[bytes]) -> int:
         """How many leading blocks the index knows, asked until it answers."""
         until = time.monotonic() + _PATIENCE
-        while (found := self.index.match("request", names, 0)) is None:
+        while (count := self.index.match("request", names, 0)) is None:
             assert time.monotonic() < until, "match answers None for ever"
-        return found
+        return count
 
 
 def _transfer(number: int, names: Sequence[bytes], first: int) -> BlockTransfer:
@@ -150,8 +150,8 @@ def check_connector(make: Callable[[], KVConnector], *, durable: bool = False) -
     _check_dropped(make)
 
 
-def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+def _same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
@@ -170,8 +170,10 @@ def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
                     tensor[1:5] = 0
         assert tier.load(2, names, 9), "a load has failed"
         for rank in range(ranks):
-            found = tier.content(rank, 9, 4)
-            assert _same(found, expected[rank]), f"rank {rank}: a block came back with other bytes"
+            content = tier.content(rank, 9, 4)
+            assert _same(content, expected[rank]), (
+                f"rank {rank}: a block came back with other bytes"
+            )
             untouched = [
                 tier.content(rank, start, stop - start) for start, stop in ((5, 9), (13, _BLOCKS))
             ]
@@ -180,8 +182,8 @@ def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
                 f"rank {rank}: a load wrote into other blocks"
             )
         assert tier.load(3, names[1:3], 15), "a load of some of the saved blocks has failed"
-        found = tier.content(0, 15, 2)
-        assert _same(found, [part[1:3] for part in expected[0]]), (
+        content = tier.content(0, 15, 2)
+        assert _same(content, [part[1:3] for part in expected[0]]), (
             "blocks came back in another order"
         )
         assert tier.save(4, names), "saving what is stored already has failed"
@@ -197,13 +199,13 @@ def _check_foreign(make: Callable[[], KVConnector], durable: bool) -> None:
         assert tier.match(names) == 0, "blocks of another model are found"
         assert not tier.load(1, names, 9), "blocks of another model are loaded"
     with open_tier(make()) as tier:
-        found = tier.match(names)
+        count = tier.match(names)
         if durable:
-            assert found == 3, "a restart finds nothing again"
+            assert count == 3, "a restart finds nothing again"
             assert tier.load(1, names, 9)
             assert _same(tier.content(0, 9, 3), expected), "other bytes after a restart"
         else:
-            assert not found, "the index knows blocks of a connector before it"
+            assert not count, "the index knows blocks of a connector before it"
 
 
 def _check_dropped(make: Callable[[], KVConnector]) -> None:

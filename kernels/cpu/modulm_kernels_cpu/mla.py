@@ -53,7 +53,7 @@ def _latent_prepare(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def latent_prepare(
         q: Tensor,
-        kept: Tensor,
+        latents: Tensor,
         up: Tensor,
         weight: Tensor,
         eps: float,
@@ -65,20 +65,20 @@ def _latent_prepare(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
         _, nope, rank = up.shape
         turned = cos_sin.shape[-1]
         shape("q", q, tokens, heads, nope + turned)
-        shape("kept", kept, tokens, rank + turned)
+        shape("latents", latents, tokens, rank + turned)
         shape("weight", weight, rank)
         shape("positions", positions, tokens)
         contiguous("positions", positions, torch.int64)
         contiguous("cos_sin", cos_sin, torch.float32)
-        need(kept.dtype == q.dtype, f"kept must be {q.dtype}, not {kept.dtype}")
+        need(latents.dtype == q.dtype, f"latents must be {q.dtype}, not {latents.dtype}")
         need(weight.dtype in (q.dtype, torch.float32), f"weight must be float32 or {q.dtype}")
         queries = q.new_empty(tokens, heads, rank + turned)
         keys = q.new_empty(tokens, 1, rank + turned)
         map_heads(q[..., :nope], up, queries)
         turning = q[..., nope:]
         call(
-            turning.data_ptr(), q.stride(0), q.stride(1), kept.data_ptr(),
-            dense_rows("kept", kept), weight.data_ptr(), eps, cos_sin.data_ptr(),
+            turning.data_ptr(), q.stride(0), q.stride(1), latents.data_ptr(),
+            dense_rows("latents", latents), weight.data_ptr(), eps, cos_sin.data_ptr(),
             positions.data_ptr(), int(neox), queries.data_ptr(), keys.data_ptr(), tokens, heads,
             rank, turned, dtype_code("q", q), CODES[weight.dtype],
         )  # fmt: skip

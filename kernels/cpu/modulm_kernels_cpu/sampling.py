@@ -77,7 +77,7 @@ def _apply_penalties(library: Library) -> Callable[..., None]:
 
     def apply_penalties(
         logits: Tensor,
-        places: Tensor,
+        indices: Tensor,
         ids: Tensor,
         counts: Tensor,
         repetition: Tensor,
@@ -85,9 +85,9 @@ def _apply_penalties(library: Library) -> Callable[..., None]:
         presence: Tensor,
     ) -> None:
         stride = _fp32_rows(logits)
-        size = places.shape[0]
+        size = indices.shape[0]
         arguments = (
-            ("places", places, torch.int64),
+            ("indices", indices, torch.int64),
             ("ids", ids, torch.int64),
             ("counts", counts, torch.float32),
             ("repetition", repetition, torch.float32),
@@ -97,7 +97,7 @@ def _apply_penalties(library: Library) -> Callable[..., None]:
         for name, x, dtype in arguments:
             shape(name, x, size)
             contiguous(name, x, dtype)
-        _inside("places", places, logits.shape[0])
+        _inside("indices", indices, logits.shape[0])
         _inside("ids", ids, logits.shape[1])
         call(logits.data_ptr(), stride, size, *(x.data_ptr() for _, x, _ in arguments))
 
@@ -107,18 +107,18 @@ def _apply_penalties(library: Library) -> Callable[..., None]:
 def _apply_bitmask(library: Library) -> Callable[[Tensor, Tensor, Tensor], None]:
     call = library.call("bitmask", "pnnnppn")
 
-    def apply_bitmask(logits: Tensor, places: Tensor, mask: Tensor) -> None:
+    def apply_bitmask(logits: Tensor, indices: Tensor, mask: Tensor) -> None:
         stride = _fp32_rows(logits)
         size = logits.shape[1]
-        contiguous("places", places, torch.int64)
+        contiguous("indices", indices, torch.int64)
         contiguous("mask", mask, torch.int32)
         need(
-            mask.dim() == 2 and len(mask) == len(places) and mask.shape[1] * 32 >= size,
-            f"mask must be [{len(places)}, {-(-size // 32)}], not {list(mask.shape)}",
+            mask.dim() == 2 and len(mask) == len(indices) and mask.shape[1] * 32 >= size,
+            f"mask must be [{len(indices)}, {-(-size // 32)}], not {list(mask.shape)}",
         )
-        _inside("places", places, logits.shape[0])
+        _inside("indices", indices, logits.shape[0])
         call(
-            logits.data_ptr(), stride, size, len(places), places.data_ptr(), mask.data_ptr(),
+            logits.data_ptr(), stride, size, len(indices), indices.data_ptr(), mask.data_ptr(),
             mask.shape[1],
         )  # fmt: skip
 

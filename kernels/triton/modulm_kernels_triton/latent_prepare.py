@@ -46,7 +46,7 @@ def _latent_prepare(
 
 def latent_prepare(
     q: Tensor,
-    kept: Tensor,
+    latents: Tensor,
     up: Tensor,
     weight: Tensor,
     eps: float,
@@ -65,9 +65,9 @@ def latent_prepare(
     constants = dict(tuned("rotary", SIZE=2 * half))
     block = min(power_of_two(heads), constants.pop("HEADS"))
     launch(
-        _latent_prepare, (tokens, cut(heads, block)), q[..., nope:], kept, weight, cos_sin,
-        positions, queries, keys, q.stride(0), q.stride(1), kept.stride(0), heads, eps, RANK=rank,
-        PAD=power_of_two(rank), HALF=turned // 2, HALF_PAD=half, HEADS=block, NEOX=neox,
+        _latent_prepare, (tokens, cut(heads, block)), q[..., nope:], latents, weight, cos_sin,
+        positions, queries, keys, q.stride(0), q.stride(1), latents.stride(0), heads, eps,
+        RANK=rank, PAD=power_of_two(rank), HALF=turned // 2, HALF_PAD=half, HEADS=block, NEOX=neox,
         **constants,
     )  # fmt: skip
     return queries, keys

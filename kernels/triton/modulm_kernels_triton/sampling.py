@@ -354,7 +354,7 @@ def filter_logits(
 
 def apply_penalties(
     logits: Tensor,
-    places: Tensor,
+    indices: Tensor,
     ids: Tensor,
     counts: Tensor,
     repetition: Tensor,
@@ -362,20 +362,20 @@ def apply_penalties(
     presence: Tensor,
 ) -> None:
     """The op `apply_penalties`."""
-    size = places.shape[0]
+    size = indices.shape[0]
     launch(
-        _penalise, (cut(size, 256),), logits, logits.stride(0), places, ids, counts, repetition,
+        _penalise, (cut(size, 256),), logits, logits.stride(0), indices, ids, counts, repetition,
         frequency, presence, size, BLOCK=256,
     )  # fmt: skip
 
 
-def apply_bitmask(logits: Tensor, places: Tensor, mask: Tensor) -> None:
+def apply_bitmask(logits: Tensor, indices: Tensor, mask: Tensor) -> None:
     """The op `apply_bitmask`."""
     size, wanted = logits.shape[1], cut(logits.shape[1], 32)
-    fits = mask.shape[0] == places.shape[0] and mask.shape[1] >= wanted and mask.stride(1) == 1
-    need(fits, f"mask must be [{places.shape[0]}, {wanted}], not {list(mask.shape)}")
+    fits = mask.shape[0] == indices.shape[0] and mask.shape[1] >= wanted and mask.stride(1) == 1
+    need(fits, f"mask must be [{indices.shape[0]}, {wanted}], not {list(mask.shape)}")
     launch(
-        _bar, (places.shape[0], cut(size, 1024)), logits, logits.stride(0), places, mask,
+        _bar, (indices.shape[0], cut(size, 1024)), logits, logits.stride(0), indices, mask,
         mask.stride(0), size, BLOCK=1024,
     )  # fmt: skip
 

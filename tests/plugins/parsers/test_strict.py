@@ -100,7 +100,9 @@ def compiled(backend, constraint: StructuredOutputs):
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_what_the_grammar_lets_through_reads_back(name, backend, backends, tokenizer) -> None:
     for choice, most in (("required", 1), ("required", 2), (NAMED, None)):
-        context = ParseContext(tools=BOTH, tool_choice=choice, max_calls=most, held=True)
+        context = ParseContext(
+            tools=BOTH, tool_choice=choice, max_calls=most, grammar_enforced=True
+        )
         constraint = tag_of(name, context)
         assert constraint is not None
         grammar = compiled(backends[backend], constraint)
@@ -120,7 +122,7 @@ def test_what_the_grammar_lets_through_reads_back(name, backend, backends, token
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_the_models_own_spelling_is_let_through(name, backend, backends, tokenizer) -> None:
     example = PLUGINS.load("tool_parsers", name).examples[0]
-    context = ParseContext(tools=TOOLS, tool_choice="required", held=True)
+    context = ParseContext(tools=TOOLS, tool_choice="required", grammar_enforced=True)
     constraint = tag_of(name, context)
     assert constraint is not None
     grammar = compiled(backends[backend], constraint)
@@ -153,7 +155,7 @@ def test_messages_before_calls(name, backend, backends, tokenizer) -> None:
             " to=self<|message|>Hm.<|eom|><|start|>assistant", " to=user<|message|>Hi.",
             " to=stranger<|message|>Hi.",
         )  # fmt: skip
-    context = ParseContext(tools=TOOLS, tool_choice="auto", held=True)
+    context = ParseContext(tools=TOOLS, tool_choice="auto", grammar_enforced=True)
     auto = compiled(backends[backend], tag_of(name, context))
     for text in (visible, thought + visible, thought + example, thought + thought + example):
         assert takes(tokenizer, auto, text, VOCABULARY), text
@@ -182,7 +184,7 @@ def test_a_checkpoint_that_describes_its_calls(tokenizer, backends) -> None:
     )  # fmt: skip
     call = '<|do|>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n<|done|>'
     context = ParseContext(
-        tools=TOOLS, tool_choice="required", tokenizer=tokenizer_described, held=True
+        tools=TOOLS, tool_choice="required", tokenizer=tokenizer_described, grammar_enforced=True
     )
     for backend in backends.values():
         assert takes(tokenizer, compiled(backend, tag_of("hf", context)), call, VOCABULARY)
@@ -231,7 +233,9 @@ def test_values_are_of_their_types(tokenizer, backends) -> None:
     """Text may stand before a call; a value is what the schema says."""
     number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     function = {"name": "f", "parameters": number}
-    context = ParseContext(tools=({"function": function},), tool_choice="auto", held=True)
+    context = ParseContext(
+        tools=({"function": function},), tool_choice="auto", grammar_enforced=True
+    )
     for name, right, wrong in (
         ("qwen3_coder", "\n3\n", "\nthree\n"),
         ("mimo", "3", "three"),

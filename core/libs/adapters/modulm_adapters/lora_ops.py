@@ -84,8 +84,8 @@ class SlotGroups:
         ordered = slots[order]
         begins = np.flatnonzero(np.diff(ordered, prepend=-1))
         ends = np.append(begins[1:], len(ordered))
-        found = zip(ordered[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
-        self.used = [span for span in found if span[0]]
+        spans = zip(ordered[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        self.used = [span for span in spans if span[0]]
         flat = [len(self.used), *(number for span in self.used for number in span)]
         self.tokens = len(order)
         self.spans[: len(flat)] = torch.tensor(flat, dtype=torch.int32)

@@ -44,7 +44,7 @@ class BalancedExperts:
 
     def layer(self, fused: Callable[..., Tensor], shard: Shard, name: str) -> Callable[..., Tensor]:
         """Wrap `fused` for the experts of one layer, of which this rank loads `shard`."""
-        self._layers.append(_Layer(name, shard.whole, self._group, self._config))
+        self._layers.append(_Layer(name, shard.total, self._group, self._config))
         return partial(self._layers[-1], fused)
 
     def report(self) -> np.ndarray | None:

@@ -79,9 +79,9 @@ def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
     return copies
 
 
-def _keep_slots(wanted: Sequence[int], before: np.ndarray) -> list[int]:
+def _keep_slots(experts: Sequence[int], before: np.ndarray) -> list[int]:
     """Assign a rank's experts to its slots; those that stay keep their slots."""
-    coming = list(wanted)
+    coming = list(experts)
     slots: list[int | None] = []
     for expert in before.tolist():
         stays = expert in coming

@@ -36,8 +36,8 @@ def graph_mode(flags: CompilationConfig) -> str:
 def compiler(flags: CompilationConfig) -> str | None:
     """The backend that compiles recorded steps, or None."""
     level = flags.optimization_level
-    wanted = flags.compile_mode or ("NONE" if level < _COMPILES else "any")
-    return None if wanted == "NONE" or level < _MAY_COMPILE else flags.compile_backend
+    mode = flags.compile_mode or ("NONE" if level < _COMPILES else "any")
+    return None if mode == "NONE" or level < _MAY_COMPILE else flags.compile_backend
 
 
 @frozen

@@ -56,8 +56,8 @@ class PinnedStaging(Staging):
         if len(buffer.array) < size:
             buffer.reserve(size)
         for start, array in zip(starts, arrays, strict=True):
-            place = buffer.array[start : start + array.nbytes]
-            place.view(array.dtype).reshape(array.shape)[...] = array
+            target = buffer.array[start : start + array.nbytes]
+            target.view(array.dtype).reshape(array.shape)[...] = array
         whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         whole.copy_(buffer.pinned[:size], non_blocking=True)
         buffer.copied.record()

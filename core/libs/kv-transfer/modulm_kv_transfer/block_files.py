@@ -89,8 +89,8 @@ def read(path: Path, described: Mapping[str, Any], into: memoryview) -> None:
         head = file.read(_HEADER)
         line, end, _ = head.partition(b"\n")
         header = _header(line if end else b"")
-        wanted = {"modulm": "kv", "version": VERSION, "bytes": len(into), **described}
-        for key, value in wanted.items():
+        expected = {"modulm": "kv", "version": VERSION, "bytes": len(into), **described}
+        for key, value in expected.items():
             if header.get(key) != value:
                 raise BadFile(f"{path.name}: {key} is {header.get(key)!r}, not {value!r}")
         file.seek(len(line) + 1)

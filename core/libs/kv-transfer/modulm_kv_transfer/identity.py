@@ -43,7 +43,7 @@ def _sample(file: Path) -> bytes:
     size = file.stat().st_size
     with file.open("rb") as opened:
         pieces = [f"{file.name} {size} {file.stat().st_mtime_ns}".encode()]
-        for place in (0, size // 2, max(0, size - _PIECE)):
-            opened.seek(place)
+        for offset in (0, size // 2, max(0, size - _PIECE)):
+            opened.seek(offset)
             pieces.append(opened.read(_PIECE))
     return b"".join(pieces)

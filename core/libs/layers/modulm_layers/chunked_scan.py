@@ -83,12 +83,16 @@ def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
         return [_wave(singles, tokens, [(row, slot) for row, _, slot in plan.kept])]
     pieces: list[list[tuple[int, int, int]]] = []
     ends: dict[tuple[int, int], int] = {}
-    wanted: dict[int, list[int]] = {}
+    stops_of_rows: dict[int, list[int]] = {}
     for row, at, _ in plan.kept:
-        wanted.setdefault(row, []).append(at)
+        stops_of_rows.setdefault(row, []).append(at)
     first = 0
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        stops = {*range(SEGMENT - start % SEGMENT, count, SEGMENT), *wanted.get(row, ()), count}
+        stops = {
+            *range(SEGMENT - start % SEGMENT, count, SEGMENT),
+            *stops_of_rows.get(row, ()),
+            count,
+        }
         at = 0
         for index, stop in enumerate(sorted(stops)):
             if index == len(pieces):

@@ -113,7 +113,7 @@ class MoE(Module):
         self.fused_experts = b.fused_experts(self.gate_up, self.down)
         expert_shard, ranks = self.down.spec.expert_shard, self.down.reduce
         # Only one of the ranks that share an expert adds its bias.
-        self.adds_bias = ranks is None or ranks.first or expert_shard.size < expert_shard.whole
+        self.adds_bias = ranks is None or ranks.first or expert_shard.size < expert_shard.total
         self.shared = shared
         self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)

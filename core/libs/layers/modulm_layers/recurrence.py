@@ -36,10 +36,10 @@ def causal_conv(
     for row, tokens, slot in plan.kept:
         states[slot] = rows[row][tokens : tokens + width]
     if max(plan.counts) == 1:
-        found = _convolve(torch.stack(rows), weight, bias).squeeze(1)
+        result = _convolve(torch.stack(rows), weight, bias).squeeze(1)
     else:
-        found = torch.cat([_convolve(row, weight, bias) for row in rows])
-    return (F.silu(found) if silu else found).to(x.dtype)
+        result = torch.cat([_convolve(row, weight, bias) for row in rows])
+    return (F.silu(result) if silu else result).to(x.dtype)
 
 
 def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class MediaMemory:
         self._lock = threading.Lock()
 
     @property
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes reserved now."""
         with self._lock:
             return self._held.total()

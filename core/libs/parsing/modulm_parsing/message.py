@@ -190,7 +190,7 @@ def _tool_parser(
     choice = context.tool_choice
     if choice == "none":
         return None
-    enforced_format = context.held and bool(name)
+    enforced_format = context.grammar_enforced and bool(name)
     if choice == "required" and not enforced_format:
         return RequiredCalls(context)
     if not isinstance(choice, str) and not enforced_format:

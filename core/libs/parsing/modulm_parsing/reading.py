@@ -439,7 +439,7 @@ class ReasoningFormat(Format, ReasoningParser):
 
 def _forced(context: ParseContext) -> bool:
     """Whether a grammar constrains the calls; it may spell markers with any tokens."""
-    return context.held or context.tool_choice not in ("auto", "none")
+    return context.grammar_enforced or context.tool_choice not in ("auto", "none")
 
 
 #: Tokenizer -> markers that were looked up in it -> their ids.

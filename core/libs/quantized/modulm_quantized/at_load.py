@@ -172,9 +172,9 @@ class AtLoad(CodedMethod):
         return schemes.pop()
 
     def _of(self, name: str, kind: str) -> Scheme | None:
-        for pattern, wanted in self.config.targets.items():
+        for pattern, scheme in self.config.targets.items():
             if matches(name, (pattern,)):
-                return None if wanted is None else self._scheme(wanted)
+                return None if scheme is None else self._scheme(scheme)
         return self._default_scheme(kind)
 
     def _default_scheme(self, kind: str) -> Scheme | None:

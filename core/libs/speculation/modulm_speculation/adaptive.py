@@ -57,8 +57,8 @@ class StepTimes:
 
     def of(self, tokens: int) -> float:
         """Estimate the time of a step of this many tokens; 0 without measurements."""
-        place = bisect_left(self._sizes, tokens)
-        around = self._sizes[max(place - 1, 0) : place + 1]
+        index = bisect_left(self._sizes, tokens)
+        around = self._sizes[max(index - 1, 0) : index + 1]
         if not around:
             return 0.0
         share = min(tokens / around[0], 1.0)
@@ -161,11 +161,11 @@ class Adaptive(Drafter):
         mean = (self._right.sum() + _GUESS) / (self._tried.sum() + 1)
         rates = [(row.right + _PRIOR * mean) / (row.tried + _PRIOR) for row in rows]
         better = np.array(rates) / mean
-        wanted, tokens, expected = np.asarray(lengths), len(rows), float(len(rows))
+        lengths_array, tokens, expected = np.asarray(lengths), len(rows), float(len(rows))
         best, rate, alive = 0, 0.0, np.ones(len(rows))
         for most in range(self.most + 1):
             if most:
-                going = wanted >= most
+                going = lengths_array >= most
                 tokens += int(going.sum())
                 alive *= np.minimum(usual[most - 1] * better, 1.0)
                 expected += float(alive[going].sum())

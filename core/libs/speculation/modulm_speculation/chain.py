@@ -113,7 +113,7 @@ def ends_of(step: DraftStep) -> np.ndarray:
     """Return how many tokens of each row the target has computed: [rows of the step]."""
     ran = step.ran
     ends = ran.starts + ran.counts + step.lasts - ran.lasts
-    places = {row: place for place, row in enumerate(ran.rows.tolist())}
+    places = {row: index for index, row in enumerate(ran.rows.tolist())}
     computed: np.ndarray = ends[[places[row] for row in step.rows]]
     return computed
 

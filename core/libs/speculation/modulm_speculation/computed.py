@@ -36,14 +36,14 @@ class Computed:
             self._full = np.append(self._full, np.zeros(highest + 1 - len(self._full), dtype=bool))
         starts = np.asarray(runs.starts)
         rows = runs.rows.tolist()
-        for place in [at for at, row in enumerate(rows) if row not in self._counts]:
-            filled = self._full[table[place, : starts[place] // size]]
+        for index in [at for at, row in enumerate(rows) if row not in self._counts]:
+            filled = self._full[table[index, : starts[index] // size]]
             full = len(filled) if filled.all() else int(filled.argmin())
-            self._counts[rows[place]] = full * size
-            self._marked[rows[place]] = full
+            self._counts[rows[index]] = full * size
+            self._marked[rows[index]] = full
         first, end = -(-starts // size), (starts + runs.counts - 1) // size + 1
-        for place in np.flatnonzero(first < end).tolist():
-            self._full[table[place, first[place] : end[place]]] = False
+        for index in np.flatnonzero(first < end).tolist():
+            self._full[table[index, first[index] : end[index]]] = False
         self._full[0] = True
 
     def count(self, row: int, known: int) -> int:

@@ -48,7 +48,7 @@ def _tokenizer(path: Path) -> Tokenizer | None:
         return None
 
 
-def _wrong(name: str, words: str) -> ConfigError:
+def _wrong(name: str, message: str) -> ConfigError:
     return ConfigError(
-        "speculative_config", f"model {name}: its tokens differ from the target model's: {words}"
+        "speculative_config", f"model {name}: its tokens differ from the target model's: {message}"
     )

@@ -154,9 +154,9 @@ def _parse_entry(file: Path, name: str, entry: Any, data: int) -> tuple[int, int
             f"{file}: {name}: the file is truncated: it needs {end} bytes of data and has {data}"
         )
     kind = _DTYPES[dtype]
-    wanted = prod(shape) * _item_size(kind)
-    if end - start != wanted:
+    expected = prod(shape) * _item_size(kind)
+    if end - start != expected:
         raise CheckpointError(
-            f"{file}: {name}: {dtype} of shape {shape} takes {wanted} bytes, not {end - start}"
+            f"{file}: {name}: {dtype} of shape {shape} takes {expected} bytes, not {end - start}"
         )
-    return start, end, StoredTensor(name, tuple(shape), kind, file.name, wanted)
+    return start, end, StoredTensor(name, tuple(shape), kind, file.name, expected)

@@ -76,13 +76,13 @@ def read_tensor_info(info: Mapping[str, Any]) -> list[tuple[str, str, tuple[int,
     if not all(isinstance(each, list) and len(each) == len(lists[0] or ()) for each in lists):
         message = "names, dtype_names and shapes must be lists of one length"
         raise RequestError(message, "update_info")
-    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    tensors: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for name, dtype, shape in zip(*(each or () for each in lists), strict=True):
-        if not (isinstance(name, str) and isinstance(dtype, str)) or name in found:
+        if not (isinstance(name, str) and isinstance(dtype, str)) or name in tensors:
             raise RequestError(f"{name!r} occurs twice or is not a valid name", "update_info")
         if not isinstance(shape, list | tuple) or not all(
             type(size) is int and 0 <= size < 1 << 40 for size in shape
         ):
             raise RequestError(f"{name}: shape must be a list of sizes", "update_info")
-        found[name] = name, dtype.removeprefix("torch."), tuple(shape)
-    return list(found.values())
+        tensors[name] = name, dtype.removeprefix("torch."), tuple(shape)
+    return list(tensors.values())

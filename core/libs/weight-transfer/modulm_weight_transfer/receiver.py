@@ -44,11 +44,11 @@ _RECEIVERS: WeakKeyDictionary[Worker, WeightReceiver] = WeakKeyDictionary()
 
 def receiver_of(worker: Worker) -> WeightReceiver:
     """Return a worker's receiver. Raises RequestError if it is not connected."""
-    found = _RECEIVERS.get(worker)
-    if found is None:
+    receiver = _RECEIVERS.get(worker)
+    if receiver is None:
         message = "weight transfer is not set up: call init_weight_transfer_engine first"
         raise RequestError(message, "update_info")
-    return found
+    return receiver
 
 
 class _Arrived(WeightLoader):

@@ -26,19 +26,19 @@ _DEEP = 6
 
 def modules_of(module: Module, finish: Callable[[], None] | None) -> list[Module]:
     """Return a module and those that its finishing function is bound to or gets as arguments."""
-    found: list[Module] = [module]
+    modules: list[Module] = [module]
     open_values: list[Any] = [finish]
     while open_values:
         value = open_values.pop()
         if isinstance(value, Module):
-            found.append(value)
+            modules.append(value)
         elif isinstance(value, partial):
             open_values += [*reversed(value.args), *value.keywords.values(), value.func]
         elif isinstance(value, MethodType):
             open_values.append(value.__self__)
         elif isinstance(value, FunctionType) and value.__closure__:
             open_values += [cell.cell_contents for cell in value.__closure__]
-    return list({id(each): each for each in found}.values())
+    return list({id(each): each for each in modules}.values())
 
 
 class Baseline:

@@ -95,8 +95,10 @@ def unpack_config(flags: Mapping[str, Any]) -> EngineConfig:
 def unpack_description(table: Mapping[str, Any]) -> ModelDescription:
     """Create a description from its fields as plain values."""
     decisions = tuple(
-        Decision(**{**found, "candidates": tuple(Verdict(**one) for one in found["candidates"])})
-        for found in table["decisions"]
+        Decision(
+            **{**decision, "candidates": tuple(Verdict(**one) for one in decision["candidates"])}
+        )
+        for decision in table["decisions"]
     )
     return ModelDescription(**{**table, "tasks": tuple(table["tasks"]), "decisions": decisions})
 

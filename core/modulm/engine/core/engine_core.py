@@ -152,19 +152,19 @@ class EngineCore:
             part.close()
 
 
-def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
+def _check_length(length: int | None, capacity: Capacity, most: int) -> None:
     """Raise ConfigError if the requested length does not fit."""
-    if wanted is None or most >= wanted:
+    if length is None or most >= length:
         return
     lacks = [
         f"{needed - group.blocks + 1} of {needed} blocks of {group.block_size} tokens"
         for group in capacity.groups
         if group.kind == "attention" and (group.window is None or len(capacity.groups) == 1)
-        for needed in (-(-wanted // group.block_size),)
+        for needed in (-(-length // group.block_size),)
     ]
     raise ConfigError(
         "max_model_len",
-        f"one sequence of {wanted} tokens does not fit into the KV cache: "
+        f"one sequence of {length} tokens does not fit into the KV cache: "
         f"{' and '.join(lacks) or 'memory'} are missing. Set --max-model-len {most} or auto, or "
         "raise --gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override",
     )

@@ -35,8 +35,8 @@ class Hit(NamedTuple):
 class BlockTables(ABC):
     """The block tables and the pool of one cache group.
 
-    tables: [rows, blocks] int32, 0 for no block. held: [rows], entries in use. room: [rows],
-    tokens that they hold.
+    tables: [rows, blocks] int32, 0 for no block. block_counts: [rows], entries in use. room:
+    [rows], tokens that they hold.
     """
 
     def __init__(self, size: int, blocks: int, rows: int, max_len: int) -> None:
@@ -44,7 +44,7 @@ class BlockTables(ABC):
         self.index = PrefixIndex()
         self.pool = BlockPool(blocks, self.index.forget)
         self.tables = np.zeros((rows, -(-max_len // size)), dtype=np.int32)
-        self.held = np.zeros(rows, dtype=np.int64)
+        self.block_counts = np.zeros(rows, dtype=np.int64)
         self.room = np.zeros(rows, dtype=np.int64)
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -64,8 +64,8 @@ class BlockTables(ABC):
         """Return the maximum length of a row that is alone. chunk: maximum tokens per step."""
 
     @abstractmethod
-    def claim(self, known: int, end: int) -> int:
-        """Return the tokens that need blocks on admission of a row of `known` tokens.
+    def claim(self, length: int, end: int) -> int:
+        """Return the tokens that need blocks on admission of a row of `length` tokens.
 
         end: where the row's first step ends.
         """
@@ -75,7 +75,7 @@ class BlockTables(ABC):
         """Return how many leading blocks need not be computed."""
 
     @abstractmethod
-    def found(self, names: Sequence[bytes]) -> list[int]:
+    def blocks_for(self, names: Sequence[bytes]) -> list[int]:
         """Return the blocks to adopt for `names`, as many as `match` returned."""
 
     def lack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
@@ -96,16 +96,16 @@ class BlockTables(ABC):
         rows, lack = rows[short], lack[short]
         total = int(lack.sum())
         ramp = np.arange(total) - np.repeat(np.cumsum(lack) - lack, lack)
-        columns = np.repeat(self.held[rows], lack) + ramp
+        columns = np.repeat(self.block_counts[rows], lack) + ramp
         self.tables[np.repeat(rows, lack), columns] = self.pool.take(total)
-        self.held[rows] += lack
+        self.block_counts[rows] += lack
         self.room[rows] += lack * self.size
 
     def adopt(self, row: int, blocks: Sequence[int]) -> None:
         """Start an empty row with existing blocks."""
         self.pool.share(blocks)
         self.tables[row, : len(blocks)] = blocks
-        self.held[row] = len(blocks)
+        self.block_counts[row] = len(blocks)
         self.room[row] = len(blocks) * self.size
 
     def register(self, row: int, names: Sequence[bytes], first: int) -> None:
@@ -124,10 +124,10 @@ class BlockTables(ABC):
 
     def release(self, row: int) -> None:
         """Release all blocks of a row."""
-        held = int(self.held[row])
-        self.pool.release(self.tables[row, :held].tolist())
-        self.tables[row, :held] = NULL
-        self.held[row] = self.room[row] = 0
+        count = int(self.block_counts[row])
+        self.pool.release(self.tables[row, :count].tolist())
+        self.tables[row, :count] = NULL
+        self.block_counts[row] = self.room[row] = 0
 
 
 class _Full(BlockTables):
@@ -136,13 +136,13 @@ class _Full(BlockTables):
     def most(self, chunk: int) -> int:
         return (self.pool.blocks - 1) * self.size
 
-    def claim(self, known: int, end: int) -> int:
-        return known
+    def claim(self, length: int, end: int) -> int:
+        return length
 
     def match(self, names: Sequence[bytes]) -> int:
         return len(self.index.leading(names))
 
-    def found(self, names: Sequence[bytes]) -> list[int]:
+    def blocks_for(self, names: Sequence[bytes]) -> list[int]:
         return self.index.leading(names)
 
 
@@ -160,13 +160,13 @@ class _Window(BlockTables):
         enough = -(-(self.window + 2 * chunk) // self.size) + 2
         return _BOUNDLESS if self.pool.blocks - 1 >= enough else (self.pool.blocks - 1) * self.size
 
-    def claim(self, known: int, end: int) -> int:
+    def claim(self, length: int, end: int) -> int:
         return end
 
     def match(self, names: Sequence[bytes]) -> int:
         return self.index.trailing(names, self._seen)
 
-    def found(self, names: Sequence[bytes]) -> list[int]:
+    def blocks_for(self, names: Sequence[bytes]) -> list[int]:
         unseen = max(0, len(names) - self._seen)
         return [NULL] * unseen + [self.index.block(name) for name in names[unseen:]]
 
@@ -215,10 +215,10 @@ class _State(_Window):
     def extend(self, rows: np.ndarray, lack: np.ndarray) -> None:
         short = lack.nonzero()[0]
         rows, lack = rows[short], lack[short]
-        firsts = self.held[rows]
-        self.held[rows] += lack
+        firsts = self.block_counts[rows]
+        self.block_counts[rows] += lack
         self.room[rows] += lack * self.size
-        lasts = self.held[rows] - 1
+        lasts = self.block_counts[rows] - 1
         self.tables[rows, lasts] = self.pool.take(len(rows))
         for row, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
             for column in range(first, last):
@@ -239,12 +239,12 @@ class _State(_Window):
     def lend(self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Lend slots for states after the rows' `starts` tokens: [rows, most drafts] int32."""
         slots = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
-        for place in counts.nonzero()[0].tolist():
-            row, count = int(rows[place]), int(counts[place])
+        for index in counts.nonzero()[0].tolist():
+            row, count = int(rows[index]), int(counts[index])
             lent = self.pool.take(count)
-            self._lent[row] = (int(starts[place]), lent)
+            self._lent[row] = (int(starts[index]), lent)
             self._whole[row] = False
-            slots[place, :count] = lent
+            slots[index, :count] = lent
         return slots
 
     def settle(self, row: int, end: int) -> bool:
@@ -286,17 +286,17 @@ class _Cross(BlockTables):
     def most(self, chunk: int) -> int:
         return _BOUNDLESS if (self.pool.blocks - 1) * self.size >= self.longest else 0
 
-    def claim(self, known: int, end: int) -> int:
+    def claim(self, length: int, end: int) -> int:
         return end
 
     def match(self, names: Sequence[bytes]) -> int:
         return 0
 
-    def found(self, names: Sequence[bytes]) -> list[int]:
+    def blocks_for(self, names: Sequence[bytes]) -> list[int]:
         return []
 
     def lack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
-        lack: np.ndarray = -(-self.lengths[rows] // self.size) - self.held[rows]
+        lack: np.ndarray = -(-self.lengths[rows] // self.size) - self.block_counts[rows]
         return lack if lack.any() else None
 
     def release(self, row: int) -> None:
@@ -311,7 +311,7 @@ def _build(group: GroupCapacity, rows: int, max_len: int) -> BlockTables:
     if kind == "cross":
         return _Cross(size, blocks, rows, window or 0)
     if kind != "attention":
-        raise EngineError(f"cache groups of kind {kind!r} are not known")
+        raise EngineError(f"cache groups of kind {kind!r} are unknown")
     if window is None:
         return _Full(size, blocks, rows, max_len)
     return _Window(size, blocks, rows, max_len, window)
@@ -339,11 +339,11 @@ class KVCacheManager:
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 
-    def check_crossed(self, given: Sequence[int]) -> None:
-        """Raise RequestError if encoder outputs do not fit. given: number of outputs per run."""
-        needed = max((group.room_for(given) for group in self._cross), default=sum(given))
+    def check_crossed(self, lengths: Sequence[int]) -> None:
+        """Raise RequestError if encoder outputs do not fit. lengths: number of outputs per run."""
+        needed = max((group.room_for(lengths) for group in self._cross), default=sum(lengths))
         if needed > self.crossed:
-            message = f"an encoder's input of {sum(given)} tokens: at most {self.crossed}"
+            message = f"an encoder's input of {sum(lengths)} tokens: at most {self.crossed}"
             raise RequestError(message, "prompt")
 
     @property
@@ -371,7 +371,9 @@ class KVCacheManager:
                     tokens = group.match(names[group.size][: tokens // group.size]) * group.size
         if not tokens:
             return Hit(0, tuple([] for _ in self.groups))
-        return Hit(tokens, tuple(g.found(names[g.size][: tokens // g.size]) for g in self.groups))
+        return Hit(
+            tokens, tuple(g.blocks_for(names[g.size][: tokens // g.size]) for g in self.groups)
+        )
 
     def admit(
         self, row: int, hit: Hit, known: int, end: int, spare: float, encoded: Sequence[int] = ()
@@ -389,8 +391,8 @@ class KVCacheManager:
             group.adopt(row, blocks)
         lacks = [g.lack(one, np.array([g.claim(known, end)])) for g in self.groups]
         for group, lack in zip(self.groups, lacks, strict=True):
-            wanted = 0 if lack is None else group.price(lack)
-            if wanted + int(spare * group.pool.blocks) > group.pool.free:
+            price = 0 if lack is None else group.price(lack)
+            if price + int(spare * group.pool.blocks) > group.pool.free:
                 self.release(row)
                 return False
         self._extend(one, lacks)
@@ -483,7 +485,7 @@ class KVCacheManager:
         if cached is not None and cached[0] is rows and cached[1] == self._changes:
             return cached[2]
         tables = tuple(
-            group.tables[:, : int(group.held[rows].max(initial=0))].take(rows, axis=0)
+            group.tables[:, : int(group.block_counts[rows].max(initial=0))].take(rows, axis=0)
             for group in self.groups
         )
         self._gathered = (rows, self._changes, tables)

@@ -61,7 +61,7 @@ class Sizing:
     @property
     def own(self) -> list[int]:
         """Number of blocks of each of this rank's groups."""
-        return [self.blocks[place] for place in self.places]
+        return [self.blocks[index] for index in self.places]
 
 
 def cache_budget(
@@ -104,10 +104,12 @@ def share_out(
     stateful = [g for g in groups if g.kind == "state"]
     kept = all(g.block_size < max_model_len for g in stateful)
     notes: tuple[str, ...] = () if kept else (_UNSHARED,)
-    wanted = rows * ((_KEPT_SLOTS if kept else 1) + drafts)
+    slots_wanted = rows * ((_KEPT_SLOTS if kept else 1) + drafts)
     if override is not None:
         least = {g: _needs(g, max_model_len, chunk) + 1 if g.kind == "cross" else 2 for g in groups}
-        blocks = tuple(wanted + 1 if g.kind == "state" else max(override, least[g]) for g in groups)
+        blocks = tuple(
+            slots_wanted + 1 if g.kind == "state" else max(override, least[g]) for g in groups
+        )
         fits = _longest(groups, blocks, max_model_len, chunk)
         if fits != max_model_len:
             notes = (*notes, _shrunk(max_model_len, fits, "given blocks"))
@@ -115,7 +117,7 @@ def share_out(
     length = max_model_len
     nulls = sum(g.block_bytes for g in groups if g.kind != "state")
     room = budget - nulls - _bytes_of_one(groups, length, chunk)
-    slots = _slots(stateful, min(room, budget // 2) if nulls else room, wanted, kept)
+    slots = _slots(stateful, min(room, budget // 2) if nulls else room, slots_wanted, kept)
     if stateful and slots < rows:
         notes = (*notes, f"the states of {slots} sequences fit: no more run at once")
     states = sum(g.block_bytes * (slots + 1) for g in stateful)
@@ -157,12 +159,12 @@ def agreed(sizing: Sizing, ranks: ProcessGroup) -> Sizing:
         for kind, size, window, blocks in tables[rank, :count].tolist():
             shape = (_KINDS[kind], size, None if window < 0 else window)
             same = (i for i, other in enumerate(groups) if other == shape and i not in taken)
-            place = next(same, len(groups))
-            if place == len(groups):
+            index = next(same, len(groups))
+            if index == len(groups):
                 groups.append(shape)
                 fitting.append(blocks)
-            fitting[place] = min(fitting[place], blocks)
-            taken.append(place)
+            fitting[index] = min(fitting[index], blocks)
+            taken.append(index)
         places = taken if rank == ranks.rank else places
     length = int(lengths.min())
     return Sizing(tuple(fitting), length, sizing.notes, tuple(groups), tuple(places))
@@ -211,8 +213,8 @@ def _longest(groups: Sequence[CacheGroup], blocks: Sequence[int], longest: int, 
     return longest
 
 
-def _shrunk(wanted: int, fits: int, why: str) -> str:
-    return f"max_model_len is {fits} instead of {wanted}: no longer sequence fits into the {why}"
+def _shrunk(requested: int, fits: int, why: str) -> str:
+    return f"max_model_len is {fits} instead of {requested}: no longer sequence fits into the {why}"
 
 
 def _too_small(
@@ -251,10 +253,10 @@ def allocate(
                 owners[layer] = plan
                 caches[layer] = _one(specs[layer], backend, count, platform)
             plan += 1
-    names = {spec.layer: place for place, spec in enumerate(specs)}
-    for place, spec in enumerate(specs):
+    names = {spec.layer: number for number, spec in enumerate(specs)}
+    for number, spec in enumerate(specs):
         if spec.shares is not None:
-            caches[place], owners[place] = caches[names[spec.shares]], owners[names[spec.shares]]
+            caches[number], owners[number] = caches[names[spec.shares]], owners[names[spec.shares]]
     return tuple(caches), tuple(owners)
 
 

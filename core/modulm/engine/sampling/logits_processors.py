@@ -35,15 +35,15 @@ def class_at(path: str, kind: type[T], field: str) -> type[T]:
 
 
 def processor_classes(
-    given: Sequence[str | type[LogitsProcessor]] | None, plugins: PluginManager
+    entries: Sequence[str | type[LogitsProcessor]] | None, plugins: PluginManager
 ) -> tuple[type[LogitsProcessor], ...]:
     """Return installed processors (group `modulm.logits_processors`), then the given ones.
 
-    given: `--logits-processors`: classes, paths, or names of installed ones, which always run.
+    entries: `--logits-processors`: classes, paths, or names of installed ones, which always run.
     """
     installed = [declaration.name for declaration in plugins.names("logits_processors")]
     classes = [plugins.load("logits_processors", name) for name in installed]
-    for entry in given or ():
+    for entry in entries or ():
         if isinstance(entry, str) and entry not in installed:
             classes.append(class_at(entry, LogitsProcessor, "logits_processors"))
         elif isinstance(entry, type):
@@ -62,26 +62,26 @@ class Processors:
         self.all = tuple(processors)
         self._wants: dict[int, tuple[LogitsProcessor, ...]] = {}
 
-    def asked(self, params: SamplingParams) -> tuple[LogitsProcessor, ...]:
+    def processors_for(self, params: SamplingParams) -> tuple[LogitsProcessor, ...]:
         """Return the processors to call for a row with these parameters."""
         return tuple(
             each for each in self.all
             if not each.fields or any(getattr(params, name) is not None for name in each.fields)
         )  # fmt: skip
 
-    def admit(self, view: RowView, asked: Sequence[LogitsProcessor]) -> tuple[bool, bool]:
+    def admit(self, view: RowView, processors: Sequence[LogitsProcessor]) -> tuple[bool, bool]:
         """Start a row; return whether processors run (before penalties, after temperature).
 
         If a processor raises, the others release the row and the exception propagates.
         """
-        wanted: list[LogitsProcessor] = []
+        active: list[LogitsProcessor] = []
         try:
-            wanted.extend(processor for processor in asked if processor.admit(view))
+            active.extend(processor for processor in processors if processor.admit(view))
         except Exception:
-            self._let_go(wanted, view.row)
+            self._let_go(active, view.row)
             raise
-        self._wants[view.row] = tuple(wanted)
-        late = [processor.keeps_argmax for processor in wanted]
+        self._wants[view.row] = tuple(active)
+        late = [processor.keeps_argmax for processor in active]
         return not all(late), any(late)
 
     def release(self, row: int) -> None:
@@ -107,37 +107,37 @@ class Processors:
         for processor in self.all:
             if processor.keeps_argmax != late:
                 continue
-            places = [
-                place
-                for place, view in views.items()
-                if place not in errors and processor in self._wants.get(view.row, ())
+            indices = [
+                index
+                for index, view in views.items()
+                if index not in errors and processor in self._wants.get(view.row, ())
             ]
-            if places:
-                rows = [views[place] for place in places]
-                errors.update(_run(processor, rows, logits, places))
+            if indices:
+                rows = [views[index] for index in indices]
+                errors.update(_run(processor, rows, logits, indices))
         return errors
 
 
 def _run(
-    processor: LogitsProcessor, views: list[RowView], logits: torch.Tensor, places: list[int]
+    processor: LogitsProcessor, views: list[RowView], logits: torch.Tensor, indices: list[int]
 ) -> dict[int, str]:
     """Run one processor; if its batch version fails, run row by row to find the failing rows."""
     if type(processor).apply is not LogitsProcessor.apply:
-        before = logits[places]
+        before = logits[indices]
         try:
-            changed = processor.apply(views, logits, places)
+            changed = processor.apply(views, logits, indices)
             if changed is not logits:
-                logits[places] = changed[places]
+                logits[indices] = changed[indices]
         except Exception:
-            logits[places] = before
+            logits[indices] = before
         else:
             return {}
     errors = {}
-    for view, place in zip(views, places, strict=True):
+    for view, index in zip(views, indices, strict=True):
         try:
-            logits[place] = processor.apply_row(view, logits[place].clone())
+            logits[index] = processor.apply_row(view, logits[index].clone())
         except Exception as error:
-            errors[place] = _message(processor, error)
+            errors[index] = _message(processor, error)
     return errors
 
 

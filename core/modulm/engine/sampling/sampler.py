@@ -57,8 +57,8 @@ class Best:
     def entries(self) -> Iterator[tuple[int, RowLogprobs]]:
         """Wait for the copy and yield (index, log probabilities)."""
         ids, values, rank = self._transfer.wait()
-        for place, *entry in zip(self._places, ids, values, rank.tolist(), strict=True):
-            yield place, RowLogprobs(*entry)
+        for index, *entry in zip(self._places, ids, values, rank.tolist(), strict=True):
+            yield index, RowLogprobs(*entry)
 
 
 @define(eq=False)
@@ -79,8 +79,8 @@ class Chosen:
         """Wait for the tokens: [n] int64. Failed indices are then in `errors`."""
         if self._tokens is None:
             (self._tokens,) = self.transfer.wait()
-            for place in (self._tokens < 0).nonzero()[0].tolist():
-                self.errors.setdefault(place, _why(self.logits[place]))
+            for index in (self._tokens < 0).nonzero()[0].tolist():
+                self.errors.setdefault(index, _why(self.logits[index]))
         return self._tokens
 
     def result(self) -> Sampled:
@@ -92,7 +92,7 @@ class Chosen:
         elif not self.best:
             return Sampled(tokens)
         entries = (entry for best in self.best for entry in best.entries())
-        logprobs = {place: entry for place, entry in entries if place not in self.errors}
+        logprobs = {index: entry for index, entry in entries if index not in self.errors}
         return Sampled(tokens, logprobs, self.errors)
 
 
@@ -125,8 +125,8 @@ class _Step:
 
     def places(self, flag: int) -> list[int]:
         """Return the indices of rows that have `flag` and have not failed."""
-        places = np.flatnonzero(self.flags & flag).tolist()
-        return [place for place in places if place not in self.errors]
+        indices = np.flatnonzero(self.flags & flag).tolist()
+        return [index for index in indices if index not in self.errors]
 
 
 class Sampler:
@@ -168,14 +168,14 @@ class Sampler:
         row = start.row
         flags = self._numbers(row, start, params)
         output = [int(token) for token in start.output]
-        asked = self.processors.asked(params)
-        view = RowView(row, params, start.prompt.tolist() if asked else (), output)
+        active = self.processors.processors_for(params)
+        view = RowView(row, params, start.prompt.tolist() if active else (), output)
         constraints = constraints_of(start, params, self.device)
         penalised = wants_penalties(params)
         text = start.prompt if start.text is None else start.text
         seen = Seen(params, text, output, self.vocabulary) if penalised else None
         matcher = None if grammar is None else _replayed(grammar, start.output)
-        early, late = self.processors.admit(view, asked) if asked else (False, False)
+        early, late = self.processors.admit(view, active) if active else (False, False)
         flags |= (
             _CONSTRAINED * bool(constraints)
             | _PENALISED * penalised
@@ -262,12 +262,12 @@ class Sampler:
             own = logits if len(at) == len(owners) else logits[self._tensor(at)]
             drawn = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
             tokens[at] = drawn.tokens
-            logprobs.update((int(at[place]), entry) for place, entry in drawn.logprobs.items())
-            errors.update((int(at[place]), failure) for place, failure in drawn.errors.items())
+            logprobs.update((int(at[index]), entry) for index, entry in drawn.logprobs.items())
+            errors.update((int(at[index]), failure) for index, failure in drawn.errors.items())
             matches = history[owners[at]] & (tokens[at] == expected[at])
             at = np.array(
-                [place + 1 for place in at[matches].tolist()
-                 if int(tokens[place]) not in self._rows[int(rows[owners[place]])].stops],
+                [index + 1 for index in at[matches].tolist()
+                 if int(tokens[index]) not in self._rows[int(rows[owners[index]])].stops],
                 dtype=np.int64,
             )  # fmt: skip
         return _runs(firsts, sizes, tokens, expected, logprobs, errors)
@@ -287,19 +287,19 @@ class Sampler:
 
     def _mask(self, step: _Step) -> None:
         """Apply the grammars' bit masks."""
-        places = step.places(_GRAMMAR)
-        masks = np.zeros((len(places), -(-self.vocabulary // 32)), dtype=np.int32)
-        for place, mask in zip(places, masks, strict=True):
+        indices = step.places(_GRAMMAR)
+        masks = np.zeros((len(indices), -(-self.vocabulary // 32)), dtype=np.int32)
+        for index, mask in zip(indices, masks, strict=True):
             began = time.thread_time()
             try:
-                self._rows[int(step.rows[place])].fill(mask)
+                self._rows[int(step.rows[index])].fill(mask)
             except Exception as error:
-                step.errors[place] = RowFailure(f"the grammar failed: {error}"[:300], _GRAMMARS)
+                step.errors[index] = RowFailure(f"the grammar failed: {error}"[:300], _GRAMMARS)
             if time.thread_time() - began > _GRAMMAR_SECONDS:
-                step.errors[place] = RowFailure(
+                step.errors[index] = RowFailure(
                     "the grammar is too ambiguous: a token took too long to check", _GRAMMARS
                 )
-        at = torch.tensor(places, dtype=torch.int64, device=self.device)
+        at = torch.tensor(indices, dtype=torch.int64, device=self.device)
         self.ops.apply_bitmask(step.logits, at, torch.from_numpy(masks).to(self.device))
 
     def _raw(self, step: _Step, union: int, places: list[int]) -> torch.Tensor:
@@ -309,25 +309,25 @@ class Sampler:
 
     def _process(self, step: _Step, union: int) -> None:
         """Apply constraints, early processors and penalties."""
-        for place in step.places(_CONSTRAINED):
+        for index in step.places(_CONSTRAINED):
             try:
-                _constrain(self._rows[int(step.rows[place])], step.logits[place])
+                _constrain(self._rows[int(step.rows[index])], step.logits[index])
             except Exception as error:
                 message = f"the logits could not be changed: {error}"[:300]
-                step.errors[place] = RowFailure(message)
+                step.errors[index] = RowFailure(message)
         if union & _EARLY:
             self._run_processors(step, _EARLY, late=False)
         if union & _PENALISED:
             places = step.places(_PENALISED)
-            rows = [self._rows[int(step.rows[place])].seen for place in places]
+            rows = [self._rows[int(step.rows[index])].seen for index in places]
             seen = [row for row in rows if row is not None]
             if seen:
                 penalise(self.ops, step.logits, places, seen)
 
     def _run_processors(self, step: _Step, flag: int, *, late: bool) -> None:
-        views = {place: self._rows[int(step.rows[place])].view for place in step.places(flag)}
+        views = {index: self._rows[int(step.rows[index])].view for index in step.places(flag)}
         errors = self.processors.apply(views, step.logits, late=late)
-        step.errors.update((place, RowFailure(message)) for place, message in errors.items())
+        step.errors.update((index, RowFailure(message)) for index, message in errors.items())
 
     def _temper(self, step: _Step) -> np.ndarray:
         """Divide rows with late processors by their temperature and run the processors.
@@ -373,7 +373,7 @@ class Sampler:
     def _processed(self, step: _Step, places: list[int], temperature: np.ndarray) -> torch.Tensor:
         """Return logits as used for sampling: [places, vocabulary] fp32."""
         values = step.logits[places]
-        drawn = [i for i, place in enumerate(places) if temperature[place] > 0]
+        drawn = [i for i, index in enumerate(places) if temperature[index] > 0]
         if drawn:
             at = [places[i] for i in drawn]
             numbers = self._numbers_of(step.rows[at], temperature[at])
@@ -416,12 +416,12 @@ class Sampler:
 
     def _commit(self, step: _Step, tokens: np.ndarray) -> None:
         """Append the tokens to rows that keep a history."""
-        for place in step.places(_HISTORY):
-            index, token = int(step.rows[place]), int(tokens[place])
+        for i in step.places(_HISTORY):
+            index, token = int(step.rows[i]), int(tokens[i])
             row = self._rows[index]
             if row.matcher is not None and not row.matcher.accept(token):
                 message = f"the grammar does not accept token {token}"
-                step.errors[place] = RowFailure(message, _GRAMMARS)
+                step.errors[i] = RowFailure(message, _GRAMMARS)
                 continue
             row.output.append(token)
             if row.seen is not None:
@@ -470,19 +470,19 @@ def _runs(
     runs: list[np.ndarray] = []
     entries: dict[int, tuple[RowLogprobs, ...]] = {}
     failed: dict[int, RowFailure] = {}
-    for place, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
+    for index, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         differs = tokens[first : first + size] != expected[first : first + size]
         last = first + int(differs.argmax())
         # Indices after a stop token were not sampled.
         while last > first and tokens[last] < 0 and last not in errors:
             last -= 1
         if last in errors:
-            failed[place] = errors[last]
+            failed[index] = errors[last]
             continue
-        accepted[place] = last + 1 - first
+        accepted[index] = last + 1 - first
         runs.append(tokens[first : last + 1])
         if first in logprobs:
-            entries[place] = tuple(logprobs[at] for at in range(first, last + 1))
+            entries[index] = tuple(logprobs[at] for at in range(first, last + 1))
     flat = np.concatenate(runs) if runs else tokens[:0]
     return Verified(flat, accepted, entries, failed)
 

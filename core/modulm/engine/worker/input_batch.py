@@ -38,9 +38,9 @@ def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
     Each token's result then depends only on earlier tokens of its row, never on other rows.
     """
     first = 0
-    for place, count in enumerate(plan.counts.tolist()):
-        tables = tuple(table[place : place + 1] for table in plan.tables)
-        row, start = plan.rows[place : place + 1], plan.starts[place : place + 1]
+    for index, count in enumerate(plan.counts.tolist()):
+        tables = tuple(table[index : index + 1] for table in plan.tables)
+        row, start = plan.rows[index : index + 1], plan.starts[index : index + 1]
         size = count if whole else 1
         for offset in range(0, count, size):
             yield evolve(
@@ -55,7 +55,7 @@ def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
                 release=(),
                 drafted=None,
                 state_slots=tuple(
-                    None if slots is None else slots[place : place + 1, offset : offset + size]
+                    None if slots is None else slots[index : index + 1, offset : offset + size]
                     for slots in plan.state_slots
                 ),
             )
@@ -82,10 +82,10 @@ class GroupPlanner:
         places: indices of the groups among those of all ranks (`Plan.tables`).
         """
         at = range(len(groups)) if places is None else places
-        own = [cls(g.block_size, g.backend, place) for g, place in zip(groups, at, strict=True)]
+        own = [cls(g.block_size, g.backend, index) for g, index in zip(groups, at, strict=True)]
         followers = [
-            cls(g.block_size, backend, place)
-            for g, place in zip(groups, at, strict=True)
+            cls(g.block_size, backend, index)
+            for g, index in zip(groups, at, strict=True)
             for backend, _ in g.followers
         ]
         return (*own, *followers)
@@ -377,9 +377,9 @@ def cross_layout(
     rows, counts, blocks, keys = np.array([one for one in seen if one[1]], np.int32).T
     wide = table if table.shape[1] else np.zeros((len(table), 1), np.int32)
     tables = wide[rows] * (keys > 0)[:, None]
-    for place in np.flatnonzero(blocks):
-        own = table[rows[place], blocks[place] :]
-        tables[place] = np.pad(own, (0, blocks[place]))
+    for index in np.flatnonzero(blocks):
+        own = table[rows[index], blocks[index] :]
+        tables[index] = np.pad(own, (0, blocks[index]))
     query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     lens = np.maximum(keys, 1)
     return StepLayout(size, tables, query_starts, lens, np.concatenate(written), encoder_lens=lens)

@@ -25,12 +25,7 @@ from modulm.contracts.executor import (
 )
 from modulm.contracts.kernels import RecordedForward
 from modulm.contracts.sampling import PoolingParams, SamplingParams
-from modulm.contracts.step_part import (
-    DIRECT,
-    PartRunner,
-    RanStep,
-    RunnerContext,
-)
+from modulm.contracts.step_part import DIRECT, PartRunner, RanStep, RunnerContext
 from modulm.engine.kv_cache.sizing import Sizing, agreed, allocate, cache_budget, share_out
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
 from modulm.engine.sampling.sampler import Sampler
@@ -41,13 +36,7 @@ from modulm.engine.worker.prompt_scorer import PromptScorer
 from modulm.engine.worker.runner_hooks import RunnerHooks
 from modulm.engine.worker.running_step import RunningStep
 from modulm.engine.worker.verified import first_of, last_of, verified_of
-from modulm.errors import (
-    ConfigError,
-    EngineError,
-    ModulmError,
-    RequestError,
-    UnsupportedError,
-)
+from modulm.errors import ConfigError, EngineError, ModulmError, RequestError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, extended
 from modulm.parallel import Mesh
 
@@ -230,8 +219,8 @@ class ModelRunner:
         if len(rows):
             if len(places) != len(states) or self._sizes is not None:
                 states = states[self._tensor(places) if batch is None else batch.sample]
-            wanted = _longer(places, (0, len(states) - len(places)))
-            logits = self._logits(states, *self._focus_of(plan, wanted))
+            logit_rows = _longer(places, (0, len(states) - len(places)))
+            logits = self._logits(states, *self._focus_of(plan, logit_rows))
             if not self._mesh.gives:
                 return
             self._choose(step, rows, ends, drafts, logits)
@@ -310,9 +299,9 @@ class ModelRunner:
         if not step.gives:
             return step.empty_result(self._mesh.world.rank)
         verified, rows = step.verified(), step.plan.rows[step.sampling].tolist()
-        for place, failure in verified.errors.items():
-            if self._since[rows[place]] <= step.plan.step:
-                self._failed.setdefault(rows[place], failure)
+        for index, failure in verified.errors.items():
+            if self._since[rows[index]] <= step.plan.step:
+                self._failed.setdefault(rows[index], failure)
         spread = self._mesh.spread
         return step.result(
             verified,
@@ -417,8 +406,8 @@ class ModelRunner:
             self._focus(rows, positions)
             return self.model.logits(hidden)
         logits = []
-        for place in range(len(hidden)):
-            one = slice(place, place + 1)
+        for index in range(len(hidden)):
+            one = slice(index, index + 1)
             self._focus(
                 None if rows is None else rows[one], None if positions is None else positions[one]
             )

@@ -65,8 +65,8 @@ def _recordings(
 ) -> int:
     """Estimate the bytes of all recordings from the first two."""
     sizes = []
-    for place in range(2):
-        record(forward, builder, block_sizes, reach, platform, slice(place, place + 1))
+    for index in range(2):
+        record(forward, builder, block_sizes, reach, platform, slice(index, index + 1))
         sizes.append(forward.held)
     forward.clear()
     return sizes[0] + (sizes[1] - sizes[0]) * max(len(forward.steps) - 1, 0)

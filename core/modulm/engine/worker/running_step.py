@@ -74,16 +74,16 @@ class RunningStep:
             tokens=tokens,
             accepted=None if each else accepted,
             logprobs={
-                rows[place]: entries
-                for place, entries in verified.logprobs.items()
-                if rows[place] not in errors
+                rows[index]: entries
+                for index, entries in verified.logprobs.items()
+                if rows[index] not in errors
             },
             prompt_logprobs={
                 row: tuple(entry for best in slices for _, entry in best.entries())
                 for row, slices in self.scores.items()
             },
             errors=errors,
-            unfinished=tuple(rows[place] for place in verified.unfinished),
+            unfinished=tuple(rows[index] for index in verified.unfinished),
             parts=self._part_reports(rank),
             routed=routed,
             seconds=time.perf_counter() - self._began,

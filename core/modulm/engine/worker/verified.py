@@ -19,7 +19,7 @@ def verified_of(chosen: Chosen | None, rows: int | None = None) -> Verified:
     if sampled.errors:
         accepted[tokens < 0] = 0
         tokens = tokens[tokens >= 0]
-    logprobs = {place: (entry,) for place, entry in sampled.logprobs.items()}
+    logprobs = {index: (entry,) for index, entry in sampled.logprobs.items()}
     verified = Verified(tokens, accepted, logprobs, sampled.errors)
     return verified if rows is None else first_of(verified, rows)
 
@@ -30,7 +30,7 @@ def first_of(verified: Verified, rows: int) -> Verified:
         return verified
     accepted = verified.accepted[:rows]
     tokens = verified.tokens[: int(accepted.sum())]
-    errors = {place: error for place, error in verified.errors.items() if place < rows}
+    errors = {index: error for index, error in verified.errors.items() if index < rows}
     return Verified(tokens, accepted, verified.logprobs, errors)
 
 

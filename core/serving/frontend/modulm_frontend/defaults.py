@@ -43,17 +43,17 @@ def sampling_defaults(config: EngineConfig, generation_config: Mapping[str, Any]
         table = generation_config
     elif source not in ("vllm", "modulm"):
         table = _read(source)
-    found = {
+    defaults = {
         ours: table[theirs] for theirs, ours in _FIELDS.items() if table.get(theirs) is not None
     }
-    for name, value in found.items():
-        words = problem(name, value)
-        if words is not None:
+    for name, value in defaults.items():
+        message = problem(name, value)
+        if message is not None:
             raise CheckpointError(
-                f"generation_config.json: {name} {words}, not {value!r:.40}; replace it with "
+                f"generation_config.json: {name} {message}, not {value!r:.40}; replace it with "
                 "--override-generation-config or leave the file out with --generation-config vllm"
             )
-    return found | _overrides(config.model.override_generation_config)
+    return defaults | _overrides(config.model.override_generation_config)
 
 
 def _overrides(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def _overrides(table: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(table) - set(_FIELDS) - {_ENDS})
     if unknown:
         raise ConfigError(where, f"{unknown[0]!r} is not one of {', '.join((*_FIELDS, _ENDS))}")
-    found = {_FIELDS[name]: value for name, value in table.items() if name in _FIELDS}
-    for name, value in found.items():
-        words = problem(name, value)
-        if words is not None:
-            raise ConfigError(where, f"{name} {words}, not {value!r:.40}")
-    return found
+    overrides = {_FIELDS[name]: value for name, value in table.items() if name in _FIELDS}
+    for name, value in overrides.items():
+        message = problem(name, value)
+        if message is not None:
+            raise ConfigError(where, f"{name} {message}, not {value!r:.40}")
+    return overrides
 
 
 def _read(folder: str) -> Mapping[str, Any]:

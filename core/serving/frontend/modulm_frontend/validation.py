@@ -73,9 +73,9 @@ def check(
     Raises RequestError naming the field, ContextLengthExceeded if the prompt leaves no room.
     """
     for name in _FIELDS:
-        words = problem(name, getattr(params, name))
-        if words is not None:
-            raise RequestError(f"{name} {words}", name)
+        message = problem(name, getattr(params, name))
+        if message is not None:
+            raise RequestError(f"{name} {message}", name)
     _check_limits(params, max_model_len, max_temperature, max_n)
     for name in ("logprobs", "prompt_logprobs"):
         _check_logprobs(name, getattr(params, name), max_logprobs)
@@ -97,8 +97,8 @@ def check(
         processor.validate_for(params, config)
     served = {name for processor in processors for name in processor.fields}
     if params.thinking_token_budget is not None and "thinking_token_budget" not in served:
-        words = "thinking_token_budget" + to_install("modulm-logits-thinking-budget")
-        raise RequestError(words, "thinking_token_budget")
+        message = "thinking_token_budget" + to_install("modulm-logits-thinking-budget")
+        raise RequestError(message, "thinking_token_budget")
     _check_samplers(params, processors)
     return evolve(
         params,
@@ -117,8 +117,8 @@ def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProc
             served.update(processor.arguments())
     missing = unserved(params.extra_args or {}, served)
     if missing is not None:
-        words = f"{missing.switch} needs {missing.distribution}{to_install(missing.distribution)}"
-        raise RequestError(words, missing.switch)
+        message = f"{missing.switch} needs {missing.distribution}{to_install(missing.distribution)}"
+        raise RequestError(message, missing.switch)
 
 
 def problem(name: str, value: Any) -> str | None:
@@ -181,9 +181,9 @@ def check_pooling(
             message += '"pooling")'
         raise RequestError(message, "task")
     if params.dimensions is not None:
-        words = _integer(params.dimensions, 1, hidden)
-        if words:
-            raise RequestError(f"dimensions {words}", "dimensions")
+        problem = _integer(params.dimensions, 1, hidden)
+        if problem:
+            raise RequestError(f"dimensions {problem}", "dimensions")
         if offered and params.dimensions not in (*offered, hidden):
             sizes = ", ".join(map(str, sorted(offered)))
             raise RequestError(f"dimensions must be one of {sizes}, of this model", "dimensions")
@@ -199,14 +199,14 @@ def bad_word_ids(
     words: Sequence[str], tokenizer: Tokenizer, vocabulary: int
 ) -> tuple[tuple[int, ...], ...]:
     """Token sequences for `RowStart.bad_words`: each word with and without a preceding space."""
-    found: dict[tuple[int, ...], None] = {}
+    tokenized: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             check_ids("bad_words", ids, vocabulary)
             if ids:
-                found[ids] = None
-    return tuple(found)
+                tokenized[ids] = None
+    return tuple(tokenized)
 
 
 def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
@@ -284,16 +284,17 @@ def _room(params: SamplingParams, max_model_len: int, prompt_len: int | None) ->
     return left if params.max_tokens is None else min(params.max_tokens, left)
 
 
-def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
-    if not wanted and prompt_len > max_model_len:
+def _check_length(prompt_len: int, max_model_len: int, generated: int) -> None:
+    if not generated and prompt_len > max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {prompt_len} tokens and the model takes {max_model_len} at once; "
             "shorten it or set truncate_prompt_tokens",
             "prompt",
         )
-    if prompt_len + wanted > max_model_len:
+    if prompt_len + generated > max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens and at least {wanted} must be generated, but the "
+            f"the prompt has {prompt_len} tokens and at least {generated} must be generated, "
+            "but the "
             f"model's context is {max_model_len} tokens; shorten the prompt or set "
             "truncate_prompt_tokens",
             "prompt",
@@ -311,16 +312,16 @@ def _check_constraint(constraint: Any) -> None:
     name = "structured_outputs"
     if not isinstance(constraint, StructuredOutputs):
         raise RequestError(f"{name} must be a StructuredOutputs", name)
-    given = [key for key in _CONSTRAINTS if getattr(constraint, key) is not None]
-    if len(given) != 1:
+    constraints = [key for key in _CONSTRAINTS if getattr(constraint, key) is not None]
+    if len(constraints) != 1:
         raise RequestError(
             f"{name} takes exactly one of {', '.join(_CONSTRAINTS)}; "
-            f"{' and '.join(given) or 'none'} given",
+            f"{' and '.join(constraints) or 'none'} given",
             name,
         )
-    words = _constraint_rule(given[0])(getattr(constraint, given[0]))
-    if words is not None:
-        raise RequestError(f"{name}.{given[0]} {words}", name)
+    message = _constraint_rule(constraints[0])(getattr(constraint, constraints[0]))
+    if message is not None:
+        raise RequestError(f"{name}.{constraints[0]} {message}", name)
     pattern = constraint.whitespace_pattern
     if pattern is not None and not isinstance(pattern, str):
         raise RequestError(f"{name}.whitespace_pattern must be a string", name)
@@ -388,13 +389,13 @@ def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> _Ru
 def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> _Rule:
     """A rule for finite numbers in [low, high], or in (low, high]."""
     start = f"above {low:g}" if open_low else f"of at least {low:g}"
-    words = f"must be a number {start}" + ("" if high == math.inf else f" and at most {high:g}")
+    message = f"must be a number {start}" + ("" if high == math.inf else f" and at most {high:g}")
 
     def rule(value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-            return words
+            return message
         if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-            return words
+            return message
         return None
 
     return rule
@@ -428,9 +429,9 @@ def _bias(value: Any) -> str | None:
     for key, bias in value.items():
         if _id(key) is None:
             return f"holds the key {key!r:.40}, which is not a token id"
-        words = number(bias)
-        if words is not None:
-            return f"of token {key} {words}"
+        message = number(bias)
+        if message is not None:
+            return f"of token {key} {message}"
     return None
 
 

@@ -68,10 +68,10 @@ def _resources(args: ModelArgs, config: EngineConfig) -> dict[str, Any]:
             raise ConfigError("num_gpus", "the ray executor's workers reserve theirs themselves")
         return {"ray_actor_options": {"num_cpus": args.num_cpus or 1.0}}
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    wanted: dict[str, Any] = {"num_cpus": args.num_cpus or float(workers)}
+    resources: dict[str, Any] = {"num_cpus": args.num_cpus or float(workers)}
     if args.num_gpus:
-        wanted["num_gpus"] = args.num_gpus
-    return {"ray_actor_options": wanted}
+        resources["num_gpus"] = args.num_gpus
+    return {"ray_actor_options": resources}
 
 
 def front_options(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class ChatTurn:
             template_kwargs={**(server.default_chat_template_kwargs or {}), **self.template_kwargs},
             prompt_tail=text[-_TAIL:] if text is not None else "",
             tokenizer=self.generation.tokenizer,
-            held=self.calls_by_grammar,
+            grammar_enforced=self.calls_by_grammar,
         )
         return message_parser(
             context,

@@ -74,13 +74,13 @@ def force_calls(
     if not name or not tools or (forced is None and not (choice == "auto" and strict)):
         return ForcedCalls(forced)
 
-    def form(wanted: str | Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def form(choice: str | Mapping[str, Any]) -> Mapping[str, Any] | None:
         context = ParseContext(
             tools=tools,
-            tool_choice=wanted,
+            tool_choice=choice,
             tokenizer=tokenizer,
             max_calls=None if parallel else 1,
-            held=True,
+            grammar_enforced=True,
         )
         tag = manager.current().load("tool_parsers", name)(context).structural_tag()
         return None if tag is None else tag["format"]

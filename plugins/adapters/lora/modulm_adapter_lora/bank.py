@@ -102,9 +102,9 @@ class LoraBank(AdapterBank):
         return self._layers[spec.name]
 
     def _dtype(self, spec: LinearSpec) -> torch.dtype:
-        given = self.config.lora_dtype
-        found: torch.dtype = getattr(torch, spec.dtype if given == "auto" else given)
-        return found
+        setting = self.config.lora_dtype
+        dtype: torch.dtype = getattr(torch, spec.dtype if setting == "auto" else setting)
+        return dtype
 
     def experts(self, gate_up: LinearSpec, down: LinearSpec) -> AdaptedExperts | None:
         self._stacks |= {spec.name: spec for spec in (gate_up, down)}
@@ -192,7 +192,7 @@ class LoraBank(AdapterBank):
         in_slots = {name for name, _ in self._slots.values()}
         held = [name for name, added in self._added.items() if added.held is not None]
         for name in held:
-            if len(held) <= self.config.kept:
+            if len(held) <= self.config.host_adapters:
                 return
             if name != kept and name not in in_slots:
                 self._added[name].held = None

@@ -142,8 +142,8 @@ def _part_of(folder: Path) -> tuple[Path, str | None]:
 
 def _only(tensors: Mapping[str, Tensor], part: str | None, file: Path) -> Mapping[str, Tensor]:
     """Select the tensors of one adapter in a file. Raises CheckpointError."""
-    found = {name: _KEY.fullmatch(name) for name in tensors}
-    parts = {name: match["part"] for name, match in found.items() if match and match["part"]}
+    matches = {name: _KEY.fullmatch(name) for name in tensors}
+    parts = {name: match["part"] for name, match in matches.items() if match and match["part"]}
     named = sorted(set(parts.values()))
     if part is None and len(named) > 1:
         raise CheckpointError(
@@ -161,50 +161,52 @@ def read_settings(folder: Path) -> Settings:
     """Read adapter_config.json. Raises CheckpointError if it is missing, invalid or unsupported."""
     file = folder / CONFIG
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: there is no {CONFIG}, which a PEFT folder must have"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(given, Mapping):
+    if not isinstance(config, Mapping):
         raise CheckpointError(f"{file}: must be a table")
-    kind = given.get("peft_type", "LORA")
+    kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise CheckpointError(f"{file}: peft_type is {kind!r}, not LORA")
     for key in _NOT_YET:
-        if given.get(key):
-            raise CheckpointError(f"{file}: {key} is {given[key]!r}: not supported yet")
-    began = str(given.get("init_lora_weights", "")).lower()
+        if config.get(key):
+            raise CheckpointError(f"{file}: {key} is {config[key]!r}: not supported yet")
+    began = str(config.get("init_lora_weights", "")).lower()
     if began.startswith(_RESIDUAL):
         raise CheckpointError(
             f"{file}: init_lora_weights is {began!r}, which changes the base model; save it with "
             "path_initial_model_for_weight_conversion"
         )
     try:
-        found = Settings(
-            rank=int(given["r"]),
-            alpha=float(given.get("lora_alpha", 8)),
-            rank_pattern={str(k): int(v) for k, v in (given.get("rank_pattern") or {}).items()},
-            alpha_pattern={str(k): float(v) for k, v in (given.get("alpha_pattern") or {}).items()},
-            rslora=bool(given.get("use_rslora")),
-            dora=bool(given.get("use_dora")),
-            tied=bool(given.get("ensure_weight_tying")),
+        settings = Settings(
+            rank=int(config["r"]),
+            alpha=float(config.get("lora_alpha", 8)),
+            rank_pattern={str(k): int(v) for k, v in (config.get("rank_pattern") or {}).items()},
+            alpha_pattern={
+                str(k): float(v) for k, v in (config.get("alpha_pattern") or {}).items()
+            },
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+            tied=bool(config.get("ensure_weight_tying")),
         )
-        for pattern in (*found.rank_pattern, *found.alpha_pattern):
+        for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
             re.compile(pattern)
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise CheckpointError(
             f"{file}: r, lora_alpha or a pattern is missing or not a number: {error!r}"
         ) from error
-    if not math.isfinite(found.alpha):
+    if not math.isfinite(settings.alpha):
         raise CheckpointError(f"{file}: lora_alpha is not finite")
-    if not all(map(math.isfinite, found.alpha_pattern.values())):
+    if not all(map(math.isfinite, settings.alpha_pattern.values())):
         raise CheckpointError(f"{file}: alpha_pattern is not finite")
-    if min(found.rank, *found.rank_pattern.values(), found.rank) < 1:
+    if min(settings.rank, *settings.rank_pattern.values(), settings.rank) < 1:
         raise CheckpointError(f"{file}: r must be at least 1")
-    return found
+    return settings
 
 
 def _by_pattern(table: Mapping[str, Any], module: str, other: Any) -> Any:
@@ -225,28 +227,28 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
             for _ in read_header(file):  # limits the number of tensors
                 pass
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:
-        words = str(error).split("\n", 1)[0][:200]
-        raise CheckpointError(f"{file}: truncated, or not what its name says: {words}") from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        message = str(error).split("\n", 1)[0][:200]
+        raise CheckpointError(f"{file}: truncated, or not what its name says: {message}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise CheckpointError(f"{file}: must be a table of tensors")
-    return {str(name): tensor for name, tensor in found.items()}
+    return {str(name): tensor for name, tensor in tensors.items()}
 
 
 def _sort(changes: dict[tuple[str, int], Change], name: str, tensor: Tensor, file: Path) -> None:
     """Add a tensor to the change of its module. Raises CheckpointError for an unknown name."""
     path = name.removeprefix("base_model.model.")
-    found = _KEY.fullmatch(path)
-    if found is None:
+    match = _KEY.fullmatch(path)
+    if match is None:
         _sort_whole(changes, name, path, tensor, file)
         return
-    wrappers = len(re.findall(r"\.base_layer(?=\.|$)", found["module"]))
-    module = found["module"].replace(".base_layer", "")
+    wrappers = len(re.findall(r"\.base_layer(?=\.|$)", match["module"]))
+    module = match["module"].replace(".base_layer", "")
     change = changes.setdefault((module, wrappers), Change(module))
-    kind, bias = found["kind"], found["what"] == "bias"
+    kind, bias = match["kind"], match["what"] == "bias"
     change.table |= kind.startswith("lora_embedding")
     if kind == "lora_magnitude_vector":
         change.magnitude = tensor.flatten()

@@ -62,8 +62,8 @@ class LoraLayer(AdaptedLayer):
     def put(self, slot: int, change: LayerChange | None, device: torch.device) -> None:
         """Put another adapter into the slot."""
         self.changes.pop(slot, None)
-        given = [] if change is None else change.pieces
-        pieces = [LoraPiece(p.down.to(device), p.up.to(device), p.start) for p in given]
+        low_rank = [] if change is None else change.pieces
+        pieces = [LoraPiece(p.down.to(device), p.up.to(device), p.start) for p in low_rank]
         self.table.put(slot, pieces)
         if change is not None and change.special:
             self.changes[slot] = change
@@ -144,20 +144,20 @@ def _apply_special(
         y = y + change.added
     for start, weight in change.weights:
         at = slice(start, start + len(weight))
-        given = new[at] if isinstance(new, Tensor) else None
+        addition = new[at] if isinstance(new, Tensor) else None
         part = F.linear(x[rows].to(weight.dtype), weight)
-        y[:, at] = part.float() if given is None else part.float() + given
+        y[:, at] = part.float() if addition is None else part.float() + addition
     out[rows] = y.to(out.dtype)
 
 
 def _embed_special(change: LayerChange, rows: Tensor, ids: Tensor, out: Tensor) -> None:
     """The same for an embedding."""
-    found = out[rows].float()
+    vectors = out[rows].float()
     if change.weights:
-        found = change.weights[0][1][ids[rows]].float()
+        vectors = change.weights[0][1][ids[rows]].float()
     if change.scale is not None:
-        found = found * change.scale
-    out[rows] = found.to(out.dtype)
+        vectors = vectors * change.scale
+    out[rows] = vectors.to(out.dtype)
 
 
 class LoraExperts:
@@ -202,8 +202,8 @@ class LoraExperts:
                 first, second = self.changes[slot]
                 stacks = _Changed(gate_up, first), _Changed(down, second)
                 at = rows.to(x.device)
-                found = twins.fused_experts(x[at].float(), weights[at], ids[at], *stacks, **more)
-                out[at] = found.to(out.dtype)
+                result = twins.fused_experts(x[at].float(), weights[at], ids[at], *stacks, **more)
+                out[at] = result.to(out.dtype)
         return out
 
 

@@ -38,6 +38,6 @@ class LoraOptions:
     fully_sharded_loras: bool = False
 
     @property
-    def kept(self) -> int:
+    def host_adapters(self) -> int:
         """Adapters in host memory."""
         return self.max_cpu_loras or self.max_loras

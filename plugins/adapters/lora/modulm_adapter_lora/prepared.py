@@ -14,7 +14,7 @@ from torch import Tensor
 from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError
 from modulm_adapter_lora.files import AdapterFiles, Change
-from modulm_adapter_lora.places import Place, Places, layout_of, rows_of
+from modulm_adapter_lora.targets import Target, Targets, layout_of, rows_of
 from modulm_adapters.lora_ops import LoraPiece
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class LayerChange:
     @property
     def special(self) -> bool:
         """Whether there is more than low-rank pieces."""
-        found = (self.scale, self.bias, self.added)
-        return bool(self.weights or self.experts or any(x is not None for x in found))
+        extras = (self.scale, self.bias, self.added)
+        return bool(self.weights or self.experts or any(x is not None for x in extras))
 
 
 @frozen(eq=False)
@@ -89,8 +89,8 @@ class Preparer:
     ) -> None:
         self._options, self._specs, self._names = options, specs, names
         self._lengths, self._product, self._refused = lengths, product, refused
-        self._places = Places(specs.values())
-        self._elsewhere = Places([spec for spec in elsewhere if spec.name not in specs])
+        self._targets = Targets(specs.values())
+        self._elsewhere = Targets([spec for spec in elsewhere if spec.name not in specs])
 
     def __call__(self, files: AdapterFiles) -> Prepared:
         """Convert an adapter. Raises CheckpointError naming the file, the tensor and the
@@ -118,22 +118,24 @@ class Preparer:
 
     def dtype(self, layer: str) -> torch.dtype:
         """The dtype of adapter weights for a layer."""
-        given = self._options.lora_dtype
-        found: torch.dtype = getattr(torch, self._specs[layer].dtype if given == "auto" else given)
-        return found
+        setting = self._options.lora_dtype
+        dtype: torch.dtype = getattr(
+            torch, self._specs[layer].dtype if setting == "auto" else setting
+        )
+        return dtype
 
-    def place(self, name: str, what: str, file: Path) -> Place:
+    def target(self, name: str, what: str, file: Path) -> Target:
         """Find a layer. Raises CheckpointError if the model lacks it, or it cannot be changed."""
-        found = self._places.get(name)
-        if found is None and name == _HEAD:
-            found = self._places.head
-        if found is None:
+        target = self._targets.get(name)
+        if target is None and name == _HEAD:
+            target = self._targets.head
+        if target is None:
             raise CheckpointError(
                 f"{file}: {what}: the model has no layer {name} that an adapter can change"
             )
-        if reason := self._refused(found.layer):
+        if reason := self._refused(target.layer):
             raise CheckpointError(f"{file}: {what}: {reason}: not supported yet")
-        return found
+        return target
 
 
 class _One:
@@ -145,11 +147,11 @@ class _One:
         self._table: tuple[str, Tensor, Tensor] | None = None
         self._replaced: tuple[str, Tensor] | None = None
 
-    def _fail(self, name: str, words: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {name}: {words}")
+    def _fail(self, name: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {name}: {message}")
 
-    def _layer(self, place: Place) -> LayerChange:
-        return self.layers.setdefault(place.layer, LayerChange())
+    def _layer(self, target: Target) -> LayerChange:
+        return self.layers.setdefault(target.layer, LayerChange())
 
     def take(self, change: Change, wrappers: int) -> None:
         """Convert the change of one module."""
@@ -170,13 +172,13 @@ class _One:
             raise self._fail(change.name, "lora_A and lora_B must be [r, n] and [m, r], not "
                 f"{shapes}")  # fmt: skip
 
-    def _rank(self, change: Change, found: int, stored: str = "", experts: int = 1) -> None:
+    def _rank(self, change: Change, stored_rank: int, stored: str = "", experts: int = 1) -> None:
         """Check the rank of the tensors. stored: the parameter's name, if it is not a module."""
         rank = self.settings.rank_of(stored or change.module)
-        if found != rank * experts:
+        if stored_rank != rank * experts:
             times = f" for each of {experts} experts" if experts > 1 else ""
             raise self._fail(
-                change.name, f"the rank is {found}, adapter_config.json says {rank}{times}"
+                change.name, f"the rank is {stored_rank}, adapter_config.json says {rank}{times}"
             )
         most = self.by._options.max_lora_rank
         if rank > most:
@@ -197,21 +199,21 @@ class _One:
         """Convert the change of an embedding. down: [rank, entries]; up: [hidden, rank]."""
         self._rank(change, len(down))
         name = self._named(change.module)
-        place = self.by.place(name, change.name, self.file)
-        spec = self.by._specs[place.layer]
+        target = self.by.target(name, change.name, self.file)
+        spec = self.by._specs[target.layer]
         if spec.kind is not LinearKind.EMBEDDING:
             raise self._fail(change.name, f"{name} is not a table of vectors")
-        self._fits(change.name, (up.shape[0], down.shape[1]), (spec.inputs, place.outputs))
+        self._fits(change.name, (up.shape[0], down.shape[1]), (spec.inputs, target.outputs))
         scaled = up.float() * self.settings.scaling(change.module)
-        found = self._layer(place)
+        layer = self._layer(target)
         if change.magnitude is not None:
-            table_up = self._dora_table(place.layer, change, down, scaled)
-            found.scale = change.magnitude.float() / table_up
-            scaled = scaled * found.scale[:, None]
-        dtype = self.by.dtype(place.layer)
+            table_up = self._dora_table(target.layer, change, down, scaled)
+            layer.scale = change.magnitude.float() / table_up
+            scaled = scaled * layer.scale[:, None]
+        dtype = self.by.dtype(target.layer)
         piece = LoraPiece(down.T.to(dtype).contiguous(), scaled.T.to(dtype).contiguous())
-        found.pieces.append(piece)
-        self._table = (place.layer, down, scaled)
+        layer.pieces.append(piece)
+        self._table = (target.layer, down, scaled)
 
     def _dora_table(self, layer: str, change: Change, down: Tensor, up: Tensor) -> Tensor:
         """Compute the column norms of an embedding with its change: [hidden]."""
@@ -229,19 +231,19 @@ class _One:
         heads = [n for n, spec in self.by._specs.items() if spec.kind is LinearKind.LM_HEAD]
         if len(heads) != 1 or heads[0] in self.layers:
             return
-        place = self.by.place(heads[0], heads[0], self.file)
+        target = self.by.target(heads[0], heads[0], self.file)
         if self._table is not None:
             _, down, up = self._table
-            found, dtype = self._layer(place), self.by.dtype(place.layer)
-            for cut in place.cuts:
-                rows = down[:, cut.source : cut.source + cut.size]
-                found.pieces.append(
-                    LoraPiece(up.T.to(dtype).contiguous(), rows.to(dtype).contiguous(), cut.start)
+            layer, dtype = self._layer(target), self.by.dtype(target.layer)
+            for span in target.slices:
+                rows = down[:, span.source : span.source + span.size]
+                layer.pieces.append(
+                    LoraPiece(up.T.to(dtype).contiguous(), rows.to(dtype).contiguous(), span.start)
                 )
         elif self._replaced is not None:
-            found = self._layer(place)
-            for cut in place.cuts:
-                found.weights.append((cut.start, self._replaced[1][cut.source :][: cut.size]))
+            layer = self._layer(target)
+            for span in target.slices:
+                layer.weights.append((span.start, self._replaced[1][span.source :][: span.size]))
 
     # Linear layers.
 
@@ -271,9 +273,9 @@ class _One:
     def _rows(self, stored: str, rows: Tensor) -> dict[str, Tensor]:
         """Convert rows [..., outputs, n] of a stored weight to the model's names and layout."""
         names = self.by._names
-        found, turned = layout_of(names, stored, outputs=rows.shape[:-1])
-        known = [n for n, _ in found if self.by._places.get(n.removesuffix(".weight"))]
-        if not known:  # named as in the running model, possibly also in the file
+        layout, turned = layout_of(names, stored, outputs=rows.shape[:-1])
+        renamed = [n for n, _ in layout if self.by._targets.get(n.removesuffix(".weight"))]
+        if not renamed:  # named as in the running model, possibly also in the file
             return {stored.removesuffix(".weight"): rows}
         pieces = rows_of(names, stored, rows, turned)
         return {name.removesuffix(".weight"): piece for name, piece in pieces.items()}
@@ -281,88 +283,90 @@ class _One:
     def _put(self, change: Change, name: str, down: Tensor, rows: Tensor) -> None:
         """Store a change. rows: [outputs, rank + further columns], in the model's layout."""
         rank = len(down)
-        place = self.by.place(name, change.name, self.file)
-        self._fits(change.name, (rows.shape[0], down.shape[1]), (place.outputs, place.inputs))
-        dtype = self.by.dtype(place.layer)
-        found = self._layer(place)
-        narrow = down[:, place.columns].to(dtype).contiguous()
-        for cut in place.cuts:
-            part = rows[cut.source : cut.source + cut.size]
+        target = self.by.target(name, change.name, self.file)
+        self._fits(change.name, (rows.shape[0], down.shape[1]), (target.outputs, target.inputs))
+        dtype = self.by.dtype(target.layer)
+        layer = self._layer(target)
+        narrow = down[:, target.columns].to(dtype).contiguous()
+        for span in target.slices:
+            part = rows[span.source : span.source + span.size]
             up, more = part[:, :rank], list(part[:, rank:].unbind(1))
             magnitude = more.pop() if change.magnitude is not None else None
             added = more.pop() if more else None
-            if place.expert is not None:
+            if target.expert is not None:
                 if added is not None:
                     raise self._fail(change.name, "lora_bias of an expert: not supported yet")
-                pieces = found.experts.setdefault(place.expert, [])
-                pieces.append(LoraPiece(narrow.float(), up.T.float().contiguous(), cut.start))
+                pieces = layer.experts.setdefault(target.expert, [])
+                pieces.append(LoraPiece(narrow.float(), up.T.float().contiguous(), span.start))
                 if magnitude is not None:
-                    lengths = found.magnitudes.setdefault(place.expert, [])
-                    lengths.append((cut.start, magnitude))
+                    lengths = layer.magnitudes.setdefault(target.expert, [])
+                    lengths.append((span.start, magnitude))
                 continue
-            at = slice(cut.start, cut.start + cut.size)
+            at = slice(span.start, span.start + span.size)
             if magnitude is not None:
-                scale = magnitude / self._length(place, change, down, up, at)
-                self._vector(found, "scale", 1.0, place)[at] = scale
+                scale = magnitude / self._length(target, change, down, up, at)
+                self._vector(layer, "scale", 1.0, target)[at] = scale
                 up = up * scale[:, None]
                 added = None if added is None else added * scale
             if added is not None:
-                self._vector(found, "added", 0.0, place)[at] = added
-            found.pieces.append(LoraPiece(narrow, up.T.to(dtype).contiguous(), cut.start))
+                self._vector(layer, "added", 0.0, target)[at] = added
+            layer.pieces.append(LoraPiece(narrow, up.T.to(dtype).contiguous(), span.start))
 
-    def _length(self, place: Place, change: Change, down: Tensor, up: Tensor, at: slice) -> Tensor:
+    def _length(
+        self, target: Target, change: Change, down: Tensor, up: Tensor, at: slice
+    ) -> Tensor:
         """Compute the row norms of a weight with its change (Liu et al., arXiv 2402.09353):
         [outputs].
 
         Uses only the weight's squared norms and its product with `down`.
         """
-        spec = self.by._specs[place.layer]
-        if spec.input_shard.whole != spec.inputs:
+        spec = self.by._specs[target.layer]
+        if spec.input_shard.total != spec.inputs:
             raise self._fail(change.name, "DoRA of a layer that ranks share: not supported yet")
         wide = down.float()
-        mixed = self.by._product(place.layer, wide)[:, at].float().T
-        squares = self.by._lengths(place.layer)[at] + 2 * (up * mixed).sum(1)
+        mixed = self.by._product(target.layer, wide)[:, at].float().T
+        squares = self.by._lengths(target.layer)[at] + 2 * (up * mixed).sum(1)
         return (squares + ((up @ (wide @ wide.T)) * up).sum(1)).clamp_min(0).sqrt()
 
-    def _vector(self, found: LayerChange, what: str, value: float, place: Place) -> Tensor:
+    def _vector(self, layer: LayerChange, what: str, value: float, target: Target) -> Tensor:
         """Return a vector of a layer's change; creates it if missing."""
-        held: Tensor | None = getattr(found, what)
-        if held is None:
-            held = torch.full((self.by._specs[place.layer].outputs,), value)
-            setattr(found, what, held)
-        return held
+        vector: Tensor | None = getattr(layer, what)
+        if vector is None:
+            vector = torch.full((self.by._specs[target.layer].outputs,), value)
+            setattr(layer, what, vector)
+        return vector
 
     # Expert stacks.
 
-    def _stack(self, change: Change, down: Tensor, up: Tensor) -> tuple[str, Place, bool] | None:
-        """Find the stack that a parameter's change is for, by shape: (stored name, place, whether
+    def _stack(self, change: Change, down: Tensor, up: Tensor) -> tuple[str, Target, bool] | None:
+        """Find the stack that a parameter's change is for, by shape: (stored name, target, whether
         `down` takes outputs, as in PEFT before 0.19).
         """
         module = self._named(change.module, "")
-        candidates = [(n, n) for n in self.by._places.below(module)]
-        own = self.by._places.get(module)
-        if own is not None and own.experts:
+        candidates = [(n, n) for n in self.by._targets.below(module)]
+        stack = self.by._targets.get(module)
+        if stack is not None and stack.experts:
             candidates.append((module, change.module))
         shape = (down.shape[1], up.shape[0])
-        places = [(stored, self.by._places.get(name)) for name, stored in candidates]
+        targets = [(stored, self.by._targets.get(name)) for name, stored in candidates]
         for turned in (False, True):
-            for stored, place in places:
-                if place is None:
+            for stored, target in targets:
+                if target is None:
                     continue
-                fits = (place.inputs, place.outputs)
+                fits = (target.inputs, target.outputs)
                 if shape == (fits[::-1] if turned else fits):
-                    return stored, place, turned
-        if candidates and places:
-            wanted = ", ".join(f"[{p.outputs}, {p.inputs}]" for _, p in places if p is not None)
-            raise self._fail(change.name, f"changes [{shape[1]}, {shape[0]}], experts are {wanted}")
+                    return stored, target, turned
+        if candidates and targets:
+            shapes = ", ".join(f"[{p.outputs}, {p.inputs}]" for _, p in targets if p is not None)
+            raise self._fail(change.name, f"changes [{shape[1]}, {shape[0]}], experts are {shapes}")
         return None
 
     def _take_stack(
-        self, change: Change, down: Tensor, up: Tensor, stack: tuple[str, Place, bool]
+        self, change: Change, down: Tensor, up: Tensor, stack: tuple[str, Target, bool]
     ) -> None:
         """Convert the change of a stack; in PEFT `down` is ordered by expert and `up` by rank."""
-        stored, place, turned = stack
-        experts = place.experts
+        stored, target, turned = stack
+        experts = target.experts
         self._rank(change, len(down), stored, experts)
         if change.added is not None or change.magnitude is not None:
             raise self._fail(
@@ -374,69 +378,69 @@ class _One:
         if turned:
             narrow, wide = wide.transpose(1, 2), narrow.transpose(1, 2)
         for name, rows in self._rows(stored, wide).items():
-            at = self.by.place(name, change.name, self.file)
+            at = self.by.target(name, change.name, self.file)
             self._fits(change.name, (rows.shape[1], narrow.shape[2]), (at.outputs, at.inputs))
-            found = self._layer(at)
+            layer = self._layer(at)
             for expert in range(experts):
-                pieces = found.experts.setdefault(expert, [])
+                pieces = layer.experts.setdefault(expert, [])
                 pieces += [
-                    LoraPiece(narrow[expert].contiguous(), part.T.contiguous(), cut.start)
-                    for cut in at.cuts
-                    for part in [rows[expert, cut.source : cut.source + cut.size]]
+                    LoraPiece(narrow[expert].contiguous(), part.T.contiguous(), span.start)
+                    for span in at.slices
+                    for part in [rows[expert, span.source : span.source + span.size]]
                 ]
 
     # Replacements of the base model's tensors.
 
     def _take_weight(self, change: Change, weight: Tensor) -> None:
         for name, piece in self._replacing(change, ".weight", weight):
-            place = self.by.place(name, change.name, self.file)
-            self._fits(change.name, tuple(piece.shape), self._shape(place))
-            if place.experts or place.expert is not None:
+            target = self.by.target(name, change.name, self.file)
+            self._fits(change.name, tuple(piece.shape), self._shape(target))
+            if target.experts or target.expert is not None:
                 raise self._fail(change.name, "experts in modules_to_save: not supported yet")
-            found, spec = self._layer(place), self.by._specs[place.layer]
-            held = piece.to(getattr(torch, spec.dtype)).contiguous()
+            layer, spec = self._layer(target), self.by._specs[target.layer]
+            replacement = piece.to(getattr(torch, spec.dtype)).contiguous()
             if spec.kind is LinearKind.EMBEDDING:
-                self._replaced = (place.layer, held)
-                found.weights.append((0, held))
+                self._replaced = (target.layer, replacement)
+                layer.weights.append((0, replacement))
                 continue
-            for cut in place.cuts:
-                rows = held[cut.source : cut.source + cut.size, place.columns]
-                found.weights.append((cut.start, rows))
+            for span in target.slices:
+                rows = replacement[span.source : span.source + span.size, target.columns]
+                layer.weights.append((span.start, rows))
 
-    def _shape(self, place: Place) -> tuple[int, int]:
-        return place.outputs, place.inputs
+    def _shape(self, target: Target) -> tuple[int, int]:
+        return target.outputs, target.inputs
 
     def _take_bias(self, change: Change, bias: Tensor) -> None:
         for name, piece in self._replacing(change, ".bias", bias):
-            place = self.by.place(name, change.name, self.file)
-            self._fits(change.name, tuple(piece.shape), (place.outputs,))
-            if not self.by._specs[place.layer].bias and change.weight is None:
+            target = self.by.target(name, change.name, self.file)
+            self._fits(change.name, tuple(piece.shape), (target.outputs,))
+            if not self.by._specs[target.layer].bias and change.weight is None:
                 raise self._fail(change.name, "the layer has no bias")
-            found = self._layer(place)
-            held = self._vector(found, "bias", 0.0, place)
-            if found.rebiased is None:
-                found.rebiased = torch.zeros(len(held), dtype=torch.bool)
-            for cut in place.cuts:
-                at = slice(cut.start, cut.start + cut.size)
-                held[at] = piece[cut.source : cut.source + cut.size].float()
-                found.rebiased[at] = True
+            layer = self._layer(target)
+            vector = self._vector(layer, "bias", 0.0, target)
+            if layer.rebiased is None:
+                layer.rebiased = torch.zeros(len(vector), dtype=torch.bool)
+            for span in target.slices:
+                at = slice(span.start, span.start + span.size)
+                vector[at] = piece[span.source : span.source + span.size].float()
+                layer.rebiased[at] = True
 
     def _replacing(self, change: Change, suffix: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Convert a stored tensor to the model's names, as for a checkpoint."""
         stored = change.module + suffix
         try:
-            found = list(self.by._names(stored, tensor))
+            renamed = list(self.by._names(stored, tensor))
         except (RuntimeError, ValueError, IndexError) as error:
-            words = f"{list(tensor.shape)} does not fit the model: {error}"
-            raise self._fail(stored, words) from error
-        pieces = [(name.removesuffix(suffix), piece) for name, piece in found]
-        if not any(self.by._places.get(name) for name, _ in pieces):
+            message = f"{list(tensor.shape)} does not fit the model: {error}"
+            raise self._fail(stored, message) from error
+        pieces = [(name.removesuffix(suffix), piece) for name, piece in renamed]
+        if not any(self.by._targets.get(name) for name, _ in pieces):
             return [(change.module, tensor)]
         return pieces
 
-    def _fits(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    def _fits(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         """Raise CheckpointError if a change has another shape than its target."""
-        if found != wanted:
-            if found[1:] == wanted[1:]:
+        if shape != expected:
+            if shape[1:] == expected[1:]:
                 name = name.replace("lora_A", "lora_B")
-            raise self._fail(name, f"is for {list(found)}, the model's layer is {list(wanted)}")
+            raise self._fail(name, f"is for {list(shape)}, the model's layer is {list(expected)}")

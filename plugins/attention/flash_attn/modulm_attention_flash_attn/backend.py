@@ -125,11 +125,11 @@ class FlashAttention(AttentionBackend):
 
     @classmethod
     def _library(
-        cls, spec: AttentionSpec, platform: Platform, wanted: int | None = None
+        cls, spec: AttentionSpec, platform: Platform, version_setting: int | None = None
     ) -> Library | str:
         """Return the newest version that can run the layer here, or why none can."""
         reasons = []
-        for version in (3, 2) if wanted is None else (wanted,):
+        for version in (3, 2) if version_setting is None else (version_setting,):
             library = installed(version) if cls.libraries is None else cls.libraries[version]
             if isinstance(library, str):
                 reasons.append(library)

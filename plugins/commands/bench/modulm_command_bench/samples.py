@@ -117,19 +117,19 @@ def _prefix_repetition(recipe: Recipe, tokenizer: Any, rng: np.random.Generator)
 def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
     """An instruction and lines of a text; the first lines are the same in every prompt."""
     lines = VERSES if recipe.path is None else tuple(_read(recipe.path).splitlines())
-    wanted, shared = recipe.input_len or 550, recipe.prefix_len or 200
+    length, shared = recipe.input_len or 550, recipe.prefix_len or 200
     head = "Pick as many lines as you can from these poem lines:\n"
     sizes = np.array(
         [len(tokenizer.encode(line + "\n", add_special_tokens=False)) for line in lines]
     )
     mean = max(1.0, float(sizes.mean()))
     base = len(tokenizer.encode(head))
-    if wanted <= base:
+    if length <= base:
         raise click.UsageError(
             f"sonnet prompts take more than {base} tokens: raise the input length"
         )
     common = min(len(lines), max(0, round((shared - base) / mean)))
-    rest = max(0, round((wanted - base) / mean) - common)
+    rest = max(0, round((length - base) / mean) - common)
     samples: list[Sample] = []
     for _ in range(recipe.count):
         picked = [lines[i] for i in rng.choice(len(lines), rest, replace=rest > len(lines))]

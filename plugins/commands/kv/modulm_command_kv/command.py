@@ -29,12 +29,12 @@ def command() -> None:
 def list_files(folder: Path, as_json: bool) -> None:
     """List the models with cached files: blocks and bytes of all ranks."""
     folder = folder.expanduser()
-    found: dict[str, list[int]] = defaultdict(list)
+    sizes_by_model: dict[str, list[int]] = defaultdict(list)
     for file in files.scan(folder):
-        found[file.model].append(file.size)
+        sizes_by_model[file.model].append(file.size)
     rows = [
         {"model": model, "files": len(sizes), "bytes": sum(sizes)}
-        for model, sizes in sorted(found.items())
+        for model, sizes in sorted(sizes_by_model.items())
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))

@@ -69,7 +69,7 @@ def examine(
     kit_timeout: float = 300.0,
 ) -> Iterator[Report]:
     """Yield a report for each plugin, as soon as it is done."""
-    wanted = {
+    settings = {
         "selection": str(plugins.current().selection),
         "kit": kit,
         "jobs": jobs or len(os.sched_getaffinity(0)),
@@ -77,7 +77,7 @@ def examine(
         "plugins": [[d.kind, d.name, d.distribution] for d in declarations],
     }
     missing = {_key(d): d for d in declarations}
-    command = [sys.executable, "-m", "modulm_command_plugins.doctor", json.dumps(wanted)]
+    command = [sys.executable, "-m", "modulm_command_plugins.doctor", json.dumps(settings)]
     env = {**isolated(), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stdout or ():
@@ -119,20 +119,20 @@ class _Job:
         return _failed_report(self.declaration, f"{why}: {output}" if output else why)
 
 
-def _main(wanted: Mapping[str, Any]) -> None:
-    manager = plugins.configure(wanted["selection"])
+def _main(settings: Mapping[str, Any]) -> None:
+    manager = plugins.configure(settings["selection"])
     known = {_key(d): d for d in manager.everything()}
-    waiting = [known[tuple(key)] for key in wanted["plugins"]]
-    _share(manager, (*_SHARED, *(_KITS if wanted["kit"] else ())) if len(waiting) > _MANY else ())
+    waiting = [known[tuple(key)] for key in settings["plugins"]]
+    _share(manager, (*_SHARED, *(_KITS if settings["kit"] else ())) if len(waiting) > _MANY else ())
     running: dict[Connection, _Job] = {}
     while waiting or running:
-        while waiting and len(running) < wanted["jobs"]:
-            job = _start(manager, waiting.pop(0), wanted)
+        while waiting and len(running) < settings["jobs"]:
+            job = _start(manager, waiting.pop(0), settings)
             running[job.answers] = job
         first = min(job.deadline for job in running.values())
         ready = wait(list(running), max(0.0, first - time.monotonic()))
         for job in list(running.values()):
-            report = _look(job, job.answers in ready, wanted["limits"])
+            report = _look(job, job.answers in ready, settings["limits"])
             if report is not None:
                 del running[job.answers]
                 job.process.kill()
@@ -154,17 +154,17 @@ def _share(manager: plugins.PluginManager, more: Sequence[str]) -> None:
 
 
 def _start(
-    manager: plugins.PluginManager, declaration: Declaration, wanted: Mapping[str, Any]
+    manager: plugins.PluginManager, declaration: Declaration, settings: Mapping[str, Any]
 ) -> _Job:
     context = get_context("fork")
     answers, sending = context.Pipe(duplex=False)
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as its job
     process = context.Process(
-        target=_child, args=(sending, errors.fileno(), manager, declaration, wanted["kit"])
+        target=_child, args=(sending, errors.fileno(), manager, declaration, settings["kit"])
     )
     process.start()
     sending.close()
-    deadline = time.monotonic() + wanted["limits"][0]
+    deadline = time.monotonic() + settings["limits"][0]
     return _Job(declaration, process, answers, errors, deadline)
 
 

@@ -167,8 +167,8 @@ class LLM(frontend.LLM):
         """Pool every prompt; `outputs.data` is a tensor."""
         refuse(tokenization_kwargs=tokenization_kwargs)
         if truncate_prompt_tokens is not None:
-            wanted = {"truncate_prompt_tokens": truncate_prompt_tokens}
-            pooling_params = evolve(native(pooling_params) or NativePoolingParams(), **wanted)
+            changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
+            pooling_params = evolve(native(pooling_params) or NativePoolingParams(), **changes)
         outputs = self._encode(prompts, pooling_params, use_tqdm, lora_request, pooling_task)
         for output in outputs:
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))

@@ -111,10 +111,11 @@ class RayExecutor(WorkersExecutor):
         ranks = config.parallel.ranks
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         if not self._group.wait(seconds):
-            wanted = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+            resources = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
             has = ray.cluster_resources()
             raise EngineError(
-                f"Ray has no resources for {ranks} ranks of {wanted} each within {seconds} s: the "
+                f"Ray has no resources for {ranks} ranks of {resources} each within {seconds} "
+                "s: the "
                 f"cluster has {', '.join(f'{has.get(name, 0):g} {name}' for name in bundle)}"
             )
         actor_class = ray.remote(Rank)

@@ -113,10 +113,10 @@ def _fits(value: Any, kinds: Any) -> bool:
     """Whether a JSON value is of a type, or of one of several; True for unknown types."""
     if isinstance(kinds, list):
         return any(_fits(value, kind) for kind in kinds)
-    wanted = _TYPES.get(kinds) if isinstance(kinds, str) else None
-    if wanted is None:
+    types = _TYPES.get(kinds) if isinstance(kinds, str) else None
+    if types is None:
         return True
-    return isinstance(value, wanted) and (isinstance(value, bool) == (kinds == "boolean"))
+    return isinstance(value, types) and (isinstance(value, bool) == (kinds == "boolean"))
 
 
 def _exclusive(schemas: Sequence[Any], root: Any) -> bool:

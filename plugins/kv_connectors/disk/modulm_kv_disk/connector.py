@@ -42,7 +42,7 @@ class _Index(KVIndex):
         self._folder, self._model, self._ranks = folder, model, ranks
 
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int:
-        missing = (place for place, name in enumerate(names) if not self._has(name))
+        missing = (index for index, name in enumerate(names) if not self._has(name))
         return next(missing, len(names))
 
     def _has(self, name: bytes) -> bool:
@@ -78,18 +78,18 @@ class _Mover(CopyingMover):
 
     def save(self, transfer: BlockTransfer) -> None:
         new = []
-        for place, name in enumerate(transfer.names):
+        for index, name in enumerate(transfer.names):
             try:
                 os.utime(self._path(name))
             except FileNotFoundError:
-                new.append(place)
+                new.append(index)
         for start in range(0, len(new), _PART):
             part = new[start : start + _PART]
-            blocks = [[ids[place] for place in part] for ids in transfer.blocks]
+            blocks = [[ids[index] for index in part] for ids in transfer.blocks]
             self.copier.save(blocks, list(self._buffer[: len(part)]))
             self.synchronize()
-            for row, place in enumerate(part):
-                self._write(transfer.names[place], self._bytes[row])
+            for row, index in enumerate(part):
+                self._write(transfer.names[index], self._bytes[row])
 
     def _write(self, name: bytes, payload: memoryview) -> None:
         """Write a file after making room for it."""

@@ -47,14 +47,14 @@ class _Index(KVIndex):
                 self._asked[name] = self._asked.pop(name, 0) + 1
             while len(self._asked) > self.counted:
                 self._asked.popitem(last=False)
-        missing = (place for place, name in enumerate(names) if name not in self._stored)
+        missing = (index for index, name in enumerate(names) if name not in self._stored)
         return next(missing, len(names))
 
     def blocks_to_save(self, request: str, names: Sequence[bytes]) -> int:
         if not self._threshold:
             return len(names)
         rare = (
-            place for place, name in enumerate(names) if self._asked.get(name, 0) < self._threshold
+            index for index, name in enumerate(names) if self._asked.get(name, 0) < self._threshold
         )
         return next(rare, len(names))
 
@@ -90,17 +90,17 @@ class _Mover(CopyingMover):
     def save(self, transfer: BlockTransfer) -> None:
         room = len(self.memory)
         self.forget(transfer.names[room:])
-        new = [place for place, name in enumerate(transfer.names[:room]) if name not in self._slots]
+        new = [index for index, name in enumerate(transfer.names[:room]) if name not in self._slots]
         self._touch(transfer.names[:room])
         slots = [self._slot() for _ in new]
-        blocks = [[ids[place] for place in new] for ids in transfer.blocks]
+        blocks = [[ids[index] for index in new] for ids in transfer.blocks]
         try:
             self.copier.save(blocks, [self.memory[slot] for slot in slots])
             self.synchronize()
         except BaseException:
             self._free += slots
             raise
-        names = (transfer.names[place] for place in new)
+        names = (transfer.names[index] for index in new)
         self._slots.update(zip(names, slots, strict=True))
         self._touch(transfer.names[:room])
 

@@ -57,16 +57,16 @@ class DummyLoader(WeightLoader):
         generator = torch.Generator().manual_seed(self.config.seed)
         pool = torch.empty(_POOL).normal_(0.0, self.config.std, generator=generator)
         pools = {torch.float32: pool}
-        for name, wanted in self._wanted.items():
-            yield name, self._invent(wanted, generator, pools)
+        for name, stored in self._wanted.items():
+            yield name, self._invent(stored, generator, pools)
 
     def _invent(
         self,
-        wanted: StoredTensor,
+        stored: StoredTensor,
         generator: torch.Generator,
         pools: dict[torch.dtype, torch.Tensor],
     ) -> torch.Tensor:
-        tensor = torch.empty(wanted.shape, dtype=getattr(torch, wanted.dtype))
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return tensor.zero_()
         if tensor.dim() < 2:

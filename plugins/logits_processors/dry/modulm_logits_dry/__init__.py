@@ -159,8 +159,8 @@ class _TokenTexts:
                     self._texts = _texts_of(self._tokenizer(), self._vocabulary)
                 if len(self._known) >= _MOST:
                     self._known.clear()
-                found = [any(one in text for one in key) for text in self._texts]
-                self._known[key] = np.array(found)
+                matches = [any(one in text for one in key) for text in self._texts]
+                self._known[key] = np.array(matches)
             return self._known[key]
 
     def _tokenizer(self) -> Tokenizer:

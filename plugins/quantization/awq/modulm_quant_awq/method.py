@@ -103,7 +103,7 @@ class AWQ(CodedMethod):
                 "qzeros": ParamSpec((groups, word_axis), "int32"),
                 "scales": ParamSpec((groups, OUTPUTS), "float16"),
             }
-        zeros = _zero_words(spec.input_shard.whole, group)
+        zeros = _zero_words(spec.input_shard.total, group)
         return {
             "qweight": ParamSpec((OUTPUTS, packed_axis(INPUTS, _BITS)), "int32"),
             "qzeros": ParamSpec((OUTPUTS, fixed(zeros)), "int32"),
@@ -121,9 +121,9 @@ class AWQ(CodedMethod):
 
     def _group(self, spec: LinearSpec) -> int:
         """Return the group size. Raises ConfigError if the inputs are not a multiple of it."""
-        whole = spec.input_shard.whole
-        size = self.config.group_size if self.config.group_size > 0 else whole
-        if whole % size or spec.inputs % size:
+        total = spec.input_shard.total
+        size = self.config.group_size if self.config.group_size > 0 else total
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
@@ -133,7 +133,7 @@ class AWQ(CodedMethod):
 
 def _groups(spec: LinearSpec, group: int) -> Axis:
     """Return the axis of the groups of a layer's inputs."""
-    return fixed(1) if group == spec.input_shard.whole else INPUTS.blocks(group)
+    return fixed(1) if group == spec.input_shard.total else INPUTS.blocks(group)
 
 
 def _zero_words(inputs: int, group: int) -> int:

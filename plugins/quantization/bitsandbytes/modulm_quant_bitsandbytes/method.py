@@ -80,7 +80,7 @@ class BitsAndBytes(CodedMethod):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        if spec.input_shard.whole % _LEAST or spec.inputs % _group(spec):
+        if spec.input_shard.total % _LEAST or spec.inputs % _group(spec):
             return f"{cls.name}: {spec.inputs} inputs cannot be divided into blocks"
         return super().rejects(spec, platform)
 
@@ -114,7 +114,7 @@ class BitsAndBytes(CodedMethod):
         return self._four_bits(spec)
 
     def _four_bits(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        pairs, group = spec.input_shard.whole // 2, _group(spec)
+        pairs, group = spec.input_shard.total // 2, _group(spec)
         nested = self.config.bnb_4bit_use_double_quant
         params = {
             "weight": ParamSpec(
@@ -137,8 +137,8 @@ class BitsAndBytes(CodedMethod):
             ),
         }
         if nested:
-            whole = sum(shard.whole for shard in spec.shards) * spec.input_shard.whole
-            size = -(-whole // (_BLOCK * _NESTED_BLOCK))
+            total = sum(shard.total for shard in spec.shards) * spec.input_shard.total
+            size = -(-total // (_BLOCK * _NESTED_BLOCK))
             params["nested_absmax"] = ParamSpec(
                 (PARTS, fixed(size)),
                 "float32",
@@ -183,12 +183,12 @@ class BitsAndBytes(CodedMethod):
         codes = stored["absmax"][start : start + spec.parts[part]]
         group, shard = _group(spec), spec.shards[part]
         first = shard.start
-        if state["shape"][0] != shard.whole:
-            first += sum(shard.whole for shard in spec.shards[:part])
+        if state["shape"][0] != shard.total:
+            first += sum(shard.total for shard in spec.shards[:part])
         rows = first + torch.arange(spec.parts[part], device=codes.device)
         columns = torch.arange(codes.shape[1], device=codes.device)
         columns = spec.input_shard.start + columns * group
-        block = (rows[:, None] * spec.input_shard.whole + columns) // _BLOCK
+        block = (rows[:, None] * spec.input_shard.total + columns) // _BLOCK
         outer = stored["nested_absmax"][part][block // _NESTED_BLOCK]
         return stored["nested_levels"][codes.int()] * outer + state["nested_offset"]
 
@@ -199,28 +199,28 @@ class BitsAndBytes(CodedMethod):
         try:
             state = json.loads(bytes(text.tolist()).rstrip(b"\0"))
             values = [state[key] for key in _KEYS]
-            sizes = {spec.shards[part].whole, sum(shard.whole for shard in spec.shards)}
+            sizes = {spec.shards[part].total, sum(shard.total for shard in spec.shards)}
             offset = float(state.setdefault("nested_offset", 0.0))
-            fits = values[2][0] in sizes and values[2][1] == spec.input_shard.whole
+            fits = values[2][0] in sizes and values[2][1] == spec.input_shard.total
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise CheckpointError(f"{where}: must have {', '.join(_KEYS)}: {error}") from error
         nested = state.get("nested_blocksize", _NESTED_BLOCK)
         expected = (self.config.levels, _BLOCK, _NESTED_BLOCK)
         if (values[0], values[1], nested) != expected or not fits or offset != offset:
-            shape = [spec.shards[part].whole, spec.input_shard.whole]
+            shape = [spec.shards[part].total, spec.input_shard.total]
             raise CheckpointError(f"{where}: {state}; expected {expected} and shape {shape}")
         return dict(state)
 
 
 def _group(spec: LinearSpec) -> int:
     """Return the inputs per scale; blocks continue across rows."""
-    return gcd(_BLOCK, spec.input_shard.whole)
+    return gcd(_BLOCK, spec.input_shard.total)
 
 
 def _rows_of_blocks(spec: LinearSpec) -> Callable[[Tensor], Tensor]:
     """Return a function that spreads one value per block, in row order, to [N, groups]."""
-    inputs, group = spec.input_shard.whole, _group(spec)
-    sizes = [shard.whole for shard in spec.shards]
+    inputs, group = spec.input_shard.total, _group(spec)
+    sizes = [shard.total for shard in spec.shards]
     sizes.append(sum(sizes))
 
     def spread(stored: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class CompressedTensors(CodedMethod):
         """Return the axes of scales. Raises ConfigError if the inputs are not a multiple of the
         group size.
         """
-        scope, whole = weights.scope, spec.input_shard.whole
+        scope, total = weights.scope, spec.input_shard.total
         if scope == "tensor":
             return (PARTS,)
         if scope == "channel":
@@ -199,7 +199,7 @@ class CompressedTensors(CodedMethod):
             rows, columns = weights.block_structure or (128, 128)
             return (OUTPUTS.blocks(rows), INPUTS.blocks(columns))
         size = weights.group_size or 0
-        if size < 1 or whole % size or spec.inputs % size:
+        if size < 1 or total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.config_groups",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

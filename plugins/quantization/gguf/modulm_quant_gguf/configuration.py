@@ -38,9 +38,9 @@ def _common(keys: Keys) -> Table:
     vocabulary = keys.tensor("token_embd.weight").shape[0]
     table: Table = {
         "vocab_size": vocabulary,
-        "hidden_size": keys.whole("embedding_length"),
+        "hidden_size": keys.integer("embedding_length"),
         "num_hidden_layers": keys.layers,
-        "max_position_embeddings": keys.whole("context_length"),
+        "max_position_embeddings": keys.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in keys.model.tensors,
         "dtype": _dtype(keys),
     }
@@ -62,7 +62,7 @@ def _dtype(keys: Keys) -> str:
 def _decoder(keys: Keys) -> Table:
     """Settings of attention and of a gated feed-forward part."""
     table: Table = {
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
         "num_key_value_heads": keys.heads("head_count_kv"),
         "head_dim": keys.head_size,
@@ -80,13 +80,13 @@ def _decoder(keys: Keys) -> Table:
 def _rope(keys: Keys, head_size: int) -> Table:
     """Settings of rotary positions; factors stored as tensors become those of longrope."""
     table: Table = {"rope_theta": keys.real("rope.freq_base", 10000.0), "rope_type": "default"}
-    size = keys.whole("rope.dimension_count", head_size)
+    size = keys.integer("rope.dimension_count", head_size)
     if size != head_size:
         table["partial_rotary_factor"] = size / head_size
     kind = keys.text("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise keys.error("rope.scaling.type", f"{kind!r} is not supported yet")
-    original = keys.whole("rope.scaling.original_context_length", keys.whole("context_length"))
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     if kind in ("linear", "yarn"):
         factor = keys.real("rope.scaling.factor", 1.0)
         table |= {"rope_type": kind, "factor": factor}
@@ -141,10 +141,10 @@ def _biased(keys: Keys) -> Table:
 def _llama(keys: Keys) -> Table:
     """Llama and Mistral share an architecture in GGUF; so does Mixtral, which has experts."""
     table = {**_decoder(keys), **_biased(keys)}
-    if keys.whole("expert_count", 0):
+    if keys.integer("expert_count", 0):
         experts = {
-            "num_local_experts": keys.whole("expert_count"),
-            "num_experts_per_tok": keys.whole("expert_used_count"),
+            "num_local_experts": keys.integer("expert_count"),
+            "num_experts_per_tok": keys.integer("expert_used_count"),
         }
         return {**table, **experts, **_architecture("MixtralForCausalLM", "mixtral")}
     return {**table, **_architecture("LlamaForCausalLM", "llama")}
@@ -176,14 +176,14 @@ def _qwen_experts(keys: Keys) -> Table:
     ]
     inner = keys.tensor(f"blk.{_first_sparse(keys)}.ffn_gate_exps.weight").shape[1]
     return {
-        "num_experts": keys.whole("expert_count"),
-        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
         "moe_intermediate_size": inner,
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "use_sliding_window": False,
         # Width of dense layers; files of models without such layers may lack it.
-        "intermediate_size": keys.whole("feed_forward_length", inner) or inner,
+        "intermediate_size": keys.integer("feed_forward_length", inner) or inner,
     }
 
 
@@ -208,14 +208,14 @@ def _qwen3_moe(keys: Keys) -> Table:
 def _gemma_scalar(keys: Keys, largest: int) -> float:
     """Return the number whose root divides scores: the head size, except in the largest model."""
     if keys.layers == largest:
-        return keys.whole("embedding_length") / keys.heads("head_count")
+        return keys.integer("embedding_length") / keys.heads("head_count")
     return keys.head_size
 
 
 def _gemma2(keys: Keys) -> Table:
     return {
         **_decoder(keys),
-        "sliding_window": keys.whole("attention.sliding_window", 4096),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _gemma_scalar(keys, 46),
         "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
@@ -226,7 +226,7 @@ def _gemma2(keys: Keys) -> Table:
 def _gemma3(keys: Keys) -> Table:
     """Five layers with a sliding window per global layer, which has a larger rotary base."""
     table = _decoder(keys)
-    pattern = keys.whole("attention.sliding_window_pattern", 6)
+    pattern = keys.integer("attention.sliding_window_pattern", 6)
     kinds = [
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention"
         for i in range(keys.layers)
@@ -239,7 +239,7 @@ def _gemma3(keys: Keys) -> Table:
         **table,
         "layer_types": kinds,
         "rope_parameters": {"full_attention": whole, "sliding_attention": local},
-        "sliding_window": keys.whole("attention.sliding_window", 1024),
+        "sliding_window": keys.integer("attention.sliding_window", 1024),
         "query_pre_attn_scalar": _gemma_scalar(keys, 62),
         "final_logit_softcapping": cap or None,
         **_architecture("Gemma3ForCausalLM", "gemma3_text"),
@@ -247,8 +247,8 @@ def _gemma3(keys: Keys) -> Table:
 
 
 def _phi3(keys: Keys) -> Table:
-    original = keys.whole("rope.scaling.original_context_length", keys.whole("context_length"))
-    window = keys.whole("attention.sliding_window", 0)
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    window = keys.integer("attention.sliding_window", 0)
     return {
         **_decoder(keys),
         "original_max_position_embeddings": original,
@@ -259,15 +259,15 @@ def _phi3(keys: Keys) -> Table:
 
 def _routed(keys: Keys) -> Table:
     """Settings of fine-grained experts with shared experts, after some dense layers."""
-    dense = keys.whole("leading_dense_block_count", 0)
+    dense = keys.integer("leading_dense_block_count", 0)
     return {
-        "n_routed_experts": keys.whole("expert_count"),
-        "num_experts_per_tok": keys.whole("expert_used_count"),
-        "n_shared_experts": keys.whole("expert_shared_count", 0) or None,
-        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "n_routed_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "n_shared_experts": keys.integer("expert_shared_count", 0) or None,
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "first_k_dense_replace": dense,
-        "n_group": keys.whole("expert_group_count", 1),
-        "topk_group": keys.whole("expert_group_used_count", 1),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "routed_scaling_factor": keys.real("expert_weights_scale", 1.0) or 1.0,
     }
@@ -275,17 +275,17 @@ def _routed(keys: Keys) -> Table:
 
 def _deepseek2(keys: Keys) -> Table:
     """DeepSeek V2 and V3 share an architecture in GGUF; V3 scores experts with sigmoids."""
-    turned = keys.whole("rope.dimension_count")
-    usual = keys.whole("attention.key_length"), keys.whole("attention.value_length")
-    size = keys.whole("attention.key_length_mla", usual[0])
+    turned = keys.integer("rope.dimension_count")
+    usual = keys.integer("attention.key_length"), keys.integer("attention.value_length")
+    size = keys.integer("attention.key_length_mla", usual[0])
     rope = _rope(keys, turned)
     if keys.has("rope.scaling.yarn_log_multiplier"):
         scale = keys.real("rope.scaling.yarn_log_multiplier") * 10
         rope |= {"mscale": scale, "mscale_all_dim": scale}
-    ranks = {"kv_lora_rank": keys.whole("attention.kv_lora_rank"), "q_lora_rank": None}
+    ranks = {"kv_lora_rank": keys.integer("attention.kv_lora_rank"), "q_lora_rank": None}
     if keys.has("attention.q_lora_rank"):
-        ranks["q_lora_rank"] = keys.whole("attention.q_lora_rank") or None
-    third = keys.whole("expert_gating_func", 1) == 2
+        ranks["q_lora_rank"] = keys.integer("attention.q_lora_rank") or None
+    third = keys.integer("expert_gating_func", 1) == 2
     table = {
         **_decoder(keys),
         **_routed(keys),
@@ -294,7 +294,7 @@ def _deepseek2(keys: Keys) -> Table:
         "num_key_value_heads": keys.heads("head_count"),
         "qk_rope_head_dim": turned,
         "qk_nope_head_dim": size - turned,
-        "v_head_dim": keys.whole("attention.value_length_mla", usual[1]),
+        "v_head_dim": keys.integer("attention.value_length_mla", usual[1]),
         "rope_parameters": rope,
     }
     if third:
@@ -308,10 +308,10 @@ def _gpt_oss(keys: Keys) -> Table:
     table["rope_parameters"]["truncate"] = False
     return {
         **table,
-        "intermediate_size": keys.whole("expert_feed_forward_length"),
-        "num_local_experts": keys.whole("expert_count"),
-        "num_experts_per_tok": keys.whole("expert_used_count"),
-        "sliding_window": keys.whole("attention.sliding_window"),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "sliding_window": keys.integer("attention.sliding_window"),
         "attention_bias": True,
         **_architecture("GptOssForCausalLM", "gpt_oss"),
     }
@@ -327,7 +327,7 @@ def _glm(name: str, model_type: str) -> Callable[[Keys], Table]:
 
 
 def _glm_moe(keys: Keys) -> Table:
-    drafts = keys.whole("nextn_predict_layers", 0)
+    drafts = keys.integer("nextn_predict_layers", 0)
     return {
         **_decoder(keys),
         **_routed(keys),
@@ -350,10 +350,10 @@ def _granite(keys: Keys) -> Table:
         "attention_multiplier": keys.real("attention.scale", size**-0.5),
         "logits_scaling": keys.real("logit_scale", 1.0),
     }
-    if not keys.whole("expert_count", 0):
+    if not keys.integer("expert_count", 0):
         return {**table, **_architecture("GraniteForCausalLM", "granite")}
-    table["num_local_experts"] = keys.whole("expert_count")
-    table["num_experts_per_tok"] = keys.whole("expert_used_count")
+    table["num_local_experts"] = keys.integer("expert_count")
+    table["num_experts_per_tok"] = keys.integer("expert_used_count")
     if not keys.has_tensor("blk.{}.ffn_up_shexp.weight"):
         return {**table, **_architecture("GraniteMoeForCausalLM", "granitemoe")}
     table["shared_intermediate_size"] = keys.tensor("blk.0.ffn_up_shexp.weight").shape[0]
@@ -392,7 +392,7 @@ def _falcon(keys: Keys) -> Table:
 
 def _gpt2(keys: Keys) -> Table:
     return {
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
         "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
         **_architecture("GPT2LMHeadModel", "gpt2"),
@@ -400,13 +400,13 @@ def _gpt2(keys: Keys) -> Table:
 
 
 def _mamba(keys: Keys) -> Table:
-    inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
+    inner, hidden = keys.integer("ssm.inner_size"), keys.integer("embedding_length")
     if inner % hidden:
         raise keys.error("ssm.inner_size", f"{inner} is not a multiple of {hidden}")
     return {
-        "state_size": keys.whole("ssm.state_size"),
-        "conv_kernel": keys.whole("ssm.conv_kernel"),
-        "time_step_rank": keys.whole("ssm.time_step_rank"),
+        "state_size": keys.integer("ssm.state_size"),
+        "conv_kernel": keys.integer("ssm.conv_kernel"),
+        "time_step_rank": keys.integer("ssm.time_step_rank"),
         "expand": inner // hidden,
         "use_bias": keys.has_tensor("blk.{}.ssm_in.bias"),
         "use_conv_bias": keys.has_tensor("blk.{}.ssm_conv1d.bias"),
@@ -417,7 +417,7 @@ def _mamba(keys: Keys) -> Table:
 
 def _bert(keys: Keys) -> Table:
     return {
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
         "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
         "type_vocab_size": keys.tensor("token_types.weight").shape[0],

@@ -25,7 +25,7 @@ class Keys:
         """Return an error about a key."""
         return CheckpointError(f"{self.model.path}: {self.architecture}.{key}: {what}")
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """Return an integer. A list with one value for all layers counts as one value."""
         value = self._value(key, default)
         if type(value) is not int:
@@ -78,20 +78,20 @@ class Keys:
 
     @property
     def layers(self) -> int:
-        return self.whole("block_count")
+        return self.integer("block_count")
 
     def heads(self, key: str) -> int:
         """Return `head_count` or `head_count_kv`, which defaults to `head_count`."""
         usual = None if key == "head_count" else self.heads("head_count")
-        count = self.whole(f"attention.{key}", usual)
+        count = self.integer(f"attention.{key}", usual)
         if count < 1:
             raise self.error(f"attention.{key}", f"must be positive, not {count}")
         return count
 
     @property
     def head_size(self) -> int:
-        return self.whole(
-            "attention.key_length", self.whole("embedding_length") // self.heads("head_count")
+        return self.integer(
+            "attention.key_length", self.integer("embedding_length") // self.heads("head_count")
         )
 
     def tensor(self, name: str) -> TensorInfo:

@@ -130,7 +130,7 @@ class GPTQ(CodedMethod):
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         bits, group = self._settings(spec).bits, self._group(spec)
-        groups = fixed(1) if group == spec.input_shard.whole else INPUTS.blocks(group)
+        groups = fixed(1) if group == spec.input_shard.total else INPUTS.blocks(group)
         return {
             "qweight": ParamSpec((packed_axis(INPUTS, bits), OUTPUTS), "int32"),
             "qzeros": ParamSpec((groups, packed_axis(OUTPUTS, bits)), "int32"),
@@ -178,9 +178,9 @@ class GPTQ(CodedMethod):
 
     def _group(self, spec: LinearSpec) -> int:
         """Return the group size. Raises ConfigError if the inputs are not a multiple of it."""
-        whole, group_size = spec.input_shard.whole, self._settings(spec).group_size
-        size = group_size if group_size > 0 else whole
-        if whole % size or spec.inputs % size:
+        total, group_size = spec.input_shard.total, self._settings(spec).group_size
+        size = group_size if group_size > 0 else total
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

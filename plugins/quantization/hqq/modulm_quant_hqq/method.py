@@ -108,19 +108,19 @@ class HQQ(CodedMethod):
         return StoredAs.integers(bits, params.group_size or 0, zeros=True)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        params, whole = self._params(spec), spec.input_shard.whole
+        params, total = self._params(spec), spec.input_shard.total
         size = params.group_size
-        if params.axis and size is not None and (whole % size or spec.inputs % size):
+        if params.axis and size is not None and (total % size or spec.inputs % size):
             raise ConfigError(
                 "quantization_config.quant_config",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
-        sizes = [shard.whole for shard in spec.shards]
-        unpack = _unpacker(params, whole, {*sizes, sum(sizes)})
+        sizes = [shard.total for shard in spec.shards]
+        unpack = _unpacker(params, total, {*sizes, sum(sizes)})
         if params.axis == 0:
-            groups, spread = INPUTS, _repeated(params, whole, sizes)
+            groups, spread = INPUTS, _repeated(params, total, sizes)
         else:
-            per_row = whole // (size or whole)
+            per_row = total // (size or total)
             groups = INPUTS.blocks(size) if size else fixed(1)
             spread = lambda t: t.reshape(-1, per_row)  # noqa: E731
         return {
@@ -173,9 +173,11 @@ def _unpacker(params: Params, inputs: int, sizes: set[int]) -> Callable[[Tensor]
     bits, count, dtype = _PACKING[params.nbits]
 
     def unpack(stored: Tensor) -> Tensor:
-        words = stored.contiguous().view(dtype) if params.view_as_float else stored.to(dtype)
+        packed = stored.contiguous().view(dtype) if params.view_as_float else stored.to(dtype)
         shifts = [bits * (count - 1 - i) for i in range(count)]
-        rows = torch.cat([(words >> shift) & ((1 << bits) - 1) for shift in shifts]).to(torch.uint8)
+        rows = torch.cat([(packed >> shift) & ((1 << bits) - 1) for shift in shifts]).to(
+            torch.uint8
+        )
         for outputs in sizes:
             needed = params.rows(inputs, outputs)
             padding = len(rows) - needed

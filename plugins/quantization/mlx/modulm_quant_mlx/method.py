@@ -145,8 +145,8 @@ class MLX(CodedMethod):
     def _stored(
         self, form: Affine, spec: LinearSpec, part: int | None = None
     ) -> dict[str, ParamSpec]:
-        size, whole = form.group_size, spec.input_shard.whole
-        if whole % size or spec.inputs % size:
+        size, total = form.group_size, spec.input_shard.total
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

@@ -195,7 +195,7 @@ class ModelOpt(CodedMethod):
         """Return the axes of scales. Raises ConfigError if the inputs are not a multiple of the
         group size.
         """
-        scope, whole = form.scope, spec.input_shard.whole
+        scope, total = form.scope, spec.input_shard.total
         if scope == "tensor":
             return (PARTS,)
         if scope == "output":
@@ -203,7 +203,7 @@ class ModelOpt(CodedMethod):
         if scope == "block":
             return (OUTPUTS.blocks(_BLOCK), INPUTS.blocks(_BLOCK))
         size = int(scope)
-        if whole % size or spec.inputs % size:
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.quant_algo",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

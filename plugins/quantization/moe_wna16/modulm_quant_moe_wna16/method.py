@@ -83,14 +83,14 @@ class MoeWNA16(CodedMethod):
         )
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        bits, whole = self.config.bits, spec.input_shard.whole
-        size = self.config.group_size if self.config.group_size > 0 else whole
-        if whole % size or spec.inputs % size:
+        bits, total = self.config.bits, spec.input_shard.total
+        size = self.config.group_size if self.config.group_size > 0 else total
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
-        groups = fixed(1) if size == whole else INPUTS.blocks(size)
+        groups = fixed(1) if size == total else INPUTS.blocks(size)
         word_axis = packed_axis(OUTPUTS, bits)
         rest = {
             "qzeros": ParamSpec((groups, word_axis), "int32"),

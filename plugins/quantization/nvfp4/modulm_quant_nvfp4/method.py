@@ -63,7 +63,7 @@ class NVFP4(ReadOrRound, CodedMethod):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        if spec.input_shard.whole % _BLOCK or spec.inputs % _BLOCK:
+        if spec.input_shard.total % _BLOCK or spec.inputs % _BLOCK:
             return f"{cls.name}: {spec.inputs} inputs are not a multiple of {_BLOCK}"
         return super().rejects(spec, platform)
 

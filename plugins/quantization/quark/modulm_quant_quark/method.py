@@ -166,8 +166,8 @@ class Quark(CodedMethod):
         """Return the parameters of grouped codes. Raises ConfigError if the inputs are not a
         multiple of the group size.
         """
-        size, whole = weights.group_size or 0, spec.input_shard.whole
-        if whole % size or spec.inputs % size:
+        size, total = weights.group_size or 0, spec.input_shard.total
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

@@ -146,12 +146,12 @@ class TorchAO(CodedMethod):
         groups = self._groups(spec, form)
         if form.kind == "tiles":
             axes, unpack = tiled_axes(spec), from_tiles(spec)
-            whole = spec.input_shard.whole
+            total = spec.input_shard.total
             pair = ParamSpec(
                 (groups, OUTPUTS, fixed(2)),
                 "float32",
                 "_weight_scale_and_zero",
-                transform=lambda t: t[: whole // form.group],
+                transform=lambda t: t[: total // form.group],
             )
             return {
                 "codes": ParamSpec(axes, "uint8", "_weight_qdata", transform=unpack),
@@ -201,10 +201,10 @@ class TorchAO(CodedMethod):
         """Return the axis of groups of inputs. Raises ConfigError if the inputs are not a multiple
         of the group size.
         """
-        size, whole = form.group, spec.input_shard.whole
+        size, total = form.group, spec.input_shard.total
         if not size:
             return fixed(1)
-        if whole % size or spec.inputs % size:
+        if total % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.quant_type",
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",

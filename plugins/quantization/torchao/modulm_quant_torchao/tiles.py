@@ -24,9 +24,9 @@ def tiled_axes(spec: LinearSpec) -> tuple[Axis, Axis]:
 
 def from_tiles(spec: LinearSpec) -> Callable[[Tensor], Tensor]:
     """Return a function [N / 8, K / 128, 32, 4] int32 -> [N, K] uint8 that drops padding."""
-    inputs = spec.input_shard.whole
-    sizes = {shard.whole for shard in spec.shards}
-    sizes.add(sum(shard.whole for shard in spec.shards))
+    inputs = spec.input_shard.total
+    sizes = {shard.total for shard in spec.shards}
+    sizes.add(sum(shard.total for shard in spec.shards))
 
     def unpack(stored: Tensor) -> Tensor:
         if stored.dim() != 4 or stored.shape[2:] != (32, _INNER // 2):

@@ -85,13 +85,13 @@ def read_lines(
 
 def _texts(source: IO[bytes], longest: int) -> Iterator[bytes]:
     """Yield the lines that are not blank. Raises LinesError beyond a limit."""
-    found = blank = 0
+    count = blank = 0
     while raw := source.readline(longest + 1):
         if len(raw) > longest:
-            raise LinesError(f"line {found + blank + 1} has more than {longest} bytes")
+            raise LinesError(f"line {count + blank + 1} has more than {longest} bytes")
         text = raw.removeprefix(b"\xef\xbb\xbf").strip()
-        found, blank = (found + 1, blank) if text else (found, blank + 1)
-        if max(found, blank) > MAX_LINES:
+        count, blank = (count + 1, blank) if text else (count, blank + 1)
+        if max(count, blank) > MAX_LINES:
             raise LinesError(f"a batch must have 1 to {MAX_LINES} lines")
         if text:
             yield text

@@ -73,10 +73,10 @@ class DraftModelSpeculator(ModelSpeculator):
         asked = evolve(
             step, rows=[step.rows[at] for at in rows], most=[step.most[at] for at in rows]
         )
-        found = self.follow(asked, states[ready], ends_of(asked), 1) if rows else []
-        for place, tokens in zip(rows, found, strict=True):
-            drafts[place] = tokens
-        places = {row: place for place, row in enumerate(step.ran.rows.tolist())}
+        proposals = self.follow(asked, states[ready], ends_of(asked), 1) if rows else []
+        for index, tokens in zip(rows, proposals, strict=True):
+            drafts[index] = tokens
+        places = {row: index for index, row in enumerate(step.ran.rows.tolist())}
         for part in parts:
             row, known = step.rows[part.place], len(step.histories[part.place])
             count = part.end + max(len(drafts[part.place]) - 1, 0)
@@ -85,13 +85,13 @@ class DraftModelSpeculator(ModelSpeculator):
 
     def _missing(self, step: DraftStep) -> list[_Part]:
         """Return the tokens to run before drafting, within the budget."""
-        parts, left = [], self._budget
-        for place, (row, history) in enumerate(zip(step.rows, step.histories, strict=True)):
-            if step.most[place] and left and len(history) <= self.draft.max_length:
+        parts, remaining = [], self._budget
+        for index, (row, history) in enumerate(zip(step.rows, step.histories, strict=True)):
+            if step.most[index] and remaining and len(history) <= self.draft.max_length:
                 start = self._computed.count(row, len(history))
-                tokens = history[start : start + left]
-                left -= len(tokens)
-                parts.append(_Part(place, start, tokens, start + len(tokens) == len(history)))
+                tokens = history[start : start + remaining]
+                remaining -= len(tokens)
+                parts.append(_Part(index, start, tokens, start + len(tokens) == len(history)))
         return parts
 
     def _catch_up(self, step: DraftStep, parts: Sequence[_Part]) -> torch.Tensor:

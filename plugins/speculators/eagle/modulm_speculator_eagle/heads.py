@@ -65,12 +65,12 @@ class Head(Module, Model):
     def __init__(self, config: EagleConfig, build: Builder) -> None:
         super().__init__()
         self.config, self.ops = config, build.ops
-        hidden, words = config.hidden_size, config.draft_vocab_size or config.vocab_size
+        hidden, vocabulary = config.hidden_size, config.draft_vocab_size or config.vocab_size
         self.embed = self.head = None
         if config.own_embedding:
             self.embed = build.embedding("embed_tokens", config.vocab_size, hidden)
         if config.own_head:
-            self.head = build.head("lm_head", hidden, words)
+            self.head = build.head("lm_head", hidden, vocabulary)
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -136,9 +136,11 @@ class EagleHead(Head):
 
     def __init__(self, config: EagleConfig, build: Builder) -> None:
         super().__init__(config, build)
-        hidden, given = config.hidden_size, config.target_hidden_size or config.hidden_size
+        hidden, target_hidden = config.hidden_size, config.target_hidden_size or config.hidden_size
         self.embed_fc = build.linear("embed_fc", hidden, hidden, split=False)
-        self.state_fc = build.linear("state_fc", given, hidden, bias=config.fc_bias, split=False)
+        self.state_fc = build.linear(
+            "state_fc", target_hidden, hidden, bias=config.fc_bias, split=False
+        )
         self.norms = ModuleList()
         if config.add_para_norm:
             self.norms.extend(
@@ -249,21 +251,23 @@ class Eagle3Head(Head):
 
     def __init__(self, config: EagleConfig, build: Builder) -> None:
         super().__init__(config, build)
-        hidden, words = config.hidden_size, config.draft_vocab_size
-        given = (config.target_hidden_size or hidden) * config.aux
+        hidden, vocabulary = config.hidden_size, config.draft_vocab_size
+        state_width = (config.target_hidden_size or hidden) * config.aux
         self.fc = (
-            build.linear("fc", given, hidden, bias=config.fc_bias, split=False) if given else None
+            build.linear("fc", state_width, hidden, bias=config.fc_bias, split=False)
+            if state_width
+            else None
         )
         self.input_norm = None
         if config.norm_before_fc:
-            self.input_norm = build.rms_norm("input_norm", given, config.rms_norm_eps)
+            self.input_norm = build.rms_norm("input_norm", state_width, config.rms_norm_eps)
         self.layers = ModuleList(
             Eagle3Layer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
         )
         self.norm = build.rms_norm("norm", hidden, config.rms_norm_eps)
         self.register_parameter("d2t", None)
-        if config.own_head and words is not None and words != config.vocab_size:
-            build.parameter("d2t", self, "d2t", (words,), torch.int64)
+        if config.own_head and vocabulary is not None and vocabulary != config.vocab_size:
+            build.parameter("d2t", self, "d2t", (vocabulary,), torch.int64)
         self._caches = tuple(build.shared.caches)
 
     @classmethod

@@ -52,7 +52,7 @@ class Eagle(HiddenChain):
         table = _flat(table)
         _check(config.model, table, target)
         layers = cls.layers(config.model, table, target)
-        found = {
+        overrides = {
             **table,
             **_found(names, both=cls.head is Eagle3Head),
             "aux": len(layers),
@@ -61,7 +61,7 @@ class Eagle(HiddenChain):
                 table.get("max_position_embeddings", 0), target.loaded.max_model_len
             ),
         }
-        draft = load_draft(target, evolve(weights, overrides=found))
+        draft = load_draft(target, evolve(weights, overrides=overrides))
         if isinstance(draft.model, Head):
             draft.model.target = target
         return cls(config, draft, layers)
@@ -92,13 +92,13 @@ class Eagle3(Eagle):
         count = _target_table(target)["num_hidden_layers"]
         # The ids count layer inputs, not outputs.
         inputs = table.get(key) or own.get(key) or (2, count // 2, count - 3)
-        found = tuple(index - 1 for index in inputs)
-        if not all(0 <= index < count for index in found):
+        layers = tuple(index - 1 for index in inputs)
+        if not all(0 <= index < count for index in layers):
             raise ConfigError(
                 "speculative_config",
                 f"model {model}: {key} {list(inputs)}: the target has {count} layers",
             )
-        return found
+        return layers
 
     def hidden(self, step: DraftStep) -> Tensor:
         head = self.draft.model
@@ -131,8 +131,10 @@ def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
     """Raise ConfigError for a head of another model family or another target."""
     name = str((table.get("architectures") or [""])[0])
     if not any(family in name.lower() for family in _FAMILIES):
-        words = f"model {model}: {name} is no EAGLE head of a kind that is known: not supported yet"
-        raise ConfigError("speculative_config", words)
+        message = (
+            f"model {model}: {name} is no EAGLE head of a kind that is known: not supported yet"
+        )
+        raise ConfigError("speculative_config", message)
     wanted = {"vocab_size": _target_table(target).get("vocab_size")}
     given = table.get("target_hidden_size") or table.get("hidden_size")
     for key, own, theirs in (
@@ -140,8 +142,8 @@ def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
         ("hidden_size", given, _width(target)),
     ):
         if own != theirs:
-            words = f"model {model}: {key} {own} is not the target's, {theirs}"
-            raise ConfigError("speculative_config", words)
+            message = f"model {model}: {key} {own} is not the target's, {theirs}"
+            raise ConfigError("speculative_config", message)
 
 
 def _target_table(target: Target) -> Mapping[str, Any]:

@@ -107,8 +107,8 @@ class Medusa(Speculator):
         try:
             return cls(config, _read(config, target))
         except (ModulmError, ValueError, KeyError) as error:
-            words = f"model {config.model}: {error}"
-            raise ConfigError("speculative_config", words) from error
+            message = f"model {config.model}: {error}"
+            raise ConfigError("speculative_config", message) from error
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         if step.hidden is None:
@@ -118,8 +118,8 @@ class Medusa(Speculator):
         chosen = [self.heads.choose(states, head) for head in range(count)]
         if not chosen:
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
-        found = torch.stack(chosen, 1).cpu().numpy()
-        return [row[:most] for row, most in zip(found, step.most, strict=True)]
+        drafts = torch.stack(chosen, 1).cpu().numpy()
+        return [row[:most] for row, most in zip(drafts, step.most, strict=True)]
 
 
 def _read(config: MedusaOptions, target: Target) -> Heads:
@@ -137,8 +137,8 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
     outputs: dict[int, Tensor] = {}
     for name, tensor in stored.items():
         if block := next(filter(None, (p.match(name) for p in _BLOCKS)), None):
-            head, place, kind = int(block[1]), int(block[2]), block[3]
-            blocks.setdefault(head, {}).setdefault(place, {})[kind] = tensor
+            head, number, kind = int(block[1]), int(block[2]), block[3]
+            blocks.setdefault(head, {}).setdefault(number, {})[kind] = tensor
         elif output := next(filter(None, (p.match(name) for p in _OUTPUTS)), None):
             outputs[int(output[1])] = tensor
         elif name not in (_ALL_OUTPUTS, _WORDS):
@@ -186,5 +186,5 @@ def _tensors(folder: Path) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
 
         return load_file(file)
-    found: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return found
+    tensors: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return tensors

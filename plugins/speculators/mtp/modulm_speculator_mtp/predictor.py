@@ -98,10 +98,10 @@ def predictor_of(family: type[Model]) -> type[Predictor]:
 
 
 def _layer(family: type[Model], config: Any) -> MtpLayer:
-    found = family.mtp(config)
-    if found is None:
+    layer = family.mtp(config)
+    if layer is None:
         raise UnsupportedError(f"{family.__name__} has no MTP layer")
-    return found
+    return layer
 
 
 def _parts(of: MtpLayer) -> tuple[str, str]:

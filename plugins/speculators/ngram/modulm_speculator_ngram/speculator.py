@@ -42,14 +42,14 @@ def lookup(history: np.ndarray, least: int, longest: int, count: int) -> np.ndar
     length = 0
     while len(ends):
         length += 1
-        found = ends
+        matches = ends
         if length == longest:
             break
         ends = ends[ends >= length]
         ends = ends[history[ends - length] == history[-1 - length]]
     if not length or length < least:
         return history[:0]
-    start = int(found[-1]) + 1
+    start = int(matches[-1]) + 1
     return history[start + np.arange(count) % (len(history) - start)]
 
 

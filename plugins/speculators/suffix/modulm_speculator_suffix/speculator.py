@@ -77,8 +77,8 @@ class Answers:
         for token in tokens:
             before = self._tokens[-1]
             if token != _EDGE and before != _EDGE:
-                place = self._places.setdefault((before, token), array("q"))
-                place.append(len(self._tokens))
+                positions = self._places.setdefault((before, token), array("q"))
+                positions.append(len(self._tokens))
             self._tokens.append(token)
 
     def end(self) -> None:
@@ -92,17 +92,17 @@ class Answers:
         positions unless at least two tokens match.
         """
         tokens = np.frombuffer(self._tokens, dtype=np.int64)
-        known = self._places.get((int(last[-2]), int(last[-1]))) if len(last) > 1 else None
-        if known is None:
+        positions = self._places.get((int(last[-2]), int(last[-1]))) if len(last) > 1 else None
+        if positions is None:
             return tokens, np.zeros(0, dtype=np.int64), 0
-        found = np.array(known[-_PLACES:], dtype=np.int64)
-        found = found[found < len(tokens) - 1]
-        length, narrowed = (2 if len(found) else 0), found
+        matches = np.array(positions[-_PLACES:], dtype=np.int64)
+        matches = matches[matches < len(tokens) - 1]
+        length, narrowed = (2 if len(matches) else 0), matches
         while len(narrowed) and length < len(last):
-            narrowed = found[tokens[found - length] == last[-1 - length]]
+            narrowed = matches[tokens[matches - length] == last[-1 - length]]
             if len(narrowed):
-                found, length = narrowed, length + 1
-        return tokens, found, length
+                matches, length = narrowed, length + 1
+        return tokens, matches, length
 
 
 def follow(tokens: np.ndarray, places: np.ndarray, count: int, least: float) -> list[int]:

@@ -54,7 +54,7 @@ def test_a_token_does_not_depend_on_its_neighbours(ops):
 
 def test_what_does_not_fit_is_refused(ops):
     q, latents, up, weight, eps, table, positions = inputs(4, torch.float32)
-    with pytest.raises(ValueError, match="kept must be"):
+    with pytest.raises(ValueError, match="latents must be"):
         ops["latent_prepare"](q, latents[:, 1:], up, weight, eps, table, positions)
     with pytest.raises(ValueError, match="weight must be"):
         ops["each_head"](q, up)

@@ -165,7 +165,7 @@ def test_a_state_group_disables_reuse_and_holds_one_slot_per_row() -> None:
     assert not groups.admit(2, nothing, 3, 3, 0.0), "both slots are taken"
     assert groups.grow(np.array([0]), np.array([12]))
     state = groups.groups[1]
-    assert state.held.tolist() == [1, 1, 0, 0]
+    assert state.block_counts.tolist() == [1, 1, 0, 0]
     for one, other in pairwise(state.tables[:2, 0].tolist()):
         assert one != other
     groups.release(0)

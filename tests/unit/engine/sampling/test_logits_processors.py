@@ -88,6 +88,6 @@ def test_one_that_serves_fields_sees_only_rows_that_set_them() -> None:
 
     every, some = Mine(9, torch.device("cpu")), Biased(9, torch.device("cpu"))
     processors = Processors([every, some])
-    assert processors.asked(SamplingParams()) == (every,)
-    assert processors.asked(SamplingParams(seed=0)) == (every, some)
-    assert processors.asked(SamplingParams(logit_bias={})) == (every, some)
+    assert processors.processors_for(SamplingParams()) == (every,)
+    assert processors.processors_for(SamplingParams(seed=0)) == (every, some)
+    assert processors.processors_for(SamplingParams(logit_bias={})) == (every, some)

@@ -28,8 +28,8 @@ class MediaPart(StepPart):
         from modulm_media.step.runner import MediaRunner
 
         model = built.loaded.model
-        wanted = model.media or model.axes > 1 or built.config.model.enable_prompt_embeds
-        return MediaRunner(built) if wanted else None
+        needed = model.media or model.axes > 1 or built.config.model.enable_prompt_embeds
+        return MediaRunner(built) if needed else None
 
     def pack_plan(self, value: EncodePlan) -> Any:
         return [value.items, value.rows, value.drop]

@@ -232,8 +232,8 @@ class EncoderPlanner(PartPlanner):
 
     def _forsake(self) -> None:
         """Discard unfinished items whose rows are gone."""
-        wanted = self._begun and {item.hash for media in self.rows.values() for item in media}
-        for digest in [digest for digest in self._begun if digest not in wanted]:
+        needed = self._begun and {item.hash for media in self.rows.values() for item in media}
+        for digest in [digest for digest in self._begun if digest not in needed]:
             del self._begun[digest], self._cached[digest], self._used[digest]
             self._dropped.append(digest)
 

@@ -165,15 +165,15 @@ class MediaRunner(PartRunner):
         """
         if not self._rows:
             return None
-        found = [
-            (place, first, end)
-            for place, row in enumerate(plan.rows.tolist())
+        spans = [
+            (index, first, end)
+            for index, row in enumerate(plan.rows.tolist())
             if row in self._rows
             for item in self._rows[row].media
             for first, end in item.spans
-            if plan.starts[place] < end <= plan.starts[place] + plan.counts[place]
+            if plan.starts[index] < end <= plan.starts[index] + plan.counts[index]
         ]
-        return np.array(found, dtype=np.int32) if found else None
+        return np.array(spans, dtype=np.int32) if spans else None
 
     def encoded(self, plan: Plan) -> torch.Tensor | None:
         """Return `Batch.encoded`: [n, width] of rows that begin in this step; None without any.
@@ -182,14 +182,14 @@ class MediaRunner(PartRunner):
         """
         if not self._crosses:
             return None
-        found = [
+        outputs = [
             self._output(item)
             for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
             if start == 0 and row in self._rows
             for item in self._rows[row].media
             if item.cross
         ]
-        return torch.cat(found) if found else None
+        return torch.cat(outputs) if outputs else None
 
     def amend_batch(self, plan: Plan, batch: Batch) -> Batch:
         if not self._rows:
@@ -217,12 +217,12 @@ class MediaRunner(PartRunner):
             return None
         # Outputs may be wider than the embedding, with inputs for further layers.
         width, dtype = max(piece.shape[1] for _, piece in pieces), pieces[0][1].dtype
-        found = torch.zeros(len(plan.tokens), width, dtype=dtype, device=self._device)
+        embeddings = torch.zeros(len(plan.tokens), width, dtype=dtype, device=self._device)
         mask = np.zeros(len(plan.tokens), dtype=bool)
-        for place, piece in pieces:
-            found[place : place + len(piece), : piece.shape[1]] = piece
-            mask[place : place + len(piece)] = True
-        return found, torch.from_numpy(mask).to(self._device)
+        for start, piece in pieces:
+            embeddings[start : start + len(piece), : piece.shape[1]] = piece
+            mask[start : start + len(piece)] = True
+        return embeddings, torch.from_numpy(mask).to(self._device)
 
     def _pieces(self, plan: Plan) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index in the step, embeddings) of every run of tokens that embeddings replace."""
@@ -261,14 +261,14 @@ class MediaRunner(PartRunner):
             return None
         firsts = np.cumsum(plan.counts) - plan.counts
         positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - firsts, plan.counts)
-        found = np.repeat(positions[None], axes, axis=0)
+        result = np.repeat(positions[None], axes, axis=0)
         for i, row in enumerate(plan.rows.tolist()):
             brought = self._rows.get(row)
             if brought is None or brought.positions is None:
                 continue
             first, count = int(firsts[i]), int(plan.counts[i])
-            own = positions[first : first + count]
-            known = int(np.count_nonzero(own < brought.positions.shape[1]))
-            found[:, first : first + known] = brought.positions[:, own[:known]]
-            found[:, first + known : first + count] += brought.offset
-        return found
+            row_positions = positions[first : first + count]
+            stored = int(np.count_nonzero(row_positions < brought.positions.shape[1]))
+            result[:, first : first + stored] = brought.positions[:, row_positions[:stored]]
+            result[:, first + stored : first + count] += brought.offset
+        return result

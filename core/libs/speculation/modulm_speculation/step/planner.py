@@ -70,19 +70,19 @@ class DraftPlanner(PartPlanner):
         table, rows = self._table, step.rows
         known = table.known[rows]
         decodes = (step.counts == 1) & (step.starts + 1 == known)
-        wanted = np.where(decodes, self._counts[rows], 0)
-        wanted = np.clip(table.limit[rows] - known - 1, 0, wanted)
-        wanted = np.clip(left - (np.cumsum(wanted) - wanted), 0, wanted)
-        if wanted.any() and not self._cache.grow(rows, step.starts + step.counts + wanted):
-            wanted = np.clip(self._cache.room(rows) - known, 0, wanted)
-        if wanted.any():
-            wanted, step.state_slots = self._cache.lend(rows, wanted, step.starts)
+        drafts = np.where(decodes, self._counts[rows], 0)
+        drafts = np.clip(table.limit[rows] - known - 1, 0, drafts)
+        drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
+        if drafts.any() and not self._cache.grow(rows, step.starts + step.counts + drafts):
+            drafts = np.clip(self._cache.room(rows) - known, 0, drafts)
+        if drafts.any():
+            drafts, step.state_slots = self._cache.lend(rows, drafts, step.starts)
         self._counts[rows[decodes]] = 0
-        if not wanted.any():
+        if not drafts.any():
             step.state_slots = ()
             return
-        owners = np.repeat(rows, wanted)
-        ramp = np.arange(len(owners)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        table.tokens[owners, np.repeat(known, wanted) + ramp] = self._tokens[owners, ramp]
-        step.drafted = wanted
+        owners = np.repeat(rows, drafts)
+        ramp = np.arange(len(owners)) - np.repeat(np.cumsum(drafts) - drafts, drafts)
+        table.tokens[owners, np.repeat(known, drafts) + ramp] = self._tokens[owners, ramp]
+        step.drafted = drafts
         step.one_each = False

@@ -53,8 +53,8 @@ class DraftRunner(PartRunner):
         if not isinstance(params, SamplingParams):
             return
         self._extend(start.row, start.prompt, start.output)
-        wanted = params.speculative
-        self._limits[start.row] = self.drafts if wanted is None else min(wanted, self.drafts)
+        limit = params.speculative
+        self._limits[start.row] = self.drafts if limit is None else min(limit, self.drafts)
         prompt = len(start.prompt)
         self._ask(lambda drafter: drafter.admit(start.row, prompt, start.salt))
 
@@ -102,11 +102,11 @@ class DraftRunner(PartRunner):
         ends = plan.starts + lasts - firsts + 1
         order = plan.rows.tolist()
         following = np.full(len(order), -1, dtype=np.int64)
-        for place, (row, end) in enumerate(zip(order, ends.tolist(), strict=True)):
+        for index, (row, end) in enumerate(zip(order, ends.tolist(), strict=True)):
             tokens, count = self._histories.get(row, (plan.tokens, 0))
             if end < count:
-                following[place] = tokens[end]
-        places = {row: place for place, row in enumerate(order)}
+                following[index] = tokens[end]
+        places = {row: index for index, row in enumerate(order)}
         at = [places[row] for row in step.rows]
         room = np.min([_room(t[at], s) for t, s in zip(tables, sizes, strict=True)], axis=0)
         room = np.clip(room - ends[at], 0, step.most)

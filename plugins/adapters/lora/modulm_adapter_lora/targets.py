@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from modulm.contracts.adapter import Naming
     from modulm.contracts.quantization import LinearSpec
 
-__all__ = ["Cut", "Place", "Places", "layout_of", "places_of", "rows_of"]
+__all__ = ["RowRange", "Target", "Targets", "layout_of", "rows_of", "targets_of"]
 
 
 @frozen
-class Cut:
+class RowRange:
     """Rows `source` to `source + size` of a stored tensor: the layer's outputs from `start`."""
 
     source: int
@@ -30,68 +30,68 @@ class Cut:
 
 
 @frozen
-class Place:
+class Target:
     """The location of a stored name: a weight of [outputs, inputs], of which this rank has the rows
-    in `cuts` and the input `columns`.
+    in `slices` and the input `columns`.
 
-    experts: number of matrices stacked under the name. expert: index of the one in this place.
+    experts: number of matrices stacked under the name. expert: index of the one in this target.
     """
 
     layer: str
     outputs: int
     inputs: int
-    cuts: tuple[Cut, ...]
+    slices: tuple[RowRange, ...]
     columns: slice
     experts: int = 0
     expert: int | None = None
 
 
-class Places:
-    """The places of stored names, without their suffixes."""
+class Targets:
+    """The targets of stored names, without their suffixes."""
 
     def __init__(self, specs: Collection[LinearSpec]) -> None:
-        self._found = {name: place for spec in specs for name, place in places_of(spec)}
+        self._targets = {name: target for spec in specs for name, target in targets_of(spec)}
         heads = [spec.name for spec in specs if spec.kind is LinearKind.LM_HEAD]
-        #: The place of the LM head, if there is one.
-        self.head = self._found[heads[0]] if len(heads) == 1 else None
+        #: The target of the LM head, if there is one.
+        self.head = self._targets[heads[0]] if len(heads) == 1 else None
         self._below: dict[str, list[str]] = {}
-        for name, place in self._found.items():
-            if place.experts:
+        for name, target in self._targets.items():
+            if target.experts:
                 self._below.setdefault(name.rpartition(".")[0], []).append(name)
 
-    def get(self, name: str) -> Place | None:
-        """Return the place of one of the model's names."""
-        return self._found.get(name)
+    def get(self, name: str) -> Target | None:
+        """Return the target of one of the model's names."""
+        return self._targets.get(name)
 
     def below(self, module: str) -> list[str]:
         """Return the names of expert stacks directly below a module."""
         return self._below.get(module, [])
 
 
-def places_of(spec: LinearSpec) -> Iterator[tuple[str, Place]]:
+def targets_of(spec: LinearSpec) -> Iterator[tuple[str, Target]]:
     """Yield every name under which a checkpoint may store the layer or a part of it."""
     starts = list(accumulate(spec.parts, initial=0))
-    begins = list(accumulate((shard.whole for shard in spec.shards), initial=0))
+    begins = list(accumulate((shard.total for shard in spec.shards), initial=0))
     columns = slice(spec.input_shard.start, spec.input_shard.start + spec.inputs)
-    width = spec.input_shard.whole
+    width = spec.input_shard.total
     joined = tuple(
-        Cut(begin + shard.start, shard.size, start)
+        RowRange(begin + shard.start, shard.size, start)
         for begin, shard, start in zip(begins, spec.shards, starts, strict=False)
     )
     stacked = spec.experts
     for number, (shard, start) in enumerate(zip(spec.shards, starts, strict=False)):
-        cuts = (Cut(shard.start, shard.size, start),)
+        slices = (RowRange(shard.start, shard.size, start),)
         for expert in range(spec.experts):
             name = spec.expert_names[number].format(expert=expert)
-            yield name, Place(spec.name, shard.whole, width, cuts, columns, expert=expert)
+            yield name, Target(spec.name, shard.total, width, slices, columns, expert=expert)
         if stacked:
             name = spec.expert_names[number].replace("{expert}.", "")
-            yield name, Place(spec.name, shard.whole, width, cuts, columns, stacked)
+            yield name, Target(spec.name, shard.total, width, slices, columns, stacked)
         elif len(spec.parts) > 1:
-            yield spec.part_names[number], Place(spec.name, shard.whole, width, cuts, columns)
+            yield spec.part_names[number], Target(spec.name, shard.total, width, slices, columns)
     if len(spec.parts) > 1 and begins[-1] == spec.outputs:
-        joined = (Cut(0, spec.outputs, 0),)
-    yield spec.name, Place(spec.name, begins[-1], width, joined, columns, stacked)
+        joined = (RowRange(0, spec.outputs, 0),)
+    yield spec.name, Target(spec.name, begins[-1], width, joined, columns, stacked)
 
 
 def layout_of(
@@ -125,5 +125,5 @@ def layout_of(
 
 def rows_of(names: Naming, stored: str, rows: Tensor, turned: bool) -> dict[str, Tensor]:
     """Convert the rows [..., outputs, n] of a stored weight to the model's names and layout."""
-    given = rows.transpose(-1, -2) if turned else rows
-    return dict(names(stored, given))
+    oriented = rows.transpose(-1, -2) if turned else rows
+    return dict(names(stored, oriented))
