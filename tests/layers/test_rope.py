@@ -103,7 +103,7 @@ def test_partial_rotation_turns_part_of_a_head():
     [
         ({"rope_type": "spiral"}, "rope_type: unknown 'spiral'"),
         ({"rope_type": "linear"}, "factor: must be a number for rope_type 'linear'"),
-        ({"rope_type": "linear", "factor": "2"}, "factor: a number is required"),
+        ({"rope_type": "linear", "factor": "2"}, "factor: must be a number"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "8 numbers each"),
     ],
 )

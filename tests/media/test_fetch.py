@@ -221,7 +221,7 @@ def test_a_name_is_resolved_once(port, names):
     ("path", "message"),
     [
         ("missing", "answered 404"),
-        ("slow", "did not arrive within 0.3 s"),
+        ("slow", "was not received within 0.3 s"),
         ("endless", "more than 1 MB"),
         ("lying", "more than 1 MB"),
         ("short", "did not answer with"),

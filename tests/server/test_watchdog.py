@@ -98,7 +98,7 @@ def test_dump_stacks(tokenizer: Tokenizer, dumps: bool) -> None:
     watchdog.look(1.0, 2.0, 3.0)
     assert core.did == ["stacks"] * dumps
     assert [str(change) for change in watchdog.changes] == [
-        "the engine does not answer: a step has done nothing for 11 s"
+        "the engine does not respond: a step has done nothing for 11 s"
     ]
     core.stuck = None
     watchdog.look(4.0, 5.0)

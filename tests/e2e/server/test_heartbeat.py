@@ -183,14 +183,14 @@ def test_f16_a_server_whose_engine_is_stopped(tiny_folder: Path, tmp_path: Path)
             assert client.get(path).status_code == 503
         refused = client.post(CHAT, json={"messages": messages})
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "the engine does not answer"
+        assert refused.json()["error"]["message"] == "the engine does not respond"
         assert client.get("/metrics").status_code == 200
         assert server.wait(300) == 1
     finally:
         client.close()
         server.kill()
         server.wait()
-    assert "the engine does not answer: nothing was heard of its process" in log.read_text()
+    assert "the engine does not respond: nothing was heard of its process" in log.read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -364,11 +364,11 @@ BAD = {
     large_rank: r"lora_A\.weight: the rank 9 is more than max_lora_rank 8",
     alpha_that_is_no_number: r"adapter_config\.json: lora_alpha is not finite",
     pattern_without_bound: r"adapter_config\.json: alpha_pattern is not finite",
-    not_a_number: r"q_proj\.lora_B\.weight holds NaN",
+    not_a_number: r"q_proj\.lora_B\.weight contains NaN",
     no_layer: r"layers\.7\.self_attn\.q_proj\.lora_A\.weight: the model has no layer",
     no_pair: r"model\.layers\.0\.self_attn\.q_proj has no lora_B",
     a_norm: r"model\.norm\.weight: the model has no layer model\.norm",
-    other_tensor: r"boft_R is no part of a LoRA adapter",
+    other_tensor: r"boft_R is not a known part of a LoRA adapter",
     other_head: r"lm_head\.weight: is for \[600, 64\], the model's layer is \[512, 64\]",
 }
 

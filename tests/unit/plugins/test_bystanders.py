@@ -264,7 +264,7 @@ def test_an_answer_that_is_no_choice_counts_for_nothing(install, caplog, answer,
     install("modulm-a", {"modulm": {"picks": "mod_a"}}, {"mod_a": CHOOSES.format(answer=answer)})
     decision = defaults.choose_platform(PluginManager()).decision
     assert decision.winner == "cpu"
-    assert "plugin picks (modulm-a 1.0) raised in modulm_choose_platform" in caplog.text
+    assert "plugin picks (modulm-a 1.0) raised an error in modulm_choose_platform" in caplog.text
     assert message in caplog.text
 
 
@@ -292,7 +292,7 @@ def test_lists_of_something_else_count_for_nothing(install, caplog, hook, answer
     install("modulm-a", {"modulm": {"talks": "mod_a"}}, {"mod_a": source})
     manager = PluginManager()
     assert isinstance(manager.gather(hook, **arguments), list)
-    assert f"plugin talks (modulm-a 1.0) raised in {hook} and is disabled" in caplog.text
+    assert f"plugin talks (modulm-a 1.0) raised an error in {hook} and is disabled" in caplog.text
     assert "which is no" in caplog.text
 
 

@@ -134,7 +134,7 @@ def test_notice_that_raises_switches_its_plugin_off(caplog):
     manager.notify("modulm_step_finished", stats=1)
     manager.notify("modulm_step_finished", stats=2)
     assert calls == [1, 2]
-    assert caplog.text.count("plugin bad raised in modulm_step_finished") == 1
+    assert caplog.text.count("plugin bad raised an error in modulm_step_finished") == 1
 
 
 def test_historic_notice_reaches_later_plugins():
@@ -273,8 +273,9 @@ def test_a_wrapper_sees_an_error_where_raising_stops():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="explained"):
             manager.hook.modulm_model_built(model=None, config=None)
-    message = "hooks/plugin0 (modulm-p0 1.0): modulm_model_built raised (--plugins=-hooks/plugin0 "
-    assert seen == [message + "leaves it out): ValueError: no such layer"] * 2
+    message = "hooks/plugin0 (modulm-p0 1.0): modulm_model_built raised an error "
+    reason = "(--plugins=-hooks/plugin0 leaves it out): ValueError: no such layer"
+    assert seen == [message + reason] * 2
 
 
 def failing_before() -> object:
@@ -335,7 +336,9 @@ def test_a_wrapper_that_fails_is_switched_off_and_the_result_survives(fails, cap
     manager = make(calls.plugin("a", ["hello"]), fails(), Upper())
     for _ in range(2):
         assert manager.gather("modulm_report_header", config=None) == ["HELLO"]
-    message = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is disabled"
+    message = (
+        "plugin plugin1 (modulm-p1 1.0) raised an error in modulm_report_header and is disabled"
+    )
     assert caplog.text.count(message) == 1
 
 
@@ -353,7 +356,7 @@ def test_one_that_raises_is_switched_off_alone_and_altogether(caplog):
     choice = Choice("chip", "mine")
     manager = make(calls.plugin("answers", choice), Raises())
     assert manager.hook.modulm_choose_platform(probes={}) == choice
-    assert "plugin plugin1 (modulm-p1 1.0) raised in modulm_choose_platform" in caplog.text
+    assert "plugin plugin1 (modulm-p1 1.0) raised an error in modulm_choose_platform" in caplog.text
     assert "ValueError: no" in caplog.text
     assert ["never"] not in manager.hook.modulm_report_header(config=None)
 

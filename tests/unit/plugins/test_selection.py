@@ -74,7 +74,7 @@ def test_first_party_is_all_of_this_projects(both):
     only = {d.name for d in PluginManager(Selection.parse("first-party")).names("schedulers")}
     assert {"fcfs", "priority"} <= only
     assert "one" not in only
-    with pytest.raises(PluginNotFound, match="switched off by --plugins=-first-party"):
+    with pytest.raises(PluginNotFound, match="disabled by --plugins=-first-party"):
         PluginManager(Selection.parse("-first-party")).find("schedulers", "fcfs")
 
 

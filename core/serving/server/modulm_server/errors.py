@@ -123,7 +123,7 @@ _UNAVAILABLE = {
     "replica_died": "the replica that ran this request has died: retry the request",
     "engine_restarting": "the engine is being restarted: retry the request",
     "engine_dead": "the engine has stopped",
-    "engine_stalled": "the engine does not answer",
+    "engine_stalled": "the engine does not respond",
 }
 
 

@@ -130,9 +130,9 @@ def test_items_that_a_prefix_hit_covers_are_not_encoded() -> None:
 @pytest.mark.parametrize(
     ("limits", "encoder", "media", "words"),
     [
-        ({}, (0, 0), [item("x", 0)], "takes no media"),
-        ({}, (3, 9), [item("x", 0)], "4 tokens: an encoder step takes 3"),
-        ({}, (9, 3), [item("x", 0)], "4 tokens: an encoder step takes 3"),
+        ({}, (0, 0), [item("x", 0)], "does not support media"),
+        ({}, (3, 9), [item("x", 0)], "4 tokens, but an encoder step takes at most 3"),
+        ({}, (9, 3), [item("x", 0)], "4 tokens, but an encoder step takes at most 3"),
         ({"chunked": False}, (7, 7), [item("x", 0), item("y", 4)], "8 tokens"),
         ({"long": 3}, (9, 9), [item("x", 0, spans=((0, 4),))], "4 tokens at once"),
     ],

@@ -415,7 +415,7 @@ class ReplicaSet(ReplicaCalls):
         watchdog = self.info.config.group(WatchdogConfig)
         trouble = client.trouble()
         if trouble is not None and replica.stalled is None:
-            error = EngineStalled(f"replica {replica.address.rank} does not answer: {trouble}")
+            error = EngineStalled(f"replica {replica.address.rank} does not respond: {trouble}")
             log.error("%s", error)
             with self._lock:
                 replica.up, replica.stalled, replica.reason = False, now, trouble

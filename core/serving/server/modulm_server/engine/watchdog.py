@@ -73,7 +73,7 @@ class Watchdog:
         elif self._since is None:
             self._since = now
             log.error("the engine does not respond: %s", reason)
-            self._changed(EngineStalled(f"the engine does not answer: {reason}"))
+            self._changed(EngineStalled(f"the engine does not respond: {reason}"))
             if self._config.dump_stacks:
                 self._core.dump_stacks()
         elif self._exits and now - self._since >= self._config.timeout:
