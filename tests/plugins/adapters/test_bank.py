@@ -356,7 +356,7 @@ BAD = {
     no_rank: r"adapter_config\.json: r, lora_alpha or a pattern",
     residual: r"adapter_config\.json: init_lora_weights is 'pissa'",
     no_weights: r"there is no adapter_model\.safetensors or adapter_model\.bin",
-    truncated: r"adapter_model\.safetensors: truncated",
+    truncated: r"adapter_model\.safetensors: .*truncated",
     code_in_the_file: r"adapter_model\.bin: truncated, or not what its name says",
     wrong_inputs: r"safetensors: .*q_proj\.lora_A\.weight: is for \[64, 63\], .* \[64, 64\]",
     wrong_outputs: r"safetensors: .*q_proj\.lora_B\.weight: is for \[65, 64\], .* \[64, 64\]",
