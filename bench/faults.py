@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,8 +93,9 @@ def folder_for_temporary() -> Iterator[tuple[Path, dict[str, str]]]:
 # kill -9
 
 
-def kill(_: argparse.Namespace) -> str:
+def kill(options: argparse.Namespace) -> str:
     """Kill each process in turn: the failure is reported, and no process or file is left behind."""
+    pauses = (None, 0.0, 0.01, 0.05) if options.minutes else (None, 0.01)
     told = []
     for word, code in (("engine.engine_process", 1), ("serve", -signal.SIGKILL)):
         with folder_for_temporary() as (folder, env):
@@ -102,7 +103,7 @@ def kill(_: argparse.Namespace) -> str:
     with folder_for_temporary() as (_folder, env):
         told.append(kill_worker(env))
     with folder_for_temporary() as (_folder, env):
-        told.append(kill_helpers(env))
+        told.append(kill_helpers(env, pauses))
     return "; ".join(told)
 
 
@@ -110,7 +111,8 @@ def kill_one(word: str, code: int, folder: Path, env: dict[str, str]) -> str:
     """Kill a process that the service cannot run without."""
     with serving(*SMALL, "--api-server-count", "2", env=env) as server:
         pids = server.family()
-        parts = [command_of(pid) for pid in pids if "sandbox_worker" not in command_of(pid)]
+        named = ("serve", "api_worker", "engine_process")
+        parts = [line for line in map(command_of, pids) if any(name in line for name in named)]
         need(len(parts) == 3, f"three processes expected, not {parts}")
         answer(server)
         seen = asyncio.run(killed_in_stream(server, word))
@@ -156,9 +158,9 @@ def kill_worker(env: dict[str, str]) -> str:
     return "api_worker: replaced"
 
 
-def kill_helpers(env: dict[str, str]) -> str:
-    """Kill the helpers that compile grammars and render templates, idle or busy: they are
-    restarted.
+def kill_helpers(env: dict[str, str], pauses: Sequence[float | None]) -> str:
+    """Kill the helpers that compile grammars and render templates, idle (a pause of None) or that
+    many seconds into a request: they are restarted.
     """
     with serving(*SMALL, "--trust-request-chat-template", env=env) as server:
         before, numbers = answer(server), iter(range(1, 100))
@@ -189,7 +191,7 @@ def kill_helpers(env: dict[str, str]) -> str:
         )
         for word, work in helpers:
             work()
-            for pause in (None, 0.0, 0.01, 0.05):
+            for pause in pauses:
                 kill_helper(server, word, work, pause)
         need(answer(server) == before, "another answer after the death of helpers")
     return f"{' and '.join(word for word, _ in helpers)}: replaced, every request answered"

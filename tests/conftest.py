@@ -25,6 +25,7 @@ import pytest
 from forked_python import TEMPLATES
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +47,10 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", UNTIMED, derandomize=True, database=None)
 settings.register_profile("fuzz", UNTIMED, database=None, print_blob=True)
 settings.load_profile("same" if FUZZ is None else "fuzz")
+if FUZZ is None:
+    # Examples do not depend on the constants in whichever modules were imported before, for which
+    # hypothesis reads the source of all of them.
+    providers._get_local_constants = lambda: providers._local_constants
 
 FAMILIES = ("modulm", "modulm_server", "uvicorn")
 

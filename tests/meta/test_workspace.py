@@ -1,4 +1,4 @@
-"""The rules of tools/: every plugin folder is legal, and nothing is over its budget."""
+"""The rules of tools/workspace.py and tools/size.py; the repository obeys them in `make check`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ def tool(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def test_every_plugin_folder_is_legal() -> None:
-    assert list(tool("workspace").check()) == []
-
-
-def test_nothing_is_over_budget() -> None:
-    assert list(tool("size").over_budget()) == []
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ imported get an interpreter of their own, as do tests with the fixture `own_inte
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -26,8 +27,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +52,7 @@ _MODULES = frozenset(
         "modulm_distributed.worker_process",
         "modulm_server.api_worker",
         "modulm_server.engine.engine_process",
+        "pytest",
         "torch.distributed.run",
     }
 )
@@ -61,11 +65,17 @@ _MAX_TITLE = 4000
 
 #: How the code of a worker of pytest-xdist begins.
 _WORKER = "import sys;exec("
-#: What commands and tests import most.
+#: What commands and tests import most, beside the plugins.
 _IMPORTED = (
-    "anthropic", "openai", "tokenizers", "torch", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama", "modulm.cli.main", "modulm.engine.worker.worker",
-    "modulm_frontend.llm", "modulm_server.app",
+    "anthropic", "av", "cattrs.gen", "compressed_tensors", "gguf", "hypothesis", "mistral_common",
+    "ollama", "openai", "pydantic.v1", "pytest", "ray.serve", "schemathesis", "tensorizer",
+    "tokenizers", "torch", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "uvicorn.main",
+    "uvicorn.protocols.http.httptools_impl",
+    "modulm.cli.main", "modulm.engine.worker.worker", "modulm.plugins.extension",
+    "modulm.plugins.hooks", "modulm_cli.flags", "modulm_frontend.llm", "modulm_server.app",
+    "modulm_server.engine.async_llm", "modulm_server.engine.engine_process", "modulm_server.serve",
+    "modulm_structured_output.compile_process",
 )  # fmt: skip
 
 _execute: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -216,13 +226,36 @@ def serve(connection: socket.socket) -> None:
                 os.write(writing, b"%d" % child)
                 os._exit(0)
             connection.detach()  # its descriptor is closed, and its number given out again
-            run(json.loads(data), fds)
-            return
+            leave_with(partial(run, json.loads(data), fds))
         for fd in (*fds, writing):
             os.close(fd)
         os.waitpid(between, 0)
         connection.send(os.read(reading, 64))
         os.close(reading)
+
+
+def leave_with(program: Callable[[], None]) -> None:
+    """Run a program and end this process as an interpreter does, but for freeing what it imported:
+    that would copy all memory that it shares with the template.
+    """
+    status = 0
+    try:
+        program()
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        raise  # the interpreter ends by the signal
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
@@ -235,7 +268,7 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
         place([nothing, nothing, nothing, theirs.detach()], [0, 1, 2, 3])
         ours.detach()
         serve(socket.socket(fileno=3))
-        return
+        os._exit(0)
     theirs.close()
     targets = request["targets"]
     place([*fds, ours.detach()], [*targets, max(targets) + 1])
@@ -290,10 +323,20 @@ def place(fds: list[int], targets: list[int]) -> None:
         low = target + 1
 
 
+def _plugins() -> Iterator[str]:
+    """The modules of all installed plugins."""
+    points = entry_points()
+    for group in points.groups:
+        if group.partition(".")[0] == "modulm":
+            yield from (point.module for point in points.select(group=group))
+
+
 if __name__ == "__main__":
-    for name in _IMPORTED:
-        importlib.import_module(name)
+    for name in (*_IMPORTED, *_plugins()):
+        with suppress(ImportError):  # of a package whose extra is not installed
+            importlib.import_module(name)
     if threading.active_count() != 1:
         raise RuntimeError(f"threads do not survive a fork: {threading.enumerate()}")
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

@@ -199,7 +199,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
         yield made
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_compiled_kernels(on_kernels: Benches, workload: list[dict[str, Any]], random: Any) -> None:
     _check(on_kernels, workload, random)
@@ -213,7 +213,7 @@ def test_plain_torch_token_by_token(
     _check(on_torch, workload, random)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_ranks_that_are_processes(
     on_ranks: Benches, workload: list[dict[str, Any]], random: Any

@@ -239,8 +239,8 @@ def _state(declaration: Declaration) -> str:
     if declaration.kind not in kind_names():
         return _no_kind(declaration.kind)
     same = (declaration.kind, declaration.name)
-    permitted = (d for d in manager.everything() if manager.selection.permits(d))
-    offers = [d for d in permitted if (d.kind, d.name) == same]
+    offers = [d for d in manager.everything() if (d.kind, d.name) == same]
+    offers = [d for d in offers if manager.selection.permits(d)]
     best = max(d.priority for d in offers)
     if declaration.priority < best:
         return f"replaced by {next(d.origin for d in offers if d.priority == best)}"

@@ -284,6 +284,8 @@ class Chat:
         return choice
 
     def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:
+        if positions is None:
+            return None
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids

@@ -279,6 +279,8 @@ class Completions:
     def _logprobs(
         self, job: _Job, positions: Any, ids: Sequence[int], offset: int
     ) -> CompletionLogprobs | None:
+        if positions is None:
+            return None
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids

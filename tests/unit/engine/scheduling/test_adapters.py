@@ -22,7 +22,7 @@ from modulm_adapters.step.planner import AdapterSlots
 @pytest.mark.parametrize("depth", [1, 2])
 def test_adapters_change_no_token_and_are_in_slots_when_they_run(depth: int) -> None:
     """FakeExecutor fails a step with a row whose adapter is in no slot."""
-    for seed in range(40):
+    for seed in range(20):
         draw = random.Random(seed)
         arrivals, scripts = random_workload(draw)
         groups = (Group(4, draw.choice([22, 100])),)
@@ -98,7 +98,7 @@ ASKED = st.lists(
 
 
 @given(ASKED, st.integers(1, 3), st.integers(1, 6), st.integers(1, 2), st.sampled_from([12, 100]))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_no_step_uses_more_than_fit_and_everybody_ends(
     asked: list[tuple[str | None, int, int, int]], slots: int, rows: int, depth: int, blocks: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_no_step_uses_more_than_fit_and_everybody_ends(
     st.integers(1, 3), st.integers(2, 6),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=6),
 )  # fmt: skip
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_nobody_starves_behind_others_that_keep_coming(
     slots: int, rows: int, coming: list[tuple[int, int]]
 ) -> None:

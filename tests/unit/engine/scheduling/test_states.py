@@ -55,7 +55,7 @@ def texts(lengths, seed: int) -> list[list[int]]:
     return [[*text[:begin], *(rng.randrange(1, 500) for _ in range(own))] for begin, own in lengths]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(GROUPS, LENGTHS, st.integers(0, 3))
 @example((STATES,), [(9, 39), (132, 18), (43, 29), (160, 30)], 0)
 @example((STATES,), [(153, 16), (105, 31), (182, 18), (163, 35)], 0)
@@ -87,7 +87,7 @@ def test_where_no_segment_fits_a_prompt_goes_on_all_the_same(prompts, limits, ex
     assert steps[-1][0] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     LENGTHS,
     st.integers(5, 300),
