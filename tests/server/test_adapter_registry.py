@@ -104,8 +104,8 @@ class Setting:
     def handed_in(self, request: str) -> None:
         """Wait until the engine has a request, or it has ended."""
         for _ in range(30_000):
-            known = self.loop._inbox.requests or request in self.loop.scheduler._entries
-            if known or request in self.seen.finished:
+            waiting = {getattr(item, "id", None) for item in tuple(self.loop._inbox._items)}
+            if request in {*waiting, *self.loop.scheduler._entries, *self.seen.finished}:
                 return
             threading.Event().wait(0.002)
         raise AssertionError(f"{request} did not come")

@@ -144,7 +144,7 @@ def test_help_shows_a_broken_command_and_hurts_no_other(run: Run) -> None:
 def test_unknown_command_has_a_close_match(run: Run) -> None:
     done = run("helo")
     assert done.returncode == 2
-    assert "Did you mean hello?" in done.stderr
+    assert "Did you mean hello" in done.stderr
 
 
 def one(run: Run, name: str) -> dict[str, str]:
