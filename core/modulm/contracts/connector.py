@@ -8,7 +8,7 @@ in different processes. Transfers run in the background; only the requests that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "API",
-    "BlockTransfer",
-    "KVConnector",
-    "KVIndex",
-    "KVMover",
-    "TransferPlan",
-    "TransferResult",
-]
+    "API", "BlockTransfer", "KVConnector", "KVIndex", "KVMover", "TransferPlan", "TransferResult",
+]  # fmt: skip
 
 API = 3
 
@@ -35,13 +29,15 @@ class BlockTransfer:
     """Blocks of one request to move. The result returns `id` when the transfer has ended.
 
     request: request id, for messages. names: chained hashes of the blocks' tokens. blocks: for
-    each cache group, block ids in the order of `names`.
+    each cache group, block ids in the order of `names`. source: for loads of a connector between
+    engines, where the blocks are; a plain value.
     """
 
     id: int
     request: str
     names: tuple[bytes, ...]
     blocks: tuple[tuple[int, ...], ...]
+    source: Any = None
 
 
 @frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from attrs import define, field, frozen
@@ -144,7 +144,7 @@ class RequestOutput:
 
     prompt: None if it was given as token ids. prompt_logprobs: one entry per prompt token, None for
     the first. num_cached_tokens: prompt tokens found in the prefix cache; None until the request
-    has run.
+    has run. kv_transfer_params: where another engine finds the prompt's KV cache, if requested.
     """
 
     request_id: str
@@ -155,6 +155,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @define

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from attrs import field, frozen
@@ -180,7 +180,8 @@ class StepEvents:
 
     requests[i] sampled tokens[i]; a request's tokens are consecutive, with one entry of logprobs
     each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
-    request -> (verified drafts, accepted drafts).
+    request -> (verified drafts, accepted drafts). transfer_params: request ->
+    `RequestOutput.kv_transfer_params`.
     """
 
     time: float = field(factory=time.monotonic)
@@ -193,3 +194,4 @@ class StepEvents:
     pooled: dict[str, np.ndarray] = field(factory=dict)
     stats: StepStats | None = None
     drafted: dict[str, tuple[int, int]] = field(factory=dict)
+    transfer_params: dict[str, Mapping[str, Any]] = field(factory=dict)

@@ -160,9 +160,9 @@ def test_bad_files_are_computed_and_said_once(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "none of .*disk, host"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnector"}}, "not one of .*disk, host"),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "kv_connector"),
-        ({"kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_producer"}}, "kv_both"),
+        ({"kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_producer"}}, "kv_role"),
         ({"kv_transfer_config": {"kv_connector": "host", "port": 1}}, "port is not one of"),
         ({"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector": "disk"}}, "only one"),
         ({"kv_offloading_size": 1, "prefix_caching_hash_algo": "builtin"}, "sha256"),

@@ -14,6 +14,7 @@ __all__ = ["CONNECTORS", "connector_tables"]
 CONNECTORS: Mapping[str, str] = {
     "OffloadingConnector": "host",
     "ExampleConnector": "disk",
+    "NixlConnector": "peer",
     "SharedStorageConnector": "disk",
 }
 
@@ -33,8 +34,13 @@ def connector_tables(config: Any) -> Mapping[str, Any]:
         named[driver] = {"cpu_bytes_to_use": int(flags.kv_offloading_size * (1 << 30))}
     if flags.kv_transfer_config:
         sources.append("kv_transfer_config")
-        name = _driver(flags.kv_transfer_config["kv_connector"])
-        named[name] = flags.kv_transfer_config.get("kv_connector_extra_config", {})
+        table = flags.kv_transfer_config
+        own = {key: table[key] for key in ("engine_id", "kv_ip", "kv_port") if key in table}
+        if table.get("kv_role", "kv_both") != "kv_both":
+            own["kv_role"] = table["kv_role"]
+        named[_driver(table["kv_connector"])] = {
+            **table.get("kv_connector_extra_config", {}), **own,
+        }  # fmt: skip
     if len(sources) > 1:
         raise ConfigError(
             sources[-1], f"{sources[0]} names a KV connector as well: set only one of them"

@@ -155,7 +155,20 @@ class CopyingMover(KVMover):
         for transfer in plan.saves:
             self._waiting.put((False, transfer, ready))
         for transfer in plan.loads:
-            self._waiting.put((True, transfer, ready))
+            self.start_load(transfer, ready)
+
+    def start_load(self, transfer: BlockTransfer, ready: Any) -> None:
+        """Queue a load. ready: an event after which its blocks may be written, or None.
+
+        A subclass may fetch the bytes first, in other threads.
+        """
+        self._waiting.put((True, transfer, ready))
+
+    def fail(self, transfer: BlockTransfer, reason: str) -> None:
+        """Report a transfer that has failed before it was queued."""
+        with self._lock:
+            self._failed.append((transfer.id, reason))
+            self._lock.notify_all()
 
     def ended(self) -> TransferResult:
         with self._lock:

@@ -10,7 +10,10 @@ from modulm.errors import ConfigError
 
 __all__ = ["KVTransferConfig"]
 
-_KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config")
+_KEYS = (
+    "kv_connector", "kv_role", "kv_connector_extra_config", "engine_id", "kv_ip", "kv_port",
+)  # fmt: skip
+_ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 
 def _transfer(value: Any) -> Mapping[str, Any]:
@@ -23,8 +26,9 @@ def _transfer(value: Any) -> Mapping[str, Any]:
             raise ConfigError("kv_transfer_config", message)
     if table and not isinstance(table.get("kv_connector"), str):
         raise ConfigError("kv_transfer_config", "kv_connector: must be the name of a connector")
-    if table.get("kv_role", "kv_both") != "kv_both":
-        raise ConfigError("kv_transfer_config", "kv_role: only kv_both is supported")
+    if table.get("kv_role", "kv_both") not in _ROLES:
+        message = f"kv_role: {table['kv_role']!r} is not one of {', '.join(_ROLES)}"
+        raise ConfigError("kv_transfer_config", message)
     if not isinstance(table.get("kv_connector_extra_config", {}), Mapping):
         message = "kv_connector_extra_config: must be a table of options"
         raise ConfigError("kv_transfer_config", message)
@@ -49,6 +53,7 @@ class KVTransferConfig(FlagGroup):
     kv_transfer_config: Mapping[str, Any] = flag(
         {},
         "KV connector, in vLLM's format: kv_connector (vLLM's name of it, or an installed "
-        "driver) and kv_connector_extra_config (its options).",
+        "driver), kv_connector_extra_config (its options), and for connectors between engines "
+        "kv_role, engine_id, kv_ip and kv_port.",
         parse=_transfer,
     )

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["model_digest"]
+__all__ = ["engine_facts", "model_digest"]
 
 #: Flags that change keys, values or the cache layout.
 _FLAGS = (
@@ -39,10 +39,40 @@ def model_digest(config: Any, plugins: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def _sample(file: Path) -> bytes:
+#: Flags that must agree between two engines that exchange blocks.
+_SHARED = (
+    "dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "quantization",
+    "prefix_caching_hash_algo", "attention_backend", "tensor_parallel_size",
+    "pipeline_parallel_size", "decode_context_parallel_size",
+)  # fmt: skip
+
+
+def engine_facts(config: Any, plugins: Any) -> dict[str, str]:
+    """Return what two engines must have in common to exchange blocks, by flag.
+
+    `model` is a digest of config.json and of samples of the weights, whatever their time and
+    folder. Raises CheckpointError.
+    """
+    from modulm.loading import open_checkpoint
+
+    checkpoint = open_checkpoint(config, plugins)
+    facts = {name: str(config.value(name)) for name in _SHARED}
+    described: dict[str, Any] = {"config": checkpoint.config}
+    if config.value("load_format") == "dummy":
+        described["seed"] = config.value("seed")
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
+    path = Path(checkpoint.path)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file() and file.suffix not in (".md", ".txt", ".jinja", ".json"):
+            digest.update(_sample(file, timed=False))
+    return {"version": version("modulm"), "model": digest.hexdigest()[:32], **facts}
+
+
+def _sample(file: Path, *, timed: bool = True) -> bytes:
     size = file.stat().st_size
     with file.open("rb") as opened:
-        pieces = [f"{file.name} {size} {file.stat().st_mtime_ns}".encode()]
+        time = file.stat().st_mtime_ns if timed else 0
+        pieces = [f"{file.name} {size} {time}".encode()]
         for offset in (0, size // 2, max(0, size - _PIECE)):
             opened.seek(offset)
             pieces.append(opened.read(_PIECE))

@@ -9,7 +9,8 @@ import attrs
 from modulm.contracts.connector import BlockTransfer, KVConnector, TransferPlan, TransferResult
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
 from modulm_kv_transfer.choice import connector_tables
-from modulm_kv_transfer.identity import model_digest
+from modulm_kv_transfer.identity import engine_facts, model_digest
+from modulm_kv_transfer.remote import RemoteConnector, RemoteIndex
 
 if TYPE_CHECKING:
     from modulm_kv_transfer.planner import TransferPlanner
@@ -36,17 +37,24 @@ class TransfersPart(StepPart):
         driver, options = configured
         connector = driver(options)
         connector.bind(model_digest(config, plugins), config.parallel.ranks)
+        if isinstance(connector, RemoteConnector):
+            replica = config.parallel.data_parallel_rank_local
+            connector.describe_engine(engine_facts(config, plugins), replica)
         return cls(connector)
 
     def planner(self, context: PlannerContext) -> TransferPlanner:
-        from modulm_kv_transfer.planner import TransferPlanner
+        from modulm_kv_transfer.planner import RemoteTransferPlanner, TransferPlanner
 
-        return TransferPlanner(self.connector.index(), context)
+        index = self.connector.index()
+        if isinstance(index, RemoteIndex):
+            return RemoteTransferPlanner(index, context)
+        return TransferPlanner(index, context)
 
     def runner(self, built: BuiltModel) -> TransferRunner:
         from modulm_kv_transfer.runner import TransferRunner
 
-        return TransferRunner(self.connector.mover())
+        remote = isinstance(self.connector, RemoteConnector)
+        return TransferRunner(self.connector.mover(), remote=remote)
 
     def pack_plan(self, value: TransferPlan) -> list[Any]:
         return [[attrs.astuple(move) for move in moves] for moves in (value.loads, value.saves)]
@@ -64,5 +72,5 @@ class TransfersPart(StepPart):
 
 
 def _transfer(packed: list[Any]) -> BlockTransfer:
-    number, request, names, blocks = packed
-    return BlockTransfer(number, request, tuple(names), tuple(map(tuple, blocks)))
+    number, request, names, blocks, source = packed
+    return BlockTransfer(number, request, tuple(names), tuple(map(tuple, blocks)), source)

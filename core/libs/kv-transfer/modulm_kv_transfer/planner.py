@@ -8,7 +8,8 @@ pinned until it has ended on all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from attrs import frozen
@@ -18,8 +19,9 @@ from modulm.contracts.executor import PartReport, Plan
 from modulm.contracts.requests import Request
 from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, WaitingRequest
 from modulm.errors import ConfigError
+from modulm_kv_transfer.remote import RemoteIndex
 
-__all__ = ["TransferPlanner"]
+__all__ = ["RemoteTransferPlanner", "TransferPlanner"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -112,12 +114,17 @@ class TransferPlanner(PartPlanner):
         size = self._cache.sizes[0]
         first, last = cached // size, tokens // size
         names = tuple(waiting.chains[0].names[first:last])
-        transfer = self._transfer(waiting.request.id, row, names, range(first, last))
+        request = waiting.request.id
+        transfer = self._transfer(request, row, names, range(first, last), self.source(request))
         epoch = int(self._table.epoch[row])
         self._loads[transfer.id] = _Load(transfer, row, epoch, cached, tokens)
         self._new[0].append(transfer)
         self._loading.add(row)
         self._table.pause(row)
+
+    def source(self, request: str) -> Any:
+        """Return `BlockTransfer.source` of the request's load."""
+        return None
 
     def loaded(self, rows: Sequence[int]) -> dict[int, int]:
         return {row: self._loaded.pop(row) for row in rows if row in self._loaded}
@@ -137,11 +144,10 @@ class TransferPlanner(PartPlanner):
 
     def _save(self, request: str, row: int, names: Sequence[bytes], indices: range) -> None:
         tables = [group.tables[row] for group in self._cache.groups]
-        unsaved = [
-            index
-            for index in indices
-            if names[index] not in self._saving and all(table[index] != _NULL for table in tables)
-        ]
+        whole = [index for index in indices if all(table[index] != _NULL for table in tables)]
+        if len(whole) < len(indices):
+            self.skip(request)
+        unsaved = [index for index in whole if names[index] not in self._saving]
         if unsaved:
             chosen = tuple(names[index] for index in unsaved)
             transfer = self._transfer(request, row, chosen, unsaved)
@@ -149,8 +155,18 @@ class TransferPlanner(PartPlanner):
             self._saves[transfer.id] = transfer
             self._new[1].append(transfer)
 
+    def skip(self, request: str) -> None:
+        """Called if some of the request's blocks cannot be saved: they had left the window of a
+        cached prefix.
+        """
+
     def _transfer(
-        self, request: str, row: int, names: tuple[bytes, ...], indices: Sequence[int]
+        self,
+        request: str,
+        row: int,
+        names: tuple[bytes, ...],
+        indices: Sequence[int],
+        source: Any = None,
     ) -> BlockTransfer:
         """Create a transfer of the row's blocks at `indices`, and pin them until it has ended."""
         self._count += 1
@@ -159,7 +175,7 @@ class TransferPlanner(PartPlanner):
         )
         for group, ids in zip(self._cache.groups, blocks, strict=True):
             group.hold(ids)
-        return BlockTransfer(self._count, request, names, blocks)
+        return BlockTransfer(self._count, request, names, blocks, source)
 
     def plan(self, step: StepDraft, left: int) -> TransferPlan | None:
         """Return the transfers to start.
@@ -254,3 +270,47 @@ class TransferPlanner(PartPlanner):
     def finished(self, request: str) -> None:
         self._stored.pop(request, None)
         self.index.finish(request)
+
+
+class RemoteTransferPlanner(TransferPlanner):
+    """Plans transfers between engines, which requests ask for."""
+
+    def __init__(self, index: RemoteIndex, context: PlannerContext) -> None:
+        super().__init__(index, context)
+        self._remote = index
+        self._known: set[str] = set()
+        #: Requests whose answers have no `kv_transfer_params` yet.
+        self._unanswered: set[str] = set()
+
+    def check(self, request: Request) -> None:
+        self._remote.check(request)
+
+    def external(self, waiting: WaitingRequest, cached: int) -> int | None:
+        request = waiting.request
+        if request.id not in self._known:
+            self._known.add(request.id)
+            self._unanswered.add(request.id)
+            self._remote.add(request)
+        return super().external(waiting, cached)
+
+    def source(self, request: str) -> Any:
+        return self._remote.source(request)
+
+    def skip(self, request: str) -> None:
+        # Nobody shall wait for blocks that do not come.
+        self._unanswered.discard(request)
+
+    def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        if not self._unanswered:
+            return {}
+        answers = {}
+        for request in self._unanswered.intersection(names.values()):
+            self._unanswered.discard(request)
+            if (answer := self._remote.answer(request)) is not None:
+                answers[request] = answer
+        return {"transfer_params": answers} if answers else {}
+
+    def finished(self, request: str) -> None:
+        self._known.discard(request)
+        self._unanswered.discard(request)
+        super().finished(request)

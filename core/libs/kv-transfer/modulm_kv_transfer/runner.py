@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from modulm.contracts.connector import KVMover, TransferPlan, TransferResult
 from modulm.contracts.executor import Plan
 from modulm.contracts.step_part import PartRunner, RunnerContext
@@ -13,10 +16,16 @@ _PAUSE = 0.002
 
 
 class TransferRunner(PartRunner):
-    """Passes transfers to a mover and returns its reports."""
+    """Passes transfers to a mover and returns its reports.
 
-    def __init__(self, mover: KVMover) -> None:
-        self._mover = mover
+    remote: whether requests may exchange blocks with other engines.
+    """
+
+    def __init__(self, mover: KVMover, *, remote: bool = False) -> None:
+        self._mover, self._remote = mover, remote
+
+    def capacity(self) -> Mapping[str, Any]:
+        return {"remote": 1} if self._remote else {}
 
     def open(self, context: RunnerContext) -> None:
         self._mover.open(context.caches, rank=context.rank, ranks=context.ranks)

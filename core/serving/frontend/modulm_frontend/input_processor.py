@@ -371,6 +371,10 @@ class InputProcessor:
     def _checked(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         if "generate" not in self.info.tasks:
             raise RequestError(f"the model supports only {', '.join(self.info.tasks)}", "model")
+        remote = self.info.limit("transfers", "remote")
+        if not remote and (params.extra_args or {}).get("kv_transfer_params"):
+            message = "this engine exchanges no KV cache: start it with --kv-transfer-config"
+            raise RequestError(message, "kv_transfer_params")
         return check(
             params,
             vocabulary=self.info.vocabulary,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import define, field
@@ -188,6 +188,7 @@ class RequestState:
     fresh: int = 0
     streamed: bool = False
     end_taken: bool = False
+    transfer_params: Mapping[str, Any] | None = None
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
@@ -319,6 +320,7 @@ class RequestState:
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.cached,
+            kv_transfer_params=self.transfer_params,
         )
 
     def _deltas(self) -> list[CompletionOutput]:
@@ -423,6 +425,9 @@ class OutputProcessor:
             if identity in self._sequences:
                 state, index = self._sequences[identity]
                 state.record_drafts(index, *verified)
+        for identity, params in events.transfer_params.items():
+            if identity in self._sequences:
+                self._sequences[identity][0].transfer_params = params
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
             if identity in self._sequences:

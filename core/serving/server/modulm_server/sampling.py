@@ -175,7 +175,7 @@ def sampling_params(
     Lists, texts and what depends on the model (vocabulary, context length) are checked by
     `modulm_frontend.validation`. Raises ApiError(400) naming the field.
     """
-    reject_unsupported(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
+    reject_unsupported(body, "logprob_token_ids", "repetition_detection")
     if body.logits_processors:
         raise bad_field(
             "logits_processors",
@@ -191,6 +191,7 @@ def sampling_params(
             raise bad_field(
                 "use_beam_search", "use_beam_search cannot be combined with structured outputs"
             )
+        reject_unsupported(body, "kv_transfer_params")
         return _beams(body, defaults, max_tokens, logprobs)
     if body.early_stopping:
         raise bad_field("early_stopping", "early_stopping needs use_beam_search: true")
@@ -209,8 +210,16 @@ def sampling_params(
         bad_words=body.bad_words,
         structured_outputs=constraint,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        extra_args=body.arguments(),
+        extra_args=_extra_args(body),
     )
+
+
+def _extra_args(body: SamplingFields) -> dict[str, Any] | None:
+    """Return `SamplingParams.extra_args`, with `kv_transfer_params` where vLLM has them."""
+    arguments = body.arguments()
+    if body.kv_transfer_params is None:
+        return arguments
+    return {**(arguments or {}), "kv_transfer_params": body.kv_transfer_params}
 
 
 def _beams(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CompletionLogprobs,
         Measured,
         PromptLogprob,
+        Transferred,
         Usage,
     )
     from modulm_server.sampling import SamplingFields
@@ -35,6 +36,7 @@ __all__ = [
     "fingerprint",
     "paced",
     "prompt_logprobs",
+    "transferred",
     "usage",
 ]
 
@@ -69,6 +71,12 @@ def fingerprint(config: Any, engine: Any) -> str | None:
     if engine.weight_version:
         full = f"{full}-w{engine.weight_version}"
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
+
+
+def transferred(output: Any) -> Transferred:
+    """Return `kv_transfer_params` of an output, if it has some."""
+    params = output.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
 def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:

@@ -19,6 +19,7 @@ from modulm_route_openai.answers import (
     fingerprint,
     paced,
     prompt_logprobs,
+    transferred,
     usage,
 )
 from modulm_route_openai.rendering import rendered
@@ -247,7 +248,7 @@ class Chat:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if job.body.return_token_ids:
             body["prompt_token_ids"] = list(output.prompt_token_ids)
-        return body
+        return {**body, **transferred(output)}
 
     def _head(self, job: _Job) -> ChatChunk:
         return {

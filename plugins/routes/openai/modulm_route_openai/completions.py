@@ -18,6 +18,7 @@ from modulm_route_openai.answers import (
     fingerprint,
     paced,
     prompt_logprobs,
+    transferred,
     usage,
 )
 from modulm_route_openai.rendering import rendered
@@ -241,6 +242,7 @@ class Completions:
             "choices": choices,
             "usage": usage(tokens, generated, cached),
             **draft_metrics(job.body, self._context.config, single),
+            **transferred(outputs[0]),
         }
 
     def _head(self, job: _Job) -> CompletionChunk:

@@ -70,6 +70,12 @@ class Measured(TypedDict, total=False):
     metrics: Metrics
 
 
+class Transferred(TypedDict, total=False):
+    """Where another engine finds the prompt's KV cache, if the request asked for it."""
+
+    kv_transfer_params: dict[str, Any]
+
+
 class PromptLogprob(TypedDict):
     """A candidate token at a position of the prompt."""
 
@@ -109,7 +115,7 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class Completion(_Head, Measured):
+class Completion(_Head, Measured, Transferred):
     """The response of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
@@ -153,7 +159,7 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(_Head, Measured):
+class ChatCompletion(_Head, Measured, Transferred):
     """The response of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion"]

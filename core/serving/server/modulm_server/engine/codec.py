@@ -70,11 +70,13 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.pooled,
         events.stats,
         events.drafted,
+        events.transfer_params,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
-    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, drafted = packed
+    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, *more = packed
+    drafted, transfer_params = more
     return StepEvents(
         time,
         requests,
@@ -86,6 +88,7 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         pooled,
         None if stats is None else _stats(stats),
         {name: (verified, right) for name, (verified, right) in drafted.items()},
+        transfer_params,
     )
 
 

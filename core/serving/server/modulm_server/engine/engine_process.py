@@ -472,7 +472,7 @@ def split(events: StepEvents, owners: dict[str, Any], peers: Any) -> list[tuple[
     for finish in events.finished:
         if id(owners.get(finish.request)) in parts:
             parts[id(owners[finish.request])][1].finished.append(finish)
-    for table in ("logprobs", "prompt_logprobs", "pooled", "drafted"):
+    for table in ("logprobs", "prompt_logprobs", "pooled", "drafted", "transfer_params"):
         _split_table(table, events, owners, parts)
     return list(parts.values())
 

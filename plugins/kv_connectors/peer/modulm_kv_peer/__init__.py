@@ -1,0 +1,1 @@
+"""A KV connector between engines: one computes prompts, another continues them."""
