@@ -154,6 +154,12 @@ class AdapterBank(ABC):
         """
         self.begin(sent)
 
+    def memory(self) -> int:
+        """Return the bytes that adapters of the largest rank may take on this rank, if all are
+        loaded; called once the layers are built, for estimates. 0 if unknown.
+        """
+        return 0
+
     @property
     def recordable(self) -> bool:
         """Whether the layers' work after the last `begin` may be recorded and replayed.

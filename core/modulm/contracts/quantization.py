@@ -250,6 +250,9 @@ class QuantizationMethod(ABC):
     Config: ClassVar[type]
     #: Settings for the contract kit, if the defaults of `Config` quantize nothing.
     EXAMPLE: ClassVar[Mapping[str, object]] = {}
+    #: Bits per weight, if the method suits plain checkpoints that do not fit into memory otherwise:
+    #: `--quantization auto` uses the method with the most bits that fits. 0: it is never chosen.
+    at_load_bits: ClassVar[float] = 0.0
 
     @classmethod
     @abstractmethod
@@ -280,6 +283,15 @@ class QuantizationMethod(ABC):
     @abstractmethod
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         """Return the tensors that the checkpoint supplies, by name ("weight", ...), except bias."""
+
+    def example(self, spec: LinearSpec, name: str) -> torch.Tensor | None:
+        """Return typical values of the tensor `name` of `create`, which are broadcast to its shape.
+
+        Estimates of memory and the contract kit fill layers with them. None: small numbers,
+        positive scales, or random bits are typical. Needed for other codes, indices and settings,
+        and for zero points that are usually zero.
+        """
+        return None
 
     def skips(self, name: str) -> bool:
         """Whether the checkpoint's settings leave layer `name` unquantized.

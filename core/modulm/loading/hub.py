@@ -15,7 +15,7 @@ from modulm.errors import CheckpointError
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
 
-__all__ = ["download", "download_part", "is_hub_id", "split_part"]
+__all__ = ["download", "download_part", "explained", "is_hub_id", "split_part"]
 
 log = logging.getLogger("modulm")
 
@@ -43,7 +43,7 @@ def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> P
     wanted: patterns of additional files. Raises CheckpointError if the model does not exist, access
     is denied, or the hub cannot be reached and nothing is cached.
     """
-    with _explained(name, config):
+    with explained(name, config):
         code = ("*.py",) if config.model.trust_remote_code else ()
         folder = _files(name, config, (*_FILES, *wanted, *code))
         if not any(folder.glob("*.safetensors")):
@@ -61,7 +61,7 @@ def download_part(
 
     Raises CheckpointError as `download` does.
     """
-    with _explained(name, config):
+    with explained(name, config):
         files = choose(_listed(name, config))
         return _files(name, config, tuple(map(escape, files))) / files[0]
 
@@ -104,7 +104,7 @@ def _files(name: str, config: EngineConfig, patterns: tuple[str, ...]) -> Path:
 
 
 @contextmanager
-def _explained(name: str, config: EngineConfig) -> Iterator[None]:
+def explained(name: str, config: EngineConfig) -> Iterator[None]:
     """Convert exceptions of the hub's client to CheckpointErrors with advice."""
     from huggingface_hub.errors import (
         GatedRepoError,

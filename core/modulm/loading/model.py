@@ -16,13 +16,7 @@ from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices, Methods
 from modulm.loading.pooling import generates, open_pooler, pooling_settings
-from modulm.loading.weights import (
-    WeightPlan,
-    expected_tensors,
-    fill,
-    plan_weights,
-    weight_bytes,
-)
+from modulm.loading.weights import WeightPlan, expected_tensors, fill, plan_weights, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.parallel import Mesh
@@ -42,7 +36,10 @@ if TYPE_CHECKING:
     from modulm.nn.weight_slots import Unit
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Loaded", "build_model", "explain_model", "load_model", "model_names", "plan_checkpoint"]
+__all__ = [
+    "Loaded", "build_model", "explain_model", "load_model", "model_names", "plan_checkpoint",
+    "state_block", "table_rows",
+]  # fmt: skip
 
 #: Aliases of --kv-cache-dtype values -> torch's names.
 _KV_DTYPES = {
@@ -108,7 +105,7 @@ def load_model(
     size = weight_bytes(built.shared.units)
     if plan is not None:
         _check_memory(size, platform)
-    block = _state_block(config, built.shared.max_length)
+    block = state_block(config, built.shared.max_length)
     groups = group_caches(built.model.caches, built.choices.backends, block)
     context = built.shared.mesh.context
     if context.size > 1 and not any(spec.partial for spec in built.choices.backends):
@@ -279,7 +276,7 @@ def _choose_length(config: EngineConfig, settings: Any, checkpoint: Checkpoint) 
     return length
 
 
-def _state_block(config: EngineConfig, longest: int) -> int:
+def state_block(config: EngineConfig, longest: int) -> int:
     """Return the tokens between two states that are kept for reuse; `longest` if none are.
 
     Raises ConfigError, UnsupportedError.
@@ -307,13 +304,16 @@ def _check_memory(size: int, platform: Platform) -> None:
         )
 
 
-def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platform) -> None:
-    """Fill the tables of rotary angles: up to the maximum length, or to what memory can cache."""
-    rows = shared.max_length
+def table_rows(length: int, groups: Sequence[CacheGroup], memory: int) -> int:
+    """Return the positions in tables of rotary angles: all, or as many as `memory` can cache."""
     whole = [g for g in groups if g.kind is CacheKind.ATTENTION and g.window is None]
     bytes_per_token = sum(g.block_bytes / g.block_size for g in whole)
-    if bytes_per_token:
-        rows = min(rows, int(platform.memory().total / bytes_per_token) + 1)
+    return min(length, int(memory / bytes_per_token) + 1) if bytes_per_token else length
+
+
+def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platform) -> None:
+    """Fill the tables of rotary angles."""
+    rows = table_rows(shared.max_length, groups, platform.memory().total)
     size = sum(rows * rope.size * 4 for rope in shared.ropes)
     if size > platform.memory().free * _TABLES:
         raise ConfigError(

@@ -35,7 +35,8 @@ Naming = Callable[[str, "Tensor"], Iterable[tuple[str, "Tensor"]]]
 class WeightPlan:
     """Where tensors go: for each tensor name of the model, the parameters that it fills.
 
-    `read`: stored tensors that are needed. `total`: bytes that are read.
+    `read`: stored tensors that are needed. `total`: bytes that are read. `stored`: what the routed
+    tensors are stored as.
     """
 
     routes: Mapping[str, Sequence[tuple[Unit, Slot, Part]]]
@@ -44,6 +45,7 @@ class WeightPlan:
     names: Naming
     total: int
     read: Mapping[str, StoredTensor]
+    stored: Mapping[str, StoredTensor]
 
 
 def expected_tensors(units: Iterable[Unit]) -> Mapping[str, StoredTensor]:
@@ -104,9 +106,10 @@ def plan_weights(
         if n not in routes and n not in ignored and n.rpartition(".")[0] not in tied
     ]
     _complain(where, [message for message in wrong if message], missing, unexpected)
-    read = {tensors[name][0].name: tensors[name][0] for name in routes}
+    sources = {name: tensors[name][0] for name in routes}
+    read = {stored.name: stored for stored in sources.values()}
     total = sum(stored.bytes for stored in index.values())
-    return WeightPlan(routes, remaining, units, names or _as_is, total, read)
+    return WeightPlan(routes, remaining, units, names or _as_is, total, read, sources)
 
 
 def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progress: bool) -> None:

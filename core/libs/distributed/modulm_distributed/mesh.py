@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modulm_distributed.collectives import Collectives
     from modulm_distributed.eplb import EplbConfig
 
-__all__ = ["RankSpec", "open_mesh"]
+__all__ = ["RankSpec", "open_mesh", "planned_mesh"]
 
 
 @frozen
@@ -78,6 +78,22 @@ class RankSpec:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline
+
+
+def planned_mesh(spec: RankSpec) -> Mesh:
+    """Return the groups of a rank without connections, to plan what it would hold."""
+    stage, share = divmod(spec.rank, spec.tensor)
+    tensor = ProcessGroup(share, spec.tensor)
+    pipeline = ProcessGroup(stage, spec.pipeline, layers=tuple(spec.layers))
+    expert = tensor if spec.expert_parallel else ProcessGroup()
+    if spec.replicas > 1:
+        expert = ProcessGroup(spec.replica * spec.tensor + share, spec.replicas * spec.tensor)
+    world = ProcessGroup(spec.rank, spec.ranks)
+    mesh = Mesh(tensor=tensor, pipeline=pipeline, expert=expert, world=world)
+    if spec.context == 1:
+        return mesh
+    context = ProcessGroup(share % spec.context, spec.context)
+    return ContextMesh.of(mesh, context, spec.interleave_tokens)
 
 
 def open_mesh(

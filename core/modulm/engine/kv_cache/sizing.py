@@ -14,11 +14,11 @@ from modulm.errors import ConfigError
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend
     from modulm.contracts.config import EngineConfig
-    from modulm.contracts.platform import Platform
+    from modulm.contracts.platform import Memory, Platform
     from modulm.loading import CacheGroup
     from modulm.parallel import ProcessGroup
 
-__all__ = ["Sizing", "agreed", "allocate", "cache_budget", "share_out"]
+__all__ = ["Sizing", "agreed", "allocate", "blocks_needed", "cache_budget", "share_out"]
 
 #: Fraction of the memory after weights that is reserved for activations, if not measured.
 _ACTIVATIONS = 0.1
@@ -65,9 +65,9 @@ class Sizing:
 
 
 def cache_budget(
-    config: EngineConfig, platform: Platform, activations: Callable[[], int | None]
+    config: EngineConfig, memory: Memory, activations: Callable[[], int | None]
 ) -> int:
-    """Return the bytes for all caches, once the weights are loaded.
+    """Return the bytes for all caches. memory: of the device, once the weights are loaded.
 
     This is `kv_cache_memory_bytes`, if set. Otherwise weights and caches together may use
     `gpu_memory_utilization` of the device, but at most the free memory. activations: measures the
@@ -75,7 +75,6 @@ def cache_budget(
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
-    memory = platform.memory()
     share = config.cache.gpu_memory_utilization
     left = min(memory.total * share - (memory.total - memory.free), memory.free * share)
     if left <= 0:  # others hold most of the device: take a share of what they left
@@ -106,7 +105,10 @@ def share_out(
     notes: tuple[str, ...] = () if kept else (_UNSHARED,)
     slots_wanted = rows * ((_KEPT_SLOTS if kept else 1) + drafts)
     if override is not None:
-        least = {g: _needs(g, max_model_len, chunk) + 1 if g.kind == "cross" else 2 for g in groups}
+        least = {
+            g: blocks_needed(g, max_model_len, chunk) + 1 if g.kind == "cross" else 2
+            for g in groups
+        }
         blocks = tuple(
             slots_wanted + 1 if g.kind == "state" else max(override, least[g]) for g in groups
         )
@@ -131,7 +133,7 @@ def share_out(
     one = _bytes_of_one(groups, length, chunk)
     sequences = min(float(rows), left / one) if one else float(rows)
     blocks = tuple(
-        slots + 1 if g.kind == "state" else int(sequences * _needs(g, length, chunk)) + 1
+        slots + 1 if g.kind == "state" else int(sequences * blocks_needed(g, length, chunk)) + 1
         for g in groups
     )
     return Sizing.of(groups, blocks, length, notes)
@@ -177,7 +179,7 @@ def _slots(groups: Sequence[CacheGroup], room: int, wanted: int, kept: bool) -> 
     return max(min(wanted, fit), _LEAST_KEPT if kept else 1)
 
 
-def _needs(group: CacheGroup, length: int, chunk: int) -> int:
+def blocks_needed(group: CacheGroup, length: int, chunk: int) -> int:
     """Return the maximum blocks of one sequence of `length` tokens.
 
     A window needs blocks for itself and the chunks of two steps, all of which may straddle blocks.
@@ -192,7 +194,7 @@ def _needs(group: CacheGroup, length: int, chunk: int) -> int:
 
 def _bytes_of_one(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
     paged = (g for g in groups if g.kind != "state")
-    return sum(_needs(g, length, chunk) * g.block_bytes for g in paged)
+    return sum(blocks_needed(g, length, chunk) * g.block_bytes for g in paged)
 
 
 def _fitting(groups: Sequence[CacheGroup], left: int, longest: int, chunk: int) -> int:
@@ -208,7 +210,7 @@ def _fitting(groups: Sequence[CacheGroup], left: int, longest: int, chunk: int) 
 def _longest(groups: Sequence[CacheGroup], blocks: Sequence[int], longest: int, chunk: int) -> int:
     """Return the maximum length of one sequence within `blocks`."""
     for group, count in zip(groups, blocks, strict=True):
-        if group.kind != "state" and _needs(group, longest, chunk) > count - 1:
+        if group.kind != "state" and blocks_needed(group, longest, chunk) > count - 1:
             longest = min(longest, (count - 1) * group.block_size)
     return longest
 

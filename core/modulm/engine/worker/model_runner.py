@@ -92,7 +92,7 @@ class ModelRunner:
         if sizing is None:
             own = share_out(
                 groups,
-                cache_budget(config, platform, measure),
+                cache_budget(config, platform.memory(), measure),
                 max_model_len=loaded.max_model_len,
                 chunk=min(tokens, loaded.max_model_len),
                 rows=rows,

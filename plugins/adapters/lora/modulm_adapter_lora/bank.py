@@ -114,6 +114,14 @@ class LoraBank(AdapterBank):
     def elsewhere(self, spec: LinearSpec) -> None:
         self._elsewhere.append(spec)
 
+    def memory(self) -> int:
+        rank, count = self.config.max_lora_rank, max(self.config.kept, self.slots)
+        return sum(
+            count * rank * (spec.inputs + spec.outputs) * max(spec.experts, 1)
+            * self._dtype(spec).itemsize
+            for spec in self.specs.values()
+        )  # fmt: skip
+
     def open(self, names: Naming) -> None:
         self._preparer = Preparer(
             self.config,

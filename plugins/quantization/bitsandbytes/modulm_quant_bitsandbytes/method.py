@@ -33,7 +33,7 @@ from modulm.contracts.quantization import (
     fixed,
 )
 from modulm.errors import CheckpointError
-from modulm_quant_bitsandbytes.rounding import round_to_int8, round_to_levels
+from modulm_quant_bitsandbytes.rounding import LEVELS, round_to_int8, round_to_levels
 from modulm_quantized import ACTIVATIONS, CodedMethod, Codes, StoredAs, below, nibbles
 
 __all__ = ["BitsAndBytes", "BitsAndBytesConfig"]
@@ -147,6 +147,23 @@ class BitsAndBytes(CodedMethod):
             )
             params["nested_levels"] = ParamSpec((fixed(256),), "float32", "weight.nested_quant_map")
         return params
+
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        if name == "form":
+            return torch.zeros((), dtype=torch.uint8)
+        if name == "levels":
+            return torch.tensor(LEVELS[self.config.levels])
+        if name != "state":
+            return None
+        whole = spec.input_shard.total
+        texts = [
+            json.dumps(
+                {"quant_type": self.config.levels, "blocksize": _BLOCK, "shape": [n.whole, whole]}
+            )
+            for n in spec.shards
+        ]
+        states = [torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts]
+        return torch.stack([_padded(state, _STATE) for state in states])
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         if self.config.load_in_8bit:

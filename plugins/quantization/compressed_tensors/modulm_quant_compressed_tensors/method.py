@@ -152,6 +152,14 @@ class CompressedTensors(CodedMethod):
             "bitmask": ParamSpec((OUTPUTS, INPUTS.packed(8)), "uint8"),
         }
 
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        group = self._group(spec)
+        if name == "bitmask":  # two of four
+            return torch.tensor(0x55)
+        if name != "index" or group is None or group.weights is None:
+            return None
+        return torch.arange(spec.inputs) // (group.weights.group_size or spec.inputs)
+
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         group = self._group(spec)
         if group is None:

@@ -56,7 +56,8 @@ class GPTQConfig:
     """`quantization_config` of config.json, or quantize_config.json.
 
     `dynamic`: regular expressions of layer names -> settings that override the defaults; a "-:"
-    prefix excludes layers from quantization. `activations`: what kernels round activations to,
+    prefix excludes layers from quantization. `sym`: the zero points are in the middle of the codes,
+    which estimates of memory use. `activations`: what kernels round activations to,
     "bf16" (no rounding) or "int8". Other keys describe how the weights were computed.
     """
 
@@ -68,6 +69,7 @@ class GPTQConfig:
     checkpoint_format: str = "gptq"
     packing_format: str = ""
     desc_act: bool = False
+    sym: bool = False
     lm_head: bool = False
     dynamic: dict[str, dict[str, Any]] | None = None
     extra_config: dict[str, dict[str, Any]] | None = None
@@ -137,6 +139,17 @@ class GPTQ(CodedMethod):
             "scales": ParamSpec((groups, OUTPUTS), "float16"),
             "g_idx": ParamSpec((PARTS, INPUTS), "int32", optional=True),
         }
+
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        settings = self._settings(spec)
+        if name == "g_idx":
+            groups = torch.arange(spec.inputs) // self._group(spec)
+            return groups.flip(0) if self.config.desc_act else groups
+        if name != "qzeros" or not self.config.sym or settings.bits not in (2, 4, 8):
+            return None
+        zero = 2 ** (settings.bits - 1) - (self.config.form == "gptq")
+        word = sum(zero << at for at in range(0, 32, settings.bits))
+        return torch.tensor(word, dtype=torch.int64).to(torch.int32)
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         bits = self._settings(spec).bits

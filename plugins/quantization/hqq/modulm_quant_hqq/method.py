@@ -129,6 +129,11 @@ class HQQ(CodedMethod):
             "zero": ParamSpec((OUTPUTS, groups), "float32", transform=spread),
         }
 
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        if name != "values":
+            return None
+        return torch.arange(spec.inputs) % 2 ** _PACKING[self._params(spec).nbits][0]
+
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         return (Codes(stored["values"], stored["scale"], stored["zero"]),)
 

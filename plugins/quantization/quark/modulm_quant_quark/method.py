@@ -192,6 +192,10 @@ class Quark(CodedMethod):
             "zeros": zeros,
         }
 
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        signed = self._weights(spec).dtype.startswith("int")
+        return torch.zeros(()) if name == "zeros" and signed else None
+
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         weights, scale, zeros = self._weights(spec), stored["scale"], stored.get("zeros")
         if weights.dtype == "fp4":

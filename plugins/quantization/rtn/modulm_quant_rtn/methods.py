@@ -40,6 +40,7 @@ class Int8(AtLoad):
     """One byte per weight. Outputs are indistinguishable from bf16 in practice."""
 
     name = "int8"
+    at_load_bits = 8.0
     LINEAR = HEAD = EXPERT = "int8"
     ROUNDED = "int8"
 
@@ -52,6 +53,7 @@ class Int4(AtLoad):
     """
 
     name = "int4"
+    at_load_bits = 4.5
     Config: ClassVar[type] = Int4Config
     LINEAR = EXPERT = "int4"
     HEAD = "int8"
@@ -76,6 +78,7 @@ class ExpertsInt8(Int8):
     """Quantizes experts to int8 and nothing else."""
 
     name = "experts_int8"
+    at_load_bits = 0.0
     LINEAR = HEAD = ""
 
 
@@ -83,6 +86,7 @@ class ExpertsInt4(Int4):
     """Quantizes experts to int4 and nothing else."""
 
     name = "experts_int4"
+    at_load_bits = 0.0
     LINEAR = HEAD = ""
 
 

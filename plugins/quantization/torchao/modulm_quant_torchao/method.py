@@ -179,6 +179,11 @@ class TorchAO(CodedMethod):
             params["zeros"] = ParamSpec(axes, "float32", "_weight_zero_point", optional=not needed)
         return params
 
+    def example(self, spec: LinearSpec, name: str) -> Tensor | None:
+        if name == "codes" and self._form(spec).kind == "tiles":
+            return torch.arange(spec.inputs) % 16
+        return torch.zeros(()) if name == "zeros" else None
+
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         form, values = self._form(spec), stored["codes"]
         if form.kind == "tiles":

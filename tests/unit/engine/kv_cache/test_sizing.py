@@ -95,14 +95,6 @@ def test_an_override_is_taken_as_it_is() -> None:
     assert short.notes
 
 
-class Device:
-    def __init__(self, total: int, free: int) -> None:
-        self.total, self.free = total, free
-
-    def memory(self) -> Memory:
-        return Memory(self.total, self.free)
-
-
 @pytest.mark.parametrize(
     ("total", "free", "expected"),
     [
@@ -116,7 +108,7 @@ def test_budget(total, free, expected) -> None:
         raise AssertionError("measured although the budget is given")
 
     config = EngineConfig.from_keywords(gpu_memory_utilization=0.5)
-    assert cache_budget(config, Device(total, free), lambda: 30) == round(expected / 0.9) - 30
-    assert cache_budget(config, Device(total, free), lambda: None) == int(expected)
+    assert cache_budget(config, Memory(total, free), lambda: 30) == round(expected / 0.9) - 30
+    assert cache_budget(config, Memory(total, free), lambda: None) == int(expected)
     fixed = EngineConfig.from_keywords(kv_cache_memory_bytes=77)
-    assert cache_budget(fixed, Device(total, free), never) == 77
+    assert cache_budget(fixed, Memory(total, free), never) == 77

@@ -1,0 +1,74 @@
+"""`modulm fit` against what is held after loading, over all families of the contract kit.
+
+Usage: python bench/memory_estimates.py [ARCHITECTURE ...] > table.md
+
+Each family's tiny checkpoint is loaded as stored and in formats at load, on one rank and as each of
+two ranks. Formats that a layout does not support are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+
+from modulm.config import EngineConfig
+from modulm.errors import ModulmError
+from modulm.plugins import manager
+from modulm.testing.models import tiny_folder
+from modulm.testing.oracles import oracle_of
+from modulm_memory.estimate import estimate
+from modulm_memory.testing import measured
+
+FORMATS = (None, "int8", "int4", "fp8")
+
+
+def rows(architecture: str, number: int) -> Iterator[str]:
+    """Yield the table's rows of one architecture: as stored, and in one format, which rotates."""
+    plugins = manager.current()
+    driver = plugins.load("models", architecture)
+    with tempfile.TemporaryDirectory() as name:
+        folder = tiny_folder(driver, Path(name) / "x", oracle=oracle_of(driver), dtype="bfloat16")
+        for quantization, ranks in ((None, 1), (FORMATS[1 + number % 3], 2)):
+            config = EngineConfig.from_keywords(
+                model=str(folder),
+                quantization=quantization,
+                tensor_parallel_size=ranks,
+                num_gpu_blocks_override=8,
+                use_tqdm_on_load=False,
+            )
+            try:
+                found = estimate(config, plugins)
+            except ModulmError as error:
+                sys.stderr.write(f"{architecture} on {ranks} ranks: {error}\n")
+                continue
+            for rank in found.ranks:
+                weights, caches = measured(config, plugins, rank.rank, rank.sizing.blocks)
+                off = 100 * (rank.fixed / weights - 1)
+                yield (
+                    f"| {architecture} | {quantization or 'as stored'} | {rank.rank + 1} of {ranks} "
+                    f"| {rank.fixed:,} | {weights:,} | {off:+.2f} % "
+                    f"| {rank.cache_bytes:,} | {caches:,} |"
+                )
+
+
+def main(names: list[str]) -> None:
+    """Print the table."""
+    transformers.utils.logging.set_verbosity_error()
+    declared = manager.current().names("models")
+    targets = {each.target: each.name for each in sorted(declared, key=lambda d: d.name)}
+    print("| architecture | weights | rank | estimate | held | error | caches, est. | held |")
+    print("|---|---|---|---|---|---|---|---|")
+    for number, name in enumerate(names or sorted(targets.values())):
+        try:
+            for row in rows(name, number):
+                print(row, flush=True)
+        except Exception as error:
+            sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What a model needs: bytes of its weights, caches and steps, before it is loaded."""

@@ -1,0 +1,53 @@
+"""Measures what a rank holds once a model is loaded, to compare estimates with."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from modulm.engine.kv_cache.sizing import allocate
+from modulm.engine.parts import open_parts
+from modulm.loading import load_model, resolve_checkpoint
+from modulm_distributed.mesh import RankSpec, planned_mesh
+from modulm_memory.held import HeldMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from modulm.contracts.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["measured"]
+
+
+def measured(
+    config: EngineConfig, plugins: PluginManager, rank: int, blocks: Sequence[int]
+) -> tuple[int, int]:
+    """Load a rank's weights and allocate caches of `blocks`; return the bytes of both.
+
+    Counts all tensors of the process that were not there before. The rank is loaded in this
+    process, without connections to the others.
+    """
+    opened = resolve_checkpoint(config, plugins, "server")
+    resolved, platform = opened.resolved.config, opened.platform
+    spec = RankSpec.all_ranks(resolved.parallel, "")[rank]
+    masks = any(part.masks for part in open_parts(resolved, plugins))
+    before = _live()
+    loaded = load_model(
+        resolved, opened.checkpoint, platform, plugins, planned_mesh(spec), masks=masks
+    )
+    weights = _live().bytes - before.bytes
+    held = HeldMemory()
+    caches, _ = allocate(loaded.model.caches, loaded.groups, blocks, platform)
+    for cache in caches:
+        held.add(cache.values() if isinstance(cache, dict) else (cache,))
+    return weights, held.bytes
+
+
+def _live() -> HeldMemory:
+    gc.collect()
+    held = HeldMemory()
+    held.add(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return held

@@ -1,0 +1,1 @@
+"""`modulm fit`: what a model needs in memory."""

@@ -1,0 +1,116 @@
+"""Estimates of memory equal what is held once a model is loaded, within 5 %.
+
+`make test` tries families with each kind of cache and weights; `--everything` all of the kit's, and
+all stored formats.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.plugins.models.test_contract import ARCHITECTURES
+from tests.plugins.quantization import test_published as formats
+
+from modulm.config import EngineConfig
+from modulm.contracts.platform import Memory
+from modulm.errors import UnsupportedError
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.models import tiny_folder
+from modulm.testing.oracles import oracle_of
+from modulm_memory.advice import changes_for
+from modulm_memory.estimate import estimate
+from modulm_memory.testing import measured
+
+TOLERANCE = 0.05
+#: Full, sliding, latent caches and states; experts; tied heads; encoders; ranks and formats.
+SAMPLE = (
+    ("LlamaForCausalLM", {"quantization": "int4", "kv_cache_dtype": "int8"}),
+    ("Gemma3ForCausalLM", {"kv_cache_dtype": "fp8"}),
+    ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
+    ("Qwen3NextForCausalLM", {}),
+    ("MixtralForCausalLM", {"quantization": "fp8", "tensor_parallel_size": 2}),
+    ("WhisperForConditionalGeneration", {}),
+)
+AT_LOAD = (None, "int8", "int4", "fp8")
+STORED = ("gptq-desc-act", "bnb-nf4", "hqq-4", "ct-sparse")
+
+
+def pytest_generate_tests(metafunc):
+    everything = metafunc.config.getoption("everything")
+    if "architecture" in metafunc.fixturenames:
+        more = [
+            (name, {"quantization": AT_LOAD[number % 4], "tensor_parallel_size": ranks})
+            for number, name in enumerate(ARCHITECTURES)
+            for ranks in (1, 2)
+        ]
+        metafunc.parametrize(("architecture", "flags"), [*SAMPLE, *(more if everything else [])])
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", formats.CASES if everything else STORED)
+
+
+def configured(folder, **flags):
+    return EngineConfig.from_keywords(
+        model=str(folder), use_tqdm_on_load=False, num_gpu_blocks_override=8, **flags
+    )
+
+
+def check(folder, **flags):
+    config, plugins = configured(folder, **flags), manager.current()
+    found = estimate(config, plugins)
+    for rank in found.ranks:
+        weights, caches = measured(config, plugins, rank.rank, rank.sizing.blocks)
+        assert rank.fixed == pytest.approx(weights, rel=TOLERANCE)
+        assert rank.cache_bytes == caches
+        assert not rank.weights.notes
+
+
+def test_families(architecture, flags, tmp_path):
+    driver = manager.current().load("models", architecture)
+    folder = tiny_folder(driver, tmp_path / "tiny", oracle=oracle_of(driver), dtype="bfloat16")
+    try:
+        check(folder, **flags)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def test_stored_formats(case, tmp_path):
+    folder, _ = formats.publish(tmp_path, formats.CASES[case])
+    check(folder, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose layers are too large to be measured whole: 12.6 million values each."""
+    return make_tiny(
+        tmp_path_factory.mktemp("wide"), hidden_size=1024, intermediate_size=2304,
+        num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, dtype="bfloat16",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_parts_stand_for_large_layers(wide, quantization):
+    check(wide, quantization=quantization)
+
+
+def test_what_does_not_fit_comes_with_commands_that_do(wide):
+    """Half of what is needed for the context: a shorter one, smaller caches or weights fit."""
+    plugins = manager.current()
+    config = EngineConfig.from_keywords(model=str(wide), max_num_seqs=1)
+    whole = estimate(config, plugins)
+    (rank,) = whole.ranks
+    limit = rank.fixed + rank.weights.largest
+    one = rank.groups[0].block_bytes * (whole.length // rank.groups[0].block_size)
+    memory = Memory(total=limit + one // 2, free=limit + one // 2)
+    tight = estimate(config, plugins, memory=memory)
+    assert tight.context < tight.length or tight.fits
+    small = Memory(total=limit - 1, free=limit - 1)
+    refused = estimate(config, plugins, memory=small)
+    assert refused.problem == "the weights do not fit"
+    changes = changes_for(refused, plugins, {"model", "max_num_seqs"}, config, small, name="m")
+    assert changes
+    for change in changes:
+        other = estimate(config.with_parts(dict(change.flags)), plugins, memory=small)
+        assert other.context
+        assert change.command.startswith("modulm serve m --max-num-seqs 1 --")
+
+
