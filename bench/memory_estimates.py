@@ -49,7 +49,8 @@ def rows(architecture: str, number: int) -> Iterator[str]:
                 weights, caches = measured(config, plugins, rank.rank, rank.sizing.blocks)
                 off = 100 * (rank.fixed / weights - 1)
                 yield (
-                    f"| {architecture} | {quantization or 'as stored'} | {rank.rank + 1} of {ranks} "
+                    f"| {architecture} | {quantization or 'as stored'} "
+                    f"| {rank.rank + 1} of {ranks} "
                     f"| {rank.fixed:,} | {weights:,} | {off:+.2f} % "
                     f"| {rank.cache_bytes:,} | {caches:,} |"
                 )

@@ -112,5 +112,3 @@ def test_what_does_not_fit_comes_with_commands_that_do(wide):
         other = estimate(config.with_parts(dict(change.flags)), plugins, memory=small)
         assert other.context
         assert change.command.startswith("modulm serve m --max-num-seqs 1 --")
-
-

@@ -169,8 +169,9 @@ class _Scale:
             slot.module.register_parameter(slot.attribute, None)
             return
         spec, method = _layer(slot.module)
-        own = spec is not None and method is not None and slot.attribute != "bias"
-        example = method.example(spec, slot.attribute) if own else None
+        example = None
+        if spec is not None and method is not None and slot.attribute != "bias":
+            example = method.example(spec, slot.attribute)
         self._set(slot.module, slot, slot.shape, example)
 
     def _set(

@@ -15,13 +15,7 @@ from attrs import define, frozen
 from modulm.contracts.executor import Executor, Plan, StepResult
 from modulm.contracts.policy import Scheduler
 from modulm.contracts.requests import Finish, Request, StepEvents
-from modulm.errors import (
-    EngineDead,
-    EngineError,
-    ModulmError,
-    RequestError,
-    UnsupportedError,
-)
+from modulm.errors import EngineDead, EngineError, ModulmError, RequestError, UnsupportedError
 
 __all__ = ["EngineLoop", "Listener"]
 

@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from modulm.contracts.attention import (
-    AttentionBackend,
-    AttentionPlan,
-    AttentionSpec,
-    StepLayout,
-)
+from modulm.contracts.attention import AttentionBackend, AttentionPlan, AttentionSpec, StepLayout
 from modulm.contracts.executor import PENDING, Plan
 from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError, UnsupportedError

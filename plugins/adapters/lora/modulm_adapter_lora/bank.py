@@ -115,7 +115,7 @@ class LoraBank(AdapterBank):
         self._elsewhere.append(spec)
 
     def memory(self) -> int:
-        rank, count = self.config.max_lora_rank, max(self.config.kept, self.slots)
+        rank, count = self.config.max_lora_rank, max(self.config.host_adapters, self.slots)
         return sum(
             count * rank * (spec.inputs + spec.outputs) * max(spec.experts, 1)
             * self._dtype(spec).itemsize
