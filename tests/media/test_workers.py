@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tests.media.files import image_file, sound_file, tone, video_file
 
-from modulm.errors import RequestError
+from modulm.errors import QueueFull, RequestError
 from modulm_media.decode import decode
 from modulm_media.flags import MediaConfig
 from modulm_media.limits import Limits, Undecodable
@@ -60,6 +60,32 @@ def test_what_cannot_be_decoded_is_told_and_the_process_goes_on(workers):
         workers.decode("image", b"nothing", {})
     with pytest.raises(Undecodable, match="at most 10 pixels"):
         workers.decode("image", RED, {}, Limits(pixels=10))
+    assert workers.decode("image", RED, {}).size == (6, 4)
+    assert set(workers._all) == before
+
+
+def test_pixels_are_reserved_before_they_are_decoded(workers):
+    """By headers alone: the rest of these files is missing, so decoding them is an error."""
+    sizes = []
+    noise = np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8)
+    image = image_file(Image.fromarray(noise))
+    with pytest.raises(Undecodable):
+        workers.decode("image", image[: len(image) // 2], {}, Limits(), sizes.append)
+    assert sizes == [3 * 64 * 80]
+    video = workers.decode("video", video_file(12), {"num_frames": 3}, Limits(), sizes.append)
+    assert sizes[1:] == [video.frames.nbytes]
+    workers.decode(
+        "audio", sound_file(tone(), 16000, "FLAC"), {"rate": 8000}, Limits(), sizes.append
+    )
+    assert len(sizes) == 3
+    before = set(workers._all)
+
+    def full(size):
+        raise QueueFull("no room")
+
+    for kind, data in (("image", image), ("video", video_file(12))):
+        with pytest.raises(QueueFull, match="no room"):
+            workers.decode(kind, data, {}, Limits(), full)
     assert workers.decode("image", RED, {}).size == (6, 4)
     assert set(workers._all) == before
 

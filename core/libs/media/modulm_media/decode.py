@@ -7,7 +7,7 @@ decoded in separate processes (`modulm_media.workers`).
 from __future__ import annotations
 
 import io as streams
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,32 +22,41 @@ __all__ = ["decode", "decode_image", "rgb"]
 
 
 def decode(
-    kind: str, data: bytes, io: Mapping[str, Any], limits: Limits = LIMITS
+    kind: str,
+    data: bytes,
+    io: Mapping[str, Any],
+    limits: Limits = LIMITS,
+    announce: Callable[[int], None] = lambda size: None,
 ) -> Image.Image | Sound | Video:
     """Decode a file.
 
     io: the options of `--media-io-kwargs` for its kind, and `rate`, the target sample rate of
-    sound. Raises Undecodable.
+    sound. announce: called with the decoded size in bytes, as the headers of an image or video tell
+    it, before any pixel is decoded. Raises Undecodable, and what `announce` raises.
     """
     if not data:
         raise Undecodable("it is empty")
     if kind == "image":
-        return decode_image(data, io, limits)
+        return decode_image(data, io, limits, announce)
     if kind == "audio":
         return decode_sound(data, io, limits)
-    return decode_video(data, io, limits)
+    return decode_video(data, io, limits, announce)
 
 
 def decode_image(
-    data: bytes, io: Mapping[str, Any] | None = None, limits: Limits = LIMITS
+    data: bytes,
+    io: Mapping[str, Any] | None = None,
+    limits: Limits = LIMITS,
+    announce: Callable[[int], None] = lambda size: None,
 ) -> Image.Image:
-    """Decode the first image of a file to RGB. Raises Undecodable."""
+    """Decode the first image of a file to RGB. announce: see `decode`. Raises Undecodable."""
     try:
         opened = Image.open(streams.BytesIO(data), formats=limits.formats)
         if opened.width * opened.height > limits.pixels:
             raise Undecodable(
                 f"an image of {opened.width} x {opened.height}: at most {limits.pixels} pixels"
             )
+        announce(3 * opened.width * opened.height)
         opened.load()
         white = (io or {}).get("rgba_background_color", (255, 255, 255))
         return rgb(opened, tuple(white))

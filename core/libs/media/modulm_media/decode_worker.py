@@ -1,8 +1,9 @@
 """The process that decodes untrusted files, one request at a time, over pipes.
 
 It runs with limited memory and time and writes no files. A request is a JSON header followed by the
-file; a response is a header followed by the numbers. The reader never executes anything from a
-response.
+file; a response is a header followed by the numbers. Before pixels are decoded, a header with the
+bytes that they `need` asks for permission, which a header answers. The reader never executes
+anything from a response.
 """
 
 from __future__ import annotations
@@ -50,13 +51,27 @@ def read_head(pipe: IO[bytes]) -> dict[str, Any] | None:
     return head if isinstance(head, dict) else None
 
 
-def _answer(question: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], np.ndarray | None]:
+class _Refused(Undecodable):
+    """The server has no room for the decoded file."""
+
+
+def _answer(
+    question: Mapping[str, Any], data: bytes, replies: IO[bytes]
+) -> tuple[dict[str, Any], np.ndarray | None]:
     """Decode one file. Returns (response header, numbers)."""
     settings = question["limits"]
     formats = None if settings["formats"] is None else tuple(settings["formats"])
     limits = Limits(**{**settings, "formats": formats})
+
+    def announce(size: int) -> None:
+        write_head(replies, {"needs": size})
+        replies.flush()
+        permission = read_head(sys.stdin.buffer)
+        if permission is None or not permission["granted"]:
+            raise _Refused("there is no room for it")
+
     try:
-        value = decode(question["kind"], data, question["io"], limits)
+        value = decode(question["kind"], data, question["io"], limits, announce)
     except Undecodable as error:
         return {"error": str(error)}, None
     except MemoryError:
@@ -84,7 +99,7 @@ def _serve(memory: int) -> None:
         # The process ends by itself if its parent has died.
         most = math.ceil(time.process_time() + 4 * question["seconds"] + 1)
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
-        head, numbers = _answer(question, data)
+        head, numbers = _answer(question, data, replies)
         if numbers is None:
             write_head(replies, head)
         else:

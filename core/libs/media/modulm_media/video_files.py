@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -22,11 +22,17 @@ _FRAMES = 32
 _MOST = 2_000_000
 
 
-def decode_video(data: bytes, io: Mapping[str, Any], limits: Limits) -> Video:
+def decode_video(
+    data: bytes,
+    io: Mapping[str, Any],
+    limits: Limits,
+    announce: Callable[[int], None] = lambda size: None,
+) -> Video:
     """Decode frames of the file's first video.
 
     io: `num_frames`, -1 for all; `fps`, frames to take per second, at most `num_frames` in total.
-    Raises Undecodable. Source: FFmpeg.
+    announce: called with the bytes of all these frames before the first is decoded. Raises
+    Undecodable. Source: FFmpeg.
     """
     with opened(data) as container:
         index = _indexed(container)
@@ -37,6 +43,7 @@ def decode_video(data: bytes, io: Mapping[str, Any], limits: Limits) -> Video:
             "ask for fewer (num_frames, fps)"
         )
     shape = _shape(index, len(selected), limits)
+    announce(3 * shape[0] * shape[1] * len(selected))
     frames = _by_time(data, index, selected, shape) if index.times else None
     if frames is None:
         frames = _in_order(data, selected, shape)

@@ -19,6 +19,7 @@ import numpy as np
 from attrs import asdict
 from PIL import Image
 
+from modulm.errors import QueueFull
 from modulm_media.decode_worker import read_head, write_head
 from modulm_media.flags import MediaConfig, MediaKind
 from modulm_media.limits import LIMITS, Limits, Undecodable
@@ -64,7 +65,8 @@ class DecodeWorkers:
     ) -> Image.Image | Sound | Video:
         """Like `modulm_media.decode.decode`. Raises Undecodable.
 
-        reserve: called with the decoded size in bytes before it is allocated; may raise.
+        reserve: called with the decoded size in bytes, for images and videos before they are
+        decoded, for sound before it leaves the process. May raise QueueFull.
         """
         worker = self._idle.get()
         try:
@@ -93,6 +95,14 @@ class DecodeWorkers:
         if worker is not None:
             worker.end()
             self._all.discard(worker)
+
+
+class _Full(Exception):
+    """A file was refused before it was decoded; the worker waits for the next one."""
+
+    def __init__(self, error: QueueFull) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Worker:
@@ -136,6 +146,8 @@ class _Worker:
             if late.is_set():
                 raise Undecodable(f"decoding takes more than {seconds:g} s") from error
             raise Undecodable("it cannot be decoded: the decoder crashes") from error
+        except _Full as full:  # nothing was decoded
+            raise full.error from None
         except BaseException:  # the worker still writes what nobody reads
             self.end()
             raise
@@ -161,16 +173,31 @@ class _Worker:
         write_head(stdin, {**request, "seconds": seconds})
         stdin.write(data)
         stdin.flush()
-        head = read_head(stdout)
+        head, reserved, full = read_head(stdout), 0, None
+        if head is not None and "needs" in head:
+            reserved = int(head["needs"])
+            if not 0 <= reserved <= 8 * limits.room:
+                raise ValueError("unexpected size in the response")
+            try:
+                if reserve is not None:
+                    reserve(reserved)
+            except QueueFull as error:
+                full = error
+            write_head(stdin, {"granted": full is None})
+            stdin.flush()
+            head = read_head(stdout)
         if head is None:
             raise OSError("the worker has ended")
+        if full is not None:
+            raise _Full(full)
         if "error" in head:
             return head, np.empty(0)
         shape, dtype = [int(side) for side in head["shape"]], str(head["dtype"])
         if dtype not in _DTYPES or prod(shape) > 8 * limits.room or min(shape, default=0) < 1:
             raise ValueError("unexpected shape or dtype in the response")
-        if reserve is not None:
-            reserve(prod(shape) * np.dtype(dtype).itemsize)
+        missing = prod(shape) * np.dtype(dtype).itemsize - reserved
+        if reserve is not None and missing > 0:
+            reserve(missing)
         numbers = np.empty(shape, dtype)
         room, at = numbers.reshape(-1).view(np.uint8).data, 0
         while at < len(room):
