@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = [
-    "client_key",
-    "isolated",
-    "plugin_selection",
-    "reported_environment",
-    "variables",
-    "variables_for_library",
-]
-
-_REPORTED = ("MODULM_", "HF_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_PRELOAD")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+__all__ = ["isolated", "plugin_selection", "variables", "variables_for_library"]
 
 
 def variables() -> Mapping[str, str]:
@@ -57,25 +47,3 @@ def variables_for_library(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def client_key() -> str | None:
-    """Return the API key for `chat` and `complete`: the first of MODULM_API_KEY, else
-    OPENAI_API_KEY.
-    """
-    first = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
-    return first or os.environ.get("OPENAI_API_KEY") or None
-
-
-def reported_environment() -> dict[str, str]:
-    """Return the variables for a bug report, with secrets masked."""
-    names = sorted(name for name in os.environ if name.startswith(_REPORTED))
-    return {name: _masked(name, os.environ[name]) for name in names}
-
-
-def _masked(name: str, value: str) -> str:
-    return "***" if _any_in(_SECRET, name) and value else value
-
-
-def _any_in(parts: Iterable[str], name: str) -> bool:
-    return any(word in name for word in parts)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 if TYPE_CHECKING:
     from modulm.contracts.requests import StepStats
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API",
-    "BeamSearchOutput",
-    "BeamSearchSequence",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -28,7 +26,6 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
-    "SpecDecodeFigures",
     "SpecDecodeMetrics",
     "Statistics",
 ]
@@ -60,23 +57,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-class SpecDecodeFigures(TypedDict):
-    """Speculative decoding statistics of one output, with vLLM's names; the last two by step."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[str, list[int]]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    per_step_accepted: NotRequired[list[int]]
-    per_step_drafted: NotRequired[list[int]]
-
-
-@define
-class SpecDecodeMetrics:
+class SpecDecodeMetrics(Protocol):
     """Draft acceptance of one output.
 
     num_spec_tokens: maximum drafts per step. steps: (drafted, accepted) of each step that verified
@@ -84,32 +65,10 @@ class SpecDecodeMetrics:
     """
 
     num_spec_tokens: int
-    steps: list[tuple[int, int]] = field(factory=list)
+    steps: list[tuple[int, int]]
 
-    def to_dict(self, detailed: bool = False) -> SpecDecodeFigures:
-        """Return the statistics. detailed: include those of each step."""
-        most = max(self.num_spec_tokens, *(drafted for drafted, _ in self.steps), 0)
-        by_length: dict[str, list[int]] = {}
-        histogram = [0] * (most + 1)
-        for drafted, accepted in self.steps:
-            by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
-            histogram[accepted] += 1
-        count, drafted = len(self.steps), sum(drafted for drafted, _ in self.steps)
-        accepted = sum(accepted for _, accepted in self.steps)
-        figures: SpecDecodeFigures = {
-            "mean_acceptance_length": 1 + accepted / count if count else 1.0,
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": histogram,
-            "acceptance_histogram_by_draft_length": by_length,
-            "num_spec_steps": count,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": self.num_spec_tokens,
-        }
-        if detailed:
-            figures["per_step_accepted"] = [accepted for _, accepted in self.steps]
-            figures["per_step_drafted"] = [drafted for drafted, _ in self.steps]
-        return figures
+    def to_dict(self, detailed: bool = False) -> Any:
+        """Return the statistics with vLLM's names. detailed: include those of each step."""
 
 
 @define
@@ -200,29 +159,6 @@ class ScoringOutput:
 EmbeddingRequestOutput = PoolingRequestOutput
 ClassificationRequestOutput = PoolingRequestOutput
 ScoringRequestOutput = PoolingRequestOutput
-
-
-@define
-class BeamSearchSequence:
-    """One beam.
-
-    tokens: prompt and generated tokens. cum_logprob: of the generated tokens. stop_reason: the stop
-    token that ended it, None for end of sequence.
-    """
-
-    tokens: list[int]
-    logprobs: list[Position] = field(factory=list)
-    cum_logprob: float = 0.0
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@define
-class BeamSearchOutput:
-    """The best beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence]
 
 
 @frozen

@@ -14,21 +14,51 @@ if TYPE_CHECKING:
 
     from modulm.contracts.executor import Plan, StepResult
     from modulm.contracts.requests import Finish, Request, StepEvents, StepStats
+    from modulm.contracts.step_part import PartPlanner, PlannerContext, WaitingRequest
 
-__all__ = ["API", "Candidate", "Policy", "Scheduler"]
+__all__ = ["API", "Candidate", "Policy", "Scheduler", "WaitingQueue"]
 
 API = 1
 
 
 class Candidate(Protocol):
-    """A waiting or running request, as policies see it."""
+    """A waiting or running request, as policies see it. tenant, weight: as in `Request`."""
 
+    @property
+    def id(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
     @property
     def arrival(self) -> float: ...
     @property
     def priority(self) -> int: ...
     @property
     def prompt_len(self) -> int: ...
+
+
+class WaitingQueue(Protocol):
+    """The waiting requests, in the order in which they are admitted."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, tenant: str) -> tuple[int, int]:
+        """Return the number of requests and of tokens to hold against the limits of the queue when
+        this tenant adds to it. May be called from other threads.
+        """
+
+    def push(self, entry: WaitingRequest) -> None:
+        """Queue a request; one that was skipped or preempted returns to its former position."""
+
+    def peek(self) -> WaitingRequest | None:
+        """Return the next request without removing it; None: there is none to try."""
+
+    def pop(self) -> WaitingRequest:
+        """Remove the request that `peek` returned: it has a row, or this step skips it."""
+
+    def remove(self, entry: WaitingRequest) -> None:
+        """Remove a request that has ended."""
 
 
 class Policy(ABC):
@@ -44,6 +74,22 @@ class Policy(ABC):
     @abstractmethod
     def victim(self, running: Sequence[Candidate]) -> int:
         """Return the index of the running request to preempt when blocks run out."""
+
+    def displaced(self, waiting: Candidate, running: Sequence[Candidate]) -> int | None:
+        """Return the index of the running request to preempt for the next waiting one, for which
+        there is no row, or were too few blocks; None: it waits. Not called without a `planner`.
+        """
+        return None
+
+    def queue(self) -> WaitingQueue | None:
+        """Return the queue to use; None: a heap by `key`. Called once."""
+        return None
+
+    def planner(self, context: PlannerContext) -> PartPlanner | None:
+        """Return a planner that follows rows and may limit their tokens, called after those of the
+        step parts; None: running rows share the budget in order of admission. Called once.
+        """
+        return None
 
 
 class Scheduler(ABC):
@@ -79,6 +125,10 @@ class Scheduler(ABC):
     @abstractmethod
     def check_room(self, requests: int, tokens: int) -> None:
         """Raise QueueFull if the queue has no room for them. May be called from other threads."""
+
+    def check_room_of(self, tenant: str, requests: int, tokens: int) -> None:
+        """As `check_room`, for requests of one tenant, if each has a share of the queue."""
+        self.check_room(requests, tokens)
 
     @abstractmethod
     def add(self, request: Request) -> None:

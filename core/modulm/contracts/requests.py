@@ -43,7 +43,8 @@ class Request:
     this sequence's random stream. bad_words: token sequences of `params.bad_words`. adapter_from:
     first token that the adapter applies to. positions: [axes, tokens] int64 of the prompt, for
     models with several position axes; a later token's position is its index + `position_offset`, on
-    each axis. media: in prompt order.
+    each axis. media: in prompt order. tenant: whose request it is; empty if the front end knows
+    none. weight: of the tenant's share of the engine.
     """
 
     id: str
@@ -60,6 +61,8 @@ class Request:
     seed: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     adapter_from: int = 0
+    tenant: str = ""
+    weight: float = 1.0
 
     @property
     def prompt_len(self) -> int:

@@ -179,12 +179,15 @@ class WaitingRequest(Protocol):
     """A request before it has a row.
 
     tokens: number of tokens to compute on admission. overtaken: later requests that were admitted
-    first. chains: names of its full blocks, by block size.
+    first. chains: names of its full blocks, by block size. row: None while it waits. order: of
+    arrival.
     """
 
     request: Request
     overtaken: int
     chains: Any
+    row: int | None
+    order: int
 
     @property
     def tokens(self) -> int: ...

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from modulm_cli.client_key import client_key
 from modulm_command_chat.backends import Piece, RemoteServer, SamplingOptions, Stats
 from modulm_command_chat.chat import Conversation, show
 from modulm_command_chat.chat import command as chat
@@ -226,3 +227,11 @@ def test_errors_of_any_shape() -> None:
     assert error_text({"error": "m"}) == "m"
     assert error_text({"detail": "m"}) == "{'detail': 'm'}"
     assert error_text("m") == "m"
+
+
+def test_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODULM_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert client_key() == "theirs"
+    monkeypatch.setenv("MODULM_API_KEY", "first, second")
+    assert client_key() == "first"

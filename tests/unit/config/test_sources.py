@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from modulm.config.environ import client_key, reported_environment
 from modulm.config.sources import (
     Source,
     draft,
@@ -117,20 +116,3 @@ def test_unknown_variables_are_told_or_refused() -> None:
     strict = Source("command line", {"fail_on_environ_validation": True})
     with pytest.raises(ConfigError, match="MODULM_PROT"):
         draft(strict, env)
-
-
-def test_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MODULM_API_KEY", raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
-    assert client_key() == "theirs"
-    monkeypatch.setenv("MODULM_API_KEY", "first, second")
-    assert client_key() == "first"
-
-
-def test_reports_mask_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODULM_API_KEY", "hunter2")
-    monkeypatch.setenv("HF_TOKEN", "hunter2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    variables = reported_environment()
-    assert variables["MODULM_API_KEY"] == variables["HF_TOKEN"] == "***"
-    assert variables["OMP_NUM_THREADS"] == "1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -72,17 +72,22 @@ class _SubmittedStep:
 
 
 class _Inbox:
-    """Items from other threads for the engine's thread, in order."""
+    """Items from other threads for the engine's thread, in order.
+
+    count: number of requests. requests, tokens: number of requests and prompt tokens by tenant.
+    """
 
     def __init__(self) -> None:
         self._items: deque[Request | _Abort | _Call] = deque()
         self._filled = threading.Event()
         self._lock = threading.Lock()
-        self.requests = self.tokens = 0
+        self.count = 0
+        self.requests: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
 
     def put(self, item: Request | _Abort | _Call) -> None:
         if isinstance(item, Request):
-            self._count(1, item.prompt_len)
+            self._count(item.tenant, 1, item.prompt_len)
         self._items.append(item)
         self._filled.set()
 
@@ -99,13 +104,14 @@ class _Inbox:
         while self._items:
             item = self._items.popleft()
             if isinstance(item, Request):
-                self._count(-1, -item.prompt_len)
+                self._count(item.tenant, -1, -item.prompt_len)
             yield item
 
-    def _count(self, requests: int, tokens: int) -> None:
+    def _count(self, tenant: str, requests: int, tokens: int) -> None:
         with self._lock:
-            self.requests += requests
-            self.tokens += tokens
+            self.count += requests
+            self.requests[tenant] += requests
+            self.tokens[tenant] += tokens
 
 
 class EngineLoop:
@@ -248,9 +254,9 @@ class EngineLoop:
     def submit(self, *requests: Request) -> None:
         """Submit requests, all or none. Raises QueueFull or EngineDead."""
         self.check()
-        inbox = self._inbox
-        tokens = sum(request.prompt_len for request in requests)
-        self.scheduler.check_room(inbox.requests + len(requests), inbox.tokens + tokens)
+        inbox, tenant = self._inbox, requests[0].tenant if requests else ""
+        tokens = inbox.tokens[tenant] + sum(request.prompt_len for request in requests)
+        self.scheduler.check_room_of(tenant, inbox.requests[tenant] + len(requests), tokens)
         self._prepare(requests)
         for request in requests:
             inbox.put(request)
@@ -293,7 +299,7 @@ class EngineLoop:
     @property
     def busy(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self._inbox.requests or self._compiling or self.scheduler.busy)
+        return bool(self._inbox.count or self._compiling or self.scheduler.busy)
 
     # Life cycle.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from modulm.errors import QueueFull
+
 __all__ = ["Limits"]
 
 
@@ -32,3 +34,14 @@ class Limits:
     queued_requests: int | None = None
     queued_tokens: int | None = None
     stages: int = 1
+
+    def check_room(self, waiting: tuple[int, int], more: tuple[int, int], free: int) -> None:
+        """Raise QueueFull if `more` (requests, tokens) exceed the limits of the queue together with
+        those that wait. free: number of free rows.
+        """
+        bound = self.queued_requests
+        if bound is not None and waiting[0] + more[0] > bound + free:
+            raise QueueFull(f"{waiting[0]} requests are already waiting; try again later")
+        bound = self.queued_tokens
+        if bound is not None and not free and waiting[1] + more[1] > bound:
+            raise QueueFull(f"{waiting[1]} tokens are already waiting; try again later")

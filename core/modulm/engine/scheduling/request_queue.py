@@ -57,6 +57,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return self.count
 
+    def load(self, tenant: str) -> tuple[int, int]:
+        """Return the number of waiting requests and of their tokens."""
+        return self.count, self.tokens
+
     def push(self, entry: Entry) -> None:
         """Queue an entry; a preempted request returns to its former position."""
         if entry.key is None:

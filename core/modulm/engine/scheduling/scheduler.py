@@ -39,7 +39,7 @@ from modulm.engine.scheduling.step import (
     row_start,
 )
 from modulm.engine.scheduling.token_runs import TokenRuns
-from modulm.errors import EngineError, QueueFull, RequestError, RowError
+from modulm.errors import EngineError, RequestError, RowError
 
 __all__ = ["BudgetScheduler"]
 
@@ -69,8 +69,13 @@ class BudgetScheduler(Scheduler):
         for part in parts:
             if (planner := part.planner(self._context(part.name, capacity))) is not None:
                 self.planners[part.name] = planner
+        if (planner := policy.planner(self._context("", capacity))) is not None:
+            self.planners[policy.name] = planner
         self._hooks = PlannerHooks(self.planners)
-        self.queue = RequestQueue(policy)
+        #: Whether the policy may limit or preempt running rows in favor of waiting requests.
+        self._shares = planner is not None
+        queue: Any = policy.queue()
+        self.queue = RequestQueue(policy) if queue is None else queue
         self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
             self._max_len = min(self._max_len, limits.tokens)
@@ -82,6 +87,8 @@ class BudgetScheduler(Scheduler):
         #: Rows waiting for a load; workers learn of them with the first step that runs them.
         self._unannounced: set[int] = set()
         self._arrivals = self._steps = self._preempted = 0
+        #: Whether the next waiting request found too few blocks.
+        self._blocked = False
         # Counts releases. While it is unchanged, every planned row is still the same sequence.
         self._generation = 0
         # Whether a sampling row must wait for its token before it is planned again.
@@ -125,13 +132,10 @@ class BudgetScheduler(Scheduler):
     # Requests.
 
     def check_room(self, requests: int, tokens: int) -> None:
-        free = self.table.free
-        bound = self.limits.queued_requests
-        if bound is not None and len(self.queue) + requests > bound + free:
-            raise QueueFull(f"{len(self.queue)} requests are already waiting; try again later")
-        bound = self.limits.queued_tokens
-        if bound is not None and not free and self.queue.tokens + tokens > bound:
-            raise QueueFull(f"{self.queue.tokens} tokens are already waiting; try again later")
+        self.check_room_of("", requests, tokens)
+
+    def check_room_of(self, tenant: str, requests: int, tokens: int) -> None:
+        self.limits.check_room(self.queue.load(tenant), (requests, tokens), self.table.free)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, or RequestError if it can never run."""
@@ -148,13 +152,13 @@ class BudgetScheduler(Scheduler):
         if not self.limits.chunked and request.prompt_len > self.limits.tokens:
             raise RequestError(
                 f"the prompt has {request.prompt_len} tokens, one step has at most "
-                    f"{self.limits.tokens}, "
-                "and prompts are not split over steps (enable_chunked_prefill)", "prompt",
+                f"{self.limits.tokens}, and prompts are not split over steps "
+                "(enable_chunked_prefill)", "prompt",
             )  # fmt: skip
         for check in self._hooks.check:
             check(request)
         self.cache.check_crossed(request.crossed)
-        self.check_room(1, request.prompt_len)
+        self.check_room_of(request.tenant, 1, request.prompt_len)
         entry = Entry(request, self._arrivals, limit)
         self._arrivals += 1
         self._entries[request.id] = entry
@@ -186,6 +190,10 @@ class BudgetScheduler(Scheduler):
     def plan(self) -> Plan:
         """Plan the next step; it is idle if there is nothing to do."""
         began = time.perf_counter()
+        if self._shares and (self._blocked or not self.table.free):
+            self._blocked = False
+            if (entry := self.queue.peek()) is not None:
+                self._preempt(entry.request)
         preempted = self._preempted
         step = self._continue()
         if len(self.queue) and self.table.free and self._preempted == preempted:
@@ -223,7 +231,8 @@ class BudgetScheduler(Scheduler):
             decoding = int(np.count_nonzero(open_ends)) > len(self._prefilling)
             for begin in self._hooks.begin:
                 begin(decoding)
-        if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
+        contended = len(rows) > self.limits.tokens or (self._shares and len(self.queue))
+        if not (self._prefilling or contended) and open_ends.all():
             return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
         wants = np.where(open_ends, known - starts, 0)
         if self.limits.long:
@@ -267,10 +276,18 @@ class BudgetScheduler(Scheduler):
             self._order32 = self._order.astype(np.int32)
         return self._order
 
-    def _preempt(self) -> None:
-        """Release the blocks of the policy's victim and queue it again with its tokens."""
+    def _preempt(self, waiting: Request | None = None) -> None:
+        """Release the blocks of the policy's victim and queue it again with its tokens.
+
+        waiting: the request to make room for, if the policy agrees; None: running rows need blocks.
+        """
         entries = list(self._running.values())
-        entry = entries[self.policy.victim([entry.request for entry in entries])]
+        running = [entry.request for entry in entries]
+        policy = self.policy
+        index = policy.displaced(waiting, running) if waiting else policy.victim(running)
+        if index is None:
+            return
+        entry = entries[index]
         if entry.row is None:
             raise EngineError(f"running request {entry.request.id!r} has no row")
         entry.history = self._release(entry.row)
@@ -319,7 +336,7 @@ class BudgetScheduler(Scheduler):
             joined.append((entry, hit, count))
         for entry in skipped:
             self.queue.push(entry)
-        return self._extended(step, joined) if joined else step
+        return step.extended(joined, self._row_start) if joined else step
 
     def _find_prefix(self, entry: Entry, skipped: list[Entry]) -> tuple[Hit, int] | None:
         """Find the entry's prefix on the device, and its length including external storage.
@@ -374,6 +391,7 @@ class BudgetScheduler(Scheduler):
         spare = self.limits.spare if self._running else 0.0
         row = self.table.next_row
         if not self.cache.admit(row, hit, known, hit.tokens + count, spare, entry.request.crossed):
+            self._blocked = True
             return False
         self.table.admit(entry.request, entry.history, hit.tokens, entry.limit)
         self.prefix_reuse.admit(entry, row, hit)
@@ -385,23 +403,6 @@ class BudgetScheduler(Scheduler):
         if hit.tokens + count < entry.tokens:
             self._prefilling.add(row)
         return True
-
-    def _extended(self, step: NextStep, joined: list[tuple[Entry, Hit, int]]) -> NextStep:
-        """Return the step extended by the admitted entries."""
-        now = time.monotonic()
-        running = [item for item in joined if item[2]]
-        rows = [entry.row for entry, _, _ in running]
-        return NextStep(
-            np.concatenate([step.rows, rows]).astype(np.int64),
-            np.concatenate([step.starts, [hit.tokens for _, hit, _ in running]]).astype(np.int64),
-            np.concatenate([step.counts, [count for _, _, count in running]]).astype(np.int64),
-            admit=tuple(self._row_start(entry) for entry, _, _ in joined),
-            started=[
-                Start(entry.request.id, hit.tokens, now)
-                for entry, hit, _ in joined
-                if not entry.preemptions
-            ],
-        )
 
     def _assemble(self, step: NextStep, began: float) -> Plan:
         """Build the plan and advance the row table as if it had run."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from attrs import define, field
 
 from modulm.contracts.executor import Plan, RowFailure, RowStart, StepResult
 from modulm.contracts.requests import Start
+from modulm.engine.kv_cache.manager import Hit
 from modulm.engine.scheduling.request_queue import Entry
 from modulm.errors import EngineError, ModulmError, RequestError, RowError
 
@@ -36,6 +38,27 @@ class NextStep:
     state_slots: tuple[np.ndarray | None, ...] = ()
     parts: dict[str, Any] = field(factory=dict)
     number: int = 0
+
+    def extended(
+        self,
+        joined: Sequence[tuple[Entry, Hit, int]],
+        row_start: Callable[[Entry], RowStart],
+    ) -> NextStep:
+        """Return the step extended by admitted entries: (entry, its prefix, tokens to compute)."""
+        now = time.monotonic()
+        running = [item for item in joined if item[2]]
+        rows = [entry.row for entry, _, _ in running]
+        return NextStep(
+            np.concatenate([self.rows, rows]).astype(np.int64),
+            np.concatenate([self.starts, [hit.tokens for _, hit, _ in running]]).astype(np.int64),
+            np.concatenate([self.counts, [count for _, _, count in running]]).astype(np.int64),
+            admit=tuple(row_start(entry) for entry, _, _ in joined),
+            started=[
+                Start(entry.request.id, hit.tokens, now)
+                for entry, hit, _ in joined
+                if not entry.preemptions
+            ],
+        )
 
 
 @define(eq=False)

@@ -12,13 +12,13 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
-from modulm.contracts.outputs import BeamSearchSequence, Position
+from modulm.contracts.outputs import Position
 from modulm.contracts.sampling import OutputKind, SamplingParams
 from modulm.errors import RequestError
 
-__all__ = ["BeamSearch", "BeamSearchParams"]
+__all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
 
 
 #: Larger exponents of lengths overflow floating-point numbers.
@@ -27,6 +27,29 @@ _MAX_LENGTH_PENALTY = 10
 
 def _ids(value: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(value or ())
+
+
+@define
+class BeamSearchSequence:
+    """One beam.
+
+    tokens: prompt and generated tokens. cum_logprob: of the generated tokens. stop_reason: the stop
+    token that ended it, None for end of sequence.
+    """
+
+    tokens: list[int]
+    logprobs: list[Position] = field(factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@define
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @frozen

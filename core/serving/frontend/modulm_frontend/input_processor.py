@@ -174,15 +174,20 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> PendingRequest:
-        """Validate a prompt and its parameters and build its requests. Raises RequestError."""
+        """Validate a prompt and its parameters and build its requests. Raises RequestError.
+
+        tenant, weight: as in `modulm.contracts.requests.Request`.
+        """
         room = 0 if isinstance(params, PoolingParams) else 1
         text, ids, salt, media = self.read(prompt, params.truncate_prompt_tokens, room)
         if media.items:
             check_embeds(media.items, params)
         salt = cache_salt if cache_salt is not None else salt
         common = {"eos": self.eos, "priority": priority, "salt": salt, "adapter": adapter,
-                  **media.fields}  # fmt: skip
+                  "tenant": tenant, "weight": weight, **media.fields}  # fmt: skip
         if isinstance(params, PoolingParams):
             return self._pooling(text, ids, params, request_id, common)
         return self._sampling(text, ids, params, request_id, common)
@@ -196,6 +201,8 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> BeamSearchRequest:
         """Prepare a beam search up to its first step. Raises RequestError."""
         text, ids, salt, media = self.read(prompt)
@@ -224,7 +231,8 @@ class InputProcessor:
         state = self._state(text, ids, text_params, request_id, params.beam_width, adapter)
         state.keep = params.beam_width
         salt = cache_salt if cache_salt is not None else salt
-        common = {"priority": priority, "salt": salt, "adapter": adapter, **media.fields}
+        common = {"priority": priority, "salt": salt, "adapter": adapter, "tenant": tenant,
+                  "weight": weight, **media.fields}  # fmt: skip
         return BeamSearchRequest(state, beams, step_params, common)
 
     def read(

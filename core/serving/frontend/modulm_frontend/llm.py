@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from modulm.config.sources import keywords
 from modulm.contracts.outputs import (
-    BeamSearchOutput,
     ClassificationOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
@@ -34,7 +33,7 @@ from modulm.errors import (
 )
 from modulm.plugins import manager
 from modulm.plugins.moved import public_name
-from modulm_frontend.beam_search import BeamSearchParams
+from modulm_frontend.beam_search import BeamSearchOutput, BeamSearchParams
 from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.input_processor import (
     BeamSearchRequest,

@@ -24,13 +24,13 @@ from modulm.contracts.outputs import (
     Position,
     RequestMetrics,
     RequestOutput,
-    SpecDecodeMetrics,
     Statistics,
 )
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.errors import RequestError
+from modulm_frontend.draft_metrics import DraftMetrics
 from modulm_frontend.origin import request_origin
 from modulm_frontend.stops import StopScanner
 from modulm_tokenizers.detokenizer import Detokenizer
@@ -58,7 +58,7 @@ class Choice:
         self.cumulative: float | None = None if params.logprobs is None else 0.0
         self.reason: str | None = None
         self.stop: int | str | None = None
-        self.drafted: SpecDecodeMetrics | None = None
+        self.drafted: DraftMetrics | None = None
         self._pieces: list[str] = []
         self._params = params
         self._tokenizer = tokenizer
@@ -209,7 +209,7 @@ class RequestState:
         ]
         if self.drafts:
             for choice in self.choices:
-                choice.drafted = SpecDecodeMetrics(self.drafts)
+                choice.drafted = DraftMetrics(self.drafts)
 
     def restart(self) -> None:
         """Discard all results, since another engine runs the request from the start."""

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from tqdm import tqdm
 
 from modulm.config import EngineConfig
-from modulm.config.environ import client_key
+from modulm_cli.client_key import client_key
 from modulm_command_bench.drafts import Drafts, of_server
 from modulm_command_bench.figures import Timed, figures, parse_goodput, save, table
 from modulm_command_bench.load import BACKENDS, Schedule, Target, arrivals, run

@@ -72,7 +72,7 @@ def command(
 
 def open_backend(draft: Draft, url: str | None, key: str | None, model: str | None) -> Backend:
     """Open the server at `url`, or the configured model in this process."""
-    from modulm.config.environ import client_key
+    from modulm_cli.client_key import client_key
     from modulm_command_chat.backends import LocalEngine, RemoteServer
 
     if url is not None:

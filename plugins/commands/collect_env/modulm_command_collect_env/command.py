@@ -38,7 +38,7 @@ def command(as_json: bool) -> None:
 
 
 def _report() -> dict[str, dict[str, Any]]:
-    from modulm.config.environ import reported_environment
+    from modulm_command_collect_env.environment import reported_environment
 
     return {
         "modulm": {"version": modulm.__version__, "python": sys.version.split()[0]},

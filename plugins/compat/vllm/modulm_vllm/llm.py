@@ -10,14 +10,10 @@ import torch
 from attrs import evolve
 
 from modulm.config.sources import keywords
-from modulm.contracts.outputs import (
-    BeamSearchOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-)
+from modulm.contracts.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm.contracts.sampling import PoolingParams as NativePoolingParams
 from modulm_frontend import llm as frontend
+from modulm_frontend.beam_search import BeamSearchOutput
 from modulm_server.engine.metrics import Metrics
 from modulm_vllm.arguments import flags_for
 from modulm_vllm.engine import EngineFacts

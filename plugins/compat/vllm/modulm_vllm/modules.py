@@ -49,7 +49,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         **_all(_PARAMS, "PoolingParams", "SamplingParams"),
         **_all(_PROMPTS, "PromptType", "TextPrompt", "TokensPrompt"),
     },
-    "vllm.beam_search": _all(_OUTPUTS, "BeamSearchOutput", "BeamSearchSequence"),
+    "vllm.beam_search": _all(
+        "modulm_frontend.beam_search", "BeamSearchOutput", "BeamSearchSequence"
+    ),
     "vllm.collect_env": _COMMAND,
     "vllm.config": _all("modulm_vllm.tables", "AttentionConfig", "CompilationConfig",
                         "KVEventsConfig", "KVTransferConfig", "PoolerConfig", "ProfilerConfig",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-from modulm.contracts.outputs import SpecDecodeFigures
+from modulm_frontend.draft_metrics import SpecDecodeFigures
 from modulm_parsing.message import OpenAICall
 from modulm_server.logprobs import TokenLogprob
 

@@ -1,0 +1,76 @@
+"""Fair sharing: tokens computed for each tenant follow the weights, by deficit round robin.
+
+Sources: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), FQ-CoDel's treatment of new
+flows (RFC 8290), and counters of computed tokens for language models (Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from modulm.contracts.policy import Candidate, Policy
+from modulm_scheduler_fair.accounts import Accounts
+from modulm_scheduler_fair.planner import SharePlanner
+from modulm_scheduler_fair.queue import FairQueue, order
+
+if TYPE_CHECKING:
+    from modulm.contracts.policy import WaitingQueue
+    from modulm.contracts.step_part import PartPlanner, PlannerContext
+
+__all__ = ["Fair"]
+
+#: Steps' budgets in a quantum.
+_QUANTUM = 2
+
+
+class Fair(Policy):
+    """Tenants with work get tokens in proportion to their weights, within a quantum.
+
+    The quantum is twice the token budget of a step. One tenant alone uses everything. Requests of
+    one tenant are ordered by priority, then by arrival.
+    """
+
+    name: ClassVar[str] = "fair"
+    api: ClassVar[int | tuple[int, int]] = 1
+
+    def __init__(self) -> None:
+        self.accounts = Accounts()
+        self._planner: SharePlanner | None = None
+
+    def key(self, request: Candidate) -> tuple[float, float]:
+        return order(request)
+
+    def queue(self) -> WaitingQueue:
+        return FairQueue(self.accounts)
+
+    def planner(self, context: PlannerContext) -> PartPlanner:
+        self.accounts.quantum = _QUANTUM * context.limits.tokens
+        self._planner = SharePlanner(self.accounts, context)
+        return self._planner
+
+    def victim(self, running: Sequence[Candidate]) -> int:
+        """Preempt for the tenant with the highest level; among its requests, the last in order."""
+        return max(range(len(running)), key=lambda i: (*self._level(running[i]), i))
+
+    def displaced(self, waiting: Candidate, running: Sequence[Candidate]) -> int | None:
+        """Displace a request of the tenant with the highest level if the waiting one's tenant is
+        owed half a quantum: the one with the fewest computed tokens, which its tenant pays for.
+        """
+        accounts, planner = self.accounts, self._planner
+        number = accounts.number(waiting.tenant, waiting.weight)
+        if not running or planner is None:
+            return None
+        tenant = running[self.victim(running)].tenant
+        highest = accounts.number(tenant)
+        if highest == number or 2 * accounts.owed(highest, number) < accounts.quantum:
+            return None
+        places = [place for place, request in enumerate(running) if request.tenant == tenant]
+        index = min(places, key=lambda place: planner.computed(running[place].id))
+        planner.displace(running[index].id, number)
+        return index
+
+    def _level(self, request: Candidate) -> tuple[float, float, float]:
+        number = self.accounts.number(request.tenant)
+        return float(self.accounts.level[number]), *order(request)
