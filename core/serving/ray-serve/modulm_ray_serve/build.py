@@ -12,8 +12,8 @@ from modulm_ray_serve.args import AppArgs, ModelArgs
 from modulm_ray_serve.ingress import Front, Served
 from modulm_ray_serve.options import front_options, model_options
 from modulm_ray_serve.replica import ModelReplica
+from modulm_server.api_keys import read_keys
 from modulm_server.app import served_names
-from modulm_server.auth import read_keys
 from modulm_server.flags import ServerConfig
 
 __all__ = ["app"]
@@ -48,15 +48,15 @@ def app(args: AppArgs) -> Application:
 
 def _served(args: ModelArgs, config: EngineConfig) -> Served:
     server = config.group(ServerConfig)
-    keys = len(read_keys(server))
+    keys = read_keys(server)
     names = served_names(config)
     if set(args.adapters) & set(names):
         raise ConfigError("adapters", f"{names[0]!r} is the name of the model itself")
     return Served(
         names=names,
         adapters=dict(args.adapters),
-        keys=keys,
-        apart=keys > 1 and not server.share_prefix_cache_between_keys,
+        keys=len(keys),
+        apart=keys.many and not server.share_prefix_cache_between_keys,
         limit=server.max_request_bytes,
     )
 

@@ -23,7 +23,8 @@ from modulm.plugins import manager
 from modulm.plugins.index import is_first_party
 from modulm_chat.conversation import load_template
 from modulm_chat.sandbox import SandboxedRenderer
-from modulm_server.auth import check_open_paths, guard, open_paths, read_keys
+from modulm_server.api_keys import read_keys
+from modulm_server.auth import check_open_paths, guard, open_paths
 from modulm_server.errors import exception_handler, respond
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import GenerationService
@@ -125,7 +126,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     http = HttpMetrics(registry)
     engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
     keys = read_keys(server)
-    generation = _generation(engine, config, len(keys))
+    generation = _generation(engine, config, keys.many)
     loopback = LoopbackClient() if host is None else host.loopback
     directory = None if host is None else host.directory
     context = RouteContext(
@@ -150,7 +151,9 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     plugins.hook.modulm_app_created(app=api, config=config)
     _move_hook_routes_last(api, ours)
     check_open_paths(server, api.router.routes)
-    guard(api.router.routes, keys, open_paths(server))
+    failures = {id(route): family.failure for family, router in families.items()
+                for route in router.routes}  # fmt: skip
+    guard(api.router.routes, keys, open_paths(server), failures, server.api_server_count or 1)
     guarded = RequestGuard(
         api,
         body_limit=server.max_request_bytes,
@@ -197,7 +200,7 @@ def model_routes(
 ) -> ModelRoutes:
     """Build the routes of one model behind the front end of several. Raises ConfigError."""
     keys = read_keys(config.group(ServerConfig))
-    generation = _generation(engine, config, len(keys))
+    generation = _generation(engine, config, keys.many)
     context = RouteContext(
         engine=engine,
         config=config,
@@ -249,7 +252,7 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
     return config.model.served_model_name or (config.model.model,)
 
 
-def _generation(engine: EngineClient, config: EngineConfig, keys: int) -> GenerationService:
+def _generation(engine: EngineClient, config: EngineConfig, many_keys: bool) -> GenerationService:
     server = config.group(ServerConfig)
     template = None if server.chat_template is None else load_template(server.chat_template)
     if template is not None and engine.tokenizer is not None and engine.tokenizer.chat is not None:
@@ -263,7 +266,7 @@ def _generation(engine: EngineClient, config: EngineConfig, keys: int) -> Genera
         template=template,
         request_log=RequestLog.of(config),
         request_renderer=SandboxedRenderer() if server.trust_request_chat_template else None,
-        tenants=keys > 1 and not server.share_prefix_cache_between_keys,
+        tenants=many_keys and not server.share_prefix_cache_between_keys,
     )
 
 

@@ -6,36 +6,35 @@ or prefix can bypass it (CVE-2026-48746 shows the risk of checking URLs).
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import BaseRoute, Host, Match, Mount, Route, WebSocketRoute
 
 from modulm.errors import ConfigError
-from modulm_server.errors import ApiError, respond
+from modulm_server.api_keys import Keys
+from modulm_server.errors import ApiError, error_body, respond
 from modulm_server.flags import ServerConfig
+from modulm_server.key_limits import Caller, Usages, set_caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 __all__ = [
     "LOOPBACK",
     "OPEN_PATHS",
-    "Keys",
     "check_open_paths",
     "current_owner",
     "guard",
     "open_paths",
     "owner_of",
-    "read_keys",
 ]
 
 #: Routes that never need a key: health checks, and the page that asks the user for a key, with its
@@ -70,54 +69,17 @@ _WRONG = ApiError(
 _owner: ContextVar[str] = ContextVar("modulm_owner", default="")
 
 
-class Keys:
-    """A set of API keys, stored as digests. Without keys, all requests are allowed."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple(_digest(key.encode()) for key in keys)
-
-    def __len__(self) -> int:
-        return len(set(self._digests))
-
-    def knows(self, key: bytes) -> bool:
-        """Whether the key is valid, compared in constant time."""
-        sent = _digest(key)
-        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
-        return any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
 def current_owner() -> str:
     """The owner of the current task's request, as in `owner_of`, for code without the request."""
     return _owner.get()
 
 
 def owner_of(request: Request) -> str:
-    """The owner of a request: a digest of its key, empty on a server without keys."""
+    """The owner of a request: a digest of its key, or of the name that the key has in
+    `--api-keys-file`; empty on a server without keys.
+    """
     owner: str = request.scope.get("modulm.owner", "")
     return owner
-
-
-def read_keys(config: ServerConfig) -> Keys:
-    """The keys of the configuration. Raises ConfigError for a key file without a key."""
-    keys = list(config.api_key or ())
-    if config.api_key_file is not None:
-        try:
-            lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "api_key_file", f"{config.api_key_file} cannot be read: {error}"
-            ) from error
-        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not file_keys:
-            raise ConfigError("api_key_file", f"{config.api_key_file} contains no key")
-        keys += file_keys
-    if any(not key.strip() for key in keys):
-        raise ConfigError("api_key", "a key is empty")
-    return Keys(keys)
 
 
 def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
@@ -129,28 +91,65 @@ def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
 
 
 class _Guard:
-    """An endpoint that needs a key."""
+    """An endpoint that needs a key, within the key's limits.
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    failure: the API's error object, for refused requests.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, usages: Usages, failure: Callable[[ApiError], Any]
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._usages = usages
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = _sent_keys(scope)
-        key = keys[0] if keys else None
+        internal = scope.get("modulm.loopback") is LOOPBACK
+        entry = None
         if len(keys) > 1 and scope["type"] != "websocket":
-            await respond(_AMBIGUOUS)(scope, receive, send)
-        elif len(keys) == 1 and key is not None and self._keys.knows(key):
-            _owner.set(_digest(key).hex())
-            scope["modulm.owner"] = _owner.get()
+            await self._refuse(_AMBIGUOUS, scope, receive, send)
+            return
+        if internal:
+            entry = self._keys.of_owner(scope["modulm.owner"])
+        elif len(keys) == 1 and keys[0]:
+            entry = self._keys.find(keys[0])
+        if entry is None and not internal:
+            error = _WRONG if keys and keys[0] else _MISSING
+            await self._refuse(error, scope, receive, send)
+            return
+        if entry is not None:
+            scope["modulm.owner"] = entry.owner
+        _owner.set(scope["modulm.owner"])
+        if entry is None:  # a batch whose key has been removed
             await self._app(scope, receive, send)
-        elif scope.get("modulm.loopback") is LOOPBACK:
-            _owner.set(scope["modulm.owner"])
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+            return
+        await self._run(Caller(entry, self._usages.of(entry), self._usages, internal),
+                        scope, receive, send)  # fmt: skip
+
+    async def _run(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *caller.headers()]
+            await send(message)
+
+        try:
+            caller.enter(scope.get("method", ""))
+        except ApiError as error:
+            await self._refuse(error, scope, receive, send_with_limits)
+            return
+        set_caller(caller)
+        try:
+            await self._app(scope, receive, send_with_limits)
+        finally:
+            caller.leave()
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013 if error.status == 429 else 1008})
         else:
-            await respond(_WRONG if key else _MISSING)(scope, receive, send)
+            await respond(error, self._failure)(scope, receive, send)
 
 
 def _sent_keys(scope: Scope) -> list[bytes]:
@@ -173,9 +172,9 @@ def _sent_keys(scope: Scope) -> list[bytes]:
 class _Locked(BaseRoute):
     """A route of an unknown kind, which needs a key as a whole."""
 
-    def __init__(self, route: BaseRoute, keys: Keys) -> None:
+    def __init__(self, route: BaseRoute, keys: Keys, usages: Usages) -> None:
         self.route = route
-        self._guard = _Guard(route.handle, keys)
+        self._guard = _Guard(route.handle, keys, usages, error_body)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return self.route.matches(scope)
@@ -189,14 +188,26 @@ def open_paths(config: ServerConfig) -> frozenset[str]:
     return OPEN_PATHS | {path for path in config.open_paths if path != "none"}
 
 
-def guard(routes: list[BaseRoute], keys: Keys, unlocked: frozenset[str] = OPEN_PATHS) -> None:
-    """Make every route need a key, except those with an `unlocked` path. Changes `routes`."""
+def guard(
+    routes: list[BaseRoute],
+    keys: Keys,
+    unlocked: frozenset[str] = OPEN_PATHS,
+    failures: Mapping[int, Callable[[ApiError], Any]] = MappingProxyType({}),
+    processes: int = 1,
+) -> None:
+    """Make every route need a key, except those with an `unlocked` path. Changes `routes`.
+
+    failures: `id` of a route -> the error object of its API. processes: that divide the
+    limits of keys.
+    """
     if not keys:
         return
+    usages = Usages(processes)
     for index, route in enumerate(routes):
         if isinstance(route, Route) and route.path in unlocked:
             continue
         if type(route) in _PLAIN:
-            route.app = _Guard(route.app, keys)  # type: ignore[attr-defined]
+            failure = failures.get(id(route), error_body)
+            route.app = _Guard(route.app, keys, usages, failure)  # type: ignore[attr-defined]
         else:
-            routes[index] = _Locked(route, keys)
+            routes[index] = _Locked(route, keys, usages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from attrs import frozen
@@ -182,10 +182,10 @@ def error_body(error: ApiError) -> ErrorAnswer:
     }
 
 
-def respond(error: ApiError) -> Response:
-    """Build the response of an error."""
+def respond(error: ApiError, body: Callable[[ApiError], Any] = error_body) -> Response:
+    """Build the response of an error. body: the error object of the API."""
     return Response(
-        msgspec.json.encode(error_body(error)),
+        msgspec.json.encode(body(error)),
         error.status,
         {"Cache-Control": "no-store", **error.headers},
         "application/json",

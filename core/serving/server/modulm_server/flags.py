@@ -38,6 +38,10 @@ class ServerConfig(FlagGroup):
         None, "API keys; clients must send one of them.", secret=True, common=True
     )
     api_key_file: str | None = flag(None, "File with one key per line.", unit="path")
+    api_keys_file: str | None = flag(
+        None, "YAML file of keys with names, models, weights and limits; read again when it "
+        "changes.", unit="path",
+    )  # fmt: skip
     open_paths: tuple[str, ...] = flag(
         ("/metrics", "/version", "/load", "/ping", "/openapi.json"),
         "Paths that need no key, in addition to /, /health and /ready; none: no others.",

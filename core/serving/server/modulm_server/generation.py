@@ -10,7 +10,6 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -22,9 +21,12 @@ from modulm_chat.conversation import encode_chat
 from modulm_chat.sandbox import SandboxedRenderer, checkpoint_renderer
 from modulm_chat.templates import execute
 from modulm_frontend.beam_search import BeamSearchParams
+from modulm_server.api_keys import allows
 from modulm_server.auth import current_owner
+from modulm_server.engine.client import Tenant
 from modulm_server.errors import ApiError, model_error
 from modulm_server.flags import ServerConfig
+from modulm_server.key_limits import Caller, current_caller, current_key
 from modulm_server.media_service import MediaService
 from modulm_server.pacing import Turns
 from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
@@ -120,8 +122,12 @@ class GenerationService:
     async def find_model(self, name: Any) -> ServedModel:
         """Find the model or adapter of a name, loading the adapter if needed.
 
-        UNSET means the first model. Raises ApiError(404), and errors about an adapter's files.
+        UNSET means the first model. Raises ApiError(404), also for a model that the key may not
+        use, and errors about an adapter's files.
         """
+        shown = name if isinstance(name, str) else self.models[0]
+        if not allows(current_key(), shown):
+            raise model_error(shown)
         if not isinstance(name, str) or name in self.models:
             return ServedModel(self.model(name))
         if name in self.engine.adapters or await self._load_adapter(name):
@@ -294,20 +300,37 @@ class GenerationService:
         await self._turns.wait()
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
+        streamed = not isinstance(params, BeamSearchParams) and (
+            params.output_kind is OutputKind.DELTA
+        )
+        caller = self._admit(len(prompt.ids), streamed)
         engine_prompt = prompt.engine_prompt()
         name = uuid4().hex
         self.request_log.request(name, prompt, params)
         if self.tenants:
             cache_salt = f"{current_owner()}.{cache_salt or ''}"
         more: Any = {"priority": priority, "cache_salt": cache_salt, **_adapter_keyword(adapter)}
+        more |= _tenant_keyword(caller)
         if isinstance(params, BeamSearchParams):
-            streamed = False
             source = self.engine.beam_search(engine_prompt, params, name, **more)
         else:
-            streamed = params.output_kind is OutputKind.DELTA
             source = self.engine.generate(engine_prompt, params, name, **more)
-        log = partial(self.request_log.answer, name, delta=streamed)
-        return await Running.start(source, log, fields or {})
+
+        def note(output: RequestOutput) -> None:
+            self.request_log.answer(name, output, delta=streamed)
+            if caller is not None and (streamed or output.finished):
+                caller.charge(sum(len(choice.token_ids) for choice in output.outputs))
+
+        return await Running.start(source, note, fields or {})
+
+    def _admit(self, tokens: int, streamed: bool = False) -> Caller | None:
+        """Count a prompt for its API key. Raises ApiError(429) beyond the key's limits."""
+        caller = current_caller()
+        if caller is not None:
+            if streamed:
+                caller.start_stream()
+            caller.check_tokens(tokens)
+        return caller
 
     async def last_outputs(self, runs: Sequence[Running]) -> list[RequestOutput]:
         """Run all to their ends, a few per turn of the event loop; returns their last outputs."""
@@ -324,8 +347,9 @@ class GenerationService:
         """Pool a prompt. adapter: from `find_model`."""
         await self._turns.wait()
         self.check_open()
+        caller = self._admit(len(prompt.ids))
         engine_prompt = {**prompt.engine_prompt(), "prompt": None}
-        more = _adapter_keyword(adapter)
+        more: Any = {**_adapter_keyword(adapter), **_tenant_keyword(caller)}
         source = self.engine.encode(engine_prompt, params, uuid4().hex, priority=priority, **more)
         async with aclosing(source) as outputs:
             results = [output async for output in outputs]
@@ -353,6 +377,13 @@ def _array(ids: Sequence[int]) -> Sequence[int]:
 def _adapter_keyword(adapter: str | None) -> dict[str, Any]:
     """The keyword for an adapter, left out without one for engines that do not know it."""
     return {} if adapter is None else {"adapter": adapter}
+
+
+def _tenant_keyword(caller: Caller | None) -> dict[str, Any]:
+    """The keyword for the tenant of a request, left out on a server without keys."""
+    if caller is None:
+        return {}
+    return {"tenant": Tenant(caller.key.owner, caller.key.weight)}
 
 
 class Running:

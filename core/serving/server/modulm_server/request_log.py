@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from modulm_server.auth import current_owner
 from modulm_server.errors import escape
 from modulm_server.flags import ServerConfig
+from modulm_server.key_limits import current_key
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -24,8 +24,6 @@ log = logging.getLogger("modulm.requests")
 
 #: Default for the maximum characters of a text in a log line.
 _LONGEST = 10_000
-#: Hex digits of a key's digest that identify its owner in the log.
-_SHOWN = 8
 
 
 @frozen
@@ -52,7 +50,8 @@ class RequestLog:
         """Log a request that goes to the engine."""
         if self.requests:
             text = repr(list(prompt.ids)) if prompt.text is None else prompt.text
-            whose = current_owner()[:_SHOWN]
+            key = current_key()
+            whose = "" if key is None else key.name
             log.info(
                 "request %s%s: %s, %s",
                 name,

@@ -15,6 +15,8 @@ from attrs import field, frozen
 from modulm_server.errors import respond
 from modulm_server.sse import DONE
 
+from modulm_server.errors import ApiError, error_body
+
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
@@ -84,6 +86,10 @@ class RouteFamily(ABC):
     @abstractmethod
     def router(self) -> APIRouter:
         """Build the routes. Called once. Endpoints read bodies with `modulm_server.json_body`."""
+
+    def failure(self, error: ApiError) -> Any:
+        """The body of an error that is raised before the endpoint, as JSON; by default OpenAI's."""
+        return error_body(error)
 
     async def start(self) -> None:
         """Start background work; called when the server takes requests."""

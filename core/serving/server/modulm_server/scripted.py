@@ -27,7 +27,7 @@ from modulm_frontend.output_processor import Choice
 from modulm_frontend.prompt_embeds import check_embeds
 from modulm_frontend.validation import check, check_pooling, check_prompt, truncated
 from modulm_server.engine.adapters import Adapter
-from modulm_server.engine.client import EngineClient
+from modulm_server.engine.client import EngineClient, Tenant
 from modulm_server.engine.metrics import Metrics
 
 __all__ = ["Reply", "ScriptedEngine", "scripted_info"]
@@ -76,7 +76,8 @@ class _Running:
 class ScriptedEngine(EngineClient):
     """Answers each request with `reply(prompt text, params)`. Invalid requests fail as usual.
 
-    seen: (prompt, params) of every accepted request; salts: its cache salt; used: its adapter.
+    seen: (prompt, params) of every accepted request; salts: its cache salt; used: its adapter;
+    tenants: its tenant.
     aborted: requests whose reader disconnected. bad: adapter paths that fail to load, with the
     reason. functions: what calls into its one worker run, by name.
     """
@@ -100,6 +101,7 @@ class ScriptedEngine(EngineClient):
         self._adapters: dict[str, Adapter] = {}
         self.bad: dict[str, str] = {}
         self.used: list[str | None] = []
+        self.tenants: list[Tenant | None] = []
         self.functions: dict[str, Callable[..., Any]] = {}
 
     def die(self) -> None:
@@ -200,6 +202,7 @@ class ScriptedEngine(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -219,6 +222,7 @@ class ScriptedEngine(EngineClient):
         self.seen.append((prompt, params))
         self.salts.append(cache_salt)
         self.used.append(adapter)
+        self.tenants.append(tenant)
         running = self._running[request_id] = _Running(request_id)
         whole = False
         try:
@@ -241,10 +245,11 @@ class ScriptedEngine(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as many equal outputs as there are beams."""
         text_params = params.text_params()
-        more: Any = {"cache_salt": cache_salt, "adapter": adapter}
+        more: Any = {"cache_salt": cache_salt, "adapter": adapter, "tenant": tenant}
         async for output in self.generate(prompt, text_params, request_id, **more):
             yield output
 
@@ -256,6 +261,7 @@ class ScriptedEngine(EngineClient):
         *,
         priority: int = 0,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Return a vector that depends only on the token ids."""
         await self.check_health()
@@ -268,6 +274,7 @@ class ScriptedEngine(EngineClient):
             max_model_len=self.info.max_model_len,
         )
         self.used.append(adapter)
+        self.tenants.append(tenant)
         await self._pause(request_id, await self._text(text, ids))
         vector = np.zeros(self.info.hidden, dtype=np.float32)
         vector += np.bincount(np.array(ids) % len(vector), minlength=len(vector))

@@ -28,9 +28,10 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_chat.conversation import load_template
 from modulm_parsing.choice import parser_decisions, with_parsers
+from modulm_server.api_keys import read_keys
 from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
-from modulm_server.auth import open_paths, read_keys
+from modulm_server.auth import open_paths
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.first_request import first_request
 from modulm_server.flags import ServerConfig

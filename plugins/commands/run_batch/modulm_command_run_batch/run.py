@@ -116,8 +116,9 @@ async def _run(
 
 def _own_key(config: EngineConfig) -> tuple[EngineConfig, str | None]:
     """If the configuration has API keys, add one that only this process knows."""
-    keys = config.group(ServerConfig).api_key or ()
-    if not keys and config.group(ServerConfig).api_key_file is None:
+    server = config.group(ServerConfig)
+    keys = server.api_key or ()
+    if not keys and server.api_key_file is None and server.api_keys_file is None:
         return config, None
     key = token_urlsafe()
     return config.with_(api_key=(*keys, key)), key

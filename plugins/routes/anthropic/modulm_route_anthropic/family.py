@@ -114,6 +114,10 @@ class Anthropic(RouteFamily):
         except Exception as error:
             return self._error_response(request, error)
 
+    def failure(self, error: ApiError) -> Failure:
+        """See `RouteFamily.failure`."""
+        return _error(error)
+
     def _error_response(self, request: Request, error: Exception) -> Response:
         api_error = report(
             error, request.scope, self.context.config.group(ServerConfig).log_error_stack

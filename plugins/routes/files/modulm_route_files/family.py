@@ -21,7 +21,8 @@ from modulm_route_files.lines import LinesError, check_lines
 from modulm_route_files.objects import BatchCard, Deleted, FileCard
 from modulm_route_files.slots import Slots
 from modulm_route_files.store import FileStore, check_format, expires_after, storage_error
-from modulm_server.auth import owner_of, read_keys
+from modulm_server.api_keys import read_keys
+from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, request_docs

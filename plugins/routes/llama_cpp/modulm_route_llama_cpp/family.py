@@ -93,6 +93,10 @@ class LlamaCpp(RouteFamily):
     name = "llama_cpp"
     api = 2
 
+    def failure(self, error: ApiError) -> Any:
+        """See `RouteFamily.failure`."""
+        return _failure(error)
+
     def router(self) -> APIRouter:
         router = APIRouter(tags=["llama.cpp"])
         whole = Completion | list[Completion] | dict[str, Any] | list[dict[str, Any]]

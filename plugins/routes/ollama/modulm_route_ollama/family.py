@@ -323,6 +323,10 @@ class Ollama(RouteFamily):
         }
         return Response(line(answer), 200, media_type=_LINES if body.stream else "application/json")
 
+    def failure(self, error: ApiError) -> Any:
+        """See `RouteFamily.failure`."""
+        return _failure(error)
+
     async def _respond(self, job: _Job) -> Response:
         started = await job.turn.start()
         if job.stream:

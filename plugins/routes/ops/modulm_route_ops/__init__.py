@@ -155,7 +155,7 @@ class Ops(RouteFamily):
         """Show every flag that differs from its default, without secrets."""
         config = self.context.config
         changed = {name: _plain(value) for name, value in config.changed().items()}
-        for secret in ("api_key", "api_key_file", "hf_token", "ssl_keyfile"):
+        for secret in ("api_key", "api_key_file", "api_keys_file", "hf_token", "ssl_keyfile"):
             if secret in changed:
                 changed[secret] = "(set)"
         info = self.context.engine.info

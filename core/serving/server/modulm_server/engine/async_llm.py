@@ -37,7 +37,7 @@ from modulm_frontend.input_processor import (
 )
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.worker_calls import check_call
-from modulm_server.engine.client import EngineClient, ReplicaHealth
+from modulm_server.engine.client import EngineClient, ReplicaHealth, Tenant
 from modulm_server.engine.core_client import (
     EngineCoreClient,
     ReplicaEvents,
@@ -211,9 +211,11 @@ class AsyncLLM(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        more = {"cache_salt": cache_salt, "adapter": adapter, **_tenant(tenant)}
         return self._stream(
-            partial(self._prepare, prompt, params, request_id, priority, cache_salt, adapter)
+            partial(self._prepare, prompt, params, request_id, priority=priority, **more)
         )
 
     async def beam_search(
@@ -225,10 +227,12 @@ class AsyncLLM(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
+        more = {"cache_salt": cache_salt, "adapter": adapter, **_tenant(tenant)}
         search = self._input_processor.beam_search(
-            prompt, params, request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
+            prompt, params, request_id, priority=priority, **more
         )
         if request_id in self._beam_searches or request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
@@ -252,12 +256,14 @@ class AsyncLLM(EngineClient):
         *,
         priority: int = 0,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         job = await _away(prompt, self._input_processor.pooling_job, prompt, params)
         outputs: list[PoolingRequestOutput] = []
         for index, (ids, part_params) in enumerate(job.parts):
             name = f"{request_id}.{index}" if index else request_id
-            prepare = partial(self._prepare, ids, part_params, name, priority, None, adapter)
+            more = {"adapter": adapter, **_tenant(tenant)}
+            prepare = partial(self._prepare, ids, part_params, name, priority=priority, **more)
             outputs += [output async for output in self._stream(prepare)]
         for output in job.join(outputs):
             yield output
@@ -411,20 +417,11 @@ class AsyncLLM(EngineClient):
         prompt: PromptLike,
         params: SamplingParams | PoolingParams,
         request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        adapter: str | None,
+        **more: Any,
     ) -> PendingRequest:
+        """more: keywords of `InputProcessor.process`."""
         await self.check_health()
-        process = partial(
-            self._input_processor.process,
-            prompt,
-            params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
+        process = partial(self._input_processor.process, prompt, params, request_id, **more)
         pending: PendingRequest = await _away(prompt, process)
         return pending
 
@@ -598,6 +595,11 @@ class AsyncLLM(EngineClient):
     def _die(self, error: EngineDead) -> None:
         self.dead = error
         self._wake(self._output_processor.fail_all(error))
+
+
+def _tenant(tenant: Tenant | None) -> dict[str, Any]:
+    """The keywords of the input processor for a tenant."""
+    return {} if tenant is None else {"tenant": tenant.name, "weight": tenant.weight}
 
 
 async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
 
-__all__ = ["API", "EngineClient", "EngineRestarting", "ReplicaHealth"]
+__all__ = ["API", "EngineClient", "EngineRestarting", "ReplicaHealth", "Tenant"]
 
 API = 1
 
@@ -44,6 +44,14 @@ class ReplicaHealth:
     status: str
     reason: str | None = None
     restarts: int = 0
+
+
+@frozen
+class Tenant:
+    """Whose request it is. weight: of its share of the engine, for `--scheduling-policy fair`."""
+
+    name: str
+    weight: float = 1.0
 
 
 class EngineClient(Training, ABC):
@@ -94,6 +102,7 @@ class EngineClient(Training, ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate; yields outputs according to `params.output_kind`. The last has `finished` set.
 
@@ -111,6 +120,7 @@ class EngineClient(Training, ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a beam search; yields one output with the `params.beam_width` best answers, best
         first.
@@ -127,6 +137,7 @@ class EngineClient(Training, ABC):
         *,
         priority: int = 0,
         adapter: str | None = None,
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pool a prompt; yields one output. Raises the errors of `generate`."""
 

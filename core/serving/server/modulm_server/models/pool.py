@@ -10,8 +10,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from modulm.errors import EngineDead, ModulmError, QueueFull
+from modulm_server.api_keys import allows
 from modulm_server.directory import ModelChanges, ModelDirectory, ModelStatus
 from modulm_server.errors import ApiError
+from modulm_server.key_limits import current_key
 from modulm_server.loopback import LoopbackClient
 from modulm_server.models.flags import ModelsConfig
 from modulm_server.models.hosted_model import HostedModel
@@ -413,8 +415,10 @@ class ModelPool(ModelDirectory):
 
 
 def _permits(model: HostedModel, owner: str) -> bool:
-    owners = model.settings.owners
-    return owners is None or owner in owners
+    owners, key = model.settings.owners, current_key()
+    return (owners is None or owner in owners) and any(
+        allows(key, name) for name in model.settings.names
+    )
 
 
 def _is_evictable(model: HostedModel) -> bool:

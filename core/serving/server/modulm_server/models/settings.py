@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from attrs import field, frozen
 
 from modulm.config.schema.catalog import catalog
 from modulm.errors import ConfigError
-from modulm_server.auth import read_keys
+from modulm_server.api_keys import read_keys
 from modulm_server.flags import ServerConfig
 from modulm_server.models.flags import ModelsConfig, parse_duration
 
@@ -42,7 +41,7 @@ _SERVER_PREFIXES = ("ssl_", "h11_", "uvicorn_", "disable_uvicorn_", "max_stored_
 class ModelSettings:
     """One model of the server.
 
-    config: of its engine. owners: digests of the keys that may use it; None: all. keep_alive:
+    config: of its engine. owners: of the keys that may use it; None: all. keep_alive:
     seconds; None: for ever. pinned: only a request to stop it unloads it. preload: it is loaded
     when the server starts. sleep: level at which it sleeps instead of being stopped when its memory
     or its time is over; 0: it is stopped.
@@ -175,15 +174,16 @@ def _adapter_names(config: EngineConfig) -> Iterator[str]:
 
 
 def _owners(config: EngineConfig, api_keys: Any) -> frozenset[str] | None:
-    """The digests of a model's keys. Raises ConfigError for one that the server does not have."""
+    """The owners of a model's keys. Raises ConfigError for one that the server does not have."""
     if api_keys is None:
         return None
     keys = read_keys(config.group(ServerConfig))
     owners = set()
     for key in _texts("api_keys", api_keys):
-        if not keys.knows(key.encode()):
-            raise ConfigError("api_keys", "has a key that is not one of --api-key, --api-key-file")
-        owners.add(hashlib.sha256(key.encode()).hexdigest())
+        entry = keys.find(key.encode())
+        if entry is None:
+            raise ConfigError("api_keys", "has a key that is not one of the server's")
+        owners.add(entry.owner)
     return frozenset(owners)
 
 
