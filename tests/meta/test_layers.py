@@ -59,7 +59,8 @@ LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name 
 SERVER = (
     ("directory", "engine", "first_request", "flags", "heap", "kinds", "openapi", "output",
      "prompts"),
-    ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
+    ("api_keys", "auth", "constraints", "errors", "hosts", "json_body", "key_limits", "logprobs",
+     "logs", "loopback",
      "media_service", "metrics", "pacing", "page_files", "paging", "prompt_embeds", "request_cost",
      "request_guard", "request_log", "sampling", "sse", "stats_log", "text_work"),
     ("generation",),

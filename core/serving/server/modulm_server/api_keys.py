@@ -210,7 +210,8 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
     entries = table.get("keys") if isinstance(table, Mapping) and set(table) == {"keys"} else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError("api_keys_file", f"{path}: the file has one field, keys: a list of keys")
-    nodes = next(value for name, value in node.value if name.value == "keys").value
+    pairs: Any = node.value if node is not None else ()
+    nodes = next(value for name, value in pairs if name.value == "keys").value
     keys: list[ApiKey] = []
     names: set[str] = set()
     digests: set[bytes] = set()
