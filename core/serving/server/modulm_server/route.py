@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
 
-from modulm_server.errors import respond
+from modulm_server.errors import ApiError, error_body, respond
 from modulm_server.sse import DONE
-
-from modulm_server.errors import ApiError, error_body
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
