@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 from tests.server.browser import BROWSER, Browser
+from tests.server.scripted_models import several_models
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
-from modulm_server.models.dispatch import Dispatcher
-from modulm_server.models.front_engine import FrontEngine
-from modulm_server.models.hosted_model import HostedModel
-from modulm_server.models.pool import ModelPool
 from modulm_server.models.settings import ModelSettings
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
@@ -971,32 +968,18 @@ def test_the_libraries_are_as_they_were_published() -> None:
 
 @pytest.fixture
 def several(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
-    """A server of two models and room for one, whose engines are scripted."""
+    """A server of two models and room for one."""
 
-    async def prepare(model: HostedModel) -> EngineConfig:
-        model.needed = 60 << 20
-        return model.settings.config
+    def read(config: EngineConfig) -> list[ModelSettings]:
+        return [
+            ModelSettings(name=name, config=config.with_(model=name, served_model_name=(name,)))
+            for name in ("first", "second")
+        ]
 
-    async def measure(model: HostedModel) -> None:
-        model.memory = 80 << 20
-
-    def start(config: EngineConfig, process: Any) -> ScriptedEngine:
-        info = scripted_info(tokenizer, config=config, max_model_len=2048)
-        return ScriptedEngine(tokenizer, Script(), info)
-
-    monkeypatch.setattr(HostedModel, "prepare", prepare)
-    monkeypatch.setattr(HostedModel, "measure", measure)
-    monkeypatch.setattr("modulm_server.models.hosted_model.AsyncLLM.from_config", start)
-    monkeypatch.setattr("modulm_server.models.hosted_model.EngineProcess", lambda: None)
-    config = EngineConfig.from_keywords(memory_budget="100MiB", disable_uvicorn_access_log=True)
-    settings = [
-        ModelSettings(name=name, config=config.with_(model=name, served_model_name=(name,)))
-        for name in ("first", "second")
-    ]
-    pool = ModelPool(config, lambda: settings)
-    engine = FrontEngine(pool, config, pool.names)
-    with serve_in_thread(engine, config, host=Dispatcher(pool)) as live:
-        yield live
+    flags = {"memory_budget": "100MiB", "reply": Script()}
+    with several_models(tokenizer, monkeypatch, read, **flags) as server:
+        server.sizes.update(first=80 << 20, second=80 << 20)
+        yield server.live
 
 
 @needs_browser

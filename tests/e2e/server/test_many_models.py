@@ -13,24 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import click
 import httpx
 import ollama
 import openai
 import pytest
-from attrs import evolve
-from click.testing import CliRunner
 from tests.media.files import sound_file
 from tests.speech.whisper import write_whisper
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from modulm.config.sources import keywords
-from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
-from modulm_command_models import commands
 from modulm_server.models.dispatch import Dispatcher
-from modulm_server.models.flags import parse_duration, parse_size
 from modulm_server.models.front_engine import FrontEngine
-from modulm_server.models.hosted_model import HostedModel
 from modulm_server.models.pool import ModelPool
 from modulm_server.models.serve import make_pool
 from modulm_server.testing import Live, error_of, serve_in_thread
@@ -84,7 +79,7 @@ def serving(**flags: Any) -> Iterator[Many]:
 
 @pytest.fixture(scope="module")
 def many(folder: Path) -> Iterator[Many]:
-    with serving(models_dir=str(folder)) as server:
+    with serving(models_dir=str(folder), load_comment_interval=0.01) as server:
         yield server
 
 
@@ -146,6 +141,16 @@ def test_every_api_routes_by_model(many: Many) -> None:
     assert all(any(f'model_name="{name}"' in line for line in running) for name in NAMES)
 
 
+def test_a_socket_is_for_the_model_of_its_address(many: Many) -> None:
+    address = f"{many.url.replace('http', 'ws')}/v1/realtime?model="
+    with connect(f"{address}hear") as socket:
+        assert "session.created" in str(socket.recv(120))
+        assert many.models["hear"].in_flight == 1
+    until(lambda: many.models["hear"].in_flight == 0)
+    with pytest.raises(InvalidStatus):
+        connect(f"{address}nobody")
+
+
 def test_a_request_without_a_name_is_for_the_first_model(many: Many) -> None:
     assert many.post("/completion", {"prompt": "hi", "n_predict": 1}).json()["model"] == "chat"
 
@@ -196,11 +201,32 @@ def test_bad_requests_load_nothing(many: Many) -> None:
     assert many.post("/api/chat", {**ask("chat"), "keep_alive": "soon"}).status_code == 400
 
 
-def test_keep_alive_stops_a_model_and_the_next_request_loads_it(many: Many) -> None:
+def test_keep_alive_stops_a_model_and_requests_load_it_once(many: Many) -> None:
+    """Two requests share the load; the stream gets comments meanwhile."""
     client = ollama.Client(host=many.url)
     assert client.generate("chat", keep_alive=0).done_reason == "unload"
     until(lambda: many.states()["chat"] == "unloaded")
     assert "chat" not in {one.model for one in client.ps().models}
+    model = many.models["chat"]
+    loads = model.loads
+
+    async def both() -> list[str]:
+        async with httpx.AsyncClient(base_url=many.url, timeout=300) as http:
+            bodies = [ask("chat", stream=True), ask("chat")]
+            answers = [http.post("/v1/chat/completions", json=body) for body in bodies]
+            return [answer.text for answer in await asyncio.gather(*answers)]
+
+    stream, whole = asyncio.run(both())
+    assert model.loads == loads + 1
+    assert stream.startswith(": loading the model\n\n")
+    frames = [part[6:] for part in stream.split("\n\n") if part.startswith("data: ")]
+    assert frames[-1] == "[DONE]"
+    content = "".join(
+        choice["delta"].get("content", "")
+        for frame in frames[:-1]
+        for choice in json.loads(frame)["choices"]
+    )
+    assert content == json.loads(whole)["choices"][0]["message"]["content"]
     assert client.generate("chat", keep_alive="10m").done_reason == "load"
     (shown,) = (one for one in client.ps().models if one.model == "chat")
     assert shown.expires_at is not None
@@ -219,228 +245,3 @@ def test_a_dead_engine_is_loaded_again_and_others_go_on(many: Many) -> None:
     assert httpx.get(f"{many.url}/health").is_success
     assert many.post("/v1/chat/completions", ask("chat")).is_success
     assert many.models["embed"].loads == loads
-
-
-def test_two_requests_load_once_and_a_stream_gets_comments(many: Many) -> None:
-    model = many.models["chat"]
-    many.call(many.pool.unload("chat"))
-    loads = model.loads
-
-    async def both() -> list[str]:
-        many.pool._flags = keywords(load_comment_interval=0.01).config.group(type(many.pool._flags))
-        async with httpx.AsyncClient(base_url=many.url, timeout=300) as http:
-            bodies = [ask("chat", stream=True), ask("chat")]
-            answers = [http.post("/v1/chat/completions", json=body) for body in bodies]
-            return [answer.text for answer in await asyncio.gather(*answers)]
-
-    stream, whole = asyncio.run(both())
-    assert model.loads == loads + 1
-    assert stream.startswith(": loading the model\n\n")
-    frames = [part[6:] for part in stream.split("\n\n") if part.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    content = "".join(
-        choice["delta"].get("content", "")
-        for frame in frames[:-1]
-        for choice in json.loads(frame)["choices"]
-    )
-    assert content == json.loads(whole)["choices"][0]["message"]["content"]
-
-
-@pytest.fixture
-def sizes(many: Many, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """What each model takes, instead of what is measured. Nothing is loaded at first."""
-    sizes = dict.fromkeys(NAMES, 100)
-    for model in many.models.values():
-        many.call(many.pool.unload(model.name))
-        model.needed = 0
-
-    async def measure(model: HostedModel) -> None:
-        model.memory = sizes[model.name]
-
-    monkeypatch.setattr(HostedModel, "measure", measure)
-    monkeypatch.setattr("modulm_server.models.hosted_model.estimate", lambda path: 100)
-    yield sizes
-    many.pool.budget = None
-
-
-def test_the_longest_unused_model_makes_room(many: Many, sizes: dict[str, int]) -> None:
-    many.pool.budget = 250
-    for name in ("chat", "embed"):
-        many.call(many.pool.load(name))
-    assert many.post("/api/generate", {"model": "chat"}).is_success
-    many.call(many.pool.load("hear"))
-    assert many.states() == {"chat": "loaded", "embed": "unloaded", "hear": "loaded"}
-    sizes["embed"] = 200  # more than estimated: the others make room afterwards
-    many.call(many.pool.load("embed"))
-    assert many.states() == {"chat": "unloaded", "embed": "loaded", "hear": "unloaded"}
-    sizes["hear"] = 300
-    answer = many.post("/models/load", {"model": "hear"})
-    assert (answer.status_code, error_of(answer)["code"]) == (503, "model_load_failed")
-    assert "--memory-budget" in answer.text
-    model = many.models["chat"]
-    many.call(many.pool.load("chat"))
-    model.settings = evolve(model.settings, pinned=True)
-    answer = many.post("/v1/embeddings", {"model": "embed", "input": "hi"})
-    assert answer.status_code == 503
-    assert "pinned" in answer.text
-    assert many.states()["chat"] == "loaded"
-    model.settings = evolve(model.settings, pinned=False)
-
-
-def test_a_running_stream_ends_before_its_model_makes_room(
-    many: Many, sizes: dict[str, int]
-) -> None:
-    many.pool.budget = 100
-    body = ask("chat", stream=True, max_tokens=200, ignore_eos=True)
-    path = f"{many.url}/v1/chat/completions"
-    with httpx.stream("POST", path, json=body, timeout=300) as stream:
-        lines = stream.iter_lines()
-        while not next(lines).startswith("data: "):
-            pass  # a comment, while the model is loaded
-        loading = asyncio.run_coroutine_threadsafe(many.pool.load("embed"), many.live.loop)
-        rest = list(lines)
-    assert rest[-2] == "data: [DONE]"
-    assert '"finish_reason":"length"' in "".join(rest)
-    assert loading.result(300).state == "loaded"
-    assert many.states()["chat"] == "unloaded"
-
-
-def test_a_full_queue_refuses(many: Many, sizes: dict[str, int]) -> None:
-    model = many.models["chat"]
-    model.waiting = 256
-    try:
-        answer = many.post("/v1/chat/completions", ask("chat"))
-    finally:
-        model.waiting = 0
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"] == "1"
-
-
-def test_commands_list_load_and_stop_models(many: Many) -> None:
-    def run(command: click.Command, *arguments: str) -> str:
-        result = CliRunner().invoke(command, [*arguments, "--url", many.url])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    run(commands.stop, "embed")
-    assert run(commands.load, "embed").startswith("embed: loaded, ")
-    assert many.models["embed"].memory > 1 << 20
-    rows = [line.split() for line in run(commands.ps).splitlines()[:4]]
-    assert [row[0] for row in rows] == ["NAME", *NAMES]
-    assert rows[2][1] == "loaded"
-    assert run(commands.stop, "embed") == "embed: unloaded, 0 MiB\n"
-    assert run(commands.reload) == "nothing has changed\n"
-    failed = CliRunner().invoke(commands.load, ["nobody", "--url", many.url])
-    assert failed.exit_code == 1
-    assert "only chat, embed, hear" in failed.output
-
-
-@pytest.fixture
-def broken(folder: Path, tmp_path: Path) -> Iterator[Many]:
-    (tmp_path / "weights").mkdir()
-    for file in (folder / "chat").iterdir():
-        if file.name != "model.safetensors":
-            (tmp_path / "weights" / file.name).symlink_to(file)
-    config = tmp_path / "models.yaml"
-    config.write_text(
-        f"models:\n  broken: {{model: {tmp_path / 'weights'}}}\n"
-        f"  works: {{model: {folder / 'chat'}, aliases: [gpt-4o], api_keys: [a]}}\n"
-    )
-    with serving(
-        models_config=str(config), load_comment_interval=0.01, api_key=["a", "b"]
-    ) as server:
-        yield server
-
-
-def test_a_failed_load_says_why_and_keys_choose_models(broken: Many) -> None:
-    key_a, key_b = ({"Authorization": f"Bearer {key}"} for key in "ab")
-    assert broken.post("/v1/chat/completions", ask("works")).status_code == 401
-    answer = broken.post("/v1/chat/completions", ask("broken"), **key_a)
-    assert answer.status_code == 503
-    error = answer.json()["error"]
-    assert error["code"] == "model_load_failed"
-    assert "cannot be loaded" in error["message"]
-    stream = broken.post("/v1/messages", ask("broken", stream=True), **key_a)
-    assert stream.status_code == 200
-    assert "event: error\ndata: " in stream.text
-    assert broken.post("/v1/chat/completions", ask("works"), **key_b).status_code == 404
-    names = httpx.get(f"{broken.url}/v1/models", headers=key_b).json()["data"]
-    assert [name["id"] for name in names] == ["broken"]
-    assert names[0]["status"]["value"] == "failed"
-    assert names[0]["status"]["error"]
-    answer = broken.post("/v1/chat/completions", ask("gpt-4o"), **key_a)
-    assert answer.json()["model"] == "gpt-4o"
-
-
-def test_reloading_drops_no_stream_and_a_sleeping_model_wakes_up(
-    broken: Many, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    headers = {"Authorization": "Bearer a"}
-    file = tmp_path / "models.yaml"
-    table = f"{{model: {folder / 'chat'}, max-model-len: 64, sleep: 1}}"
-    body = ask("works", stream=True, max_tokens=200, ignore_eos=True)
-    path = f"{broken.url}/v1/chat/completions"
-    with httpx.stream("POST", path, json=body, headers=headers, timeout=300) as stream:
-        lines = stream.iter_lines()
-        while not next(lines).startswith("data: "):
-            pass
-        file.write_text(f"models:\n  works: {table}\n  new: {{model: {folder / 'chat'}}}\n")
-        answer = broken.post("/models/reload", {}, **headers)
-        assert answer.json() == {"added": ["new"], "changed": ["works"], "removed": ["broken"]}
-        assert '"finish_reason":"length"' in "".join(lines)
-    assert broken.post("/v1/chat/completions", ask("works"), **headers).is_success
-    cards = httpx.get(f"{broken.url}/v1/models", headers=headers).json()["data"]
-    assert {card["id"]: card["max_model_len"] for card in cards} == {"works": 64, "new": None}
-    file.write_text("models: {}\n")
-    assert broken.post("/models/reload", {}, **headers).status_code == 400
-    (model,) = (one for one in broken.pool.models if one.name == "works")
-
-    async def measure(model: HostedModel) -> None:
-        model.memory = 10 if model.state == "sleeping" else 100
-
-    monkeypatch.setattr(HostedModel, "measure", measure)
-    model.memory = 100
-    broken.call(broken.pool._leave(model, evicted=True))
-    assert (model.state, model.loads) == ("sleeping", 2)
-    assert broken.post("/v1/chat/completions", ask("works"), **headers).is_success
-    assert (model.state, model.loads) == ("loaded", 2)
-
-
-def test_sizes_and_durations() -> None:
-    sizes = {"8GiB": 8 << 30, "500MB": 500_000_000, "1.5k": 1500, "77": 77, 5: 5, None: None}
-    assert {text: parse_size(text) for text in sizes} == sizes
-    times = {
-        "90": 90,
-        "10m": 600,
-        "1h30m": 5400,
-        "-1": None,
-        -1: None,
-        "-5m": None,
-        0: 0,
-        "1.5s": 1.5,
-    }
-    assert {text: parse_duration(text) for text in times} == times
-    for wrong in ("", "soon", "1x", True, [], "nan"):
-        with pytest.raises(ValueError, match="duration"):
-            parse_duration(wrong)
-    for wrong in ("0", "-1", "8 apples", True):
-        with pytest.raises(ValueError, match="size|byte"):
-            parse_size(wrong)
-
-
-def test_settings_that_are_wrong_name_the_model(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "models.yaml"
-    base = keywords(models_config=str(file)).config
-    for table, message in (
-        ("a: {port: 1}", "whole server"),
-        ("a: {sleep: 3}", "0, 1 or 2"),
-        ("a: {keep_alive: soon}", "duration"),
-        ("a: {api_keys: [x]}", "api-key"),
-        ("a: {max_model_len: x}", "max_model_len"),
-        ("a: {no_such_flag: 1}", "no_such_flag"),
-        ("a: {aliases: [b]}\n  b: {}", "a name of 'a' too"),
-    ):
-        file.write_text(f"models:\n  {table}\n")
-        with pytest.raises(ConfigError, match=message) as raised:
-            make_pool(base, ())
-        assert raised.value.field == "models_config"

@@ -190,6 +190,7 @@ class ModelRoutes:
         for family in self.families:
             await family.stop()
         self.generation.media.close()
+        self.generation.work.close()
 
 
 def model_routes(

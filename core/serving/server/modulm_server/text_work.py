@@ -50,6 +50,11 @@ class TextWork:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="modulm-long-text")
         self._long_characters = 0
 
+    def close(self) -> None:
+        """End the threads once their work is done."""
+        for pool in (self._short, self._rendering, self._long):
+            pool.shutdown(wait=False)
+
     @cached_property
     def max_characters_per_token(self) -> int | None:
         """The most characters of one token; None if the tokenizer may drop characters."""

@@ -115,7 +115,8 @@ def stop(model: str, url: str, api_key: str | None) -> None:
 
 def _act(url: str, api_key: str | None, path: str, model: str) -> None:
     outcome = _ask(url, api_key, "POST", path, {"model": model})
-    click.echo(f"{outcome['model']}: {outcome['state']}, {outcome['memory'] / 2**20:.0f} MiB")
+    memory = f", {outcome['memory'] / 2**20:.0f} MiB" if outcome["state"] == "loaded" else ""
+    click.echo(f"{outcome['model']}: {outcome['state']}{memory}")
 
 
 @click.command("reload")

@@ -38,10 +38,12 @@ _LOOK = 0.1
 class HostedModel:
     """A model and its engine, if it is loaded.
 
-    state: as in `ModelStatus`. in_flight: requests that use it. waiting: requests that wait for it.
-    memory: bytes that count as in use: the estimate while it loads, then as measured. needed: bytes
-    that it needs when loaded, as known so far. loading: the load in progress. leaving: the end of
-    its use that is in progress; no request starts meanwhile. info: facts of its last engine.
+    state: as in `ModelStatus`. in_flight: requests that use it. waiters: requests that wait for it,
+    each by an object of its own. admitted: those of them that its last load was for; they start
+    before it is unloaded again. memory: bytes that count as in use: the estimate while it loads,
+    then as measured. needed: bytes that it needs when loaded, as known so far. loading: the load in
+    progress. leaving: the end of its use that is in progress; no request starts meanwhile. info:
+    facts of its last engine.
     """
 
     settings: ModelSettings
@@ -49,7 +51,8 @@ class HostedModel:
     engine: EngineClient | None = None
     routes: ModelRoutes | None = None
     in_flight: int = 0
-    waiting: int = 0
+    waiters: set[object] = field(factory=set)
+    admitted: set[object] = field(factory=set)
     memory: int = 0
     needed: int = 0
     last_used: float | None = None
@@ -78,10 +81,10 @@ class HostedModel:
 
     @property
     def busy(self) -> bool:
-        """Whether requests use it, including those that run in the background."""
-        engine = self.engine
-        alive = engine is not None and engine.dead is None
-        return self.in_flight > 0 or (alive and engine is not None and engine.active > 0)
+        """Whether requests use it, including those that run in the background or start next."""
+        if self.in_flight or self.admitted:
+            return True
+        return self.engine is not None and not self.engine.dead and self.engine.active > 0
 
     @property
     def in_memory(self) -> bool:
@@ -139,7 +142,7 @@ class HostedModel:
             await self._close_engine()
             raise
         self.loads += 1
-        self._used()
+        self._note_use()
 
     def abandon(self) -> None:
         """Kill an engine that is being loaded, which ends its load with an error."""
@@ -154,9 +157,9 @@ class HostedModel:
         self.memory = max(self.memory, self.needed)
         await self.engine.wake_up()
         await self.measure()
-        self._used()
+        self._note_use()
 
-    def _used(self) -> None:
+    def _note_use(self) -> None:
         self.state, self.error = "loaded", None
         self.last_used = now = time.time()
         keep_alive = self.settings.keep_alive
@@ -180,6 +183,7 @@ class HostedModel:
         routes, self.routes = self.routes, None
         engine, self.engine = self.engine, None
         process, self._process = self._process, None
+        self.admitted = set()
         if routes is not None:
             await routes.stop()
         if engine is not None:
@@ -210,7 +214,7 @@ class HostedModel:
             last_used=self.last_used,
             expires_at=None if settings.pinned else self.expires_at,
             active=self.in_flight,
-            waiting=self.waiting,
+            waiting=len(self.waiters),
             pinned=settings.pinned,
             info=self.info,
             adapters={}

@@ -130,18 +130,20 @@ class ModelPool(ModelDirectory):
         """
         if model.ready:
             return
-        if model.waiting >= self._flags.max_load_queue:
+        if len(model.waiters) >= self._flags.max_load_queue:
             raise QueueFull(
-                f"{model.waiting} requests wait for {model.name} to load (--max-load-queue); "
+                f"{len(model.waiters)} requests wait for {model.name} to load (--max-load-queue); "
                 "try again later"
             )
-        model.waiting += 1
+        waiter = object()
+        model.waiters.add(waiter)
         try:
-            while not model.ready:
+            while not model.ready and waiter not in model.admitted:
                 self._check_open()
                 await self._finish(self._load_task(model), comment)
         finally:
-            model.waiting -= 1
+            model.waiters.discard(waiter)
+            model.admitted.discard(waiter)
 
     def _check_open(self) -> None:
         if self.closing:
@@ -201,6 +203,7 @@ class ModelPool(ModelDirectory):
                 else:
                     await model.open(config or await model.prepare(), self.stores, self.loopback)
                 await self._check_budget(model)
+                model.admitted = set(model.waiters)
         except Exception as error:
             raise await self._failure(model, error) from error
         log.info(
@@ -432,7 +435,7 @@ def _is_evictable(model: HostedModel) -> bool:
 
 def _last_resort(model: HostedModel) -> tuple[bool, float]:
     """The order in which models are unloaded."""
-    return model.busy or model.waiting > 0, model.last_used or 0.0
+    return model.busy or bool(model.waiters), model.last_used or 0.0
 
 
 def _is_expired(model: HostedModel, now: float) -> bool:
@@ -443,5 +446,5 @@ def _is_expired(model: HostedModel, now: float) -> bool:
         and model.expires_at <= now
         and not model.settings.pinned
         and not model.busy
-        and not model.waiting
+        and not model.waiters
     )
