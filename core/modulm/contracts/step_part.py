@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.contracts.attention import AttentionBackend, AttentionSpec, StepLayout
+    from modulm.contracts.decision import Decision
     from modulm.contracts.executor import (
         Capacity,
         PartReport,
@@ -578,6 +579,10 @@ class StepPart(ABC):
         config: resolved. plugins: the plugin manager, to resolve drivers.
         """
         return cls()
+
+    def decision(self) -> Decision | None:
+        """Return what `modulm explain` shows of this part, or None."""
+        return None
 
     def planner(self, context: PlannerContext) -> PartPlanner | None:
         """Build the scheduler's half, or return None if there is nothing to plan."""

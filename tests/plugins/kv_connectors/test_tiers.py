@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from modulm import LLM, SamplingParams
+from modulm.cli.main import main
 from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
@@ -181,3 +182,23 @@ def test_models_with_states_are_refused(tmp_path: Path) -> None:
     folder = str(make_tiny(tmp_path, "MambaForCausalLM"))
     with pytest.raises(ConfigError, match="states"):
         LLM(folder, **FLAGS, kv_offloading_size=0.01)
+
+
+def test_explain_names_the_connector_and_where_events_go(
+    model: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = '{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"max_bytes": 9}}'
+    events = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
+    for flags in (
+        ["--kv-offloading-size", "1"],
+        ["--kv-transfer-config", options, "--kv-events-config", events],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", model("dense"), *flags])
+        assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("KV ")] == [
+        "KV connector: host (set by --kv-offloading-size; cpu_bytes_to_use 1073741824)",
+        "KV events: zmq (set by --kv-events-config; published at tcp://*:5557)",
+        "KV connector: disk (set by --kv-transfer-config; max_bytes 9)",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from modulm.contracts.decision import Decision
 from modulm.contracts.step_part import PlannerContext, StepPart
 from modulm_kv_events.flags import Settings, settings_of
 
@@ -29,6 +30,12 @@ class KVEventsPart(StepPart):
         settings = settings_of(config)
         rank = config.parallel.data_parallel_rank_local
         return cls(settings, rank) if settings.active else None
+
+    def decision(self) -> Decision:
+        endpoint, replay = self._settings.of_replica(self._rank)
+        repeated = "" if replay is None else f", repeated at {replay}"
+        reason = f"set by --kv-events-config; published at {endpoint}{repeated}"
+        return Decision("KV events", (), "zmq", reason)
 
     def planner(self, context: PlannerContext) -> EventsPlanner:
         from modulm_kv_events.planner import EventsPlanner

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modulm.contracts.connector import KVConnector
+from modulm.contracts.decision import Decision
 from modulm.errors import ConfigError
 from modulm_kv_transfer.flags import KVTransferConfig
 
-__all__ = ["CONNECTORS", "connector_tables"]
+__all__ = ["CONNECTORS", "connector_decision", "connector_tables"]
 
 #: vLLM's connector names -> the corresponding drivers.
 CONNECTORS: Mapping[str, str] = {
@@ -46,6 +48,21 @@ def connector_tables(config: Any) -> Mapping[str, Any]:
             sources[-1], f"{sources[0]} names a KV connector as well: set only one of them"
         )
     return {**tables, "kv_connectors": named} if named else tables
+
+
+def connector_decision(config: Any, connector: KVConnector) -> Decision:
+    """Return the choice of the connector: the flag that names it, and options that it was given."""
+    flags = config.group(KVTransferConfig)
+    options = connector_tables(config)["kv_connectors"].get(connector.name) or {}
+    set_by = "set by --plugin-config"
+    if flags.kv_offloading_size:
+        set_by = "set by --kv-offloading-size"
+    elif flags.kv_transfer_config:
+        set_by = "set by --kv-transfer-config"
+    described = ", ".join(
+        f"{key} {value}" for key, value in sorted(options.items()) if key != "secret_file"
+    )
+    return Decision("KV connector", (), connector.name, f"{set_by}; {described or 'defaults'}")
 
 
 def _driver(name: str) -> str:

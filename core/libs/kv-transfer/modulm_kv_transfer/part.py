@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 
 from modulm.contracts.connector import BlockTransfer, KVConnector, TransferPlan, TransferResult
+from modulm.contracts.decision import Decision
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
-from modulm_kv_transfer.choice import connector_tables
+from modulm_kv_transfer.choice import connector_decision, connector_tables
 from modulm_kv_transfer.identity import engine_facts, model_digest
 from modulm_kv_transfer.remote import RemoteConnector, RemoteIndex
 
@@ -26,8 +27,8 @@ class TransfersPart(StepPart):
     api = 1
     all_ranks = True
 
-    def __init__(self, connector: KVConnector) -> None:
-        self.connector = connector
+    def __init__(self, connector: KVConnector, decision: Decision | None = None) -> None:
+        self.connector, self._decision = connector, decision
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:
@@ -40,7 +41,10 @@ class TransfersPart(StepPart):
         if isinstance(connector, RemoteConnector):
             replica = config.parallel.data_parallel_rank_local
             connector.describe_engine(engine_facts(config, plugins), replica)
-        return cls(connector)
+        return cls(connector, connector_decision(config, connector))
+
+    def decision(self) -> Decision | None:
+        return self._decision
 
     def planner(self, context: PlannerContext) -> TransferPlanner:
         from modulm_kv_transfer.planner import RemoteTransferPlanner, TransferPlanner

@@ -53,11 +53,13 @@ def decisions_for(draft: Draft) -> list[Decision]:
     plugins = manager.current()
     opened = resolve_checkpoint(draft.config, plugins, "server", draft.explicit)
     config, device = opened.resolved.config, opened.device
-    masks = any(part.masks for part in open_parts(config, plugins))
+    parts = open_parts(config, plugins)
+    masks = any(part.masks for part in parts)
     model = explain_model(config, opened.checkpoint, opened.platform, plugins, masks=masks)
     chat_template = draft.config.group(ServerConfig).chat_template
     chat = chat_decisions(draft.config, opened.checkpoint.path, plugins, chat_template)
     flags = [
         decision for decision in opened.resolved.decisions if decision.subject != device.subject
     ]
-    return [device, *model, *chat, *parser_decisions(draft.config, plugins), *flags]
+    shown = [decision for part in parts if (decision := part.decision()) is not None]
+    return [device, *model, *shown, *chat, *parser_decisions(draft.config, plugins), *flags]
