@@ -36,9 +36,12 @@ class PeerClient:
                 raise Fault("the time is up")
             with socket.create_connection((host, port), timeout=left) as plain:
                 set_deadline(plain, deadline)
-                with self._closable(plain), self._tls.connect(plain) as peer:
-                    with self._closable(peer):  # `plain` is detached now
-                        return self._ask(peer, names, deadline)
+                with (
+                    self._closable(plain),
+                    self._tls.connect(plain) as peer,
+                    self._closable(peer),  # `plain` is detached now
+                ):
+                    return self._ask(peer, names, deadline)
         except (OSError, Fault) as error:
             raise Fault(f"{host}:{port}: {error}") from error
 
