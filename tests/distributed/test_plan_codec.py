@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import attrs
 import numpy as np
 import pytest
@@ -105,6 +107,25 @@ def test_plans_and_results_come_back_as_they_were() -> None:
     empty = Plan(0, *(np.zeros(0, I32) for _ in range(3)), np.zeros(0, I64), (), np.zeros(0, bool))
     assert same(empty, CODEC.decode_plan(CODEC.encode_plan(empty)))
     assert CODEC.decode_plan(CODEC.encode_plan(plan)).tokens.flags.writeable
+
+
+def test_damaged_plans_and_results_are_errors_and_nothing_else(rng, rounds) -> None:
+    """Ranks are trusted; what a fault of memory or a cable changes is an error all the same."""
+    plan, result = CODEC.encode_plan(full_plan()), CODEC.encode_result(full_result())
+    seen: Counter[str] = Counter()
+    for _ in range(300 * rounds):
+        decode, data = rng.choice([(CODEC.decode_plan, plan), (CODEC.decode_result, result)])
+        content = bytearray(data)
+        at = rng.randrange(len(content))
+        content[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        try:
+            decode(bytes(content))
+            seen["read"] += 1
+        except Exception as error:
+            seen[type(error).__name__] += 1
+    assert not seen.keys() & {"MemoryError", "SystemError", "AssertionError", "RecursionError"}
+    assert seen["read"] > 10
+    assert len(seen) > 3
 
 
 def test_of_other_ranks_only_what_planners_want_is_sent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -45,6 +46,29 @@ def turned() -> bytes:
     exif[274] = 6
     image = Image.new("RGB", (4, 6), (200, 0, 0))
     return image_file(image, "JPEG", exif=exif, quality=95)
+
+
+def test_damaged_files_are_decoded_or_refused(rng, rounds):
+    """Whatever the damage: a value within the limits, or Undecodable."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8))
+    whole = [("image", image_file(noise, form)) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
+    whole += [("audio", sound_file(tone(0.05), 8000, form)) for form in ("WAV", "FLAC", "OGG")]
+    limits, seen = Limits(pixels=1 << 16, seconds=60.0), Counter()
+    for _ in range(240 * rounds):
+        kind, data = rng.choice(whole)
+        content = bytearray(data)
+        for _ in range(rng.choice((1, 2, 5))):
+            at = rng.randrange(min(len(content), rng.choice((64, len(content)))))
+            content[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(4))
+        try:
+            value = decode(kind, bytes(content), {}, limits)
+        except Undecodable:
+            seen["refused"] += 1
+            continue
+        seen[kind] += 1
+        assert kind == "audio" or (value.mode == "RGB" and value.width * value.height <= 1 << 16)
+        assert kind == "image" or np.isfinite(value.samples).all()
+    assert min(seen["refused"], seen["image"], seen["audio"]) > 5
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import os
 import subprocess
@@ -293,6 +294,81 @@ def test_a_batch_is_its_table() -> None:
     again = Batch.of(json.loads(json.dumps(batch.table())))
     assert again.card() == batch.card()
     assert (again.owner, again.lasts) == ("me", 3600)
+
+
+#: Operations of the stores on files: what each calls.
+OPERATIONS = {
+    "open": (Path, "open"),
+    "rename": (Path, "replace"),
+    "flush": (os, "fsync"),
+    "copy": (store.shutil, "copyfileobj"),
+    "make a folder": (Path, "mkdir"),
+    "list": (os, "scandir"),
+    "lock": (os, "open"),
+    "read": (Path, "read_bytes"),
+    "state": (Path, "stat"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_fails_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A file is stored whole or not at all, a batch is saved or refused and lets go of its lock;
+    the next try works, and a later server reads the same.
+    """
+    owner, operation = OPERATIONS[name]
+    original = getattr(owner, operation)
+    files = store.FileStore(tmp_path, 9, 1 << 20, lasting=True)
+    batches = BatchStore(files)
+
+    def attempt() -> tuple[str | None, bool]:
+        """(id of the stored file, whether a batch was saved)"""
+        stored = None
+        with suppress(OSError):
+            file = files.make("me", "x", "batch")
+            files.write(file, io.BytesIO(b"content"))
+            stored = file.id
+        batch = Batch("me", CHAT, "24h", stored or "file-x")
+
+        async def main() -> None:
+            batches.start(batch, complete)
+            await batches.stop()
+
+        try:
+            asyncio.run(main())
+        except OSError:
+            return stored, False
+        return stored, True
+
+    async def complete(batch: Batch) -> None:
+        batch.enter("completed")
+
+    for turn in range(6):  # which call of the operation fails
+        left, code = [turn], (errno.ENOSPC, errno.EIO, errno.EMFILE)[turn % 3]
+
+        def fail(*args: Any, left: list[int] = left, code: int = code, **keywords: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(code, os.strerror(code))
+            return original(*args, **keywords)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, operation, fail)
+            stored, _ = attempt()
+        kept = {file.id for file in files.list_owned("me")}
+        assert stored is None or stored in kept
+        assert batches.running == 0
+        assert all(file.path.read_bytes() == b"content" for file in files.list_owned("me"))
+        again = store.FileStore(tmp_path, 9, 1 << 20, lasting=True)
+        assert {file.id for file in again.list_owned("me")} == kept
+        for file in again.list_owned("me"):
+            files.remove(file)
+    stored, saved = attempt()
+    assert stored is not None
+    assert saved
+    left_behind = {path.suffix for path in (tmp_path / "batches").iterdir()} - {".json"}
+    assert not left_behind
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 4])

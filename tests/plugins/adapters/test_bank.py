@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from modulm.errors import CheckpointError, ConfigError, EngineError
 from modulm.testing.adapters import AdapterSession, write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_adapter_lora.files import read_adapter
 
 PROMPTS = {0: [5, 77, 130, 9, 301], 1: [42, 8, 250], 2: [12], 3: [7, 7, 300, 41]}
 
@@ -347,6 +348,27 @@ def other_tensor(path, tensors):
 
 def other_head(path, tensors):
     changed(path, tensors | {"base_model.model.lm_head.weight": torch.ones(600, 64)})
+
+
+def test_damaged_adapters_are_read_or_refused_by_name(tmp_path, rng, rounds):
+    write_lora(tmp_path, {LAYER: (8, 8)}, 4)
+    whole = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    refused = []
+    for _ in range(120 * rounds):
+        file = rng.choice(sorted(whole))
+        content = bytearray(whole[file])
+        for _ in range(rng.choice((1, 1, 3))):
+            at = rng.randrange(min(len(content), 400))
+            content[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(4))
+        file.write_bytes(content)
+        try:
+            read_adapter(tmp_path)
+        except CheckpointError as error:
+            refused.append((file.name, str(error)))
+        file.write_bytes(whole[file])
+    assert len(refused) > 40
+    assert all(name in message for name, message in refused)
+    read_adapter(tmp_path)
 
 
 BAD = {
