@@ -48,7 +48,6 @@ class _Entry:
     tokens_per_minute: int | None = None
     connections: int | None = None
     streams: int | None = None
-    adapters: int | None = None
 
 
 @frozen(kw_only=True)
@@ -57,7 +56,7 @@ class ApiKey:
 
     owner: identifies it in stored data, not secret. models: patterns of model names; None: all.
     weight: of its share of the engine. requests_per_minute, tokens_per_minute: rates. connections,
-    streams: requests, and streamed ones, at once. adapters: loaded ones at once. None: no limit.
+    streams: requests, and streamed ones, at once. None: no limit.
     """
 
     name: str
@@ -69,7 +68,6 @@ class ApiKey:
     tokens_per_minute: int | None = None
     connections: int | None = None
     streams: int | None = None
-    adapters: int | None = None
 
 
 def allows(key: ApiKey | None, model: str) -> bool:
@@ -259,8 +257,6 @@ def _checked(entry: Any) -> ApiKey:
         value = getattr(parsed, limit)
         if value is not None and value < 1:
             raise Problem([(limit, "must be at least 1")])
-    if parsed.adapters is not None and parsed.adapters < 0:
-        raise Problem([("adapters", "must be at least 0")])
     return ApiKey(
         name=parsed.name,
         owner=digest(b"modulm key name " + parsed.name.encode()).hex(),
@@ -271,7 +267,6 @@ def _checked(entry: Any) -> ApiKey:
         tokens_per_minute=parsed.tokens_per_minute,
         connections=parsed.connections,
         streams=parsed.streams,
-        adapters=parsed.adapters,
     )
 
 

@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Fair"]
 
-#: Steps' budgets in a quantum.
-_QUANTUM = 2
+#: Steps' budgets in a quantum, and the tokens that it has at least: of a prompt of medium length.
+_BUDGETS, _LEAST = 2, 4096
 
 
 class Fair(Policy):
     """Tenants with work get tokens in proportion to their weights, within a quantum.
 
-    The quantum is twice the token budget of a step. One tenant alone uses everything. Requests of
-    one tenant are ordered by priority, then by arrival.
+    One tenant alone uses everything. Requests of one tenant are ordered by priority, then by
+    arrival. quantum: in tokens; None: 4096, or twice the token budget of a step if that is more.
     """
 
     name: ClassVar[str] = "fair"
     api: ClassVar[int | tuple[int, int]] = 1
 
-    def __init__(self) -> None:
+    def __init__(self, quantum: int | None = None) -> None:
         self.accounts = Accounts()
+        self._quantum = quantum
         self._planner: SharePlanner | None = None
 
     def key(self, request: Candidate) -> tuple[float, float]:
@@ -46,7 +47,7 @@ class Fair(Policy):
         return FairQueue(self.accounts)
 
     def planner(self, context: PlannerContext) -> PartPlanner:
-        self.accounts.quantum = _QUANTUM * context.limits.tokens
+        self.accounts.quantum = self._quantum or max(_BUDGETS * context.limits.tokens, _LEAST)
         self._planner = SharePlanner(self.accounts, context)
         return self._planner
 

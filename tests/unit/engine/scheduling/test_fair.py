@@ -51,7 +51,7 @@ class Shares:
     """An engine with the fair policy, and the tokens that it charged each tenant."""
 
     def __init__(self, limits: Limits, groups: tuple[Group, ...] = ROOMY, depth: int = 1) -> None:
-        self.policy = Fair()
+        self.policy = Fair(2 * limits.tokens)
         self.executor = FakeExecutor(groups, max_model_len=120, keep_plans=True)
         self.engine, self.seen = make_engine(self.executor, limits, self.policy, depth=depth)
         self.charged: Counter[str] = Counter()
