@@ -6,20 +6,31 @@ all stored formats.
 
 from __future__ import annotations
 
+import json
+import shutil
+import struct
+from types import SimpleNamespace
+
+import huggingface_hub
 import pytest
+from click.testing import CliRunner
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tests.plugins.models.test_contract import ARCHITECTURES
 from tests.plugins.quantization import test_published as formats
 
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
-from modulm.errors import UnsupportedError
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.models import tiny_folder
 from modulm.testing.oracles import oracle_of
+from modulm_command_fit.command import command as fit_command
 from modulm_memory.advice import changes_for
 from modulm_memory.estimate import estimate
+from modulm_memory.report import report
 from modulm_memory.testing import measured
+from modulm_server.command import command as serve_command
 
 TOLERANCE = 0.05
 #: Full, sliding, latent caches and states; experts; tied heads; encoders; ranks and formats.
@@ -112,3 +123,75 @@ def test_what_does_not_fit_comes_with_commands_that_do(wide):
         other = estimate(config.with_parts(dict(change.flags)), plugins, memory=small)
         assert other.context
         assert change.command.startswith("modulm serve m --max-num-seqs 1 --")
+
+
+def run(command, *arguments):
+    result = CliRunner().invoke(command, [str(one) for one in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_a_dry_run_of_the_server_prints_what_fit_prints(wide):
+    flags = (wide, "--max-num-seqs", 2, "--kv-cache-memory-bytes", 1 << 24)
+    first, second = run(fit_command, *flags), run(serve_command, *flags, "--dry-run")
+    assert first.stdout.startswith(f"{wide} (LlamaForCausalLM)")
+    assert first.exit_code == second.exit_code == 0
+    static = [line for line in first.stdout.splitlines() if "memory of the device" not in line]
+    assert set(static) < set(second.stdout.splitlines())
+
+
+def test_json_has_sizes_in_bytes_and_the_exit_code_tells_whether_it_fits(wide):
+    shown = run(fit_command, wide, "--json", "--device-memory", "16MiB")
+    table = json.loads(shown.stdout)
+    assert shown.exit_code == 1
+    assert table["problem"] == "the weights do not fit"
+    assert table["ranks"][0]["weights"]["total"] > 16 << 20
+    assert table["ranks"][0]["memory"]["free"] == 16 << 20
+
+
+def test_a_hub_id_is_read_from_headers_alone(wide, monkeypatch):
+    """The hub's client is stood in for; only small files and headers are asked for."""
+    requests = []
+
+    def download(name, *, allow_patterns=(), local_files_only=False, local_dir=None, **more):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing is cached")
+        requests.extend(allow_patterns)
+        for file in wide.glob("*.json"):
+            shutil.copy(file, local_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    names = [file.name for file in wide.iterdir()]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *a, **k: names)
+    monkeypatch.setattr(huggingface_hub.HfApi, "parse_safetensors_file_metadata", header_of(wide))
+    text, fits = report(EngineConfig.from_keywords(model="someone/some-model"), ())
+    assert fits
+    assert text.startswith("someone/some-model (LlamaForCausalLM)")
+    assert not [pattern for pattern in requests if "safetensors" in pattern]
+    whole, _ = report(EngineConfig.from_keywords(model=str(wide)), ())
+    assert text.splitlines()[1:4] == whole.splitlines()[1:4]
+
+
+def header_of(folder):
+    def read(self, name, file, **more):
+        with (folder / file).open("rb") as stream:
+            table = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+        metadata = table.pop("__metadata__", {})
+        tensors = {
+            key: SimpleNamespace(
+                dtype=one["dtype"], shape=one["shape"], data_offsets=one["data_offsets"]
+            )
+            for key, one in table.items()
+        }
+        return SimpleNamespace(metadata=metadata, tensors=tensors)
+
+    return read
+
+
+def test_without_a_connection_the_error_says_what_to_do(monkeypatch):
+    def fail(*args, **more):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match="is not in the local cache and the hub cannot be"):
+        report(EngineConfig.from_keywords(model="someone/some-model"), ())

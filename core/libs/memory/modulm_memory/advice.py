@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from modulm.contracts.decision import Decision, Verdict
 from modulm.errors import ModulmError
 from modulm_memory.estimate import estimate
+from modulm_memory.sizes import size
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
     from modulm_memory.estimate import Estimate
 
-__all__ = ["Change", "at_load", "changes_for"]
+__all__ = ["Change", "at_load", "changes_for", "memory_decision"]
 
 #: Cache formats with half and a quarter of the bytes.
 _CACHES = ("fp8", "int8", "int4")
@@ -130,3 +132,24 @@ def _change(
         elif isinstance(value, str | int | float):
             words += [option, str(value)]
     return Change(dict(flags), f"to fit it: {reason}", shlex.join(words))
+
+
+def memory_decision(
+    config: EngineConfig, plugins: PluginManager, explicit: Iterable[str]
+) -> Decision:
+    """Return what fits as a decision, for `modulm explain`."""
+    try:
+        found = estimate(config, plugins, explicit)
+    except ModulmError as error:
+        return Decision("memory", (), None, f"not estimated: {error}")
+    rank = found.tightest
+    growing = sum(use.per_1k for use in rank.caches)
+    reason = (
+        f"{size(rank.weights.bytes)} of weights, {size(growing)} of caches per 1k tokens, "
+        f"{size(rank.memory.free)} free; modulm fit shows the parts"
+    )
+    if found.problem:
+        return Decision("memory", (), None, f"{found.problem}: {reason}")
+    sequences = found.sequences(found.context)
+    winner = f"{sequences} requests of {found.context} tokens at once"
+    return Decision("memory", (Verdict(winner),), winner, reason)

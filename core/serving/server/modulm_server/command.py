@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from modulm.errors import ConfigError
 from modulm_cli import FlagCommand, print_notices
 from modulm_server.models import serves_several
 
@@ -31,12 +32,16 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 @click.command("serve", cls=FlagCommand, server=True)
 @click.argument("model_tags", nargs=-1, metavar="[MODEL]...")
-def command(draft: Draft, model_tags: tuple[str, ...]) -> None:
+@click.option("--dry-run", is_flag=True, help="Show what the model needs in memory, and exit.")
+def command(draft: Draft, model_tags: tuple[str, ...], dry_run: bool) -> None:
     """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     MODEL is a folder, a Hugging Face id or a short name; without one the embedded model answers.
     Requests choose between several by name. --models-config and --models-dir add more.
     """
+    if dry_run:
+        _show_memory(draft, model_tags)
+        return
     from modulm_server.engine.spawn import EngineProcess
 
     termination = _Termination()
@@ -57,6 +62,19 @@ def command(draft: Draft, model_tags: tuple[str, ...]) -> None:
         if process is not None:
             process.close()
     raise SystemExit(code)
+
+
+def _show_memory(draft: Draft, model_tags: tuple[str, ...]) -> None:
+    """Print what `modulm fit` prints. Raises SystemExit if the model does not fit."""
+    from modulm_memory.report import report
+
+    if serves_several(draft.config, model_tags):
+        raise ConfigError("dry_run", "shows one model: run modulm fit for each of them")
+    print_notices(draft.notices)
+    text, fits = report(draft.config, draft.explicit)
+    click.echo(text)
+    if not fits:
+        raise SystemExit(1)
 
 
 class _Terminated(KeyboardInterrupt):

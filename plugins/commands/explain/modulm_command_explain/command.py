@@ -47,6 +47,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
     from modulm.loading import explain_model, resolve_checkpoint
     from modulm.plugins import manager
     from modulm_chat.choice import chat_decisions
+    from modulm_memory.advice import memory_decision
     from modulm_parsing.choice import parser_decisions
     from modulm_server.flags import ServerConfig
 
@@ -62,4 +63,6 @@ def decisions_for(draft: Draft) -> list[Decision]:
         decision for decision in opened.resolved.decisions if decision.subject != device.subject
     ]
     shown = [decision for part in parts if (decision := part.decision()) is not None]
-    return [device, *model, *shown, *chat, *parser_decisions(draft.config, plugins), *flags]
+    memory = memory_decision(draft.config, plugins, draft.explicit)
+    parsers = parser_decisions(draft.config, plugins)
+    return [device, *model, *shown, *chat, *parsers, *flags, memory]

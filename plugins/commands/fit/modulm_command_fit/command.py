@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 import click
@@ -31,22 +28,12 @@ def command(draft: Draft, model_tag: str | None, as_json: bool, device_memory: s
     Takes the flags of `modulm serve`. Reads config.json and headers of weight files only; for a hub
     id, these are all that is downloaded. Exits with 1 if the model does not fit.
     """
-    from modulm.plugins import manager
-    from modulm_memory.advice import changes_for
-    from modulm_memory.estimate import estimate
-    from modulm_memory.hub_headers import headers_only
-    from modulm_memory.text import as_data, parse_memory, render
+    from modulm_memory.report import report
+    from modulm_memory.sizes import parse_memory
 
     print_notices(draft.notices)
     memory = parse_memory(device_memory)
-    plugins = manager.current()
-    with redirect_stdout(sys.stderr), headers_only(draft.config) as config:
-        found = estimate(config, plugins, draft.explicit, memory)
-        name = draft.config.model.model
-        changes = changes_for(found, plugins, draft.explicit, config, memory, name=name)
-    if as_json:
-        click.echo(json.dumps(as_data(found, changes, name), indent=2))
-    else:
-        click.echo(render(found, changes, name))
-    if found.problem or ("max_model_len" in draft.explicit and not found.fits):
+    text, fits = report(draft.config, draft.explicit, memory, as_json=as_json)
+    click.echo(text)
+    if not fits:
         raise SystemExit(1)
