@@ -187,7 +187,7 @@ def test_settings_that_are_wrong_name_the_model(file: Path) -> None:
         ("a: {port: 1}", "whole server"),
         ("a: {sleep: 3}", "0, 1 or 2"),
         ("a: {keep_alive: soon}", "duration"),
-        ("a: {api_keys: [x]}", "api-key"),
+        ("a: {api_keys: [x]}", "not one of the server"),
         ("a: {max_model_len: x}", "max_model_len"),
         ("a: {no_such_flag: 1}", "no_such_flag"),
         ("a: {aliases: [b]}\n  b: {}", "a name of 'a' too"),

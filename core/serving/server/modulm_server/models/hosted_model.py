@@ -137,7 +137,7 @@ class HostedModel:
             self.routes = model_routes(engine, config, stores, loopback.of_model(self))
             await self.routes.start()
             await self.measure()
-            self.needed = self.memory
+            self.needed = max(self.needed, self.memory)
         except BaseException:
             await self._close_engine()
             raise
