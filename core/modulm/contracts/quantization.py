@@ -250,8 +250,8 @@ class QuantizationMethod(ABC):
     Config: ClassVar[type]
     #: Settings for the contract kit, if the defaults of `Config` quantize nothing.
     EXAMPLE: ClassVar[Mapping[str, object]] = {}
-    #: Bits per weight, if the method suits plain checkpoints that do not fit into memory otherwise:
-    #: `--quantization auto` uses the method with the most bits that fits. 0: it is never chosen.
+    #: Bits per weight that remain in memory, for methods that quantize plain checkpoints while they
+    #: load; `modulm fit` suggests these. 0: weights keep the size that they are stored with.
     at_load_bits: ClassVar[float] = 0.0
 
     @classmethod

@@ -104,7 +104,7 @@ def load_model(
     plan = None if filled else plan_checkpoint(built, checkpoint)
     size = weight_bytes(built.shared.units)
     if plan is not None:
-        _check_memory(size, platform)
+        _check_memory(size, built, platform)
     block = state_block(config, built.shared.max_length)
     groups = group_caches(built.model.caches, built.choices.backends, block)
     context = built.shared.mesh.context
@@ -294,9 +294,14 @@ def state_block(config: EngineConfig, longest: int) -> int:
     return min(size or _STATE_BLOCK, longest) if reused else longest
 
 
-def _check_memory(size: int, platform: Platform) -> None:
-    """Raise CheckpointError for weights that cannot fit, before allocating memory."""
+def _check_memory(size: int, built: _Built, platform: Platform) -> None:
+    """Raise CheckpointError for weights that cannot fit, before allocating memory.
+
+    Weights that are quantized while they load have their size before that only one by one.
+    """
     memory = platform.memory()
+    if bits := built.method.at_load_bits:
+        size = int(size * bits / torch.finfo(built.shared.dtype).bits)
     if size > memory.free:
         raise CheckpointError(
             f"the weights need {size / _GIB:.2f} GiB and {platform.name} has "

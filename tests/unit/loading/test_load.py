@@ -205,6 +205,19 @@ def test_weights_that_do_not_fit_into_memory(folder, monkeypatch):
         load(folder)
 
 
+def test_weights_that_fit_only_when_they_are_quantized(folder, monkeypatch):
+    plain = load(folder).weight_bytes
+    driver = manager.current().load("platforms", "cpu")
+    free = plain // 2
+    monkeypatch.setattr(driver, "memory", lambda self: Memory(total=2**30, free=free))
+    with pytest.raises(CheckpointError, match="the weights need"):
+        load(folder)
+    assert load(folder, quantization="int8").weight_bytes == plain
+    free = plain // 5
+    with pytest.raises(CheckpointError, match="the weights need"):
+        load(folder, quantization="int8")
+
+
 def test_a_length_that_no_memory_holds_makes_no_table_of_that_length(folder, monkeypatch):
     """The cache of one token takes 768 bytes here: 2 MiB hold fewer than 3000 tokens."""
     change_config(folder, max_position_embeddings=10**8)
