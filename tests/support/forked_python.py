@@ -40,8 +40,10 @@ _READ_AT_IMPORT = (
     "ATEN_", "CUDA_", "GOMP_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHON",
     "SSL_", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_",
 )  # fmt: skip
-#: These are set in the fork.
-_SET_IN_FORK = frozenset({"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
+#: These are set in the fork, or read by nothing there; Ray sets the last.
+_SET_IN_FORK = frozenset(
+    {"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONBREAKPOINT"}
+)
 #: Modules that may run in a fork. Helpers that bound their memory start from nothing.
 _MODULES = frozenset(
     {
