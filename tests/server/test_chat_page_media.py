@@ -205,7 +205,7 @@ def test_films_of_requests(page: Live) -> None:
             )
             assert answer.status_code == 400
             message = answer.json()["error"]["message"]
-            assert message.startswith(f"messages[0].content[0].{kind}_url: there is no")
+            assert message.startswith(f"messages[0].content[0].{kind}_url: it has no {kind}")
 
 
 def test_what_was_attached_is_exported_and_read_again(tab: Browser) -> None:

@@ -206,7 +206,7 @@ def test_sleep_stops_scheduling_or_gives_memory_back(
             await llm.wake_up()
             assert await waiting == expected[0]
             return
-        with pytest.raises(QueueFull, match="the engine sleeps"):
+        with pytest.raises(QueueFull, match="the engine is asleep"):
             await waiting
         await llm.wake_up()
         assert await tokens(llm, "awake") == expected[0]

@@ -169,6 +169,10 @@ class Platform(ABC):
     def memory(self) -> Memory:
         """Return the total and free memory of the device."""
 
+    def memory_per_worker(self, workers: int) -> Memory:
+        """Return the memory that each of `workers` on this host would have."""
+        return self.memory()
+
     @property
     @abstractmethod
     def dtypes(self) -> tuple[str, ...]:

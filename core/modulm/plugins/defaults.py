@@ -191,7 +191,7 @@ def _claimant(
         return Choice(str(stored), claiming[str(stored)])
     if len(claiming) > 1:
         raise ConfigError(
-            "quantization", f"{' and '.join(claiming)} all match the checkpoint; choose one of them"
+            "quantization", f"{' and '.join(claiming)} match the checkpoint; choose one of them"
         )
     return next((Choice(name, reason) for name, reason in claiming.items()), None)
 

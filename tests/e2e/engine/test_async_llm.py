@@ -461,7 +461,7 @@ def test_sleeping_gives_memory_back_and_changes_nothing(checkpoint: str, inside:
             await llm.sleep(level)
             assert await llm.is_sleeping()
             assert memory() < awake - (40 << 20)
-            with pytest.raises(QueueFull, match="sleeps"):
+            with pytest.raises(QueueFull, match="asleep"):
                 await collect(llm.generate(prompt, params, "early"))
             await llm.wake_up()
             await llm.wake_up()

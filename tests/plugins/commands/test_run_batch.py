@@ -149,7 +149,7 @@ def test_the_input_is_never_written_over(
 
 def test_an_output_that_is_no_file_is_refused(tmp_path: Path) -> None:
     for output in (str(tmp_path), "/dev/null"):
-        with pytest.raises(click.ClickException, match="no file"):
+        with pytest.raises(click.ClickException, match="is not a file"):
             check_files(str(tmp_path / "in"), output, None)
 
 

@@ -252,7 +252,7 @@ def test_what_lacks_something_to_encode_is_refused(family, llm) -> None:
             llm.generate({"prompt_token_ids": [1]}, greedy)
         short, long = ((np.zeros(n, np.float32), 16000) for n in (8000, 40000))
         for audio, why in (([short, short], "2 items: the model takes one audio"),
-                           (long, "hears 1 at once")):  # fmt: skip
+                           (long, "the model accepts 1;")):  # fmt: skip
             with pytest.raises(RequestError, match=why):
                 llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"audio": audio}})
     else:

@@ -51,5 +51,5 @@ def test_what_it_refuses():
         speech_processor(["a"], sampling_rate=8000)
     with pytest.raises(ValueError, match="device: no such keyword"):
         speech_processor(["a"], device="cpu")
-    with pytest.raises(ValueError, match="2 placeholders for 1 sounds"):
+    with pytest.raises(ValueError, match="2 placeholders for 1 audio items"):
         speech_processor(["<|audio|><|audio|>"], [np.zeros(1600, np.float32)])

@@ -1044,7 +1044,7 @@ def test_two_methods_that_claim_a_checkpoint_are_named(copy_of):
     )
     manager.current().register("quantization", "rival", rival)
     try:
-        with pytest.raises(ConfigError, match=r"modelopt and rival claim the checkpoint"):
+        with pytest.raises(ConfigError, match=r"modelopt and rival match the checkpoint"):
             Session(folder, device="cpu", dtype="float32")
     finally:
         manager.current().unregister("quantization", "rival")

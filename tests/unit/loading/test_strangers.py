@@ -145,9 +145,9 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
         (one_file("model.onnx", b"abc"), "", ("no weights",)),
         (weights_alone, "", ("use the folder that contains it",)),
         *((stored(method), f"-modulm-quant-{method}",
-           (method, "not quantized", f"pip install modulm-quant-{method}"))
+           (method, "unquantized", f"pip install modulm-quant-{method}"))
           for method in ("awq", "gptq", "fp8", "bitsandbytes")),
-        (stored("nonsense"), "", ("'nonsense'", "not quantized")),
+        (stored("nonsense"), "", ("'nonsense'", "unquantized")),
         (of(architectures=["NobodyForCausalLM"], model_type="nobody"), "",
          ("NobodyForCausalLM", "--model-impl transformers")),
     ],

@@ -115,7 +115,7 @@ def test_two_claimants(plugins: PluginManager) -> None:
     plugins.register("quantization", "two", method("two", "mine"))
     stored = CheckpointInfo({}, {"quant_method": "two"})
     assert defaults.choose_quantization(plugins, stored, PLATFORM).decision.winner == "two"
-    with pytest.raises(ConfigError, match="one and two claim the checkpoint"):
+    with pytest.raises(ConfigError, match="one and two match the checkpoint"):
         defaults.choose_quantization(plugins, CheckpointInfo({}), PLATFORM)
 
 

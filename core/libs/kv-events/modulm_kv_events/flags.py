@@ -13,7 +13,7 @@ from modulm.contracts.flags import FlagGroup, flag, flag_group, read_mapping
 from modulm.errors import ConfigError
 from modulm.structure import Problem, structure_table
 
-__all__ = ["KVEventsConfig", "Settings", "settings_of"]
+__all__ = ["KVEventsConfig", "Settings"]
 
 #: Addresses that sockets are bound to; a TCP port is moved by the replica's number.
 _ENDPOINT = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>[0-9]{1,5})|(?:ipc|inproc)://.+")
@@ -89,8 +89,3 @@ class KVEventsConfig(FlagGroup):
         "hwm, max_queue_size, topic.",
         parse=_events,
     )
-
-
-def settings_of(config: Any) -> Settings:
-    """Return the settings of a configuration."""
-    return structure_table(config.group(KVEventsConfig).kv_events_config, Settings)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from modulm.contracts.decision import Decision
 from modulm.contracts.step_part import PlannerContext, StepPart
-from modulm_kv_events.flags import Settings, settings_of
+from modulm_kv_events.flags import Settings
+from modulm_kv_events.settings import settings_of
 
 if TYPE_CHECKING:
     from modulm_kv_events.planner import EventsPlanner

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.connector import KVConnector, KVIndex
-from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.errors import RequestError
+
+if TYPE_CHECKING:
+    from modulm.contracts.requests import Request
 
 __all__ = ["FIELD", "RemoteConnector", "RemoteIndex", "transfer_params"]
 

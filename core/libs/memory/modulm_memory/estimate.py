@@ -34,8 +34,6 @@ __all__ = ["CacheUse", "Estimate", "RankEstimate", "estimate"]
 
 #: Depth at which an adapter bank's tensors are searched: its layers have tables of slots.
 _BANK_DEPTH = 8
-#: Type of devices whose ranks share the memory of their machine.
-_HOST = "cpu"
 
 
 @frozen
@@ -161,7 +159,8 @@ def estimate(
     built: Any = None
     for spec in RankSpec.all_ranks(parallel, ""):
         built = _build(opened, plugins, spec)
-        device = memory or _memory(opened.platform, resolved, spec.rank)
+        _, workers = share_of(parallel, spec.rank)
+        device = memory or opened.platform.memory_per_worker(workers)
         ranks.append(_of_rank(opened, built, spec.rank, device))
     winner = next((d.winner for d in built.choices.decisions if d.subject == "quantization"), None)
     return Estimate(
@@ -181,15 +180,6 @@ def _build(opened: ResolvedCheckpoint, plugins: PluginManager, spec: RankSpec) -
     masks = any(part.masks for part in open_parts(config, plugins))
     mesh = planned_mesh(spec)
     return build_model(config, opened.checkpoint, opened.platform, plugins, mesh, masks=masks)
-
-
-def _memory(platform: Platform, config: EngineConfig, rank: int) -> Memory:
-    """Return the memory of a rank's device. Ranks on one machine's processors share its memory."""
-    memory = platform.memory()
-    _, slots = share_of(config.parallel, rank)
-    if platform.device.type != _HOST or slots < 2:
-        return memory
-    return Memory(total=memory.total // slots, free=memory.free // slots)
 
 
 def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) -> RankEstimate:

@@ -47,7 +47,7 @@ def _registered(table: dict[str, Any]) -> str:
     """
     path = table.pop("model", None)
     if not isinstance(path, str) or "." not in path.replace(":", "."):
-        message = "model: the path of a speculator's class is needed, package.module:Class"
+        message = "model: the path of a speculator's class is required, package.module:Class"
         raise ConfigError("speculative_config", message)
     if ":" not in path:
         path = ":".join(path.rsplit(".", 1))

@@ -62,8 +62,11 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def memory(self) -> Memory:
-        machine, ranks = read_memory(), self._ranks
-        return Memory(total=machine.total // ranks, free=machine.free // ranks)
+        return self.memory_per_worker(self._ranks)
+
+    def memory_per_worker(self, workers: int) -> Memory:
+        machine = read_memory()
+        return Memory(total=machine.total // workers, free=machine.free // workers)
 
     @cached_property
     def features(self) -> frozenset[str]:
