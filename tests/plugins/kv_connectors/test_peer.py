@@ -95,10 +95,11 @@ def expected(model: Callable[..., str]) -> list[Any]:
 @contextmanager
 def pair(model: str, options: Any = None, **flags: Any) -> Iterator[tuple[LLM, LLM]]:
     """A producer, and a consumer with `flags`."""
+    before = set(threading.enumerate())
     with ExitStack() as stack:
         first = stack.enter_context(engine(model, "kv_producer", free_port()))
         yield first, stack.enter_context(engine(model, "kv_consumer", 1, options, **flags))
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in {*threading.enumerate()} - before}
     assert not [name for name in names if name.startswith("kv-")]
 
 

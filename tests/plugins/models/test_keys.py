@@ -372,8 +372,7 @@ def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
             if type(table[key]) in (int, float) or legal == 2 or key in case.unknown:
                 break
     assert not wrong, "\n".join(wrong)
-    least = 10 if everything else 0
-    assert tried > least, f"only {tried} files were legal"
+    assert tried > 10 or not everything, f"only {tried} files were legal"
 
 
 def test_keys_json_is_what_transformers_says():
