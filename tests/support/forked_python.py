@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -223,10 +224,13 @@ def serve(connection: socket.socket) -> None:
         reading, writing = os.pipe()
         between = os.fork()
         if not between:
+            parent = os.getpid()
             child = os.fork()
             if child:
                 os.write(writing, b"%d" % child)
                 os._exit(0)
+            while os.getppid() == parent:  # programs remember who their parent is
+                time.sleep(0.0005)
             connection.detach()  # its descriptor is closed, and its number given out again
             leave_with(partial(run, json.loads(data), fds))
         for fd in (*fds, writing):
