@@ -110,10 +110,14 @@ def kill(options: argparse.Namespace) -> str:
 def kill_one(word: str, code: int, folder: Path, env: dict[str, str]) -> str:
     """Kill a process that the service cannot run without."""
     with serving(*SMALL, "--api-server-count", "2", env=env) as server:
-        pids = server.family()
         named = ("serve", "api_worker", "engine_process")
-        parts = [line for line in map(command_of, pids) if any(name in line for name in named)]
-        need(len(parts) == 3, f"three processes expected, not {parts}")
+
+        def parts() -> list[str]:
+            lines = map(command_of, server.family())
+            return [line for line in lines if any(name in line for name in named)]
+
+        until(lambda: len(parts()) == 3, "three processes")
+        pids = server.family()
         answer(server)
         seen = asyncio.run(killed_in_stream(server, word))
         found = server.process.wait(60)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -37,8 +38,13 @@ PREFILL = {
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A free port, with a free one behind it. Outgoing connections use ports above these."""
+    for port in range(20_000 + os.getpid() * 10 % 10_000, 32_000, 2):
+        with suppress(OSError), ExitStack() as probes:
+            for number in (port, port + 1):
+                probes.enter_context(socket.create_server(("127.0.0.1", number)))
+            return port
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture(scope="module")
