@@ -44,6 +44,7 @@ __all__ = [
     "model_error",
     "report",
     "respond",
+    "shutting_down",
 ]
 
 log = logging.getLogger("modulm_server")
@@ -96,6 +97,16 @@ class ApiError(ModulmError):
         if self.status >= 500:
             return "server_error"
         return _TYPES.get(self.status, "invalid_request_error")
+
+
+def shutting_down() -> ApiError:
+    """Return the refusal of requests that come while the server shuts down."""
+    return ApiError(
+        503,
+        "the server is shutting down",
+        code="shutting_down",
+        headers={"Retry-After": "10", "Connection": "close"},
+    )
 
 
 @frozen

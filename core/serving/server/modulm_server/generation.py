@@ -24,7 +24,7 @@ from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.api_keys import allows
 from modulm_server.auth import current_owner
 from modulm_server.engine.client import Tenant
-from modulm_server.errors import ApiError, model_error
+from modulm_server.errors import ApiError, model_error, shutting_down
 from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Caller, current_caller, current_key
 from modulm_server.media_service import MediaService
@@ -155,12 +155,7 @@ class GenerationService:
         if self.engine.stalled:
             raise EngineStalled(str(self.engine.stalled))
         if self.closing:
-            raise ApiError(
-                503,
-                "the server is shutting down",
-                code="shutting_down",
-                headers={"Retry-After": "10", "Connection": "close"},
-            )
+            raise shutting_down()
 
     async def tokenize(
         self, *texts: str, add_special_tokens: bool = True, whole: bool = False

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 import msgspec
 from attrs import define
 
-from modulm_server.errors import ApiError, ClientGone, report
+from modulm_server.errors import ApiError, ClientGone, report, shutting_down
 from modulm_server.json_body import bad_field
 from modulm_server.models.flags import parse_duration
 from modulm_server.models.request_fields import Replay, RequestFields, read_body, read_fields
@@ -122,12 +122,7 @@ class Dispatched:
         if not isinstance(name, str) and scope["query_string"]:
             name = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[0]
         if self.pool.closing:
-            raise ApiError(
-                503,
-                "the server is shutting down",
-                code="shutting_down",
-                headers={"Retry-After": "10", "Connection": "close"},
-            )
+            raise shutting_down()
         return self.pool.find(name, scope.get("modulm.owner", ""))
 
     def _endpoint(self, model: HostedModel, scope: Scope) -> ASGIApp:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from modulm.errors import EngineDead, ModulmError, QueueFull
 from modulm_server.api_keys import allows
 from modulm_server.directory import ModelChanges, ModelDirectory, ModelStatus
-from modulm_server.errors import ApiError
+from modulm_server.errors import ApiError, shutting_down
 from modulm_server.key_limits import current_key
 from modulm_server.loopback import LoopbackClient
 from modulm_server.models.flags import ModelsConfig
@@ -147,12 +147,7 @@ class ModelPool(ModelDirectory):
 
     def _check_open(self) -> None:
         if self.closing:
-            raise ApiError(
-                503,
-                "the server is shutting down",
-                code="shutting_down",
-                headers={"Retry-After": "10", "Connection": "close"},
-            )
+            raise shutting_down()
 
     async def _finish(
         self, task: asyncio.Task[None], comment: Callable[[], Awaitable[None]] | None
