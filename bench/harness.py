@@ -20,7 +20,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 #: Seconds that a server may take to start on a busy machine.
-STARTING = 180.0
+STARTING = 600.0
 
 
 @frozen

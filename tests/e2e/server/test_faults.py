@@ -45,6 +45,6 @@ def test_many_slow_connections() -> None:
 
 def test_a_short_soak() -> None:
     """Too short to say whether memory grows; files, tasks and every answer are looked at."""
-    output = run("soak.py", "--minutes", "0.05", "--flat", "1000")
+    output = run("soak.py", "--minutes", "0.05", "--flat", "1000", "--kills", "1")
     assert "nothing was lost" in output
-    assert len(re.findall(r"^(chat|embed) .* -> ", output, re.MULTILINE)) == 2, output
+    assert len(re.findall(r"^(chat|embed|media) .* -> ", output, re.MULTILINE)) == 3, output
