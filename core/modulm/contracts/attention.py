@@ -57,8 +57,8 @@ class AttentionSpec:
     times max(0, scale q k), earlier ones first on ties (the indexer of DeepSeek Sparse Attention,
     2025).
 
-    With `partial`, the cache stores only some of each row's tokens. `StepLayout.seen` says how many
-    of them each query sees, and `AttentionInputs.lse` is filled so that partial results can be
+    With `partial`, the cache stores only some of each row's tokens. `StepLayout.visible` says how
+    many of them each query sees, and `AttentionInputs.lse` is filled so that partial results can be
     merged. It may be combined only with `value_dim`, `softcap`, `latent` and `scales`.
     """
 
@@ -120,9 +120,9 @@ class StepLayout:
     encoder tokens of each row, for cross attention; block_tables then refer to encoder tokens, and
     slots has one entry per new key, possibly none.
 
-    seen: [tokens] int32, for `partial`: how many of the row's first cached tokens each query sees,
-    possibly none. context_lens then count the tokens stored on this rank; other tokens have slots
-    in the null block.
+    visible: [tokens] int32, for `partial`: how many of the row's first cached tokens each query
+    sees, possibly none. context_lens then count the tokens stored on this rank; other tokens have
+    slots in the null block.
     """
 
     block_size: int
@@ -132,8 +132,10 @@ class StepLayout:
     slots: np.ndarray
     spans: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
-    seen: np.ndarray | None = None
+    visible: np.ndarray | None = None
     masks: Mapping[int, np.ndarray] | None = None
+    #: The former name of `visible`.
+    seen = property(lambda self: self.visible)
 
 
 class AttentionPlan(Recordable):

@@ -78,31 +78,34 @@ class DraftStep:
     rows: the rows to propose for, each with at least one new token. histories: all tokens of each
     row, int64; empty if not needed. most: maximum drafts per row. batch: the batch that the model
     ran on; if the drafter's caches use the model's backends, their tensors follow the model's in
-    `batch.caches`. kept: [rows] int64, index in the batch of each row's last accepted position.
+    `batch.caches`. accepted: [rows] int64, index in the batch of each row's last accepted position.
     hidden: [tokens, hidden] of the whole batch, or None. layers: the same for `Needs.layers`.
 
     The other fields are for drafters that run a model of their own. ran: the tokens that the step
     ran, including rows without new tokens or drafts. lasts: [rows of ran] int64, index of each
     row's last accepted token. following: [rows of ran] int64, the token after it (-1: unknown).
-    own: builds a batch with only the drafter's caches, valid until the next call; its `sample` is
-    each row's last index, or all indices if no row has more than `most + 1` tokens. Blocks exist
-    for `most` tokens after those that ran. tables: block table of each of the drafter's caches,
-    [rows of ran, blocks] int32. sizes: their block sizes in tokens.
+    build_batch: builds a batch with only the drafter's caches, valid until the next call; its
+    `sample` is each row's last index, or all indices if no row has more than `most + 1` tokens.
+    Blocks exist for `most` tokens after those that ran. tables: block table of each of the
+    drafter's caches, [rows of ran, blocks] int32. sizes: their block sizes in tokens.
     """
 
     rows: Sequence[int]
     histories: Sequence[np.ndarray]
     most: Sequence[int]
     batch: Batch
-    kept: np.ndarray
+    accepted: np.ndarray
     hidden: torch.Tensor | None = None
     layers: tuple[torch.Tensor, ...] = ()
     ran: Runs = _NOTHING
     lasts: np.ndarray = _NOTHING.rows
     following: np.ndarray = _NOTHING.rows
-    own: Callable[[Runs], Batch] = _no_batch
+    build_batch: Callable[[Runs], Batch] = _no_batch
     tables: Sequence[np.ndarray] = ()
     sizes: Sequence[int] = ()
+    #: The former names of `accepted` and `build_batch`.
+    kept = property(lambda self: self.accepted)
+    own = property(lambda self: self.build_batch)
 
 
 class Drafter(ABC):

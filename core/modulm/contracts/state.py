@@ -36,7 +36,7 @@ class StatePlan(Recordable):
     of the state before its first token; None: `slots`. fresh: [rows] bool, the row starts from
     zeros instead of its source. query_starts: [rows + 1] int32.
     On the host: counts: tokens per row. starts: first position of each row; empty if all are 0 or
-    no row has several tokens. kept: intermediate states to store, each as (row index in the step,
+    no row has several tokens. saves: intermediate states to store, each as (row index in the step,
     tokens of the row before it, slot), bit-identical to those of steps that end there.
     """
 
@@ -46,10 +46,12 @@ class StatePlan(Recordable):
     counts: tuple[int, ...]
     starts: tuple[int, ...] = ()
     sources: torch.Tensor | None = None
-    kept: tuple[tuple[int, int, int], ...] = ()
+    saves: tuple[tuple[int, int, int], ...] = ()
+    #: The former name of `saves`.
+    kept = property(lambda self: self.saves)
 
     def key(self) -> Hashable:
-        return self.counts, self.starts, self.kept
+        return self.counts, self.starts, self.saves
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         own = (self.slots, self.fresh, self.query_starts)

@@ -409,7 +409,7 @@ def _halved(step: StepLayout, positions: Sequence[np.ndarray]) -> StepLayout:
         step,
         context_lens=step.context_lens // 2,
         slots=np.concatenate(slots),
-        seen=((np.concatenate(positions) + 1) // 2).astype(np.int32),
+        visible=((np.concatenate(positions) + 1) // 2).astype(np.int32),
     )
 
 
@@ -468,7 +468,7 @@ def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: T
     if case.spec.spans:
         step = evolve(step, spans=np.zeros((0, 3), dtype=np.int32))
     if case.spec.partial:
-        step = evolve(step, seen=step.context_lens)
+        step = evolve(step, visible=step.context_lens)
     _compare_step(case, backend, (cache, mirror), step, 30, "after copy_blocks")
 
 

@@ -99,7 +99,7 @@ class FakeDrafter(Drafter):
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         self.steps.append(step)
-        tokens = step.batch.tokens.numpy()[step.kept].tolist()
+        tokens = step.batch.tokens.numpy()[step.accepted].tolist()
         before = [int(history[-2]) for history in step.histories]
         self.ran += zip(before, tokens, strict=True)
         if len(self.steps) == self._fails_at:

@@ -59,7 +59,7 @@ class ReferencePlan(AttentionPlan):
     def of(cls, step: StepLayout, device: torch.device) -> ReferencePlan:
         """Copy the layout to a device."""
         arrays = (step.block_tables, step.query_starts, step.context_lens, step.slots)
-        more = (step.spans, step.encoder_lens, step.seen)
+        more = (step.spans, step.encoder_lens, step.visible)
         return cls(
             *(torch.from_numpy(array).to(device) for array in arrays),
             *(None if array is None else torch.from_numpy(array).to(device) for array in more),

@@ -103,7 +103,7 @@ def test_drafts_change_no_token_and_no_logprob(folder, reference, propose) -> No
     assert drafter.released
     for step in drafter.steps:
         assert step.hidden.shape[0] == len(step.batch.tokens)
-        assert len(step.rows) == len(step.histories) == len(step.most) == len(step.kept)
+        assert len(step.rows) == len(step.histories) == len(step.most) == len(step.accepted)
     assert drafter.ran
     assert all(known == ran for known, ran in drafter.ran)
 
@@ -141,7 +141,7 @@ class LayerDrafter(FakeDrafter):
 
     def propose(self, step):
         self.seen = getattr(self, "seen", [])
-        at = torch.from_numpy(step.kept)
+        at = torch.from_numpy(step.accepted)
         for place, history in enumerate(step.histories):
             states = [tensor[at[place]].clone() for tensor in (step.hidden, *step.layers)]
             self.seen.append((history[:-1].tolist(), states))

@@ -59,7 +59,7 @@ def run(drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]) 
                     histories=[np.array(history) for history in histories],
                     most=[4] * rows,
                     batch=SimpleNamespace(tokens=np.zeros(tokens)),
-                    kept=np.arange(rows),
+                    accepted=np.arange(rows),
                 )
             )
         )

@@ -22,7 +22,7 @@ def step(*histories: list[int], most: int = 4, rows: list[int] | None = None) ->
         histories=arrays,
         most=[most] * len(arrays),
         batch=SimpleNamespace(tokens=np.zeros(len(arrays))),
-        kept=np.arange(len(arrays)),
+        accepted=np.arange(len(arrays)),
     )
 
 

@@ -96,7 +96,9 @@ def test_what_is_drafted_is_what_the_heads_say(folder, tmp_path, monkeypatch, la
 
     def propose(self, step):
         proposed = plain(self, step)
-        seen.extend(zip(step.hidden[torch.from_numpy(step.kept)].clone(), proposed, strict=True))
+        seen.extend(
+            zip(step.hidden[torch.from_numpy(step.accepted)].clone(), proposed, strict=True)
+        )
         return proposed
 
     monkeypatch.setattr(Medusa, "propose", propose)
@@ -124,7 +126,7 @@ def test_fewer_drafts_than_heads_and_rows_with_limits() -> None:
     medusa = Medusa(MedusaOptions(model="m", num_speculative_tokens=2), heads)
     assert medusa.most == 2
     step = SimpleNamespace(
-        hidden=torch.eye(4), kept=np.array([2, 1, 3]), most=[2, 0, 1], rows=[5, 6, 7]
+        hidden=torch.eye(4), accepted=np.array([2, 1, 3]), most=[2, 0, 1], rows=[5, 6, 7]
     )
     assert [each.tolist() for each in medusa.propose(step)] == [[2, 2], [], [3]]
 

@@ -104,7 +104,7 @@ class Rows:
             query_starts=torch.tensor([0, *sizes]).cumsum(0).int(),
             counts=sizes,
             starts=tuple(self.done[row] for row in rows),
-            kept=tuple(kept),
+            saves=tuple(kept),
         )
         y = self.rule.run(torch.cat(ids), self.states, plan)
         for row, part in zip(rows, y.split(list(sizes)), strict=True):

@@ -106,7 +106,7 @@ class ContextAttention(AttentionBackend):
                 block_size=block,
                 context_lens=self._runs.before(step.context_lens).astype(np.int32),
                 slots=self._runs.slots(step.slots, block),
-                seen=self._runs.before(ends).astype(np.int32),
+                visible=self._runs.before(ends).astype(np.int32),
             )
         )
 

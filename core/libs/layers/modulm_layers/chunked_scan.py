@@ -36,7 +36,7 @@ def chunked_scan(
     by side, each at most once per wave of segments.
     """
     state = initial_states(states, plan)
-    if max(plan.counts) == 1 and not plan.kept:  # uses no host data, so it can be recorded
+    if max(plan.counts) == 1 and not plan.saves:  # uses no host data, so it can be recorded
         out.copy_(step(state, torch.arange(out.shape[0], device=states.device)))
         states[plan.slots] = state
         return out
@@ -80,11 +80,11 @@ def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
     counts, starts = plan.counts, plan.starts or (0,) * len(plan.counts)
     if max(counts) == 1:
         singles = [(row, row, 1) for row in range(len(counts))]
-        return [_wave(singles, tokens, [(row, slot) for row, _, slot in plan.kept])]
+        return [_wave(singles, tokens, [(row, slot) for row, _, slot in plan.saves])]
     pieces: list[list[tuple[int, int, int]]] = []
     ends: dict[tuple[int, int], int] = {}
     stops_of_rows: dict[int, list[int]] = {}
-    for row, at, _ in plan.kept:
+    for row, at, _ in plan.saves:
         stops_of_rows.setdefault(row, []).append(at)
     first = 0
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -102,7 +102,7 @@ def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
             ends[row, at] = index
         first += count
     kept: list[list[tuple[int, int]]] = [[] for _ in pieces]
-    for row, at, slot in plan.kept:
+    for row, at, slot in plan.saves:
         kept[ends[row, at]].append((row, slot))
     return [_wave(piece, tokens, held) for piece, held in zip(pieces, kept, strict=True)]
 

@@ -33,7 +33,7 @@ def causal_conv(
     past, width = initial_states(states, plan), states.shape[1]
     rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
     states[plan.slots] = torch.stack([row[row.shape[0] - width :] for row in rows])
-    for row, tokens, slot in plan.kept:
+    for row, tokens, slot in plan.saves:
         states[slot] = rows[row][tokens : tokens + width]
     if max(plan.counts) == 1:
         result = _convolve(torch.stack(rows), weight, bias).squeeze(1)

@@ -50,7 +50,7 @@ class Thoughts(ReasoningFormat):
 
     # Start of the message.
 
-    def wanted(self) -> bool:
+    def thinking_enabled(self) -> bool:
         """Whether the request's template keywords turn thinking on."""
         values = [self.context.template_kwargs[s] for s in self.switches
                  if s in self.context.template_kwargs]  # fmt: skip
@@ -76,12 +76,12 @@ class Thoughts(ReasoningFormat):
         prompted = self._prompted()
         if prompted is not None:
             return prompted
-        return self.context.prompt_tail is None and self.prompt_opens and self.wanted()
+        return self.context.prompt_tail is None and self.prompt_opens and self.thinking_enabled()
 
     def begin(self, message: MessageReader) -> Steps[None]:
         source = message.source
         opened = self.opened
-        if not opened and (self._prompted() is False or not self.wanted()):
+        if not opened and (self._prompted() is False or not self.thinking_enabled()):
             return
         space = yield from source.space()
         if (yield from source.over()):

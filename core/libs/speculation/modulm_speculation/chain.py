@@ -70,7 +70,7 @@ class ModelSpeculator(Speculator):
                 at, states, tokens = at[going], states[left], tokens[left]
             if ahead:
                 runs = _singles(rows[at], ends[at] + first + ahead - 1)
-                states = self.run(evolve(step.own(runs), tokens=tokens), states, ahead)
+                states = self.run(evolve(step.build_batch(runs), tokens=tokens), states, ahead)
             chosen.append((at, self.draft.choose(states)))
         for ahead, (at, tokens) in enumerate(chosen):
             drafts[at, ahead] = tokens.cpu().numpy()
@@ -102,10 +102,10 @@ class HiddenChain(ModelSpeculator):
         tokens = np.append(ran.tokens[1:], 0)
         tokens[step.lasts] = step.following
         shifted = Runs(ran.rows, ran.starts, ran.counts, np.maximum(tokens, 0))
-        states = self.run(step.own(shifted), self.hidden(step), 0)
+        states = self.run(step.build_batch(shifted), self.hidden(step), 0)
         if not any(step.most):
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
-        indices = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(states.device)
+        indices = torch.from_numpy(np.asarray(step.accepted, dtype=np.int64)).to(states.device)
         return self.follow(step, states[indices], ends_of(step), 0)
 
 

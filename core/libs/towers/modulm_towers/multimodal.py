@@ -38,22 +38,24 @@ class MultimodalConfig:
     """config.json of a model around a text model.
 
     text: the text model's. vision: of `vision_type`, if it reads images. audio: of `audio_type`, if
-    it reads sound. whole: of `whole_type`, the top-level keys. Missing keys default to those of
-    transformers' class.
+    it reads sound. top_level: of `top_level_type`, the top-level keys. Missing keys default to
+    those of transformers' class.
     """
 
     vision_type: ClassVar[type | None] = None
     audio_type: ClassVar[type | None] = None
     #: Key of the sound encoder's configuration.
     audio_key: ClassVar[str] = "audio_config"
-    whole_type: ClassVar[type | None] = None
+    top_level_type: ClassVar[type | None] = None
     #: Keys of the text model that are applied by the surrounding model instead.
     text_ignored: ClassVar[tuple[str, ...]] = ()
 
     text: TextConfig
     vision: Any = None
     audio: Any = None
-    whole: Any = None
+    top_level: Any = None
+    #: The former name of `top_level`.
+    whole = property(lambda self: self.top_level)
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
@@ -63,12 +65,12 @@ class MultimodalConfig:
         if known is None:
             raise UnsupportedError(f"{name}: not supported by the installed transformers")
         keys = known.to_dict()
-        whole = None if cls.whole_type is None else read_config(keys, cls.whole_type, file)
+        top_type = cls.top_level_type
         return cls(
             text=TextConfig.from_table(table, file, cls.text_ignored),
             vision=_part(keys, "vision_config", cls.vision_type, file),
             audio=_part(keys, cls.audio_key, cls.audio_type, file),
-            whole=whole,
+            top_level=None if top_type is None else read_config(keys, top_type, file),
             **cls.more(keys, file),
         )
 

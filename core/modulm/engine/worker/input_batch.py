@@ -313,7 +313,7 @@ class BatchBuilder:
         """
         rows, first = self._ramp[: len(plan.rows)], plan.starts // size
         last = (plan.starts + plan.counts - 1) // size
-        kept = [
+        saves = [
             (row, (block + 1) * size - int(plan.starts[row]), int(table[row, block]))
             for row in (last > first).nonzero()[0].tolist()
             for block in range(first[row], last[row])
@@ -322,7 +322,7 @@ class BatchBuilder:
         if drafts is not None:
             places, ats = drafts.nonzero()
             slots = drafts[places, ats].tolist()
-            kept += zip(places.tolist(), (ats + 1).tolist(), slots, strict=True)
+            saves += zip(places.tolist(), (ats + 1).tolist(), slots, strict=True)
         before = np.maximum(plan.starts - 1, 0) // size
         targets, sources = (table[rows, at].astype(np.int64) for at in (last, before))
         slots, came, fresh, starts = self._staging.send(
@@ -335,7 +335,7 @@ class BatchBuilder:
             counts=tuple(plan.counts.tolist()),
             starts=tuple(plan.starts.tolist()) if plan.counts.max() > 1 else (),
             sources=came,
-            kept=tuple(kept),
+            saves=tuple(saves),
         )
 
 

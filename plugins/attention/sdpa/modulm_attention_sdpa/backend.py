@@ -352,8 +352,8 @@ class SdpaAttention(AttentionBackend):
         before = step.context_lens[rows] - counts + first
         ends = before + queries if self.causal else step.context_lens[rows]
         tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
-        if step.seen is not None:
-            ends = np.maximum(step.seen[tokens[:, -1]].astype(np.int64), 1)
+        if step.visible is not None:
+            ends = np.maximum(step.visible[tokens[:, -1]].astype(np.int64), 1)
         length = int(self._reach(ends, queries).max())
         mask = _mask_in(step, rows, first, queries)
         spans = _spans_in(step, rows, before, queries) if queries > 1 and mask is None else ()
@@ -368,8 +368,8 @@ class SdpaAttention(AttentionBackend):
         positions = before[:, None] + np.arange(queries)
         distance = positions[:, :, None] - keys[:, None, :]
         visible = np.broadcast_to(keys[:, None, :] >= 0, distance.shape)
-        if step.seen is not None:
-            visible = visible & (keys[:, None, :] < step.seen[tokens][:, :, None])
+        if step.visible is not None:
+            visible = visible & (keys[:, None, :] < step.visible[tokens][:, :, None])
         elif mask is not None:
             visible = np.ones((1, queries, length), dtype=bool)
             visible[..., length - mask.shape[1] :] = mask

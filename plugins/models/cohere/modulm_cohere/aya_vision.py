@@ -40,7 +40,7 @@ class AyaVisionConfig(MultimodalConfig):
     """config.json of Aya Vision. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
     layer: int = -1
 
@@ -59,7 +59,7 @@ class GatedProjector(Module):
 
     def __init__(self, config: Any, b: Builder, *, normed: bool) -> None:
         super().__init__()
-        keys, hidden = config.whole, config.hidden_size
+        keys, hidden = config.top_level, config.hidden_size
         inputs = config.vision.hidden_size * keys.downsample_factor**2
         inner = keys.alignment_intermediate_size or hidden
         self.norm: Module = Identity()
@@ -96,7 +96,7 @@ class AyaVisionForConditionalGeneration(MultimodalModel):
         states = yield from self.states_of(pixels)
         side = self.config.vision.image_size // self.config.vision.patch_size
         grid = states.reshape(len(states), side, side, -1)
-        squares = pixel_shuffle(grid, self.config.whole.downsample_factor)
+        squares = pixel_shuffle(grid, self.config.top_level.downsample_factor)
         each = squares.shape[1] * squares.shape[2]
         tokens = self.projector(squares.flatten(0, 2))
         return list(tokens.split([count * each for count in counts]))

@@ -26,7 +26,7 @@ class CommandAVisionConfig(MultimodalConfig):
     """config.json of Command A Vision."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class Cohere2VisionForConditionalGeneration(AyaVisionForConditionalGeneration):

@@ -39,7 +39,7 @@ class Gemma3Config(MultimodalConfig):
     """config.json of Gemma 3 with images."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class _Projector(Module):
@@ -51,7 +51,7 @@ class _Projector(Module):
         super().__init__()
         vision = config.vision
         self.side = vision.image_size // vision.patch_size
-        self.kernel = self.side // int(config.whole.mm_tokens_per_image**0.5)
+        self.kernel = self.side // int(config.top_level.mm_tokens_per_image**0.5)
         shape = (vision.hidden_size, config.hidden_size)
         b.parameter("mm_input_projection_weight", self, "weight", shape)
         norm, eps = "mm_soft_emb_norm", vision.layer_norm_eps

@@ -44,7 +44,7 @@ class GraniteSpeechConfig(MultimodalConfig):
 
     audio_type: ClassVar[type | None] = ConformerConfig
     audio_key = "encoder_config"
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
     queries: QFormerConfig
 
@@ -71,20 +71,20 @@ class GraniteSpeechForConditionalGeneration(MultimodalModel):
     queries: Tensor
 
     def make_encoders(self, config: Any, b: Builder) -> None:
-        if config.whole.has_lora_adapter:
+        if config.top_level.has_lora_adapter:
             log.warning(
                 "the checkpoint has an adapter for prompts with audio: pass its folder as "
                 "--lora-modules, and its name in requests"
             )
         self.tower = ConformerTower(config.audio, b.at("encoder"))
         at, hidden = b.at("projector"), config.queries.hidden_size
-        count = config.whole.window_size // config.whole.downsample_rate
+        count = config.top_level.window_size // config.top_level.downsample_rate
         at.parameter("query", self, "queries", (1, count, hidden))
         self.reader = QFormer(config.queries, at.at("qformer"))
         self.projector = at.linear("linear", hidden, config.hidden_size, bias=True, split=False)
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        window, windows = self.config.whole.window_size, []
+        window, windows = self.config.top_level.window_size, []
         for item in items:
             x = yield from self.tower.run(self.tensor(item, "input_features")[0])
             windows.append(F.pad(x, (0, 0, 0, -len(x) % window)).unflatten(0, (-1, window)))

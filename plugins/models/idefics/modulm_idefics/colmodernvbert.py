@@ -26,7 +26,7 @@ class _Keys:
 class ColModernVBertConfig(Idefics3Config):
     """config.json of ColModernVBERT; `vlm_config` is that of the rest. width: of vectors."""
 
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
     #: Class names, if the file has none.
     text_ignored = ("id2label",)
 
@@ -55,7 +55,7 @@ class ModernVBertModel(Idefics3ForConditionalGeneration):
 
     @property
     def _scale(self) -> int:
-        scale: int = self.config.whole.pixel_shuffle_factor
+        scale: int = self.config.top_level.pixel_shuffle_factor
         return scale
 
 

@@ -38,7 +38,7 @@ class Idefics3Config(MultimodalConfig):
     """config.json of Idefics 3 and SmolVLM."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class Idefics3ForConditionalGeneration(MultimodalModel):
@@ -50,7 +50,7 @@ class Idefics3ForConditionalGeneration(MultimodalModel):
 
     def make_encoders(self, config: Idefics3Config, b: Builder) -> None:
         self.tower = _Tower(config.vision, b.at("vision_model"))
-        inputs = config.vision.hidden_size * config.whole.scale_factor**2
+        inputs = config.vision.hidden_size * config.top_level.scale_factor**2
         name = "connector.modality_projection.proj"
         self.projector = b.linear(name, inputs, config.hidden_size, split=False)
 
@@ -65,7 +65,7 @@ class Idefics3ForConditionalGeneration(MultimodalModel):
 
     @property
     def _scale(self) -> int:
-        scale: int = self.config.whole.scale_factor
+        scale: int = self.config.top_level.scale_factor
         return scale
 
     @classmethod

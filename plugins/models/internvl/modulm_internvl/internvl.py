@@ -91,7 +91,7 @@ class InternVLConfig(MultimodalConfig):
     """config.json of InternVL. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = _TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
     layer: int = -1
 
@@ -151,11 +151,11 @@ class InternVLForConditionalGeneration(MultimodalModel):
 
     def make_encoders(self, config: InternVLConfig, b: Builder) -> None:
         self.tower = _Tower(config.vision, b.at("vision_tower"))
-        self.scale = int(1 / config.whole.downsample_ratio)
+        self.scale = int(1 / config.top_level.downsample_ratio)
         inputs, at = config.vision.hidden_size * self.scale**2, b.at("multi_modal_projector")
         self.norm = at.layer_norm("layer_norm", inputs, 1e-5)
         self.projector = PlainMLP(
-            at, inputs, config.hidden_size, config.whole.projector_hidden_act,
+            at, inputs, config.hidden_size, config.top_level.projector_hidden_act,
             up="linear_1", down="linear_2", outputs=config.hidden_size,
         )  # fmt: skip
 

@@ -46,7 +46,7 @@ class KimiVLConfig(MultimodalConfig):
     """config.json of Kimi-VL or Kimi K2.5."""
 
     vision_type: ClassVar[type | None] = MoonVitConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
@@ -109,8 +109,8 @@ class KimiVLForConditionalGeneration(MultimodalModel):
     def make_encoders(self, config: KimiVLConfig, b: Builder) -> None:
         self.tower = MoonVit(config.vision, b.at("vision_tower"))
         at, wide = b.at("mm_projector"), config.vision.merged * config.vision.hidden_size
-        eps = config.whole.projection_layer_norm_eps
-        self.norm = at.layer_norm("pre_norm", config.whole.projection_hidden_size, eps)
+        eps = config.top_level.projection_layer_norm_eps
+        self.norm = at.layer_norm("pre_norm", config.top_level.projection_hidden_size, eps)
         self.projector = PlainMLP(
             at, wide, wide, "gelu", up="in_proj", down="out_proj", outputs=config.hidden_size
         )

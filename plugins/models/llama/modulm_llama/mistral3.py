@@ -41,7 +41,7 @@ class Mistral3Config(MultimodalConfig):
     """config.json of Mistral Small 3.1. layer: the tower layer whose states are used."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
     layer: int = -1
 
@@ -56,7 +56,7 @@ class Mistral3Config(MultimodalConfig):
 class _Projector(Module):
     def __init__(self, config: Mistral3Config, b: Builder) -> None:
         super().__init__()
-        width, keys = config.vision.hidden_size, config.whole
+        width, keys = config.vision.hidden_size, config.top_level
         self.merge = keys.spatial_merge_size
         self.norm = b.rms_norm("norm", width, config.text.text.rms_norm_eps)
         inputs = width * self.merge**2
@@ -93,7 +93,7 @@ class Mistral3ForConditionalGeneration(MultimodalModel):
         pictures, patch = cropped(self, items), self.config.vision.patch_size
         grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pictures]
         (states,) = yield from self.tower.states(pictures, [self.config.layer])
-        merged = self.config.whole.spatial_merge_size
+        merged = self.config.top_level.spatial_merge_size
         counts = [rows // merged * (columns // merged) for rows, columns in grids]
         return list(self.projector(states, grids).split(counts))
 

@@ -35,7 +35,7 @@ class VoxtralConfig(MultimodalConfig):
     """config.json of Voxtral; the encoder's inner width is that of the frames of one token."""
 
     audio_type: ClassVar[type | None] = WhisperTowerConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class VoxtralForConditionalGeneration(MultimodalModel):
@@ -50,7 +50,7 @@ class VoxtralForConditionalGeneration(MultimodalModel):
         self.tower = WhisperTower(config.audio, b.at("audio_tower"))
         self.projector = PlainMLP(
             b.at("multi_modal_projector"), config.audio.encoder_ffn_dim, config.hidden_size,
-            config.whole.projector_hidden_act, bias=False, up="linear_1", down="linear_2",
+            config.top_level.projector_hidden_act, bias=False, up="linear_1", down="linear_2",
             outputs=config.hidden_size,
         )  # fmt: skip
 

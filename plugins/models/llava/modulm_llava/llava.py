@@ -64,7 +64,7 @@ class LlavaConfig(MultimodalConfig):
     """config.json of LLaVA. layers: the tower layers whose states are concatenated."""
 
     vision_type: ClassVar[type] = TowerConfig
-    whole_type: ClassVar[type | None] = LlavaKeys
+    top_level_type: ClassVar[type | None] = LlavaKeys
 
     layers: tuple[int, ...] = (-2,)
 
@@ -97,7 +97,7 @@ class LlavaForConditionalGeneration(MultimodalModel):
     projector: Module
 
     def make_encoders(self, config: LlavaConfig, b: Builder) -> None:
-        vision, keys, hidden = config.vision, config.whole, config.hidden_size
+        vision, keys, hidden = config.vision, config.top_level, config.hidden_size
         kind = PixtralTower if vision.model_type == "pixtral" else ClipTower
         self.tower = kind(vision, b.at("vision_tower"))
         self.projector = PlainMLP(
@@ -115,7 +115,7 @@ class LlavaForConditionalGeneration(MultimodalModel):
         """[n, channels, height, width] -> [n, patches, hidden of the tower]."""
         states = yield from self.tower.states(pixels, self.config.layers)
         states_joined = torch.cat(states, dim=-1)
-        if self.config.whole.vision_feature_select_strategy == "default":
+        if self.config.top_level.vision_feature_select_strategy == "default":
             states_joined = states_joined[:, 1:]
         return states_joined
 

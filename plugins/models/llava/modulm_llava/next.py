@@ -34,7 +34,7 @@ class LlavaNextKeys(LlavaKeys):
 class LlavaNextConfig(LlavaConfig):
     """config.json of LLaVA-NeXT."""
 
-    whole_type: ClassVar[type | None] = LlavaNextKeys
+    top_level_type: ClassVar[type | None] = LlavaNextKeys
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
@@ -71,7 +71,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         whole = tiles[0]
         if len(tiles) == 1:
             return torch.cat([whole, self.newline[None]])
-        vision, points = self.config.vision, self.config.whole.image_grid_pinpoints
+        vision, points = self.config.vision, self.config.top_level.image_grid_pinpoints
         side = vision.image_size // vision.patch_size
         height, width = select_best_resolution(image, points)
         grid = tiles[1:].view(

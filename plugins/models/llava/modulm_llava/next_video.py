@@ -33,7 +33,7 @@ class _Keys(LlavaNextKeys):
 class LlavaNextVideoConfig(LlavaNextConfig):
     """config.json of LLaVA-NeXT-Video."""
 
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class LlavaNextVideoForConditionalGeneration(LlavaNextForConditionalGeneration):
@@ -43,7 +43,7 @@ class LlavaNextVideoForConditionalGeneration(LlavaNextForConditionalGeneration):
     media = ("image", "video")
 
     def film(self, frames: Tensor) -> Pieces[Tensor]:
-        patches, keys = (yield from self.seen(frames)), self.config.whole
+        patches, keys = (yield from self.seen(frames)), self.config.top_level
         side = math.isqrt(patches.shape[1])
         planes = patches.transpose(1, 2).unflatten(2, (side, side))
         pool = F.avg_pool2d if keys.spatial_pool_mode == "average" else F.max_pool2d

@@ -43,7 +43,7 @@ class _Keys(LlavaNextKeys):
 class LlavaOnevisionConfig(LlavaNextConfig):
     """config.json of LLaVA-OneVision."""
 
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
@@ -62,7 +62,7 @@ class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
 
     def reduced(self, grid: Tensor, side: int) -> Tensor:
         rows, columns = grid.shape[:2]
-        ratio = math.sqrt(rows * columns / (self.config.whole.most * side**2))
+        ratio = math.sqrt(rows * columns / (self.config.top_level.most * side**2))
         if ratio <= 1.1:
             return grid
         sizes = [int(rows // ratio), int(columns // ratio)]

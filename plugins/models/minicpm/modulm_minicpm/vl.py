@@ -68,7 +68,7 @@ class MiniCPMV46Config(MultimodalConfig):
     """config.json of MiniCPM-V 4.6."""
 
     vision_type: ClassVar[type | None] = _SightConfig
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class _InnerMerger(Module):

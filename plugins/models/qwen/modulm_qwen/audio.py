@@ -83,7 +83,7 @@ class _Projector:
 class AudioFlamingo3Config(Qwen2AudioConfig):
     """config.json of Audio Flamingo 3."""
 
-    whole_type: ClassVar[type | None] = _Projector
+    top_level_type: ClassVar[type | None] = _Projector
 
 
 class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration):
@@ -96,7 +96,7 @@ class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration)
         self.tower = WhisperTower(config.audio, b.at("audio_tower"))
         self.projector = PlainMLP(
             b.at("multi_modal_projector"), config.audio.d_model, config.hidden_size,
-            config.whole.projector_hidden_act, bias=config.whole.projector_bias,
+            config.top_level.projector_hidden_act, bias=config.top_level.projector_bias,
             up="linear_1", down="linear_2", outputs=config.hidden_size,
         )  # fmt: skip
 

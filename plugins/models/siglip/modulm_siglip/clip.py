@@ -51,7 +51,7 @@ class _Keys:
 class ClipConfig:
     """config.json of CLIP. hidden_size: width of the vectors."""
 
-    whole_type: ClassVar[type | None] = _Keys
+    top_level_type: ClassVar[type | None] = _Keys
     vision_type: ClassVar[type] = TowerConfig
 
     text: ClipTextConfig

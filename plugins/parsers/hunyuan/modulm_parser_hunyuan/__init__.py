@@ -188,7 +188,7 @@ class HyV4ReasoningParser(Thoughts):
     def ending(self, message: MessageReader) -> str | None:
         return self.closing[0]
 
-    def wanted(self) -> bool:
+    def thinking_enabled(self) -> bool:
         effort = self.context.template_kwargs.get("reasoning_effort")
         return self.on if effort is None else effort != "no_think"
 

@@ -102,7 +102,7 @@ class DraftModelSpeculator(ModelSpeculator):
             np.array([len(part.tokens) for part in parts], dtype=np.int32),
             np.concatenate([part.tokens for part in parts]).clip(max=self._vocabulary - 1),
         )
-        states = self.run(step.own(runs), torch.empty(0), 0)
+        states = self.run(step.build_batch(runs), torch.empty(0), 0)
         return states if len(states) == len(parts) else states[torch.from_numpy(runs.lasts)]
 
 

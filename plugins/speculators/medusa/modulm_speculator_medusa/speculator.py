@@ -113,8 +113,10 @@ class Medusa(Speculator):
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         if step.hidden is None:
             raise ValueError("the step has no hidden states")
-        kept = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(step.hidden.device)
-        states, count = step.hidden[kept], max(step.most, default=0)
+        accepted = torch.from_numpy(np.asarray(step.accepted, dtype=np.int64)).to(
+            step.hidden.device
+        )
+        states, count = step.hidden[accepted], max(step.most, default=0)
         chosen = [self.heads.choose(states, head) for head in range(count)]
         if not chosen:
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)

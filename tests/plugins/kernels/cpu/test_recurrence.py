@@ -33,7 +33,7 @@ def plan_of(counts, starts=None, kept=(), sources=None, first=0):
         counts=tuple(counts),
         starts=tuple(starts),
         sources=sources,
-        kept=tuple(kept),
+        saves=tuple(kept),
     )
 
 

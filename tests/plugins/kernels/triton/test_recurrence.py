@@ -25,7 +25,7 @@ def plan_of(counts, device, starts=None, kept=(), sources=None, first=0):
         counts=tuple(counts),
         starts=tuple(starts),
         sources=None if sources is None else torch.tensor(sources, device=device),
-        kept=tuple(kept),
+        saves=tuple(kept),
     )
 
 

@@ -73,13 +73,13 @@ class DraftRunner(PartRunner):
             return None
         context.focus(None, None)
         order = plan.rows.tolist()
-        kept = step.lasts if rows == order else step.lasts[[order.index(row) for row in rows]]
+        accepted = step.lasts if rows == order else step.lasts[[order.index(row) for row in rows]]
         draft = DraftStep(
             rows=rows,
             histories=[self._history(row) for row in rows] if self._needs.histories else [],
             most=[self._limits[row] for row in rows],
             batch=step.batch(),
-            kept=kept,
+            accepted=accepted,
             hidden=step.hidden if self._needs.hidden else None,
             layers=step.layers,
         )
@@ -116,7 +116,9 @@ class DraftRunner(PartRunner):
             ran=Runs(plan.rows, plan.starts, plan.counts, plan.tokens),
             lasts=lasts,
             following=following,
-            own=lambda runs: builder.build(_plan_of(runs, plan, places), self._sample(runs)),
+            build_batch=lambda runs: builder.build(
+                _plan_of(runs, plan, places), self._sample(runs)
+            ),
             tables=tables,
             sizes=sizes,
         )
