@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.decision import Decision
     from modulm.contracts.model import Model
+    from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
     from modulm.errors import EngineDead
 
@@ -227,6 +228,7 @@ class WorkerHandle(Protocol):
 
     config: EngineConfig
     rank: int
+    platform: Platform
 
     @property
     def model(self) -> Model: ...

@@ -95,6 +95,13 @@ class RankEstimate:
         counts = zip(self.groups, self.sizing.blocks, strict=True)
         return sum(group.block_bytes * blocks for group, blocks in counts)
 
+    def caches_of_one(self, config: EngineConfig, length: int) -> int:
+        """Return the bytes of the smallest caches for a sequence of `length` tokens."""
+        chunk = min(int(config.scheduler.max_num_batched_tokens or 1), length)
+        return sum(
+            group.block_bytes * (1 + _blocks_of_one(group, length, chunk)) for group in self.groups
+        )
+
 
 @frozen(eq=False)
 class Estimate:
@@ -248,9 +255,13 @@ def _sequences(config: EngineConfig, rank: RankEstimate, length: int) -> int:
     if rank.sizing is None:
         return 0
     for group, blocks in zip(rank.groups, rank.sizing.blocks, strict=True):
-        needed = 1 if group.kind is CacheKind.STATE else blocks_needed(group, length, chunk)
-        fitting.append((blocks - 1) // max(needed, 1))
+        fitting.append((blocks - 1) // max(_blocks_of_one(group, length, chunk), 1))
     return min(fitting)
+
+
+def _blocks_of_one(group: CacheGroup, length: int, chunk: int) -> int:
+    """Return the blocks that one sequence needs of a group."""
+    return 1 if group.kind is CacheKind.STATE else blocks_needed(group, length, chunk)
 
 
 def _loads_itself(model: Any) -> bool:

@@ -118,11 +118,18 @@ class _Metrics(Collector):
         memory = GaugeMetricFamily(
             "modulm:model_memory_bytes", "Memory of a model's processes.", labels=("model_name",)
         )
+        beyond = GaugeMetricFamily(
+            "modulm:model_memory_beyond_estimate_bytes",
+            "Memory of a model's processes beyond what was estimated before it was loaded.",
+            labels=("model_name",),
+        )
         loads = GaugeMetricFamily(
             "modulm:model_loads", "How often a model was loaded.", labels=("model_name",)
         )
         for model in self._pool.models:
             memory.add_metric((model.name,), model.memory)
+            beyond.add_metric((model.name,), model.beyond_estimate)
             loads.add_metric((model.name,), model.loads)
         yield memory
+        yield beyond
         yield loads

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from modulm.errors import EngineError
+from modulm.errors import EngineError, ModulmError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
+from modulm_memory.usage import DEVICE_BYTES
 from modulm_parsing.choice import parser_decisions, with_parsers
 from modulm_server.app import ModelRoutes, model_routes
 from modulm_server.directory import ModelStatus
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.engine.spawn import EngineProcess
-from modulm_server.models.memory import estimate, measure
+from modulm_server.models.flags import ModelsConfig
+from modulm_server.models.memory import Needs, measure, needs_of
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -32,6 +35,8 @@ __all__ = ["HostedModel"]
 
 #: Seconds between two looks whether the last request of a model has ended.
 _LOOK = 0.1
+#: Seconds in which an engine must tell the memory of its devices.
+_ANSWER = 5.0
 
 
 @define(eq=False)
@@ -41,9 +46,9 @@ class HostedModel:
     state: as in `ModelStatus`. in_flight: requests that use it. waiters: requests that wait for it,
     each by an object of its own. admitted: those of them that its last load was for; they start
     before it is unloaded again. memory: bytes that count as in use: the estimate while it loads,
-    then as measured. needed: bytes that it needs when loaded, as known so far. loading: the load in
-    progress. leaving: the end of its use that is in progress; no request starts meanwhile. info:
-    facts of its last engine.
+    then as measured. needed: bytes that it needs when loaded, as known so far. estimate: what it
+    was expected to need before it was loaded. loading: the load in progress. leaving: the end of
+    its use that is in progress; no request starts meanwhile. info: facts of its last engine.
     """
 
     settings: ModelSettings
@@ -55,6 +60,7 @@ class HostedModel:
     admitted: set[object] = field(factory=set)
     memory: int = 0
     needed: int = 0
+    estimate: Needs | None = None
     last_used: float | None = None
     expires_at: float | None = None
     error: str | None = None
@@ -63,6 +69,8 @@ class HostedModel:
     leaving: asyncio.Task[None] | None = None
     loads: int = 0
     _process: EngineProcess | None = None
+    _on_devices: int = 0
+    _measures_devices: bool = True
     _freed: asyncio.Event = field(factory=asyncio.Event, init=False)
 
     @property
@@ -117,9 +125,11 @@ class HostedModel:
     def _prepare(self) -> EngineConfig:
         plugins, config = manager.current(), self.settings.config
         checkpoint = open_checkpoint(config, plugins)
-        if not self.needed:
-            self.needed = estimate(checkpoint.path)
-        return with_parsers(config, parser_decisions(config, plugins))
+        if self.estimate is None:
+            budget = config.group(ModelsConfig).memory_budget
+            self.estimate = needs_of(config, plugins, checkpoint.path, budget)
+            self.needed = self.estimate.bytes
+        return with_parsers(self.estimate.config, parser_decisions(config, plugins))
 
     async def open(
         self, config: EngineConfig, stores: MutableMapping[str, Any], loopback: LoopbackClient
@@ -129,6 +139,7 @@ class HostedModel:
         Raises the engine's error if it does not start.
         """
         self.state, self.memory = "loading", self.needed
+        self._on_devices, self._measures_devices = 0, True
         try:
             self._process = EngineProcess()
             engine = await asyncio.to_thread(AsyncLLM.from_config, config, self._process)
@@ -197,7 +208,27 @@ class HostedModel:
         engine = self.engine
         if engine is not None:
             measured = await asyncio.to_thread(measure, engine.process_ids)
-            self.memory = measured or engine.info.description.weight_bytes
+            await self._measure_devices(engine)
+            self.memory = measured + self._on_devices or engine.info.description.weight_bytes
+
+    async def _measure_devices(self, engine: EngineClient) -> None:
+        """Measure the engine's memory on devices that have memory of their own."""
+        if self._measures_devices:
+            with suppress(ModulmError):  # it is too busy, or it has died
+                held = await engine.collective_rpc(DEVICE_BYTES, _ANSWER)
+                self._on_devices = sum(size or 0 for size in held)
+                self._measures_devices = any(size is not None for size in held)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the budget that it uses: a loaded model may use all that it needs any time."""
+        return max(self.memory, self.needed) if self.state == "loaded" else self.memory
+
+    @property
+    def beyond_estimate(self) -> int:
+        """Bytes in use that were not expected before it was loaded."""
+        expected = self.memory if self.estimate is None else self.estimate.bytes
+        return max(0, self.memory - expected)
 
     def status(self) -> ModelStatus:
         """Describe it."""

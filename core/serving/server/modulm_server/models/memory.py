@@ -2,33 +2,95 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["estimate", "measure"]
+from attrs import frozen
+
+from modulm.errors import ModulmError
+
+if TYPE_CHECKING:
+    from modulm.contracts.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["Needs", "measure", "needs_of", "stored_bytes"]
+
+log = logging.getLogger("modulm_server")
 
 _PROC = Path("/proc")
 #: Endings of files that are weights.
 _WEIGHTS = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth"})
+#: Bytes of a process that has imported an engine, where they cannot be measured.
+_PROCESS = 200 << 20
+#: Part of the budget that the caches of one model may use, unless a request needs more.
+_CACHES = 4
 
 
-def estimate(checkpoint: Path) -> int:
-    """Estimate the memory of a model before it is loaded, from the sizes of its weights.
-
-    checkpoint: a folder, or one file. After a model was loaded, its measured memory is better.
+@frozen
+class Needs:
+    """config: of the engine. bytes: that it needs when loaded, on the host and on devices.
+    estimated: whether these follow from the model's layers, and not from the sizes of its files.
     """
+
+    config: EngineConfig
+    bytes: int
+    estimated: bool = True
+
+
+def needs_of(
+    config: EngineConfig, plugins: PluginManager, checkpoint: Path, budget: int | None
+) -> Needs:
+    """Estimate what a model will hold: its processes, weights, caches, adapters and a step.
+
+    checkpoint: a folder, or one file; the sizes of its weights are the estimate for models that
+    cannot be estimated. budget: of all models. With one, caches whose size is not set get a quarter
+    of it, or as much as one request of the longest context needs, if that fits.
+    """
+    from modulm_memory.estimate import estimate
+
+    process = measure([os.getpid()], tree=False) or _PROCESS
+    try:
+        found = estimate(config, plugins)
+        if budget is not None and _sizes_caches(config):
+            count = len(found.ranks)
+            fixed = max(rank.fixed + rank.step for rank in found.ranks)
+            one = max(rank.caches_of_one(found.config, found.length) for rank in found.ranks)
+            room = budget // count - process - fixed
+            limit = min(max(budget // (_CACHES * count), one), room)
+            if 0 < limit < max(rank.cache_bytes for rank in found.ranks):
+                config = config.with_parts({"kv_cache_memory_bytes": limit})
+                found = estimate(config, plugins)
+    except ModulmError as error:  # if loading fails as well, it says so
+        log.debug("Memory of %s is not estimated: %s", config.model.model, error)
+        return Needs(config, process + stored_bytes(checkpoint), estimated=False)
+    each = (process + rank.fixed + rank.step + rank.cache_bytes for rank in found.ranks)
+    return Needs(config, sum(each))
+
+
+def _sizes_caches(config: EngineConfig) -> bool:
+    """Whether the engine would choose the size of its caches."""
+    cache = config.cache
+    return cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None
+
+
+def stored_bytes(checkpoint: Path) -> int:
+    """The sizes of a checkpoint's weight files. checkpoint: a folder, or one file."""
     files = [checkpoint] if checkpoint.is_file() else checkpoint.rglob("*")
     weights = [file for file in files if file.suffix in _WEIGHTS and file.is_file()]
     tensors = [file for file in weights if file.suffix == ".safetensors"]
     return sum(file.stat().st_size for file in tensors or weights)
 
 
-def measure(process_ids: Iterable[int]) -> int:
-    """The memory of processes and of those that they started, in bytes: pages that several
-    processes share count proportionally. 0 on systems without /proc.
+def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
+    """The memory of processes and, in a tree, of those that they started, in bytes: pages that
+    several processes share count proportionally. 0 on systems without /proc.
     """
-    return sum(_proportional(process) for process in _tree(process_ids))
+    processes = _tree(process_ids) if tree else process_ids
+    return sum(_proportional(process) for process in processes)
 
 
 def _tree(process_ids: Iterable[int]) -> Iterator[int]:

@@ -192,7 +192,7 @@ class ModelPool(ModelDirectory):
             )
             async with turn:
                 await self._wait_to_leave(model)
-                await self._make_room(model, model.needed - model.memory)
+                await self._make_room(model, model.needed - model.reserved)
                 if model.state == "sleeping":
                     await model.wake()
                 else:
@@ -229,7 +229,7 @@ class ModelPool(ModelDirectory):
     # The memory budget.
 
     def _in_use(self) -> int:
-        return sum(model.memory for model in self.models)
+        return sum(model.reserved for model in self.models)
 
     async def _make_room(self, model: HostedModel, more: int) -> None:
         """Unload others until `more` bytes fit into the budget. Raises ModulmError if they do not.
@@ -240,7 +240,7 @@ class ModelPool(ModelDirectory):
         while self.budget is not None and (excess := self._in_use() + more - self.budget) > 0:
             victims = [one for one in self.models if one is not model and _is_evictable(one)]
             if not victims:
-                pinned = sum(one.memory for one in self._models if one.settings.pinned)
+                pinned = sum(one.reserved for one in self._models if one.settings.pinned)
                 beside = f" beside {pinned >> 20} MiB of pinned models" if pinned else ""
                 raise ModulmError(
                     f"it needs {excess >> 20} MiB more than --memory-budget "
@@ -379,6 +379,7 @@ class ModelPool(ModelDirectory):
                 other_engine = model.settings.config != settings[name].config
                 model.settings = settings[name]
                 if other_engine:
+                    model.estimate = None
                     model.needed = 0 if model.engine is None else model.needed
                     self._retire(model)
         self._removed += [old[name] for name in removed if old[name].in_memory]
