@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="whole grids of kernels, keys, layouts and workloads, of which make test runs samples",
+        help="tests marked exhaustive too, and whole grids, of which make test runs samples",
     )
 
 
@@ -142,10 +142,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what draws examples, for `make fuzz`, and mix the files: those that wait for processes
-    run beside those that compute. The longest begin first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is `exhaustive`, mark what draws examples, for `make fuzz`, and mix the files:
+    those that wait for processes run beside those that compute. The longest begin first.
     """
+    if not config.getoption("--everything"):
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=exhaustive)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     if len({item.path for item in items}) > 50:
         items.sort(key=lambda item: _turn(item.nodeid.partition("::")[0]))
     for item in items:

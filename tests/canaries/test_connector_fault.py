@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.outputs import RequestOutput
@@ -48,7 +49,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@parametrize_sample("overlapped", [False, True], every=2)
 def test_what_fails_to_load_is_computed(
     tmp_path_factory: pytest.TempPathFactory, overlapped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from attrs import frozen
+from samples import parametrize_sample, sample
 
 from modulm import LLM, AsyncLLM, SamplingParams
 from modulm.contracts.sampling import OutputKind
@@ -81,7 +82,7 @@ def canary(tmp_path_factory: pytest.TempPathFactory, installed: Any) -> Iterator
         yield
 
 
-@pytest.fixture(scope="module", params=FRONT_ENDS)
+@pytest.fixture(scope="module", params=sample(FRONT_ENDS, every=2))
 def engine(request: pytest.FixtureRequest, folder: str, canary: None) -> Iterator[Engine]:
     flags, ranks = FRONT_ENDS[request.param]
     with asyncio.Runner() as runner:
@@ -180,7 +181,7 @@ def test_another_front_end(engine: Engine) -> None:
     other.shutdown()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@parametrize_sample("ranks", [1, 2], every=2)
 def test_llm(folder: str, ranks: int, tmp_path: Path) -> None:
     """In the caller's thread, with ranks in it or in processes of their own."""
     with LLM(folder, tensor_parallel_size=ranks, **FLAGS) as llm:

@@ -12,6 +12,7 @@ import attrs
 import click
 import pytest
 from click.testing import CliRunner, Result
+from samples import parametrize_sample
 
 from modulm.config.schema import Flag, Kind, catalog
 from modulm.config.sources import Draft
@@ -74,7 +75,7 @@ def known_flag(option: str) -> Flag | None:
 TOLD = sorted({flag for _, flag in LISTED if known_flag(flag) is not None and flag != "-O"})
 
 
-@pytest.mark.parametrize("option", TOLD)
+@parametrize_sample("option", TOLD, every=4)
 def test_a_documented_flag_that_nothing_reads_is_told(option: str) -> None:
     """With a value that asks for something it is an error or a note, in the words of its state."""
     spec = known_flag(option)

@@ -267,6 +267,7 @@ def test_two_machines(
     assert gone(ranks)
 
 
+@pytest.mark.exhaustive
 def test_an_address_where_nothing_answers(spaces: tuple[str, str], model: str) -> None:
     """A cluster that was named is not replaced by one of this machine alone."""
     soon = {

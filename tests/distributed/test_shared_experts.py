@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, AsyncLLM, SamplingParams
 from modulm.contracts.sampling import OutputKind
@@ -43,7 +44,7 @@ def answers(llm, places):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(("model", "tensor", "pipeline"), LAYOUTS)
+@parametrize_sample(("model", "tensor", "pipeline"), LAYOUTS, every=3)
 def test_replicas_answer_as_one_process(plugins, tmp_path, model, tensor, pipeline):
     folder = str(tiny_folder(plugins.load("models", model), tmp_path / "model"))
     with LLM(folder, use_tqdm_on_load=False, **FLAGS) as llm:

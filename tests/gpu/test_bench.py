@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,6 +27,7 @@ def test_the_script_finds_what_it_needs(tmp_path) -> None:
     assert "nothing ran on hardware" in (tmp_path / "dry-run.txt").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_dry_run_passes(tmp_path) -> None:
     code = (
         "import runpy, sys\n"

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
@@ -70,7 +71,7 @@ def expected(folders):
     return {name: answers(folder, enforce_eager=True) for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("mode", RECORDED)
+@parametrize_sample("mode", RECORDED, every=2)
 def test_the_same_tokens_as_without_graphs(folders, expected, mode) -> None:
     name = "Qwen3ForCausalLM"
     assert answers(folders[name], cudagraph_mode=mode, async_scheduling=True) == expected[name]

@@ -243,6 +243,7 @@ def test_who_goes_away_takes_the_request_along(client: openai.OpenAI) -> None:
     assert aborted("tiny") == 1
 
 
+@pytest.mark.exhaustive
 def test_replicas_come_and_go_under_load_and_nothing_is_lost(client: openai.OpenAI) -> None:
     enough, fewer = threading.Event(), threading.Event()
     failed: list[BaseException] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
@@ -99,7 +100,7 @@ LARGEST = {
 }
 
 
-@pytest.mark.parametrize("name", LARGEST)
+@parametrize_sample("name", LARGEST, every=2)
 def test_a_large_batch_file_is_read_off_the_loop(
     make_server: ServerMaker, tmp_path: Path, name: str
 ) -> None:
@@ -137,7 +138,7 @@ BODIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
+@parametrize_sample("path", BODIES, every=2)
 def test_a_large_body_is_read_off_the_loop(live: Live, path: str) -> None:
     beat = Beat(live.loop)
     with live.client() as http:
@@ -229,12 +230,12 @@ def longest_turn(live: Live, path: str, body: dict[str, Any], status: int) -> fl
     return longest
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@parametrize_sample("name", ACCEPTED, every=3)
 def test_the_largest_bodies_are_answered_off_the_loop(wide: Live, name: str) -> None:
     assert longest_turn(wide, *ACCEPTED[name]) < BOUND
 
 
-@pytest.mark.parametrize("name", POOLED)
+@parametrize_sample("name", POOLED, every=3)
 def test_the_largest_inputs_are_pooled_off_the_loop(pooling: Live, name: str) -> None:
     assert longest_turn(pooling, *POOLED[name]) < BOUND
 

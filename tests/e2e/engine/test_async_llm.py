@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.config import EngineConfig
@@ -443,7 +444,7 @@ def test_a_search_that_was_accepted_waits_for_a_full_queue(fake: AsyncLLM) -> No
     run(main)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["thread", "process"])
+@parametrize_sample("inside", [True, False], every=2, ids=["thread", "process"])
 def test_sleeping_gives_memory_back_and_changes_nothing(checkpoint: str, inside: bool) -> None:
     async def main() -> None:
         prompt = {"prompt_token_ids": [20 + i for i in range(70)]}

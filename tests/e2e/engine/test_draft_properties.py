@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from samples import parametrize_sample, sample
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.sampling import StructuredOutputs
@@ -54,7 +55,7 @@ def too_many(history: Sequence[int], coming: Sequence[int]) -> Sequence[int]:
     return [*coming, *range(3, 60)]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=sample(ARCHITECTURES, every=3))
 def folder(request, tmp_path_factory):
     return str(make_tiny(tmp_path_factory.mktemp("drafts") / request.param, request.param))
 
@@ -96,7 +97,7 @@ def expected(folder):
     return answers(folder, None, **FLAGS)
 
 
-@pytest.mark.parametrize("propose", [random_tokens, out_of_range, nothing, too_many])
+@parametrize_sample("propose", [random_tokens, out_of_range, nothing, too_many], every=3)
 def test_any_drafter_gives_the_answers_of_single_steps(folder, expected, propose) -> None:
     whole = [[*p, *told[0][0]] for p, told in zip(PROMPTS, expected, strict=False)]
     drafter = FakeDrafter(propose, whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.drafter import Needs
@@ -91,7 +92,7 @@ def reference(request, folder):
     return flags, params, expected, steps
 
 
-@pytest.mark.parametrize("propose", [right, wrong, mixed, adversarial])
+@parametrize_sample("propose", [right, wrong, mixed, adversarial], every=3)
 def test_drafts_change_no_token_and_no_logprob(folder, reference, propose) -> None:
     flags, params, expected, steps = reference
     whole = [[*p, *told[0]] for p, told in zip(PROMPTS, expected, strict=False)]
@@ -176,9 +177,10 @@ def test_layers_that_a_model_does_not_show_end_the_start(folder) -> None:
         answers(folder, PARAMS[:1], {}, drafter, prompts=PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "constraint",
     [StructuredOutputs(choice=["abcabca", "abcabab"]), StructuredOutputs(regex="[ab]{9}")],
+    every=2,
 )
 def test_what_a_grammar_forbids_is_not_verified(folder, constraint) -> None:
     params = [SamplingParams(temperature=0, max_tokens=12, structured_outputs=constraint)]

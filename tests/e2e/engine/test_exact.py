@@ -18,6 +18,7 @@ import pytest
 from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import sample
 
 from modulm.config import EngineConfig
 from modulm.contracts.requests import Request
@@ -174,7 +175,7 @@ def _benches(folder: Path, engine: tuple[str, dict[str, Any]], *names: str) -> I
         bench.host.stop()
 
 
-@pytest.fixture(scope="module", params=KERNELS)
+@pytest.fixture(scope="module", params=sample(KERNELS, every=3))
 def on_kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Benches]:
@@ -183,7 +184,7 @@ def on_kernels(
         yield made
 
 
-@pytest.fixture(scope="module", params=TORCH)
+@pytest.fixture(scope="module", params=sample(TORCH, every=3))
 def on_torch(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Benches]:

@@ -35,15 +35,11 @@ WORKLOADS = {"free": FREE, "held": HELD, "both": [*FREE[:3], *HELD]}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`make test` takes each pair of two of family, workload and whether steps are ahead."""
+    """`make test` tries free rows ahead in one family, and held ones in order in the other."""
     if "workload" in metafunc.fixturenames:
         grid = list(product(FAMILIES, WORKLOADS, (False, True)))
         if not metafunc.config.getoption("--everything"):
-            grid = [
-                (family, workload, ahead)
-                for family, workload, ahead in grid
-                if (FAMILIES.index(family) + list(WORKLOADS).index(workload)) % 2 != ahead
-            ]
+            grid = [(FAMILIES[0], "free", True), (FAMILIES[1], "held", False)]
         metafunc.parametrize(("folder", "workload", "ahead"), grid, indirect=["folder"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams, StructuredOutputs
 from modulm.errors import RequestError
@@ -84,7 +85,7 @@ def test_a_complete_grammar_ends_whatever_else_was_asked(llm) -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
 
 
-@pytest.mark.parametrize("held_too", [False, True])
+@parametrize_sample("held_too", [False, True], every=2)
 def test_the_grammar_starts_after_the_reasoning(folder, held_too) -> None:
     flags = {"reasoning_parser": "qwen3"}
     if held_too:

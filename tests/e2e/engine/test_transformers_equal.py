@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from samples import parametrize_sample
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from modulm import LLM, BeamSearchParams, SamplingParams
@@ -90,7 +91,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@parametrize_sample("name", SAME, every=2)
 def test_tokens_are_those_of_generate(llm, reference, name) -> None:
     ours, theirs = SAME[name]
     params = SamplingParams(
@@ -112,6 +113,7 @@ def test_counting_penalties(llm, reference) -> None:
     assert [[output.outputs[0].token_ids] for output in outputs] == expected
 
 
+@pytest.mark.exhaustive
 def test_beams(llm, reference) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     found = llm.beam_search(prompts, BeamSearchParams(3, TOKENS, ignore_eos=True))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from samples import parametrize_sample
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
@@ -30,7 +31,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["clock", "disk", "kill", "stop"])
+@parametrize_sample("kind", ["kill", "clock", "disk", "stop"], every=2)
 def test_nothing_that_was_acknowledged_is_lost(kind: str) -> None:
     output = run("faults.py", kind)
     if "skipped" in output:
@@ -43,6 +44,7 @@ def test_many_slow_connections() -> None:
     assert "300 slow connections" in output
 
 
+@pytest.mark.exhaustive
 def test_a_short_soak() -> None:
     """Too short to say whether memory grows; files, tasks and every answer are looked at."""
     output = run("soak.py", "--minutes", "0.05", "--flat", "1000", "--kills", "1")

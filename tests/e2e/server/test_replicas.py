@@ -280,6 +280,7 @@ def test_a_rolling_restart_loses_nothing(serving: Serving) -> None:
     assert asyncio.run(main()) == {"done"}
 
 
+@pytest.mark.exhaustive
 def test_a_short_soak(serving: Serving) -> None:
     """Streams, answers and callers that leave while replicas are killed twice: each request is
     answered or fails with an error that says why, and in the end nothing is held.

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from samples import parametrize_sample
 
 from modulm import AsyncLLM
 from modulm.config import EngineConfig
@@ -142,9 +143,10 @@ def test_a_large_schema(http: httpx.Client) -> None:
     assert ask(http, structured_outputs={"json": schema}).status_code == 200
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("number", "message"),
     [("NaN", "finite"), ("-Infinity", "finite"), ("1e999", "finite"), ("9" * 5000, "out of range")],
+    every=4,
 )
 def test_numbers_that_json_has_not(http: httpx.Client, number: str, message: str) -> None:
     for field in ('"temperature": %s', '"tools": [{"x": %s}]', '"logit_bias": {"5": %s}'):

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm_server.engine.async_llm import AsyncLLM
@@ -230,7 +231,7 @@ def wrong(answer: httpx.Response) -> bool:
     return answer.status_code >= 500 or '"server_error"' in body or '"api_error"' in body
 
 
-@pytest.mark.parametrize("path", GOOD)
+@parametrize_sample("path", GOOD, every=4)
 def test_no_content_is_the_servers_fault(
     engine_and_server: Live,
     fields: dict[str, list[str]],

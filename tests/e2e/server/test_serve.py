@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from attrs import define
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, ConfigError
@@ -256,7 +257,7 @@ def test_f41_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     opened(uds=str(path)).close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@parametrize_sample("number", [signal.SIGTERM, signal.SIGHUP], every=2)
 def test_f13_sigterm_and_sighup_let_running_requests_finish(
     tiny_folder: Path, number: signal.Signals
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from jsonschema import Draft202012Validator
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.testing.checkpoints import make_tiny
@@ -131,7 +132,7 @@ def check(calls: list[tuple[str, str]], names: set[str], single: bool) -> None:
         Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@parametrize_sample("name", FAMILIES, every=4)
 def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
     """Twenty requests, all at once: five ways of asking, whole and streamed, twice."""
     with openai.OpenAI(base_url=f"{urls[name]}/v1", api_key="none", max_retries=0) as client:
@@ -145,7 +146,7 @@ def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
             list(pool.map(ask, range(20)))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@parametrize_sample("stream", [False, True], every=2)
 def test_with_auto_only_allowed_tools_can_be_called(urls: dict[str, str], stream: bool) -> None:
     """The model, which begins a call as soon as it may, is held to it by the grammar: nothing that
     it says has to be left out.

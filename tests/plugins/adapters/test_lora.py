@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.testing.adapters import AdapterSession
 from modulm.testing.checkpoints import make_tiny
@@ -119,7 +120,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@parametrize_sample(("family", "kind"), CASES, every=3)
 def test_logits_are_those_of_peft(bases, tmp_path, family, kind):
     folder, session = bases(family)
     model = original(folder)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
+from samples import parametrize_sample
 from transformers import AutoModelForCausalLM
 
 from modulm.errors import ModulmError
@@ -82,7 +83,7 @@ def unpacked(out, plain):
     return oracle
 
 
-@pytest.mark.parametrize("name", RUNS)
+@parametrize_sample("name", RUNS, every=2)
 def test_modulm_and_transformers_read_it_alike(plain, text, tmp_path, name):
     out = tmp_path / "out"
     ran(plain, out, *RUNS[name], "--data", text, *SMALL)
@@ -130,6 +131,7 @@ def test_experts_stored_one_by_one(tmp_path):
         ran(folder, tmp_path / "more", *RUNS["gptq"], *SMALL)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on(plain, text, tmp_path):
     """Killed after its first layer: what is written stays, and the end is the same."""
     arguments = [*RUNS["gptq"], "--data", str(text), *SMALL]

@@ -623,6 +623,7 @@ def test_an_installed_vllm_that_cannot_be_imported_is_not_replaced(
     assert done.stderr.rstrip().endswith("ModuleNotFoundError: No module named 'vllm'")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_from_a_wheel(tmp_path: Path) -> None:
     """Plain files and a .pth: nothing under the name vllm, which an install of vLLM could meet."""

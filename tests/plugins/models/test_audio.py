@@ -13,6 +13,7 @@ import soxr
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 import modulm
 from modulm.errors import CheckpointError, RequestError
@@ -191,7 +192,7 @@ def test_every_model_that_hears_is_in_the_table():
     assert all(kinds[name] == plugins.load("models", name).media for name in (*FAMILIES, *ALIASES))
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@parametrize_sample("architecture", FAMILIES, every=3)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     config = driver(architecture).config_type
     table = driver(architecture).tiny()
@@ -206,7 +207,7 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
                 read_config({**table, config.audio_key: {**audio, key: wrong}}, config)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@parametrize_sample("architecture", FAMILIES, every=2)
 def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = SoundFamily(driver(architecture), tokens, processor, **more)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import transformers as hf
+from samples import parametrize_sample
 from tests.plugins.models.test_images import GLM, GLM_SEEN, QWEN, clip, glm, pil, qwen
 
 import modulm
@@ -81,7 +82,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("one", FAMILIES, ids=lambda one: one.architecture)
+@parametrize_sample("one", FAMILIES, every=4, ids=lambda one: one.architecture)
 def test_the_bridge_sees(one, tmp_path):
     check_images(one, tmp_path)
 

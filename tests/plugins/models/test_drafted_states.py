@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan
@@ -69,7 +70,7 @@ class Rows:
         return hidden
 
 
-@pytest.mark.parametrize("mode", ["none", "all"])
+@parametrize_sample("mode", ["none", "all"], every=3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_drafted_run_is_walked_in_single_steps(tmp_path, architecture, kernels, mode) -> None:

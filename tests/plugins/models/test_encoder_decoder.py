@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 import modulm
 from modulm import BeamSearchParams, SamplingParams
@@ -156,7 +157,7 @@ def test_answers_are_those_of_transformers(family, answers) -> None:
     check_like_transformers(family, answers)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@parametrize_sample("variant", VARIANTS, every=2)
 def test_variants_give_the_answers_of_transformers(variant, tmp_path) -> None:
     family = Family(tmp_path, *VARIANTS[variant])
     with modulm.LLM(str(family.folder), **SETTINGS) as llm:

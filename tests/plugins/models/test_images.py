@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from samples import parametrize_sample
 
 import modulm
 from modulm.errors import CheckpointError, RequestError
@@ -552,7 +553,7 @@ def numbers_of(table, kind, part=""):
             yield from numbers_of(value, inner, key)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@parametrize_sample("architecture", FAMILIES, every=3)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     table = driver(architecture).tiny()
     vision = table["vision_config"]
@@ -604,14 +605,14 @@ def test_paligemma_2_has_gemma_2s_text(tmp_path):
     check_images(ImageFamily(model_class, PALIGEMMA, processor, changes=changes, **more), tmp_path)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize_sample("shape", SHAPES, every=2)
 def test_other_shapes_of_families(shape, tmp_path):
     architecture, tokens, processor, changes = SHAPES[shape]
     family = ImageFamily(driver(architecture), tokens, processor, changes=changes)
     check_images(family, tmp_path)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@parametrize_sample("architecture", FAMILIES, every=3)
 def test_images_are_read_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)

@@ -25,6 +25,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 from modulm.errors import ModulmError
 from modulm.nn import read_config
@@ -331,15 +332,15 @@ def quiet():
 
 
 def sampled(case: SimpleNamespace, key: str) -> bool:
-    """Whether `make test` tries the key: half of those that are the architecture's own, and a tenth
-    of those that it shares with others, different ones for each architecture.
+    """Whether `make test` tries the key: a third of those that are the architecture's own, and a
+    twentieth of those that it shares with others, different ones for each architecture.
     """
     inherited = {f.name for f in attrs.fields(case.driver.config_type) if f.inherited}
     shared = inherited | {f.name for f in fields(transformers.PreTrainedConfig)}
-    return zlib.crc32(f"{case.name}.{key}".encode()) % (10 if key in shared else 2) == 0
+    return zlib.crc32(f"{case.name}.{key}".encode()) % (20 if key in shared else 3) == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@parametrize_sample("architecture", ARCHITECTURES, every=2)
 def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
     architecture, tmp_path, pytestconfig
 ):

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.plugins import manager
 from modulm.testing.models import tiny_folder
@@ -53,7 +54,7 @@ def decoders():
     ]
 
 
-@pytest.mark.parametrize("name", decoders())
+@parametrize_sample("name", decoders(), every=3)
 def test_recorded_steps_give_the_bits_of_the_step(tmp_path, name):
     driver = manager.current().load("models", name)
     folder = tiny_folder(driver, tmp_path, oracle=oracle_of(driver))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from samples import parametrize_sample
 
 from modulm import LLM
 from modulm.errors import UnsupportedError
@@ -75,7 +76,7 @@ def classes(model, hidden, pooling):
         return model.logits(ways[pooling] if pooling else hidden)
 
 
-@pytest.mark.parametrize("architecture", [*CLASSIFIERS, *TOKENS, *EMBEDDERS])
+@parametrize_sample("architecture", [*CLASSIFIERS, *TOKENS, *EMBEDDERS], every=3)
 def test_runs_as_in_transformers(architecture, tmp_path):
     changes = {"classifier_pooling": "mean"} if CLASSIFIERS.get(architecture) == "MEAN" else {}
     session = Session(make_tiny(tmp_path, architecture, **SETTINGS, **changes), **FLAGS)

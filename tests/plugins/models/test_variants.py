@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from transformers import MptForCausalLM
 
 from modulm.testing.checkpoints import make_tiny
@@ -175,7 +176,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@parametrize_sample("name", VARIANTS, every=2)
 def test_variant_equals_transformers(name, tmp_path):
     architecture, settings = VARIANTS[name]
     folder = make_tiny(tmp_path, architecture, **settings)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from attrs import evolve
+from samples import parametrize_sample
 
 from modulm.contracts.parser import ParseContext
 from modulm.plugins import manager
@@ -84,7 +85,7 @@ def test_two_parsers_in_any_pieces_give_the_same(tool, reasoning, rng):
             assert events(way) == whole, f"{text!r} cut as {way!r}"
 
 
-@pytest.mark.parametrize(("kind", "name"), NAMES, ids=lambda value: str(value))
+@parametrize_sample(("kind", "name"), NAMES, every=3, ids=lambda value: str(value))
 def test_a_marker_again_and_again_costs_no_more(kind, name):
     parser = manager.current().load(kind, name)
     instance = parser(parser.examples[0].context)

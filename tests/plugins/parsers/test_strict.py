@@ -7,6 +7,7 @@ import json
 import pytest
 from attrs import evolve
 from jsonschema import Draft202012Validator
+from samples import parametrize_sample
 
 from modulm.contracts.parser import ParseContext
 from modulm.contracts.sampling import StructuredOutputs
@@ -96,7 +97,7 @@ def compiled(backend, constraint: StructuredOutputs):
     return backend.compile(constraint)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize_sample("name", NAMES, every=3)
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_what_the_grammar_lets_through_reads_back(name, backend, backends, tokenizer) -> None:
     for choice, most in (("required", 1), ("required", 2), (NAMED, None)):
@@ -118,7 +119,7 @@ def test_what_the_grammar_lets_through_reads_back(name, backend, backends, token
                 Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize_sample("name", NAMES, every=3)
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_the_models_own_spelling_is_let_through(name, backend, backends, tokenizer) -> None:
     example = PLUGINS.load("tool_parsers", name).examples[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
@@ -199,7 +200,7 @@ def test_a_place_without_its_memory() -> None:
     assert actual.eq(7).all()
 
 
-@pytest.mark.parametrize("chip", ["H200", "MI300X", "Max 1550"])
+@parametrize_sample("chip", ["H200", "MI300X", "Max 1550"], every=3)
 def test_a_model_runs_on_it(chip, tmp_path) -> None:
     platform = type("Fake", (fake(chip),), {"name": "fake", "attention": ("sdpa",), "kernels": ()})
     folder = str(make_tiny(tmp_path / "tiny"))

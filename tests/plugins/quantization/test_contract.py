@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.plugins import manager
 from modulm.testing.quantization import check_quantization
@@ -54,7 +55,7 @@ def test_contract(name):
     check_quantization(driver, config=SETTINGS.get(name), fill=FILLS.get(name))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@parametrize_sample("name", METHODS, every=5)
 def test_contract_as_doctor_runs_it(name):
     """With the settings that the method gives, random numbers, and without what is optional."""
     check_quantization(manager.current().load("quantization", name))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attrs import field, frozen
 from gguf import quants
+from samples import parametrize_sample
 from tests.plugins.quantization.gguf_files import TYPES, byte_pairs, random_blocks, write_gguf
 from tests.plugins.quantization.test_published import TOKENS
 from transformers import AutoModel, AutoModelForCausalLM
@@ -141,7 +142,7 @@ def reference(case, plain):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_sample("name", CASES, every=3)
 def test_the_numbers_of_the_dequantized_weights(tmp_path, name):
     case = CASES[name]
     file, _, plain = publish(tmp_path, case)

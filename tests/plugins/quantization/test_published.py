@@ -22,6 +22,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample, sample
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, SamplingParams
@@ -668,7 +669,7 @@ def published(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=sample(CASES, every=4))
 def folders(request, published):
     return published(request.param)
 
@@ -883,7 +884,7 @@ def refused(folder):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@parametrize_sample("name", SCALED, every=4)
 def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
     folder, tensor = damaged(name, lambda _: None)
     assert re.search(
@@ -891,7 +892,7 @@ def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
     )
 
 
-@pytest.mark.parametrize("name", SCALED)
+@parametrize_sample("name", SCALED, every=4)
 def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
     """The file, the tensor, what it is and what is needed."""
     folder, tensor = damaged(name, lambda tensor_before: torch.zeros(7, 5).to(tensor_before.dtype))
@@ -899,7 +900,7 @@ def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
     assert re.search(message, refused(folder))
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_sample("name", CASES, every=4)
 def test_a_file_that_is_cut_short_is_named_in_every_format(published, tmp_path, name):
     for file in published(name)[0].iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -1100,7 +1101,7 @@ def test_explain_names_the_scheme_of_layers(name, published, capsys):
 WRITTEN = sorted(Path(__file__).with_name("written").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
+@parametrize_sample("file", WRITTEN, every=2, ids=lambda file: file.stem)
 def test_what_the_library_wrote(file):
     """A layer [32, 64] as the format's own library stored it, and what that gives back for it.
 
@@ -1134,7 +1135,7 @@ def test_what_the_library_wrote(file):
     torch.testing.assert_close(method.dequantize(layer, spec), expected, rtol=8e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("tag", "bits", "group"), [("a", 4, 0), ("b", 4, 128), ("c", 8, 0)])
+@parametrize_sample(("tag", "bits", "group"), [("a", 4, 0), ("b", 4, 128), ("c", 8, 0)], every=3)
 def test_sparse_layers_in_the_order_of_a_kernel(tag, bits, group):
     """marlin-24, written by compressed-tensors 0.11.0 (later ones cannot); alone, and twice in a
     fused layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
@@ -68,7 +69,7 @@ def spec(model, **more):
     return {"speculative_config": {**table, "num_speculative_tokens": 4, **more}}
 
 
-@pytest.mark.parametrize("flags", FLAGS)
+@parametrize_sample("flags", FLAGS, every=3)
 def test_the_target_as_its_own_draft_is_always_right(folder, flags) -> None:
     expected, plain = run(folder, **FLAGS[flags])
     answers, (drafted, accepted, preempted) = run(folder, **FLAGS[flags], **spec(folder))
@@ -78,13 +79,14 @@ def test_the_target_as_its_own_draft_is_always_right(folder, flags) -> None:
     assert (plain[2] > 0) == (preempted > 0) == (flags == "few blocks")
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "more"),
     [
         ("Qwen3ForCausalLM", {"head_dim": 16, "num_key_value_heads": 4}),
         ("MistralForCausalLM", {"sliding_window": 20}),
         ("Gemma3ForCausalLM", {}),
     ],
+    every=3,
 )
 def test_another_family_with_other_heads_and_windows(folder, tmp_path, architecture, more) -> None:
     draft = make_tiny(tmp_path / "draft", architecture, seed=1, **more)

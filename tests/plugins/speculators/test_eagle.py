@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from samples import parametrize_sample
 from torch import Tensor
 
 from modulm import LLM, SamplingParams
@@ -186,7 +187,9 @@ def spec(method, model, **more):
 THREE = {"draft_vocab_size": SMALL, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}
 
 
-@pytest.mark.parametrize("flags", [{}, PLAIN, {"enforce_eager": True}], ids=["", "torch", "eager"])
+@parametrize_sample(
+    "flags", [{}, PLAIN, {"enforce_eager": True}], every=3, ids=["", "torch", "eager"]
+)
 @pytest.mark.parametrize(
     ("architecture", "third", "bias", "more"),
     [

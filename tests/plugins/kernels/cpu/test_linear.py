@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm_kernels_cpu.linear import ACTIVATIONS, BLOCKS, FORMATS, TABLES
@@ -243,7 +244,7 @@ ROUNDED = ("int8", "int4", "iq4", *BLOCKS)
 FORMS = [(name, "bf16") for name in FORMATS] + [(name, "int8") for name in ROUNDED]
 
 
-@pytest.mark.parametrize(("name", "activations"), FORMS)
+@parametrize_sample(("name", "activations"), FORMS, every=4)
 def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
     """Whatever the batch, its order, or the number of threads."""
     codes = torch.randn(200, 768) * 4

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 #: Bytes of shared memory that a block may have.
 MOST = {"cuda:90": 232_448, "hip:gfx942": 65_536}
@@ -24,7 +25,7 @@ QWEN3 = {
 }
 
 
-@pytest.mark.parametrize("target", MOST)
+@parametrize_sample("target", MOST, every=2)
 def test_compiled_without_the_gpu(target, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(QWEN3))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from samples import parametrize_sample
 from tests.plugins.kernels.triton.close import DTYPES, assert_close, each_dtype
 from tests.plugins.kernels.triton.platform import triton_platform
 
@@ -48,7 +49,7 @@ KINDS = [
 FORMATS = ("heads of 80", "scales", "latent")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_sample("kind", KINDS, every=3)
 def test_contract(driver, kind):
     """In fp32, and on a GPU in all that it computes in; narrow formats for some."""
     names = [str(dtype)[6:] for dtype in DTYPES]

@@ -41,6 +41,7 @@ for kernel, args, options in calls:
 SHARED = 227 * 1024
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_compiled_for_hopper(tmp_path, request):
     """One variant of each kernel; `make test-all` compiles all."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import modulm
@@ -82,7 +83,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the in
 
 
 @interpreted
-@pytest.mark.parametrize("name", CASES)
+@parametrize_sample("name", CASES, every=2)
 def test_greedy_tokens_are_those_of_the_cpu(tmp_path, launches, name):
     folder = make_tiny(tmp_path / "tiny", name)
     expected = answers(folder, GREEDY, "cpu", kernels="none")
@@ -104,7 +105,7 @@ def test_drawn_tokens_and_those_of_adapters_are_those_of_the_cpu(tmp_path, launc
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@parametrize_sample("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"], every=2)
 def test_quantized_layers_and_experts_are_multiplied_as_codes(tmp_path, launches, name):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
     folder = make_tiny(tmp_path / "tiny", name, **sizes)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
@@ -193,7 +194,7 @@ def test_calls_run_between_steps_and_return_or_raise() -> None:
     executor.stop()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@parametrize_sample("depth", [1, 2], every=2)
 def test_soak_of_two_thousand_requests_with_aborts(depth: int, rng: random.Random) -> None:
     """30% are aborted at random times; the pool, the rows and the queue end as they began."""
     executor = FakeExecutor((Group(8, 90), Group(8, 60, window=20)), max_model_len=120)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.contracts.executor import RowStart
 from modulm.contracts.sampling import SamplingParams
@@ -72,7 +73,7 @@ def probabilities(last: int, params: SamplingParams) -> np.ndarray:
     return (p / p.sum()).numpy()
 
 
-@pytest.mark.parametrize("draft", [most_probable, least_probable, random_one, sampled_one])
+@parametrize_sample("draft", [most_probable, least_probable, random_one, sampled_one], every=4)
 @pytest.mark.parametrize(
     ("more", "history"),
     [

@@ -42,7 +42,7 @@ def finish(engine):
 def test_transfers_change_nothing(groups, depth) -> None:
     """Two engines on one store; delays, failures, an index that hesitates; aborts, preemption."""
     loads = 0
-    for seed in range(15):
+    for seed in range(5):
         draw = random.Random(f"{seed} {depth} {groups}")
         arrivals, scripts = random_workload(draw)
         plain, expected = make_engine(FakeExecutor(groups, scripts=scripts, max_model_len=70))
