@@ -126,6 +126,7 @@ def launched(folder, tmp_path_factory):
         pytest.fail(done.stderr[:4000])
 
 
+@pytest.mark.exhaustive
 def test_each_rank_has_the_answers_of_one_process(folder, launched):
     params = [
         SamplingParams(temperature=0, max_tokens=9),

@@ -172,6 +172,7 @@ async def until(condition, what):
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_ends_all_replicas_which_begin_again(tmp_path, monkeypatch):
     folder = str(make_tiny(tmp_path / "model", "MixtralForCausalLM"))
     (scratch := tmp_path / "scratch").mkdir()

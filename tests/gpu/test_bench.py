@@ -21,6 +21,7 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_script_finds_what_it_needs(tmp_path) -> None:
     script = str(ROOT / "bench/gpu/run.sh")
     run(script, "--dry-run", "--sections", "machine,idle", "--out", str(tmp_path))

@@ -163,6 +163,7 @@ def decoded(runner):
     return torch.from_numpy(got.wait()[0].copy())
 
 
+@pytest.mark.exhaustive
 def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
     alive = {}
 

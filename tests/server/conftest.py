@@ -275,11 +275,11 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Pop
     running: list[subprocess.Popen[bytes]] = []
 
     def start(flags: str = "", announced: str = "pass") -> tuple[subprocess.Popen[bytes], str]:
-        where = tmp_path / "url"
-        script = PROCESS.replace("FLAGS", flags).replace("ANNOUNCED", announced)
+        where, script = tmp_path / "url", tmp_path / "serve.py"
+        script.write_text(PROCESS.replace("FLAGS", flags).replace("ANNOUNCED", announced))
         folder = make_tokenizer(tmp_path / "tokenizer", vocab=512)
         popen = subprocess.Popen(
-            [sys.executable, "-c", script, str(folder), str(where)],
+            [sys.executable, str(script), str(folder), str(where)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -56,7 +56,7 @@ def test_what_the_description_allows_is_answered(make_server: ServerMaker, round
 
     def asked_of(operation: Any) -> Callable[[], None]:
         @settings(
-            max_examples=4 * rounds,
+            max_examples=2 * rounds,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate],

@@ -57,6 +57,7 @@ _MODULES = frozenset(
         "modulm_server.engine.engine_process",
         "pytest",
         "torch.distributed.run",
+        "vllm.entrypoints.openai.api_server",
     }
 )
 _PR_SET_CHILD_SUBREAPER = 36

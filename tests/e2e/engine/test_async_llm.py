@@ -358,6 +358,7 @@ def test_several_front_ends_share_an_engine(checkpoint: str) -> None:
         os.kill(engine.pid, 0)
 
 
+@pytest.mark.exhaustive
 def test_the_engine_goes_with_its_owner(checkpoint: str) -> None:
     code = f"""
         import os, signal

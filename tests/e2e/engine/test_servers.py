@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from modulm.testing.checkpoints import make_tiny
 
@@ -126,6 +127,7 @@ def test_two_servers_one_engine(tmp_path: Path) -> None:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
+@pytest.mark.exhaustive
 def test_all_servers_finish_what_they_do_at_the_same_time(tmp_path: Path) -> None:
     with (
         serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "20") as (server, url),

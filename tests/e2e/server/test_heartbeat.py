@@ -152,6 +152,7 @@ def test_a_stopped_process(tiny_folder: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_interpreters")
 def test_f16_a_server_whose_engine_is_stopped(tiny_folder: Path, tmp_path: Path) -> None:
     """503, an error for who waits, metrics, and in the end an exit that is not 0 (case F19)."""

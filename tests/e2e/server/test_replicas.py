@@ -369,6 +369,7 @@ def test_a_stopped_rank_is_told_and_a_killed_engine_leaves_nothing(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_stands_still_is_left_out_until_it_answers(tiny_folder: Path) -> None:
     async def ask_one(llm: AsyncLLM, name: str, tokens: int) -> tuple[str | None, int]:
         params = SamplingParams(

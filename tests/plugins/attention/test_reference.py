@@ -18,6 +18,7 @@ def cpu():
     return manager.current().load("platforms", "cpu")()
 
 
+@pytest.mark.exhaustive
 def test_contract(cpu):
     check_attention(ReferenceAttention, cpu)
     used = frozenset().union(*(spec.features for spec in SPECS.values()))

@@ -232,6 +232,7 @@ def test_a_wrong_header_begins_a_trace_of_its_own(live: Live, collector: Collect
     assert "parentSpanId" not in new[0]
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_ones_own(collector: Collector) -> None:
     """`LLM(...)` sends the spans that are left when the process ends."""
     code = (
