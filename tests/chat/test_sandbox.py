@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from samples import parametrize_sample
 
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import QueueFull
@@ -58,7 +59,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@parametrize_sample("name", BOMBS, every=3)
 def test_a_checkpoints_template_has_limits(
     tokenizer: Tokenizer, short: SandboxedRenderer, name: str
 ) -> None:

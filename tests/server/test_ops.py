@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from samples import parametrize_sample
 
 import modulm
 from modulm.errors import EngineError, EngineTimeout
@@ -164,7 +165,7 @@ def test_a_trusted_template_is_used(trusting: Live) -> None:
     assert trusting.engine.seen[-1][0]["prompt"] == "LOUDER!"
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "template",
     [
         "{{ lipsum.__globals__['os'].popen('touch pwn') }}",
@@ -179,6 +180,7 @@ def test_a_trusted_template_is_used(trusting: Live) -> None:
         "{{ a }}" * 70_000,
         "{% for a in range(9) recursive %}{{ loop(a) }}{% endfor %}",
     ],
+    every=3,
     ids=[
         "escape",
         "syntax",

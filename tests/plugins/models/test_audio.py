@@ -214,7 +214,7 @@ def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfi
     check_images(family, tmp_path, separately=pytestconfig.getoption("everything"))
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "whole"),
     [
         ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5OmniModel"),
@@ -223,6 +223,7 @@ def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfi
             "Qwen3OmniMoeForConditionalGeneration",
         ),
     ],
+    every=2,
 )
 def test_images_and_sounds_of_one_prompt_in_the_whole_model(architecture, whole, tmp_path):
     """As its files are published: with what speaks, which is left out."""

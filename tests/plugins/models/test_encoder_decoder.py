@@ -186,14 +186,12 @@ def test_preempted_rows_are_encoded_again(family, answers) -> None:
     "family",
     [
         "WhisperForConditionalGeneration",
-        "BartForConditionalGeneration",
+        pytest.param("BartForConditionalGeneration", marks=pytest.mark.exhaustive),
         "T5ForConditionalGeneration",
     ],
     indirect=True,
 )
-def test_ranks_share_heads_that_look_at_an_encoder(family, answers, pytestconfig) -> None:
-    if family.architecture.startswith("Bart") and not pytestconfig.getoption("everything"):
-        pytest.skip("its heads are cut as Whisper's are: with --everything")
+def test_ranks_share_heads_that_look_at_an_encoder(family, answers) -> None:
     results, _ = family.ask(tensor_parallel_size=2)
     same(results, answers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from samples import parametrize_sample
 
 from modulm.nn.linear import Router
 from modulm.plugins import manager
@@ -41,7 +42,7 @@ def routers(folder):
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
-@pytest.mark.parametrize("architecture", sorted(WIDE | NARROW))
+@parametrize_sample("architecture", sorted(WIDE | NARROW), every=3)
 def test_a_router_is_as_wide_as_the_published_one(tmp_path, architecture):
     if not any(d.name == architecture for d in manager.current().names("models")):
         pytest.skip(f"no installed plugin provides {architecture}")

@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.plugins import manager
 from modulm_parsing.testing import check_parser
@@ -31,7 +32,7 @@ def checked(parser):
     check_parser(parser)
 
 
-@pytest.mark.parametrize(("kind", "name"), PARSERS, ids=lambda value: str(value))
+@parametrize_sample(("kind", "name"), PARSERS, every=2, ids=lambda value: str(value))
 def test_contract(kind, name):
     checked(manager.current().load(kind, name))
 

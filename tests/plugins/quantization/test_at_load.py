@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.cli.main import main
@@ -56,7 +57,7 @@ def plain(checkpoint) -> list[float]:
         return scores(engine)
 
 
-@pytest.mark.parametrize(("name", "settings", "distance"), FORMS)
+@parametrize_sample(("name", "settings", "distance"), FORMS, every=2)
 def test_close_to_the_plain_model(checkpoint, plain, name, settings, distance):
     with open_llm(checkpoint, quantization=name, quantization_config=settings) as engine:
         quantized = scores(engine)

@@ -837,7 +837,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
+@parametrize_sample("what", BAD, every=2)
 def test_what_is_wrong_with_a_file_is_said(copy_of, what):
     name, changes, spoilt, message = BAD[what]
     folder = copy_of(name)
@@ -986,7 +986,7 @@ MANTISSA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize_sample("name", NAMES, every=2)
 def test_names_of_vllm(published, name):
     """As without the name where the checkpoint says it, or where there are no experts to round;
     else as far from the plain one's numbers as the format rounds.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 import modulm
 from modulm.errors import ModulmError
@@ -118,7 +119,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
            "is_encoder_decoder": True, "num_mel_bins": 80}  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("make", "off", "expected"),
     [
         (lora, "", ("LoRA adapter", "owner/Base", "--enable-lora --lora-modules NAME=PATH")),
@@ -150,7 +151,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
         (stored("nonsense"), "", ("'nonsense'", "unquantized")),
         (of(architectures=["NobodyForCausalLM"], model_type="nobody"), "",
          ("NobodyForCausalLM", "--model-impl transformers")),
-    ],
+    ], every=3,
 )  # fmt: skip
 def test_it_is_told_what_it_is(
     make: Callable[[Path, Path], Path], off: str, expected: tuple[str, ...], plain: Path,

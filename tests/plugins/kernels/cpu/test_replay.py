@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import frozen
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.model import Batch
@@ -151,7 +152,7 @@ def test_a_token_out_of_range_is_the_models_error():
         replay(good)
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "architecture",
     [
         "GPT2LMHeadModel",
@@ -164,6 +165,7 @@ def test_a_token_out_of_range_is_the_models_error():
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
     ],
+    every=3,
 )
 def test_text_with_and_without_recorded_steps(tmp_path, architecture, monkeypatch):
     replays = []
