@@ -1,7 +1,9 @@
 """The server's CPU time per streamed token, with an engine that answers immediately and no network.
 
 CPU time of the application from the engine's output to the bytes of a frame, for
-/v1/chat/completions and /v1/completions; and the time from token ids to an engine request.
+/v1/chat/completions and /v1/completions; and the time from token ids to an engine request. Streams
+wait for each other with their first frame, and time is measured from then on: how long requests
+take to begin (a chat template is rendered in another process) is not part of it.
 
     python bench/stream_overhead.py [--streams 32] [--tokens 200] [--prompt 8000] [--repeat 5]
 """
@@ -32,8 +34,11 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def stream(app: Any, path: str, body: bytes) -> int:
-    """Send one request to the application; returns the number of frames."""
+async def stream(app: Any, path: str, body: bytes, start: asyncio.Barrier) -> int:
+    """Send one request to the application; returns the number of frames.
+
+    start: where the streams meet before any of them goes on after its first frame.
+    """
     given, frames, never = False, 0, asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -46,6 +51,8 @@ async def stream(app: Any, path: str, body: bytes) -> int:
     async def send(message: Any) -> None:
         nonlocal frames
         frames += message["type"] == "http.response.body"
+        if frames == 1 and message["type"] == "http.response.body":
+            await start.wait()
 
     headers = [
         (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
@@ -61,8 +68,11 @@ async def crowd(app: Any, path: str, options: argparse.Namespace) -> float:
     """Measure the microseconds of CPU time per streamed token."""
     body = {"stream": True, "max_tokens": options.tokens, "ignore_eos": True, **BODIES[path]}
     data = json.dumps(body).encode()
+    start = asyncio.Barrier(options.streams + 1)
+    streams = [asyncio.create_task(stream(app, path, data, start)) for _ in range(options.streams)]
+    await start.wait()
     began = time.process_time()
-    frames = await asyncio.gather(*(stream(app, path, data) for _ in range(options.streams)))
+    frames = await asyncio.gather(*streams)
     seconds = time.process_time() - began
     if min(frames) < options.tokens // 2:
         raise SystemExit(f"{path}: {min(frames)} frames")
