@@ -27,7 +27,7 @@ from modulm.testing.checkpoints import make_tokenizer, split
 if TYPE_CHECKING:
     from modulm.contracts.model import Model
 
-__all__ = ["Oracle", "logprobs_of", "oracle_of", "write_tiny"]
+__all__ = ["EncoderOracle", "Oracle", "logprobs_of", "oracle_of", "write_tiny"]
 
 _VOCABULARY = 512
 
@@ -49,6 +49,22 @@ class Oracle(Protocol):
         tokens: Sequence[int],
     ) -> torch.Tensor:
         """Return the logits of every position of one sequence, [tokens, vocabulary] in fp32."""
+        ...
+
+
+class EncoderOracle(Protocol):
+    """An implementation of a model of vectors or classes that shares no code with the driver."""
+
+    def weights(self, config: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """Return random fp32 weights, as in `Oracle`."""
+        ...
+
+    def outputs(
+        self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the hidden states of one text, [tokens, hidden], and its classes [n, classes]: one
+        row, or one per token if tokens are classified; None without classes.
+        """
         ...
 
 

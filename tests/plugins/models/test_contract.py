@@ -10,8 +10,10 @@ from modulm.testing.models import check_model
 #: What runs a checkpoint's own code has no code to test here: test_remote_code.py brings some.
 #: Models around other models have a kit of their own: test_images.py.
 APART = {"transformers_remote", *(d.name for d in manager.current().names("media_families"))}
-#: Llama's blocks with settings of their own: test_registry.py compares them.
+#: Llama's blocks with settings of their own: test_registry.py compares them. Decoders with other
+#: heads: test_bidirectional.py.
 RELATIVES = {
+    "ColBERTLfm2Model", "InternLM2ForRewardModel",
     "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM", "TeleChat3ForCausalLM",
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ WRONG = {
     "bamba-layer": ("BambaForCausalLM", {"attn_layer_indices": [3]}, "attn_layer_indices"),
     "bamba-heads": ("BambaForCausalLM", {"mamba_d_head": 8}, "mamba_d_head"),
     "gemma-both-ways": (
-        "Gemma3ForCausalLM",
+        "Gemma2ForCausalLM",
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention",
     ),

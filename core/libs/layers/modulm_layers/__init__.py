@@ -6,6 +6,7 @@ dtype, device, ranks, quantization, attention backend and weight names.
 
 from modulm_layers.activation import activation, gated
 from modulm_layers.attention import Attention, AttentionNames
+from modulm_layers.bidirectional import TextClasses, TextVectors, WholeRowAttention
 from modulm_layers.config import DecoderConfig, only, size
 from modulm_layers.crossed import CrossAttention, CrossedLayer
 from modulm_layers.decoder import (
@@ -58,6 +59,9 @@ __all__ = [
     "Routing",
     "Segment",
     "StateSpaceMixer",
+    "TextClasses",
+    "TextVectors",
+    "WholeRowAttention",
     "activation",
     "cos_sin",
     "gated",

@@ -87,7 +87,6 @@ class Attention(Module):
         alibi: float = 0.0,
         relative: RelativePositions | None = None,
         clip: float | None = None,
-        causal: bool = True,
         qk_norm: tuple[Norm, Norm] | None = None,
         norm_whole: bool = False,
         norm_last: bool = False,
@@ -133,10 +132,18 @@ class Attention(Module):
             sinks=sinks,
             alibi=bool(alibi),
             biases=relative is not None,
-            causal=causal,
             scales=b.shared.kv_dtype.startswith("float8"),
         )
-        copies = max(group.size // kv_heads, 1)
+        self.make_cache(b, spec, kv_heads, names)
+        self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
+        # Created on the first run, because its tensors exist only after the weights are loaded.
+        self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
+
+    def make_cache(
+        self, b: Builder, spec: AttentionSpec, kv_heads: int, names: AttentionNames
+    ) -> None:
+        """Register the layer's KV cache and the scales of its values. kv_heads: of all ranks."""
+        copies = max(b.shared.mesh.tensor.size // kv_heads, 1)
         self.cache, self.backend = b.attention_cache(spec, copies=copies)
         for vector, part in (("k", names.k), ("v", names.v)):
             self.register_parameter(f"{vector}_scale", None)
@@ -144,9 +151,6 @@ class Attention(Module):
                 stored = scale_names(vector, (part, names.qkv))
                 take_scales(b, self, f"{vector}_scale", self.kv_heads, stored)
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
-        self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
-        # Created on the first run, because its tensors exist only after the weights are loaded.
-        self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -164,6 +168,10 @@ class Attention(Module):
         ):
             q, k, v = self._project(qkv, *turn)
             self.backend.forward(q, k, v, cache, plan, out, inputs)
+        return self.project_out(out, x)
+
+    def project_out(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gate and project the heads' outputs; out: [tokens, heads, head_dim], x: the input."""
         seen = out.flatten(1)
         if self.gate is not None:
             seen = self.ops.multiply(seen, self.gate(x), "sigmoid")

@@ -48,6 +48,8 @@ class DecoderConfig:
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ROPE_NEOX: ClassVar[bool] = True
+    #: Whether the family's layers can see the whole text (`is_causal: false`), for vectors.
+    BIDIRECTIONAL: ClassVar[bool] = False
 
     vocab_size: int = size()
     hidden_size: int = size()
@@ -72,7 +74,7 @@ class DecoderConfig:
     partial_rotary_factor: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        only(self, is_causal=(True,))
+        only(self, is_causal=(True, False) if self.BIDIRECTIONAL else (True,))
         if self.num_attention_heads % self.kv_heads:
             raise ValueError(
                 f"num_key_value_heads: {self.num_attention_heads} query heads cannot be "

@@ -15,6 +15,7 @@ from modulm.contracts.weight_names import WeightNames
 from modulm.errors import UnsupportedError
 from modulm.nn.embedding import Embedding
 from modulm_layers.attention import Attention
+from modulm_layers.bidirectional import WholeRowAttention
 from modulm_layers.config import DecoderConfig
 from modulm_layers.mlp import GatedMLP
 from modulm_layers.stages import even_stages, weight_of
@@ -53,6 +54,11 @@ class DecoderForCausalLM(Module, Model):
         if stages.size > 1 and type(self).forward is not DecoderForCausalLM.forward:
             raise UnsupportedError(
                 f"pipeline parallelism: not supported yet: {type(self).__name__}"
+            )
+        if not config.is_causal and "generate" in self.tasks:
+            raise UnsupportedError(
+                f"is_causal: {type(self).__name__}: tokens see those after them, so the model can "
+                "only make vectors or classes: use --runner pooling"
             )
         b = build.at(self.root)
         self.config = config
@@ -203,7 +209,8 @@ def standard_attention(
         "out_bias": c.attention_bias,
         "window": c.window(index),
     }
-    return Attention(b.at(at), **{**settings, **changes})
+    layer = Attention if c.is_causal else WholeRowAttention
+    return layer(b.at(at), **{**settings, **changes})
 
 
 def standard_mlp(c: DecoderConfig, b: Builder, **changes: Any) -> GatedMLP:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,17 @@ if TYPE_CHECKING:
     from modulm.nn.builder import Builder
     from modulm_layers.rope import Rope
 
-__all__ = ["BidirectionalAttention", "Encoder", "Segment", "segments"]
+__all__ = [
+    "BidirectionalAttention",
+    "Encoder",
+    "Segment",
+    "attend_rows",
+    "segments",
+    "step_segments",
+]
 
-
+#: The segments of a step, which its layers share.
+_OF_STEP: WeakKeyDictionary[Batch, tuple[Segment, ...]] = WeakKeyDictionary()
 #: Row lengths are padded to a multiple of this, so that a step of short texts needs few calls.
 _MULTIPLE = 16
 
@@ -55,6 +64,14 @@ def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
         by_length.setdefault(length, []).append((first, end - first))
     device = batch.tokens.device
     return tuple(_segment(length, spans, device) for length, spans in by_length.items())
+
+
+def step_segments(batch: Batch) -> tuple[Segment, ...]:
+    """Return the segments of a step's rows, computed once for all layers."""
+    rows = _OF_STEP.get(batch)
+    if rows is None:
+        _OF_STEP[batch] = rows = segments(batch, _MULTIPLE)
+    return rows
 
 
 def _segment(length: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Segment:
@@ -109,27 +126,48 @@ class BidirectionalAttention(Module):
         if self.rotation is not None:
             q, k = q.contiguous(), k.contiguous()
             self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, True)
-        out = q.new_empty(q.shape)
-        for segment in rows:
-            attended_rows, indices = self._attend(q, k, v, segment).flatten(0, 1), segment.indices
-            if segment.chosen is not None:
-                attended_rows, indices = attended_rows[segment.chosen], indices[segment.chosen]
-            out[indices] = attended_rows
+        out = attend_rows(q, k, v, rows, window=self.window)
         attended: Tensor = self.out(out.flatten(1))
         return attended
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-        """Attend within one segment: [rows, length, heads, head_dim]."""
-        shape = (segment.rows, segment.length, -1, self.size)
-        q, k, v = (t[segment.indices].view(shape).transpose(1, 2) for t in (q, k, v))
-        mask = segment.mask
-        if self.window is not None and segment.length > self.window + 1:
-            at = torch.arange(segment.length, device=q.device)
-            near = (at[:, None] - at[None, :]).abs() <= self.window
-            mask = near if mask is None else mask & near
-        grouped = self.heads != self.kv_heads
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-        return seen.transpose(1, 2)
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Segment],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend within each row, in both directions: [tokens, heads, head_dim].
+
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. window: tokens seen on either
+    side, None for all.
+    """
+    out = q.new_empty(q.shape)
+    for segment in rows:
+        seen, indices = _attend(q, k, v, segment, window, scale).flatten(0, 1), segment.indices
+        if segment.chosen is not None:
+            seen, indices = seen[segment.chosen], indices[segment.chosen]
+        out[indices] = seen
+    return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, segment: Segment, window: int | None, scale: float | None
+) -> Tensor:
+    """Attend within one segment: [rows, length, heads, head_dim]."""
+    grouped = q.shape[1] != k.shape[1]
+    shape = (segment.rows, segment.length, -1, q.shape[-1])
+    q, k, v = (t[segment.indices].view(shape).transpose(1, 2) for t in (q, k, v))
+    mask = segment.mask
+    if window is not None and segment.length > window + 1:
+        at = torch.arange(segment.length, device=q.device)
+        near = (at[:, None] - at[None, :]).abs() <= window
+        mask = near if mask is None else mask & near
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return seen.transpose(1, 2)
 
 
 class Encoder(Module, Model):

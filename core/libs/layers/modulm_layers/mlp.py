@@ -16,7 +16,10 @@ __all__ = ["GatedMLP", "PlainMLP"]
 
 
 class GatedMLP(Module):
-    """down(act(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up as one layer."""
+    """down(act(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up as one layer.
+
+    down_bias: whether `down` has a bias; None means as the others.
+    """
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class GatedMLP(Module):
         act: str = "silu",
         *,
         bias: bool = False,
+        down_bias: bool | None = None,
         gate: str = "gate_proj",
         up: str = "up_proj",
         down: str = "down_proj",
@@ -34,7 +38,8 @@ class GatedMLP(Module):
         super().__init__()
         self.gate_up = b.linear(fused, hidden, {gate: inner, up: inner}, bias=bias)
         self.act = gated(act, b.ops)
-        self.down = b.row_linear(down, inner, hidden, bias=bias)
+        down_bias = bias if down_bias is None else down_bias
+        self.down = b.row_linear(down, inner, hidden, bias=down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""

@@ -78,8 +78,13 @@ class RoutedConfig(DecoderConfig):
         )
 
 
-def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) -> MoE:
-    """Make the feed-forward block of a sparse layer; `b` points at it."""
+def routed_experts(
+    c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES, choice_bias: bool | None = None
+) -> MoE:
+    """Make the feed-forward block of a sparse layer; `b` points at it.
+
+    choice_bias: whether a bias is added for the choice; None means as the family's others.
+    """
     shared = None
     if c.n_shared_experts is not None:
         inner = c.n_shared_experts * c.moe_intermediate_size
@@ -93,7 +98,7 @@ def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) 
         routing=c.routing,
         act=c.hidden_act,
         wide_router=True,
-        choice_bias=c.CHOICE_BIAS,
+        choice_bias=c.CHOICE_BIAS if choice_bias is None else choice_bias,
         shared=shared,
         names=names,
     )

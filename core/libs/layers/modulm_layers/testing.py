@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Converted", "stack_heads"]
+__all__ = ["Converted", "split_experts", "stack_heads"]
 
 
 class Converted(ABC):
@@ -91,3 +91,21 @@ def stack_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
     """Stack q, k and v by key head: its query heads, the key head, its value head."""
     grouped = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
     return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with those of stacked experts as one layer each."""
+    stored = dict(weights)
+    for name, stack in weights.items():
+        at = name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            del stored[name]
+            for expert, both in enumerate(stack):
+                gate, up = both.chunk(2)
+                stored[f"{at}.{expert}.gate_proj.weight"] = gate
+                stored[f"{at}.{expert}.up_proj.weight"] = up
+        elif name.endswith("experts.down_proj"):
+            del stored[name]
+            for expert, down in enumerate(stack):
+                stored[f"{at}.{expert}.down_proj.weight"] = down
+    return stored

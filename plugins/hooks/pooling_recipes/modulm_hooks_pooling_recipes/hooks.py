@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["modulm_choose_model", "modulm_pooling"]
 
+#: Its vectors are weights of words, whose sizes count.
+_SPLADE = "BertSpladeSparseEmbeddingModel"
+
 
 @hookimpl(trylast=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
@@ -41,6 +44,8 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
         return read_colbert(checkpoint.path)
     if JINA in checkpoint.architectures:
         return read_jina(checkpoint.config, str(checkpoint.config_file))
+    if _SPLADE in checkpoint.architectures:
+        return PoolingRecipe(settings={"pooling_type": "MAX", "normalize": False})
     modules = read_modules(checkpoint.path)
     recipe = read_sentence(checkpoint.path, modules) if modules else PoolingRecipe()
     classifier = read_classifier(checkpoint, config, modules)

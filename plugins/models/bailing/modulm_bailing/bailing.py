@@ -50,8 +50,13 @@ class BailingMoeV2Config(RoutedConfig):
             use_bias=(False,),
             score_function=("sigmoid",),
             moe_router_enable_expert_bias=(True,),
-            moe_shared_expert_intermediate_size=(None, self.moe_intermediate_size),
+            moe_shared_expert_intermediate_size=(None, self.shared_size),
         )
+
+    @property
+    def shared_size(self) -> int:
+        """What `moe_shared_expert_intermediate_size` must be: the width of one shared expert."""
+        return self.moe_intermediate_size
 
 
 def _attention(c: BailingMoeV2Config, b: Builder, index: int) -> Attention:
@@ -75,7 +80,9 @@ class BailingMoeV2Layer(PreNormLayer):
 
     def __init__(self, c: BailingMoeV2Config, b: Builder, index: int) -> None:
         names = ExpertNames(choice_bias="gate.expert_bias")
-        experts = routed_experts(c, b.at("mlp"), names=names) if c.sparse(index) else None
+        biased, experts = c.moe_router_enable_expert_bias, None
+        if c.sparse(index):
+            experts = routed_experts(c, b.at("mlp"), names=names, choice_bias=biased)
         super().__init__(
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             _attention(c, b, index),

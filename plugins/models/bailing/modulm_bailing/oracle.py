@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modulm_layers.testing import Converted
+from modulm_layers.testing import Converted, split_experts
 
-__all__ = ["AsGlm4Moe"]
+__all__ = ["AsGlm4Moe", "AsQwen2Moe"]
 
 _NAMES = {
     "model.embed_tokens": "model.word_embeddings",
@@ -42,19 +42,52 @@ class AsGlm4Moe(Converted):
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        stored = dict(weights)
+        stored = split_experts(weights)
         for name in weights:
             if ".q_proj." in name:
                 parts = [stored.pop(name.replace("q_proj", f"{n}_proj")) for n in "qkv"]
                 where = name.replace("self_attn.q_proj", "attention.query_key_value")
                 stored[where] = torch.cat(parts)
-            elif name.endswith("experts.gate_up_proj"):
-                for expert, both in enumerate(stored.pop(name)):
-                    at = name.removesuffix("gate_up_proj") + str(expert)
-                    gate, up = both.chunk(2)
-                    stored |= {f"{at}.gate_proj.weight": gate, f"{at}.up_proj.weight": up}
-            elif name.endswith("experts.down_proj"):
-                for expert, down in enumerate(stored.pop(name)):
-                    at = name.removesuffix("down_proj") + str(expert)
-                    stored[f"{at}.down_proj.weight"] = down
         return self.renamed(stored, _NAMES)
+
+
+class AsQwen2Moe(Converted):
+    """transformers' Qwen 2 MoE, with the gate of its shared expert open."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            **config,
+            "model_type": "qwen2_moe",
+            "num_experts": config["num_experts"],
+            "shared_expert_intermediate_size": config["moe_intermediate_size"]
+            * config["num_shared_experts"],
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(config["first_k_dense_replace"])),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = split_experts(weights)
+        for name in weights:
+            if name.endswith(("shared_expert_gate.weight", "_proj.bias")):
+                stored.pop(name, None)
+            elif ".q_proj." in name:
+                parts = [stored.pop(name.replace("q_proj", f"{n}_proj")) for n in "qkv"]
+                where = name.replace("self_attn.q_proj", "attention.query_key_value")
+                stored[where] = torch.cat(parts)
+        return self.renamed(stored, {**_NAMES, "shared_expert.": "shared_experts."})
+
+    def _model(self, config: Mapping[str, Any]) -> Any:
+        model = super()._model(config)
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "shared_expert_gate"):
+                layer.mlp.shared_expert_gate.forward = _open
+        return model
+
+
+def _open(states: Tensor) -> Tensor:
+    """The gate's logit: so large that its sigmoid is 1."""
+    return torch.full((*states.shape[:-1], 1), 100.0)

@@ -1,4 +1,4 @@
-"""Reference for tests of DeepSeekMoE: the text model of DeepSeek-OCR 2 in transformers."""
+"""References for tests: the text model of DeepSeek-OCR 2, and DeepSeek-V3, in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AsOcr2Text"]
+from modulm_layers.testing import Converted, split_experts
+
+__all__ = ["AsDeepseekV3", "AsOcr2Text"]
 
 
 class AsOcr2Text:
@@ -49,3 +51,24 @@ def _model(config: Mapping[str, Any]) -> Any:
     )
     reference_config._attn_implementation = "eager"
     return models.DeepseekOcr2TextModel(reference_config).float().eval()
+
+
+class AsDeepseekV3(Converted):
+    """transformers' DeepSeek-V3 with the keys of Sarvam 105B."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        rope = {**config["rope_scaling"], "type": "yarn", "rope_theta": 10000.0}
+        return {
+            **config,
+            "model_type": "deepseek_v3",
+            "n_routed_experts": config["num_experts"],
+            "n_shared_experts": config["num_shared_experts"],
+            "routed_scaling_factor": 2.5,
+            "rope_scaling": None,
+            "rope_parameters": {**rope, "rope_type": "yarn"},
+        }
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return split_experts(weights)

@@ -34,7 +34,7 @@ class GemmaConfig(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if self.use_bidirectional_attention:
+        if self.use_bidirectional_attention and not self.BIDIRECTIONAL:
             raise ValueError("use_bidirectional_attention: not supported yet for all tokens")
 
     @property

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import Converter, field, frozen
 
 from modulm.nn import Builder
 from modulm_gemma.gemma import gemma_norm
 from modulm_gemma.gemma2 import Gemma2Config, Gemma2ForCausalLM, Gemma2Layer
-from modulm_layers import Attention, Rope, parse_rope, size, tiny_config
+from modulm_layers import Attention, Rope, TextVectors, parse_rope, size, tiny_config
 
-__all__ = ["Gemma3Config", "Gemma3ForCausalLM", "Gemma3Layer"]
+__all__ = ["Gemma3Config", "Gemma3ForCausalLM", "Gemma3Layer", "Gemma3TextModel"]
+
+
+def _reads_forward(causal: bool, config: Any) -> bool:
+    return causal and not config.use_bidirectional_attention
 
 
 @frozen(kw_only=True)
 class Gemma3Config(Gemma2Config):
     """config.json of Gemma 3 for text. Older files have `rope_local_base_freq` for window layers
     and `sliding_window_pattern` instead of layer types.
+
+    With `use_bidirectional_attention` (EmbeddingGemma), tokens see those after them, too, and
+    half of the window on either side.
     """
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
     max_position_embeddings: int = size(131072)
     attn_logit_softcapping: float | None = None
@@ -27,6 +36,11 @@ class Gemma3Config(Gemma2Config):
     rope_theta: float = 1_000_000.0
     rope_local_base_freq: float = 10_000.0
     sliding_window_pattern: int = size(6)
+    is_causal: bool = field(default=True, converter=Converter(_reads_forward, takes_self=True))
+
+    def window(self, index: int) -> int | None:
+        width = super().window(index)
+        return width // 2 if width and self.use_bidirectional_attention else width
 
     def layer_type(self, index: int) -> str:
         if self.layer_types is not None:
@@ -69,3 +83,19 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             query_pre_attn_scalar=20,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         )
+
+
+class Gemma3TextModel(TextVectors, Gemma3ForCausalLM):
+    """EmbeddingGemma (arXiv 2509.20354): vectors of texts, by default the mean over the tokens."""
+
+    @property
+    def pooling(self) -> str:
+        return "MEAN"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            **super().tiny(),
+            "architectures": ["Gemma3TextModel"],
+            "use_bidirectional_attention": True,
+        }

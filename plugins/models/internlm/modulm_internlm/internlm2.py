@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
+from torch.nn import Module
 
 from modulm.nn import Builder, Rewrite, WeightNames
 from modulm_layers import (
@@ -16,13 +17,14 @@ from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
     PreNormLayer,
+    TextVectors,
     split_heads,
     standard_attention,
     standard_mlp,
     tiny_config,
 )
 
-__all__ = ["InternLM2Config", "InternLM2ForCausalLM", "InternLM2Layer"]
+__all__ = ["InternLM2Config", "InternLM2ForCausalLM", "InternLM2ForRewardModel", "InternLM2Layer"]
 
 
 @frozen(kw_only=True)
@@ -71,3 +73,18 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return tiny_config("internlm2", "InternLM2ForCausalLM", bias=True, rms_norm_eps=1e-5)
+
+
+class InternLM2ForRewardModel(TextVectors, InternLM2ForCausalLM):
+    """InternLM 2 that rates each token: the layer `v_head` in place of the LM head."""
+
+    tasks = ("reward", "token_classify")
+    heads = ("v_head",)
+
+    def make_head(self, config: Any, b: Builder) -> Module:
+        head: Module = b.linear("v_head", config.hidden_size, 1, split=False)
+        return head
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return evolve(super().weights(config), ignore=(r"^output\.", r"^lm_head\."))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen, validators
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch, StateSpec
+from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Norm
 from modulm_layers import (
     Attention,
@@ -19,12 +22,23 @@ from modulm_layers import (
     DecoderForCausalLM,
     GatedMLP,
     PreNormLayer,
+    TextVectors,
+    segments,
     size,
     standard_attention,
     tiny_config,
 )
 
-__all__ = ["Lfm2BaseConfig", "Lfm2Config", "Lfm2ForCausalLM", "Lfm2Layer", "ShortConv", "lfm2_mlp"]
+__all__ = [
+    "ColBERTLfm2Model",
+    "Lfm2BaseConfig",
+    "Lfm2BidirectionalModel",
+    "Lfm2Config",
+    "Lfm2ForCausalLM",
+    "Lfm2Layer",
+    "ShortConv",
+    "lfm2_mlp",
+]
 
 _KINDS = ("conv", "full_attention")
 
@@ -34,6 +48,7 @@ class Lfm2BaseConfig(DecoderConfig):
     """Keys of all LFM2 models; `conv_L_cache` is the width of the convolution in tokens."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"tie_embedding": "tie_word_embeddings"}
+    BIDIRECTIONAL: ClassVar[bool] = True
 
     max_position_embeddings: int = size(128000)
     norm_eps: float = 1e-5
@@ -104,6 +119,39 @@ class ShortConv(Module):
         return mixed
 
 
+class WholeRowConv(Module):
+    """The short convolution of a model that sees whole texts: centred on each token."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, c: Lfm2BaseConfig, b: Builder) -> None:
+        super().__init__()
+        width, bias, taps = c.hidden_size, c.conv_bias, c.conv_L_cache
+        if taps % 2 == 0:
+            raise UnsupportedError(f"conv_L_cache: {taps}: a centred convolution has an odd width")
+        self.ops = b.ops
+        self.project = b.pieces("in_proj", width, [width] * 3, bias=bias)
+        self.register_parameter("bias", None)
+        b.cut_parameter("conv.weight", self, "weight", (b.shard(width),), (1, taps))
+        if bias:
+            b.cut_parameter("conv.bias", self, "bias", (b.shard(width),))
+        self.out = b.row_linear("out_proj", width, width, bias=bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        before, after, inputs = self.project(x).chunk(3, -1)
+        inputs = self.ops.multiply(before, inputs)
+        mixed = torch.empty_like(inputs)
+        channels = inputs.shape[-1]
+        for rows in segments(batch):
+            texts = inputs[rows.indices].view(rows.rows, rows.length, channels).transpose(1, 2)
+            out = F.conv1d(texts, self.weight, self.bias, padding="same", groups=channels)
+            mixed[rows.indices] = out.transpose(1, 2).reshape(-1, channels)
+        projected: Tensor = self.out(self.ops.multiply(after, mixed))
+        return projected
+
+
 def _attention(c: Lfm2BaseConfig, b: Builder, index: int) -> Attention:
     at = b.at("self_attn")
     stored = ("q_layernorm", "k_layernorm")
@@ -126,7 +174,9 @@ class Lfm2Layer(PreNormLayer):
         convolves = c.layer_type(index) == "conv"
         super().__init__(
             b.rms_norm("operator_norm", c.hidden_size, c.norm_eps),
-            ShortConv(c, b.at("conv")) if convolves else _attention(c, b, index),
+            (ShortConv if c.is_causal else WholeRowConv)(c, b.at("conv"))
+            if convolves
+            else _attention(c, b, index),
             b.rms_norm("ffn_norm", c.hidden_size, c.norm_eps),
             mlp or lfm2_mlp(c, b),
         )
@@ -151,3 +201,35 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
             block_multiple_of=32,
             tie_word_embeddings=False,
         )
+
+
+@frozen(kw_only=True)
+class Lfm2BidirectionalConfig(Lfm2Config):
+    """config.json of LFM2 for retrieval."""
+
+    is_causal: bool = field(default=False, validator=validators.in_((False,)))
+
+
+class Lfm2BidirectionalModel(TextVectors, Lfm2ForCausalLM):
+    """LFM2 that sees whole texts: vectors, by default of the first token."""
+
+    config_type = Lfm2BidirectionalConfig
+    oracle = "modulm_lfm2.oracle:BothWays"
+
+    @property
+    def pooling(self) -> str:
+        return "CLS"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {**super().tiny(), "architectures": ["Lfm2BidirectionalModel"], "is_causal": False}
+
+
+class ColBERTLfm2Model(TextVectors, Lfm2ForCausalLM):
+    """LFM2-ColBERT: a vector per token, which the folder's Dense module makes short."""
+
+    tasks = ("token_embed", "embed")
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {**super().tiny(), "architectures": ["ColBERTLfm2Model"]}

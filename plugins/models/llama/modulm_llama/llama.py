@@ -7,7 +7,7 @@ of its checkpoints are read from config.json by the shared configuration (`modul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -27,6 +27,8 @@ __all__ = ["LlamaConfig", "LlamaForCausalLM", "LlamaLayer"]
 @frozen(kw_only=True)
 class LlamaConfig(DecoderConfig):
     """config.json of Llama: the common keys."""
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
 
 class LlamaLayer(PreNormLayer):

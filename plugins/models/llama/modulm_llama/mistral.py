@@ -6,7 +6,7 @@ In Ministral 8B (2024), three of four layers have the window.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -19,6 +19,8 @@ __all__ = ["MinistralForCausalLM", "MistralConfig", "MistralForCausalLM"]
 @frozen(kw_only=True)
 class MistralConfig(DecoderConfig):
     """config.json of Mistral and Ministral; a `sliding_window` of null means full attention."""
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
     max_position_embeddings: int = size(131072)
 

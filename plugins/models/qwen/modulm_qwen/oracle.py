@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from modulm_layers.testing import Converted
 
-__all__ = ["AsQwen2", "QWenAsQwen2"]
+__all__ = ["AsBidirectionalQwen3", "AsQwen2", "QWenAsQwen2"]
 
 
 class AsQwen2:
@@ -77,3 +77,27 @@ class QWenAsQwen2(Converted):
             parts = [stored.pop(name.replace("q_proj", f"{n}_proj")) for n in "qkv"]
             stored[name.replace("self_attn.q_proj", "attn.c_attn")] = torch.cat(parts)
         return self.renamed(stored, _QWEN)
+
+
+class AsBidirectionalQwen3(Converted):
+    """transformers' Qwen 3 with `is_causal: false`, and a linear layer."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, "model_type": "qwen3", "is_causal": False}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = dict(weights)
+        # The head of transformers' decoder is as wide as the vocabulary: its first rows serve.
+        head = stored.pop("lm_head.weight")
+        return {**stored, "linear.weight": head[: config["num_labels"]]}
+
+    def outputs(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: list[int]
+    ) -> tuple[Tensor, None]:
+        """Vectors of the tokens."""
+        model = self._model(config)
+        self._read(config, model, weights)
+        states = model.model(torch.tensor([tokens])).last_hidden_state[0]
+        return states @ weights["linear.weight"].T, None

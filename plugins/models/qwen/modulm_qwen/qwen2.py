@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -44,6 +44,8 @@ class QwenConfig(DecoderConfig):
 @frozen(kw_only=True)
 class Qwen2Config(QwenConfig):
     """config.json of Qwen 2 and 2.5."""
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
 
 class Qwen2Layer(PreNormLayer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -25,6 +25,8 @@ __all__ = ["Qwen3Config", "Qwen3ForCausalLM", "Qwen3Layer", "qwen3_attention"]
 @frozen(kw_only=True)
 class Qwen3Config(QwenConfig):
     """config.json of Qwen 3; the head size is a separate key."""
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
     head_dim: int | None = size(128)
 

@@ -1,0 +1,1 @@
+"""openPangu Embedded and Ultra MoE for modulm."""

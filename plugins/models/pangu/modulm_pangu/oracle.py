@@ -1,0 +1,72 @@
+"""References for tests: transformers' Llama, and its DeepSeek-V3 with norms after the branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modulm_layers.testing import Converted, split_experts
+
+__all__ = ["AsDeepseekV3", "AsLlama"]
+
+
+class AsLlama(Converted):
+    """transformers' Llama."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        bias = config["bias"]
+        return {**config, "model_type": "llama", "attention_bias": bias, "rms_norm_eps": 1e-5}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return weights
+
+
+def _forward(layer: Any) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor, **inputs: Any) -> Tensor:
+        attended, _ = layer.self_attn(layer.input_layernorm(hidden_states), **inputs)
+        hidden_states = hidden_states + layer.post_attention_layernorm(attended)
+        out: Tensor = layer.mlp(layer.pre_mlp_layernorm(hidden_states))
+        return hidden_states + layer.post_mlp_layernorm(out)
+
+    return forward
+
+
+class AsDeepseekV3(Converted):
+    """transformers' DeepSeek-V3 whose layers have two more norms."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            **config,
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": config["attention_kv_lora_dim"],
+            "q_lora_rank": config["attention_q_lora_dim"],
+            "qk_nope_head_dim": config["attention_qk_dim"],
+            "qk_rope_head_dim": config["attention_qk_rope_dim"],
+            "v_head_dim": config["attention_v_dim"],
+            "n_routed_experts": config["num_routed_experts"],
+            "n_shared_experts": config["num_shared_experts"],
+            "first_k_dense_replace": config["num_dense_layers"],
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = split_experts(weights)
+        return {n: t for n, t in stored.items() if "e_score_correction_bias" not in n}
+
+    def _model(self, config: Mapping[str, Any]) -> Any:
+        model = super()._model(config)
+        for layer in model.model.layers:
+            for name in ("pre_mlp_layernorm", "post_mlp_layernorm"):
+                norm = type(layer.input_layernorm)(config["hidden_size"], config["rms_norm_eps"])
+                layer.add_module(name, norm.to(torch.float32))
+            layer.forward = _forward(layer)
+        return model.eval()

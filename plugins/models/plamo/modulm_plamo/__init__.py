@@ -1,0 +1,1 @@
+"""PLaMo 3 for modulm."""

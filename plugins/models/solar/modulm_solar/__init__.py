@@ -1,0 +1,1 @@
+"""Solar Pro for modulm."""

@@ -1,0 +1,1 @@
+"""TeleChat 1 and 2, Tele-FLM for modulm."""
