@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from modulm.config import EngineConfig
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.grammars import allowed, takes, wander
-from modulm_structured_output.compiler import GrammarCompiler
+from modulm_structured_output.compiler import GrammarCompiler, open_compiler
 from modulm_tokenizers.tokenizer import load_tokenizer
 
 VOCABULARY = 520  # wider than the tokenizer, as padded checkpoints are
@@ -197,3 +199,17 @@ def test_schemas_that_only_look_unsupported(backend, compiler, schema) -> None:
     constraint = StructuredOutputs(json=json.dumps(schema))
     assert backend.rejects(constraint) is None
     compiler(constraint).result(30)
+
+
+def test_the_process_that_tries_constraints_has_no_torch(tokenizer) -> None:
+    config = EngineConfig.from_keywords(structured_outputs_config={"backend": "xgrammar"})
+    plugins = manager.current()
+    compiler = open_compiler(config, tokenizer, len(tokenizer), tokenizer.stop_ids, plugins)
+    try:
+        compiler.processes.check(StructuredOutputs(regex="(a|b){3,8}"))
+        (process,) = compiler.processes._idle
+        maps = Path(f"/proc/{process._process.pid}/maps").read_text()
+    finally:
+        compiler.processes.close()
+    assert "libxgrammar" in maps
+    assert "libtorch" not in maps

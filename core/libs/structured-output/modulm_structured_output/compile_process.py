@@ -15,11 +15,14 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from modulm.contracts.grammar import GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import ModulmError, RequestError
 from modulm.plugins import manager
@@ -150,14 +153,15 @@ def _serve(peer: socket.socket) -> None:
     settings = config.structured_outputs
     with manager.using(PluginManager.replay(frames.unpack_plugins(plugins))):
         error: Exception | None = None
-        try:
-            tokenizer = open_tokenizer(config, path)
-            if tokenizer is None:
-                raise RequestError("structured outputs need a tokenizer", "structured_outputs")
-            backends = open_backends(config, tokenizer, vocabulary, tuple(stops), manager.current())
-            compile_by(backends, StructuredOutputs(choice=["a"]))
-        except Exception as failed:
-            error = failed
+        backends: list[GrammarBackend] = []
+        for absent in ("torch", ""):
+            try:
+                with _without(absent):
+                    backends = _open(config, path, vocabulary, stops)
+                error = None
+                break
+            except Exception as failed:
+                error = failed
         _limit(resource.RLIMIT_AS, _address_space() + settings.compile_memory)
         while True:
             peer.sendall(frames.pack(frames.pack_error(error)))
@@ -173,6 +177,39 @@ def _serve(peer: socket.socket) -> None:
                 compile_by(backends, StructuredOutputs(**frame[0]))
             except Exception as failed:
                 error = as_request_error(failed)
+
+
+def _open(
+    config: EngineConfig, path: str, vocabulary: int, stops: list[int]
+) -> list[GrammarBackend]:
+    """Open the backends, and try the first one."""
+    tokenizer = open_tokenizer(config, path)
+    if tokenizer is None:
+        raise RequestError("structured outputs need a tokenizer", "structured_outputs")
+    backends = open_backends(config, tokenizer, vocabulary, tuple(stops), manager.current())
+    compile_by(backends, StructuredOutputs(choice=["a"]))
+    return backends
+
+
+@contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Make a package appear not to be installed; an empty name hides nothing.
+
+    Trial compilation computes no tensors: torch, which libraries import where they find it, would
+    only take 150 MB.
+    """
+
+    class Absent(MetaPathFinder):
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"{name} is not imported here", name=name)
+
+    finder = Absent()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def _limit(what: int, least: int) -> None:

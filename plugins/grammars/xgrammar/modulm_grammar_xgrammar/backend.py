@@ -9,29 +9,27 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import xgrammar
 
 from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
+from modulm_grammar_xgrammar.library import VOCABULARIES, core
 from modulm_grammar_xgrammar.schema import unsupported
 
 __all__ = ["XGrammar"]
 
 #: Control characters other than the line feed, as vocabularies of each kind spell them.
 _CONTROL = {
-    xgrammar.VocabType.RAW: re.compile(r"[\x00-\x09\x0b-\x1f]"),
-    xgrammar.VocabType.BYTE_LEVEL: re.compile(r"[\u0100-\u0109\u010b-\u011f]"),
-    xgrammar.VocabType.BYTE_FALLBACK: re.compile(
-        r"[\x00-\x09\x0b-\x1f]|<0x(0[0-9B-F]|1[0-9A-F])>", re.IGNORECASE
-    ),
+    "raw": re.compile(r"[\x00-\x09\x0b-\x1f]"),
+    "byte_level": re.compile(r"[\u0100-\u0109\u010b-\u011f]"),
+    "byte_fallback": re.compile(r"[\x00-\x09\x0b-\x1f]|<0x(0[0-9B-F]|1[0-9A-F])>", re.IGNORECASE),
 }
 _SOURCE_LINE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
-#: Kinds of constraints, in the order they are checked.
 #: Maximum white space between two parts of JSON: a line end and twenty columns of indentation.
 #: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = 22
+#: Kinds of constraints, in the order they are checked.
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -70,76 +68,73 @@ class XGrammar(GrammarBackend):
             ) from error
         return _Compiled(compiled, self._ends, -(-self.vocabulary // 32))
 
-    def _compile(self, constraint: StructuredOutputs) -> xgrammar.CompiledGrammar:
+    def _compile(self, constraint: StructuredOutputs) -> Any:
         spaces = not constraint.disable_any_whitespace
         if constraint.json is not None:
-            schema = json.dumps(_schema(constraint))
-            return self._json_compiler.compile_json_schema(
-                schema, any_whitespace=spaces, max_whitespace_cnt=_BLANKS if spaces else None
-            )
+            return self._compile_json(json.dumps(_schema(constraint)), spaces)
         if constraint.json_object:
             # xgrammar's built-in JSON grammar accepts any JSON value, not only objects.
-            return self._json_compiler.compile_json_schema(
-                '{"type": "object"}',
-                any_whitespace=spaces,
-                strict_mode=False,
-                max_whitespace_cnt=_BLANKS if spaces else None,
-            )
+            return self._compile_json('{"type": "object"}', spaces, strict=False)
         if constraint.regex is not None:
             return self._compiler.compile_regex(constraint.regex)
         if constraint.choice is not None:
-            return self._compiler.compile_grammar(_alternatives(constraint.choice))
+            return self._compiler.compile_grammar_from_strings(
+                _alternatives(constraint.choice), "root"
+            )
         if constraint.grammar is not None:
-            return self._compiler.compile_grammar(constraint.grammar)
+            return self._compiler.compile_grammar_from_strings(constraint.grammar, "root")
         text = constraint.structural_tag or ""
         bounded = any("Length" in json.dumps(schema) for schema in _tag_schemas(text))
         compiler = self._bounded_tag_compiler if bounded else self._tag_compiler
         return compiler.compile_structural_tag(_tag(text, _BLANKS if spaces else 0))
 
+    def _compile_json(self, schema: str, spaces: bool, strict: bool = True) -> Any:
+        indent = separators = None
+        most, any_order = _BLANKS if spaces else None, False
+        return self._json_compiler.compile_json_schema(
+            schema, spaces, indent, separators, strict, most, any_order
+        )
+
     @cached_property
-    def _compiler(self) -> xgrammar.GrammarCompiler:
+    def _compiler(self) -> Any:
         return self._new_compiler(self.tokenizer.special_ids)
 
     @cached_property
-    def _json_compiler(self) -> xgrammar.GrammarCompiler:
+    def _json_compiler(self) -> Any:
         return self._new_compiler(self.tokenizer.special_ids | self._control)
 
     @cached_property
     def _control(self) -> frozenset[int]:
         """Tokens of control characters, which xgrammar allows in strings of limited length."""
-        control = _CONTROL[_spelling(self.tokenizer)]
+        control = _CONTROL[self.tokenizer.spelling]
         tokens = ((i, self.tokenizer.id_to_token(i)) for i in range(self.vocabulary))
         return frozenset(i for i, token in tokens if token and control.search(token))
 
     @cached_property
-    def _tag_compiler(self) -> xgrammar.GrammarCompiler:
+    def _tag_compiler(self) -> Any:
         """Compiler for structural tags, which may contain special tokens unlike other text."""
         return self._new_compiler(frozenset())
 
     @cached_property
-    def _bounded_tag_compiler(self) -> xgrammar.GrammarCompiler:
+    def _bounded_tag_compiler(self) -> Any:
         """Compiler for structural tags with JSON strings of limited length."""
         return self._new_compiler(self._control)
 
-    def _new_compiler(self, hidden: frozenset[int]) -> xgrammar.GrammarCompiler:
+    def _new_compiler(self, hidden: frozenset[int]) -> Any:
         """Create a compiler. hidden: tokens without a text, which no constraint allows."""
         tokens = [self.tokenizer.id_to_token(index) for index in range(self.vocabulary)]
-        info = xgrammar.TokenizerInfo(
-            ["" if i in hidden or token is None else token for i, token in enumerate(tokens)],
-            vocab_type=_spelling(self.tokenizer),
-            vocab_size=self.vocabulary,
-            stop_token_ids=self._ends,
-        )
+        texts = ["" if i in hidden or token is None else token for i, token in enumerate(tokens)]
+        spelling, prefix_space = VOCABULARIES[self.tokenizer.spelling], False
+        info = core.TokenizerInfo(texts, spelling, self.vocabulary, self._ends, prefix_space)
         # The engine has its own bounded cache of compiled grammars.
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        threads, cached, cache_bytes = 1, False, -1
+        return core.GrammarCompiler(info, threads, cached, cache_bytes)
 
 
 class _Compiled(Grammar):
-    def __init__(
-        self, compiled: xgrammar.CompiledGrammar, ends: list[int], mask_words: int
-    ) -> None:
+    def __init__(self, compiled: Any, ends: list[int], mask_words: int) -> None:
         self.compiled = compiled
-        self.nbytes = compiled.memory_size_bytes
+        self.nbytes = compiled.memory_size_bytes()
         self.ends = ends
         self.mask_words = mask_words
 
@@ -151,7 +146,10 @@ class _Matcher(Matcher):
     """After an end-of-sequence token, only end-of-sequence tokens are allowed."""
 
     def __init__(self, grammar: _Compiled) -> None:
-        self._matcher = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=grammar.ends)
+        own_end, rollback, temperature = False, -1, None
+        self._matcher = core.GrammarMatcher(
+            grammar.compiled, grammar.ends, own_end, rollback, temperature
+        )
         self._ends = grammar.ends
         self._mask_words = grammar.mask_words
         self._after = 0
@@ -160,14 +158,14 @@ class _Matcher(Matcher):
         if self._matcher.is_terminated():
             self._after += token in self._ends
             return token in self._ends
-        accepted: bool = self._matcher.accept_token(token)
+        accepted: bool = self._matcher.accept_token(token, False)
         return accepted
 
     def fill(self, mask: np.ndarray) -> None:
         if self._matcher.is_terminated():
             mask[:] = _only(self._ends, len(mask))
         else:
-            self._matcher.fill_next_token_bitmask(mask)
+            self._matcher.fill_next_token_bitmask(mask, 0, False)
 
     def rollback(self, tokens: int) -> None:
         after_end = min(tokens, self._after)
@@ -250,8 +248,3 @@ def _nodes(tag: Any) -> Iterator[dict[str, Any]]:
                 waiting += node.values()
         elif isinstance(node, list):
             waiting += node
-
-
-def _spelling(tokenizer: Tokenizer) -> xgrammar.VocabType:
-    """Return how the vocabulary spells bytes."""
-    return xgrammar.VocabType[tokenizer.spelling.upper()]
