@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ if FUZZ is None:
     providers._get_local_constants = lambda: providers._local_constants
 
 FAMILIES = ("modulm", "modulm_server", "uvicorn")
+#: Where tiny checkpoints are written.
+CHECKPOINTS = pytest.StashKey[Path]()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -132,8 +135,28 @@ def own_interpreters() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     TEMPLATES.install()
+    share_checkpoints(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FileTimes(), "file times")
+
+
+def share_checkpoints(config: pytest.Config) -> None:
+    """Write each tiny checkpoint once; the workers share a folder, which ends with the session."""
+    from tiny_checkpoints import share
+
+    if hasattr(config, "workerinput"):
+        share(Path(config.workerinput["checkpoints"]))
+        return
+    folder = tempfile.TemporaryDirectory(prefix="modulm-checkpoints-")
+    config.add_cleanup(folder.cleanup)
+    config.stash[CHECKPOINTS] = Path(folder.name)
+    share(Path(folder.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where the checkpoints are."""
+    node.workerinput["checkpoints"] = str(node.config.stash[CHECKPOINTS])
 
 
 def pytest_collection_finish() -> None:
