@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from modulm_route_pooling.schema import EmbedRequest
+from modulm_route_pooling.vectors import encode_vector
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -49,6 +52,26 @@ def test_base64_is_the_same_numbers(pooling: Live) -> None:
         coded = client.post("/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
     raw = base64.b64decode(coded["data"][0]["embedding"])
     assert list(struct.unpack("<8f", raw)) == plain["data"][0]["embedding"]
+
+
+def test_sparse_vectors_leave_the_zeros_out(pooling: Live) -> None:
+    with pooling.client() as client:
+        body = {"model": "M", "input": "hello"}
+        plain = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+        body |= {"encoding_format": "sparse"}
+        sparse = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    indices = [index for index, value in enumerate(plain) if value]
+    assert 0 < len(indices) < len(plain)
+    assert sparse == {"indices": indices, "values": [plain[index] for index in indices]}
+    request = EmbedRequest(model="M", encoding_format="sparse")
+    assert encode_vector(np.array([0.0, 2.5, 0.0, -1.0]), request) == {
+        "indices": [1, 3],
+        "values": [2.5, -1.0],
+    }
+    assert encode_vector(np.array([[0.0, 1.0], [0.0, 0.0]]), request) == [
+        {"indices": [1], "values": [1.0]},
+        {"indices": [], "values": []},
+    ]
 
 
 @pytest.mark.parametrize(

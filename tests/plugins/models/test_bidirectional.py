@@ -25,8 +25,11 @@ DECODERS = {
     "Qwen3ForCausalLM": {},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "MistralForCausalLM": {"sliding_window": 6},
+    "DeepseekV3ForCausalLM": {"is_causal": False},
     "Gemma3ForCausalLM": {"use_bidirectional_attention": True},
 }
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4}
 
 
 def states(folder, texts=TEXTS):
@@ -60,14 +63,23 @@ def test_the_engine_embeds_with_it_and_does_not_generate(tmp_path):
         Session(folder, device="cpu")
 
 
-def test_lfm2_colbert_is_lfm2_without_a_head(tmp_path):
-    folder = make_tiny(tmp_path, "Lfm2ForCausalLM")
+@pytest.mark.parametrize(
+    ("name", "architecture", "task"),
+    [
+        ("ColBERTLfm2Model", "Lfm2ForCausalLM", "token_embed"),
+        ("JinaEmbeddingsV5Model", "Qwen3ForCausalLM", "embed"),
+        ("BertForMaskedLM", "BertForMaskedLM", "embed"),
+        ("RobertaForMaskedLM", "RobertaForMaskedLM", "embed"),
+    ],
+)
+def test_another_name_for_a_model_without_its_head(name, architecture, task, tmp_path):
+    folder = make_tiny(tmp_path, architecture, **(SMALL if "Masked" in name else {}))
     expected = states(folder)
     file = folder / "config.json"
     table = json.loads(file.read_text())
-    file.write_text(json.dumps({**table, "architectures": ["ColBERTLfm2Model"]}))
+    file.write_text(json.dumps({**table, "architectures": [name]}))
     session = Session(folder, device="cpu", dtype="float32")
-    assert session.model.tasks[0] == "token_embed"
+    assert session.model.tasks[0] == task
     for row, hidden in session.hidden(TEXTS).items():
         assert torch.allclose(hidden, expected[row], atol=1e-4)
 

@@ -13,7 +13,7 @@ APART = {"transformers_remote", *(d.name for d in manager.current().names("media
 #: Llama's blocks with settings of their own: test_registry.py compares them. Decoders with other
 #: heads: test_bidirectional.py.
 RELATIVES = {
-    "ColBERTLfm2Model", "InternLM2ForRewardModel",
+    "ColBERTLfm2Model", "InternLM2ForRewardModel", "JinaEmbeddingsV5Model",
     "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM", "TeleChat3ForCausalLM",
 }  # fmt: skip
 
@@ -29,6 +29,17 @@ ARCHITECTURES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+#: Have another family's layers with settings of their own: `make test` checks that family.
+ALIKE = {
+    "BailingMoeForCausalLM", "PanguEmbeddedForCausalLM", "Param2MoEForCausalLM",
+    "SarvamMLAForCausalLM", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
+    "LlamaBidirectionalForSequenceClassification",
+}  # fmt: skip
+CASES = [
+    pytest.param(name, marks=[pytest.mark.exhaustive] * (name in ALIKE)) for name in ARCHITECTURES
+]
+
+
+@pytest.mark.parametrize("architecture", CASES)
 def test_contract(architecture):
     check_model(manager.current().load("models", architecture), attention_backend="sdpa")

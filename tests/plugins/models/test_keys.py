@@ -302,7 +302,7 @@ def values(case: SimpleNamespace, key: str) -> list[Any]:
 
 
 #: Architectures that differ in their heads only are tried once, as what transformers reads is one.
-BARE = ("ForSequenceClassification", "ForTokenClassification")
+BARE = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 #: Models around others read those tables as transformers does (test_images.py).
 AROUND = {declared.name for declared in manager.current().names("media_families")}
 #: Asked by name: `hasattr` would import each model's module in every process that collects tests.

@@ -44,6 +44,7 @@ CLASSIFIERS = {
     "ErnieForSequenceClassification": "CLS",
     "EsmForSequenceClassification": "CLS",
     "FNetForSequenceClassification": "CLS",
+    "GPT2ForSequenceClassification": "LAST",
     "IBertForSequenceClassification": "CLS",
     "JinaEmbeddingsV3ForSequenceClassification": "CLS",
     "LukeForSequenceClassification": "CLS",
@@ -58,10 +59,18 @@ CLASSIFIERS = {
     "ModernBertForSequenceClassification": "MEAN",
     "SmolLM3ForSequenceClassification": "LAST",
 }
-TOKENS = ("AlbertForTokenClassification", "DebertaV2ForTokenClassification")
+TOKENS = (
+    "AlbertForTokenClassification",
+    "DebertaV2ForTokenClassification",
+    "ErnieForTokenClassification",
+    "OpenAIPrivacyFilterForTokenClassification",
+)
 EMBEDDERS = {
     "AlbertModel": "CLS",
+    "EmbeddingGemma2Model": "CLS",
+    "ErnieModel": "CLS",
     "FlaubertModel": "CLS",
+    "NomicBertModel": "CLS",
     "SmolLM3Model": "LAST",
 }
 REFUSED = {

@@ -6,7 +6,12 @@ dtype, device, ranks, quantization, attention backend and weight names.
 
 from modulm_layers.activation import activation, gated
 from modulm_layers.attention import Attention, AttentionNames
-from modulm_layers.bidirectional import TextClasses, TextVectors, WholeRowAttention
+from modulm_layers.bidirectional import (
+    TextClasses,
+    TextVectors,
+    WholeRowAttention,
+    WholeRowLatentAttention,
+)
 from modulm_layers.config import DecoderConfig, only, size
 from modulm_layers.crossed import CrossAttention, CrossedLayer
 from modulm_layers.decoder import (
@@ -62,6 +67,7 @@ __all__ = [
     "TextClasses",
     "TextVectors",
     "WholeRowAttention",
+    "WholeRowLatentAttention",
     "activation",
     "cos_sin",
     "gated",

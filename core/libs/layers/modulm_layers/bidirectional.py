@@ -17,13 +17,14 @@ from modulm.contracts.weight_names import WeightNames
 from modulm.errors import UnsupportedError
 from modulm_layers.attention import Attention, AttentionNames
 from modulm_layers.encoder import attend_rows, step_segments
+from modulm_layers.mla import LatentAttention
 
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionSpec
     from modulm.contracts.model import Batch
     from modulm.nn.builder import Builder
 
-__all__ = ["TextClasses", "TextVectors", "WholeRowAttention"]
+__all__ = ["TextClasses", "TextVectors", "WholeRowAttention", "WholeRowLatentAttention"]
 
 #: Names of `pooling` in config.json and ours.
 _POOLING: Mapping[str, str] = {"avg": "MEAN", "mean": "MEAN", "cls": "CLS", "last": "LAST"}
@@ -50,6 +51,16 @@ class WholeRowAttention(Attention):
         q, k, v = self._project(self.qkv(x), batch.positions)
         rows = step_segments(batch)
         return self.project_out(attend_rows(q, k, v, rows, window=self.window, scale=self.scale), x)
+
+
+class WholeRowLatentAttention(LatentAttention):
+    """Latent attention whose tokens see their whole row."""
+
+    def make_cache(self, b: Builder, spec: AttentionSpec) -> None:
+        self.scale = spec.scale
+
+    def attend(self, q: Tensor, k: Tensor, x: Tensor, compressed: Tensor, batch: Batch) -> Tensor:
+        return attend_rows(q, k, k[..., : self.rank], step_segments(batch), scale=self.scale)
 
 
 class TextVectors:

@@ -140,12 +140,12 @@ def attend_rows(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend within each row, in both directions: [tokens, heads, head_dim].
+    """Attend within each row, in both directions: [tokens, heads, value_dim].
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. window: tokens seen on either
-    side, None for all.
+    q: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim]; v: [tokens, kv_heads, value_dim].
+    window: tokens seen on either side, None for all.
     """
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for segment in rows:
         seen, indices = _attend(q, k, v, segment, window, scale).flatten(0, 1), segment.indices
         if segment.chosen is not None:
@@ -157,10 +157,10 @@ def attend_rows(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, segment: Segment, window: int | None, scale: float | None
 ) -> Tensor:
-    """Attend within one segment: [rows, length, heads, head_dim]."""
+    """Attend within one segment: [rows, length, heads, value_dim]."""
     grouped = q.shape[1] != k.shape[1]
-    shape = (segment.rows, segment.length, -1, q.shape[-1])
-    q, k, v = (t[segment.indices].view(shape).transpose(1, 2) for t in (q, k, v))
+    shape = (segment.rows, segment.length)
+    q, k, v = (torch.unflatten(t[segment.indices], 0, shape).transpose(1, 2) for t in (q, k, v))
     mask = segment.mask
     if window is not None and segment.length > window + 1:
         at = torch.arange(segment.length, device=q.device)

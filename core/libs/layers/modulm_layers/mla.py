@@ -76,6 +76,10 @@ class LatentAttention(Module):
             selection=selection,
             scales=b.shared.kv_dtype.startswith("float8"),
         )
+        self.make_cache(b, spec)
+
+    def make_cache(self, b: Builder, spec: AttentionSpec) -> None:
+        """Register the layer's cache and the scale of its values."""
         self.cache, self.backend = b.attention_cache(spec, copies=b.ranks)
         self.register_parameter("k_scale", None)
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
@@ -123,6 +127,16 @@ class LatentAttention(Module):
             batch.positions,
             self.neox,
         )
+        out = self.attend(q, k, x, compressed, batch)
+        attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
+        return attended
+
+    def attend(self, q: Tensor, k: Tensor, x: Tensor, compressed: Tensor, batch: Batch) -> Tensor:
+        """Attend to the compressed vectors: [tokens, heads, rank].
+
+        q: [tokens, heads, rank + rope]; k: [tokens, 1, rank + rope]; x, compressed: see
+        `selection`.
+        """
         out = q.new_empty(x.shape[0], self.heads, self.rank)
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
         if self.finds_scales:
@@ -132,8 +146,7 @@ class LatentAttention(Module):
         if self.k_scale is not None:  # values are part of the keys
             inputs = evolve(inputs, k_scale=self.k_scale, v_scale=self.k_scale)
         self.backend.forward(q, k, k[..., : self.rank], cache, plan, out, inputs)
-        attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
-        return attended
+        return out
 
     def selection(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
         """Extra attention inputs: the selected tokens, for layers with a `selection`.

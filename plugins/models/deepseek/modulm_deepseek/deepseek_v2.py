@@ -17,6 +17,7 @@ from modulm_layers import (
     Rope,
     RoutedConfig,
     Routing,
+    WholeRowLatentAttention,
     next_token_layer,
     routed_experts,
     size,
@@ -118,9 +119,10 @@ class DeepseekLayer(PreNormLayer):
     def __init__(
         self, c: DeepseekConfig, b: Builder, index: int, attention: Module | None = None
     ) -> None:
+        latent = LatentAttention if c.is_causal else WholeRowLatentAttention
         super().__init__(
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
-            attention or LatentAttention(b.at("self_attn"), **latent_settings(c)),
+            attention or latent(b.at("self_attn"), **latent_settings(c)),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
             routed_experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
         )

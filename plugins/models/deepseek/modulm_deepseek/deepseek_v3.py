@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import field, frozen, validators
 
 from modulm_deepseek.deepseek_v2 import DeepseekConfig, DeepseekForCausalLM, tiny_deepseek
-from modulm_layers import size
+from modulm_layers import TextVectors, size
 
-__all__ = ["DeepseekV3Config", "DeepseekV3ForCausalLM"]
+__all__ = ["DeepseekV3BidirectionalModel", "DeepseekV3Config", "DeepseekV3ForCausalLM"]
 
 
 @frozen(kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
     """config.json of DeepSeek-V3."""
+
+    BIDIRECTIONAL: ClassVar[bool] = True
 
     routed_scaling_factor: float = 2.5
     num_nextn_predict_layers: int = size(1, least=0)
@@ -44,3 +46,27 @@ class DeepseekV3ForCausalLM(DeepseekForCausalLM):
                 "mscale_all_dim": 0.8,
             },
         )
+
+
+@frozen(kw_only=True)
+class DeepseekV3BidirectionalConfig(DeepseekV3Config):
+    """config.json of a DeepSeek-V3 that sees whole texts."""
+
+    is_causal: bool = field(default=False, validator=validators.in_((False,)))
+    num_nextn_predict_layers: int = size(0, least=0)
+
+
+class DeepseekV3BidirectionalModel(TextVectors, DeepseekV3ForCausalLM):
+    """DeepSeek-V3 that sees whole texts (Giga-Embeddings): vectors, by default their mean."""
+
+    config_type: ClassVar[type] = DeepseekV3BidirectionalConfig
+    oracle = "modulm_deepseek.oracle:BothWays"
+
+    @property
+    def pooling(self) -> str:
+        return "MEAN"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        names = {"architectures": ["DeepseekV3BidirectionalModel"], "is_causal": False}
+        return {**super().tiny(), **names}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modulm_layers.testing import Converted, split_experts
 
-__all__ = ["AsDeepseekV3", "AsOcr2Text"]
+__all__ = ["AsDeepseekV3", "AsOcr2Text", "BothWays"]
 
 
 class AsOcr2Text:
@@ -72,3 +72,24 @@ class AsDeepseekV3(Converted):
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         return split_experts(weights)
+
+
+class BothWays(AsDeepseekV3):
+    """transformers' DeepSeek-V3 with `is_causal: false`."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, "is_causal": False, "routed_scaling_factor": 2.5}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = split_experts(weights)
+        return {n.removeprefix("model."): t for n, t in stored.items() if "lm_head" not in n}
+
+    def outputs(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: list[int]
+    ) -> tuple[Tensor, None]:
+        """Hidden states."""
+        model = self._model(config)
+        self._read(config, model, weights)
+        return model.model(torch.tensor([tokens])).last_hidden_state[0], None

@@ -16,6 +16,7 @@ __all__ = [
     "Ranked",
     "ScoreList",
     "Scored",
+    "SparseVector",
     "Usage",
 ]
 
@@ -43,20 +44,27 @@ class _List(Head, Generic[_Item]):
     usage: Usage
 
 
+class SparseVector(TypedDict):
+    """The numbers of a vector that are not 0, and their indices."""
+
+    indices: list[int]
+    values: list[float]
+
+
 class Embedding(TypedDict):
-    """A vector: its numbers, or the base64 of its bytes."""
+    """A vector: its numbers, those that are not 0, or the base64 of its bytes."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | list[list[float]] | str
+    embedding: list[float] | list[list[float]] | SparseVector | list[SparseVector] | str
 
 
 class Pooled(TypedDict):
-    """A model's output for a text: numbers, rows of numbers per token, or base64."""
+    """A model's output for a text: numbers (all, or not 0), rows of them per token, or base64."""
 
     object: Literal["pooling"]
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float] | list[list[float]] | SparseVector | list[SparseVector] | str
 
 
 class Classified(TypedDict):

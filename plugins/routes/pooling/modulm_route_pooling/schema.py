@@ -48,7 +48,7 @@ class EmbedRequest(_Texts, kw_only=True):
     """`POST /v1/embeddings`."""
 
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    encoding_format: Literal["float", "sparse", "base64", "bytes", "bytes_only"] | None = None
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
     endianness: Literal["native", "little", "big"] = "native"
     normalize: bool | None = None

@@ -1,4 +1,4 @@
-"""Encodes vectors: as JSON numbers, base64 in JSON, or bytes."""
+"""Encodes vectors: as JSON numbers (all, or those that are not 0), base64 in JSON, or bytes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ def is_binary(body: EmbedRequest) -> bool:
 
 
 def encode_vector(vector: np.ndarray, body: EmbedRequest) -> Any:
-    """Encode a vector for JSON: as numbers, or as base64 of its bytes."""
+    """Encode a vector for JSON: as numbers, as base64 of its bytes, or as those that are not 0."""
+    if body.encoding_format == "sparse":
+        return _sparse(vector)
     if body.encoding_format == "base64":
         return base64.b64encode(_packed(vector, body)).decode()
     return vector.tolist()
+
+
+def _sparse(vector: np.ndarray) -> Any:
+    """Return the numbers that are not 0 and their indices; of vectors per token, one for each."""
+    if vector.ndim > 1:
+        return [_sparse(row) for row in vector]
+    indices = np.flatnonzero(vector)
+    return {"indices": indices.tolist(), "values": vector[indices].tolist()}
 
 
 def bytes_response(

@@ -1,0 +1,1 @@
+"""DBRX for modulm."""
