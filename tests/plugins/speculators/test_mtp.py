@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
@@ -86,6 +87,9 @@ MIMO = "model.mtp_layers.0"
 LAYOUTS = {
     "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
     "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
+    "HYV3ForCausalLM": evolve(
+        _nextn(HYV3DecoderLayer, normed=True), norm="model.layers.{n}.final_layernorm"
+    ),
     "Qwen3NextForCausalLM": _mtp(Qwen3NextDecoderLayer),
     "Qwen3_5ForCausalLM": _mtp(Qwen3_5DecoderLayer),
     "Qwen3_5MoeForCausalLM": _mtp(Qwen3_5MoeDecoderLayer),
@@ -113,7 +117,7 @@ def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for index, one in enumerate(tensor):
             yield name.replace("down_proj", f"{index}.down_proj.weight"), one.clone()
     else:
-        yield name, tensor.clone()
+        yield name.replace(".mlp.e_score_correction_bias", ".mlp.expert_bias"), tensor.clone()
 
 
 class Reference:
