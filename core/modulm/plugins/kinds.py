@@ -35,7 +35,7 @@ class Kind:
     contract: path of the abstract class that drivers implement; None if a driver is a value or an
     object of another library (a command, a router). hook: declares drivers of this kind. short:
     name of the kind in distribution names. part: the step part that configured drivers need, if
-    any.
+    any. kit: path of its contract kit, if its package has one (`modulm.testing.kit`).
     """
 
     name: str
@@ -44,6 +44,7 @@ class Kind:
     contract: str | None = None
     hook: str | None = None
     part: str = ""
+    kit: str = ""
 
     @property
     def group(self) -> str:

@@ -7,8 +7,8 @@
 
 Steps over rows of mixed lengths run on random blocks, for each kind of layer and cache format that
 the backend supports, and are compared with `ReferenceAttention` on its own cache. If plans can be
-recorded, steps that are replayed from an earlier plan must give the same bits. Nothing is checked
-on a machine that the backend does not run on.
+recorded, steps that are replayed from an earlier plan must give the same bits. A backend that no
+platform names is tried on every platform of this machine; one that runs on none raises KitNotRun.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from modulm.contracts.platform import Platform
 from modulm.ops import bind, twins
 from modulm.ops.recording import FixedInputs, signature
 from modulm.plugins import defaults, manager
+from modulm.testing.kit import KitNotRun
 from modulm.testing.paged_attention import ReferencePlan, attend, pick_scores, write_kv
 
 __all__ = ["SPECS", "check_attention"]
@@ -111,15 +112,14 @@ def check_attention(
     quick: bool = False,
     **options: Any,
 ) -> None:
-    """Run the kit on `platform`, or on the platform of this machine that lists the backend.
+    """Run the kit on `platform`, or on the platform of this machine that lists the backend or else
+    accepts some kind of layer.
 
     only: kinds of layers to check, of SPECS. quick: run fewer steps, for interpreted kernels.
-    Raises AssertionError with what was expected.
+    Raises AssertionError with what was expected, and KitNotRun if it runs on no platform here.
     """
     assert backend.name, "the backend has no name"
     platform = platform or _find_platform(backend)
-    if platform is None:
-        return
     ops = _bind(platform)
     assert backend.features <= {field.name for field in fields(AttentionSpec)}, (
         "features are fields of AttentionSpec"
@@ -593,12 +593,22 @@ def _bind(platform: Platform) -> Ops:
     return bind([provider() for provider in chosen.driver])
 
 
-def _find_platform(backend: type[AttentionBackend]) -> Platform | None:
-    """Return a platform of this machine that would use the backend."""
-    plugins = manager.current()
+def _find_platform(backend: type[AttentionBackend]) -> Platform:
+    """Return the platform of this machine that lists the backend, or else one that it accepts."""
+    plugins, here = manager.current(), []
     for declared in plugins.names("platforms"):
         driver = plugins.load_declared(declared)
-        if backend.name in driver.attention and driver.probe().score > 0:
+        if driver.probe().score > 0:
             platform: Platform = driver()
+            if backend.name in driver.attention:
+                return platform
+            here.append(platform)
+    reasons = []
+    for platform in here:
+        ops, dtype = _bind(platform), platform.dtypes[0]
+        specs = (evolve(spec, dtype=dtype, kv_dtype=dtype) for spec in SPECS.values())
+        refusals = [backend.refuses(spec, platform, ops) for spec in specs]
+        if None in refusals:
             return platform
-    return None
+        reasons.append(f"{platform.name}: {refusals[0]}")
+    raise KitNotRun(f"no platform here runs {backend.name} ({'; '.join(reasons)})")

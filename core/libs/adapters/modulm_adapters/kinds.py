@@ -9,4 +9,5 @@ ADAPTER_RESOLVERS = Kind(
     "adapter resolver",
     "adapter-resolver",
     "modulm_adapters.resolver:AdapterResolver",
+    kit="modulm_adapters.testing:check_resolver",
 )

@@ -5,5 +5,9 @@ from modulm.plugins.kinds import Kind
 __all__ = ["TRANSCRIBERS"]
 
 TRANSCRIBERS = Kind(
-    "transcribers", "transcriber", "transcriber", "modulm_speech.transcriber:Transcriber"
+    "transcribers",
+    "transcriber",
+    "transcriber",
+    "modulm_speech.transcriber:Transcriber",
+    kit="modulm_speech.testing:check_transcriber",
 )

@@ -47,7 +47,12 @@ def diff(first: str, second: str | None) -> None:
 
 @command.command("explain", cls=FlagCommand, server=True)
 @click.argument("model_tag", required=False, metavar="[MODEL]")
-@click.option("--use", type=click.Choice(["server", "offline"]), default="server")
+@click.option(
+    "--use",
+    type=click.Choice(["server", "offline"]),
+    default="server",
+    help="Whose defaults to explain: those of a server, or of offline engines.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(draft: Draft, model_tag: str | None, use: Any, as_json: bool) -> None:
     """Explain where each set or chosen value comes from."""

@@ -210,7 +210,12 @@ def _child(
     try:
         if declaration.kind == "hooks":
             problem = _hook_problem(declaration)
-            answers.send(Report(title, origin, not problem, took(), error=problem))
+            seconds, ok, result = took(), not problem, ""
+            if ok and kit:
+                answers.send(seconds)
+                module = import_module(declaration.target.partition(":")[0])
+                ok, result = _run_kit("hooks", module)
+            answers.send(Report(title, origin, ok, seconds, error=problem, kit=result))
             return
         driver = manager.load_declared(declaration)
         seconds = took()
@@ -236,17 +241,19 @@ def _hook_problem(declaration: Declaration) -> str:
 
 
 def _run_kit(kind: str, driver: Any) -> tuple[bool, str]:
-    from modulm.testing.kit import check, has_kit
+    from modulm.testing.kit import KitNotRun, check, has_kit
 
     if not has_kit(kind):
-        return True, ""
+        return True, "kit: none"
     if kind == "models" and driver.remote_code:
         return True, "contract kit not run: the model's code comes with a checkpoint"
     try:
-        check(kind, driver)
+        left_out = check(kind, driver)
+    except KitNotRun as reason:
+        return True, f"contract kit not run: {reason}"
     except (Exception, SystemExit) as error:
         return False, f"contract kit failed: {type(error).__name__}: {error}"
-    return True, "contract kit passed"
+    return True, f"contract kit passed, {left_out}" if left_out else "contract kit passed"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
 from modulm.contracts.sampling import StructuredOutputs
@@ -46,7 +46,7 @@ class LLGuidance(GrammarBackend):
     def compile(self, constraint: StructuredOutputs) -> Grammar:
         try:
             source = _source(constraint, self.tokenizer.added_tokens)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AssertionError, GbnfToLarkError) as error:
             raise _request_error(constraint, f"{type(error).__name__}: {error}") from error
         failed, messages = LLMatcher.validate_grammar_with_warnings(source, self._tokens)
         if failed:

@@ -41,7 +41,7 @@ def modulm_app_created(app: Any, config: EngineConfig) -> None:
 
 
 @hookimpl
-def modulm_report_header(config: EngineConfig) -> Sequence[str]:
+def modulm_report_header(config: EngineConfig | None) -> Sequence[str]:
     """Return the banner's line on traces."""
-    endpoint = _endpoint(config)
+    endpoint = None if config is None else _endpoint(config)
     return () if endpoint is None else (f"traces: {endpoint}",)

@@ -12,7 +12,7 @@ from attrs import frozen
 
 import modulm
 from modulm.errors import ConfigError, UnsupportedError
-from modulm.plugins.kinds import HOOKS_GROUP, KINDS, Kind, find_kind
+from modulm.plugins.kinds import HOOKS_GROUP, Kind, find_kind, kind_names
 
 __all__ = ["Names", "names_of", "render", "rendered", "templates"]
 
@@ -27,13 +27,43 @@ _CLASS = {
     "platforms": "Platform",
     "tool_parsers": "ToolParser",
     "reasoning_parsers": "ReasoningParser",
+    "schedulers": "Policy",
+    "logits_processors": "Processor",
+    "grammars": "Backend",
+    "loaders": "Loader",
+    "tokenizers": "Loader",
+    "speculators": "Speculator",
+    "executors": "Executor",
+    "step_parts": "Part",
+    "adapters": "Bank",
+    "adapter_resolvers": "Resolver",
+    "routes": "Routes",
+    "transcribers": "Transcriber",
+    "media_families": "Family",
+}
+#: Suffix of the driver's name, for kinds whose drivers have the name of an architecture.
+_ARCHITECTURE = {
+    "models": "ForCausalLM",
+    "transcribers": "ForConditionalGeneration",
+    "media_families": "ForConditionalGeneration",
 }
 #: Libraries that packages of a kind depend on besides modulm.
 _WITH = {
-    "models": "modulm-layers",
-    "tool_parsers": "modulm-parsing",
-    "reasoning_parsers": "modulm-parsing",
+    "models": ("modulm-layers",),
+    "tool_parsers": ("modulm-parsing",),
+    "reasoning_parsers": ("modulm-parsing",),
+    "tokenizers": ("modulm-tokenizers",),
+    "grammars": ("modulm-structured-output",),
+    "speculators": ("modulm-speculation",),
+    "adapter_resolvers": ("modulm-adapters",),
+    "routes": ("modulm-server",),
+    "transcribers": ("modulm-speech", "modulm-tokenizers"),
+    "media_families": ("modulm-media",),
 }
+#: Entry points besides the driver's: kind -> group and class suffix.
+_MORE = {"adapter_resolvers": ("modulm.flags", "Flags")}
+#: Files of every package, besides its own.
+_COMMON = ("README.md", ".github/workflows/test.yml", ".github/workflows/publish.yml")
 
 
 @frozen
@@ -53,15 +83,16 @@ class Names:
 
 def templates() -> tuple[str, ...]:
     """Kinds that have a template."""
-    return tuple(kind for kind in ("hooks", *KINDS) if files(__name__).joinpath(kind).is_dir())
+    folder = files(__name__)
+    return tuple(kind for kind in ("hooks", *kind_names()) if folder.joinpath(kind).is_dir())
 
 
 def names_of(kind: str, name: str) -> Names:
     """Derive all names from a kind and a name.
 
-    A model's name is its family or architecture; the driver of family "foo" is called
-    FooForCausalLM. Raises UnsupportedError for a kind without a template, ConfigError for an
-    invalid name.
+    The name of a model, transcriber or media family is its family or architecture; the model of
+    family "foo" is called FooForCausalLM. Raises UnsupportedError for a kind without a template,
+    ConfigError for an invalid name.
     """
     known = _HOOKS if kind == "hooks" else find_kind(kind)
     if kind not in templates():
@@ -73,10 +104,10 @@ def names_of(kind: str, name: str) -> Names:
         raise ConfigError("name", f"{name!r}: use letters, digits and single hyphens")
     stem = "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", name))
     driver = name
-    if kind == "models":
-        stem = stem.removesuffix("ForCausalLM")
-        driver = f"{stem}ForCausalLM"
-    base = stem if kind == "models" else name
+    if kind in _ARCHITECTURE:
+        stem = stem.removesuffix(_ARCHITECTURE[kind])
+        driver = stem + _ARCHITECTURE[kind]
+    base = stem if kind in _ARCHITECTURE else name
     prefix = f"modulm-{known.short}-" if known.short else "modulm-"
     distribution = prefix + base.lower().replace("_", "-")
     group = HOOKS_GROUP if kind == "hooks" else known.group
@@ -92,7 +123,10 @@ def _range() -> str:
 def rendered(names: Names) -> dict[str, str]:
     """Render all files: path inside the package's folder -> content."""
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
-    needed = ["modulm", *([_WITH[names.kind]] if names.kind in _WITH else [])]
+    needed = ["modulm", *_WITH.get(names.kind, ())]
+    more_group, suffix = _MORE.get(names.kind, ("", ""))
+    table = f'\n[project.entry-points."{more_group}"]\n'
+    line = f'{names.driver} = "{names.package}:{names.stem}{suffix}"\n'
     values = {
         "kind": names.kind,
         "group": names.group,
@@ -102,6 +136,9 @@ def rendered(names: Names) -> dict[str, str]:
         "package": names.package,
         "target": names.package + attribute,
         "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
+        "more": table + line if more_group else "",
+        "name": names.driver.replace("-", "_"),
+        "flag": f"{names.driver.replace('_', '-')}-table",
     }
     folder = files(__name__)
     sources = {
@@ -109,6 +146,7 @@ def rendered(names: Names) -> dict[str, str]:
         f"{names.package}/__init__.py": folder.joinpath(names.kind, "package.py.txt"),
         f"tests/test_{names.package}.py": folder.joinpath(names.kind, "test.py.txt"),
     }
+    sources |= {path: folder.joinpath("common", f"{Path(path).name}.txt") for path in _COMMON}
     fits = folder.joinpath(names.kind, "fits.toml.txt")
     if fits.is_file():
         sources[f"{names.package}/fits.toml"] = fits

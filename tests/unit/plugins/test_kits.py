@@ -1,0 +1,299 @@
+"""Every contract kit passes the package that `plugins new` writes, and catches planted bugs."""
+
+# ruff: noqa: E501 - one planted bug a line
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import modulm
+from modulm.plugins import manager
+from modulm.testing import kit
+from modulm_command_plugins.template import names_of, rendered, templates
+
+#: Kinds whose kits take seconds: by default only their first planted bug is tried.
+SLOW = {"models", "executors", "step_parts", "routes"}
+
+#: Kind -> (text of the new package, what it is replaced by, part of the kit's message).
+PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+    "schedulers": (
+        ("return max(indices", "return len(running) + 0 * max(indices", "no index of"),
+        ("api = 1", "api = 7", "version 7"),
+        ("return (request.priority, request.prompt_len)", "return float('nan')", "no number"),
+        ("return (request.priority, request.prompt_len)", "return request.id", "no number"),
+        ("def key(self, request: Candidate)", "def key(self)", "cannot be called"),
+        (
+            "return (request.priority, request.prompt_len)",
+            "self.n = getattr(self, 'n', 0) + 1; return self.n",
+            "different keys",
+        ),
+        (
+            "return (request.priority, request.prompt_len)",
+            "request.priority += 1; return request.priority",
+            "cannot assign|can't set",
+        ),
+    ),
+    "logits_processors": (
+        ("return penalty > 0", "return penalty", "not True or False"),
+        ("logits[seen] -= self._penalties[view.row]", "return logits.double()", "float64"),
+        ("logits[seen] -= self._penalties[view.row]", "logits[:] = -torch.inf", "no token"),
+        ("logits[seen] -= self._penalties[view.row]", "logits[0] = torch.nan", "NaN"),
+        ("logits[seen] -= self._penalties[view.row]", "return logits[:-1]", "shape"),
+        ("logits[seen] -= self._penalties[view.row]", "view.output.append(1)", "changes the row"),
+        (
+            "    def release(self, row: int) -> None:\n        self._penalties.pop(row, None)",
+            "    def apply(self, views, logits, index):\n        return logits + 1",
+            "batch",
+        ),
+        (
+            "logits[seen] -= self._penalties[view.row]",
+            "self.n = getattr(self, 'n', 0) + 1; logits[seen] -= self.n",
+            "other logits in a batch",
+        ),
+        ('fields = ("extra_args",)', 'fields = ("extra",)', "does not have: extra"),
+    ),
+    "grammars": (
+        ("if token not in self._next()", "if False", "takes a token that the mask forbids"),
+        ("mask[:] = 0", "", "stale bits"),
+        ("del self._tokens[len(self._tokens) - tokens :]", "self._tokens.pop()", "rollback"),
+        ("return self._next() <=", "return self._next() !=", "finished"),
+        ("if self._tokens in self._grammar.choices else set()", "", "is allowed"),
+        ("return _Position(self)", "self.m = getattr(self, 'm', None) or _Position(self); return self.m", "share a state|at the start"),
+        ('else "only choices are supported"', "else ''", "not a reason or None"),
+    ),
+    "loaders": (
+        ("path.suffix == SUFFIX else None", "True else 'any'", "claims"),
+        ('raise CheckpointError(f"{self.path} is truncated', 'print(f"{self.path} is truncated', "truncated"),
+        ("for name, entry in header.items()\n        }", "for name, entry in list(header.items())[1:]\n        }", "index"),
+        ("tuple(entry[\"shape\"])", "tuple(entry[\"shape\"][::-1])", "shape"),
+        ("file.seek(start)", "file.seek(start + 4)", "other numbers|ValueError|RuntimeError"),
+        ("yield name, torch.frombuffer(raw, dtype=dtype)", "yield name, torch.frombuffer(raw, dtype=dtype).float()", "index.. bfloat16"),
+        ("for name, entry in header.items():\n                raw", "for name, entry in reversed(header.items()):\n                raw", "other numbers|Error"),
+    ),
+    "tokenizers": (
+        ("if (folder / FILE).is_file() else None", "if True else None", "empty folder"),
+        ("raise CheckpointError(f\"{path} has no {FILE}\")", "raise KeyError(path)", "not CheckpointError"),
+        ("return evolve(tokenizer, chat", "return evolve(tokenizer, stop_ids=(), chat", "stop_ids"),
+        ("return evolve(tokenizer, chat", "return evolve(tokenizer, stop_ids=(9999,), chat", "below"),
+        ("return evolve(tokenizer", "return tokenizer.encode('x') or evolve(tokenizer", "not a Tokenizer"),
+        ("def claims(cls, folder: Path)", "def claims(cls)", "cannot be called"),
+    ),
+    "speculators": (
+        ("[start : start + most]", "[start : start + most + 1]", "were allowed"),
+        (".astype(np.int64)", ".astype(np.int32)", "not int64"),
+        ("history[start : start + most].astype(np.int64)", "history[start : start + most].tolist()", "not an array"),
+        ("for history, most in zip(step.histories, step.most, strict=True)", "for history, most in [*zip(step.histories, step.most, strict=True)][:1]", "arrays of drafts"),
+        ("start = int(earlier[-1]) + 1", "start = int(earlier[-1]) + 1; history[0] = 3", "changes the rows"),
+        ("return history[start : start + most]", "return np.full(most, -5)", "no tokens"),
+        ("start = int(earlier[-1]) + 1", "self.n = getattr(self, 'n', 0) + 1; start = self.n", "in a batch than alone"),
+    ),
+    "executors": (
+        ("def stop(self) -> None:\n        self._thread.shutdown()", "def stop(self) -> None:\n        return", "after stop"),
+        ("return self._worker.capacity", "self._worker.capacity", "not a Capacity"),
+        ("return self._running().description", "return ModelDescription(tasks=())", "tasks"),
+        ("return self._thread.submit(self._running().run, plan)", "return self._thread.submit(self._running().run, plan).result()", "not a Future"),
+        ("return self._thread.submit(self._running().run, plan)", "from attrs import evolve\n        return self._thread.submit(lambda: evolve(self._running().run(plan), step=0))", "says step 0"),
+        ("return self._thread.submit(self._running().run, plan)", "from attrs import evolve\n        return self._thread.submit(lambda: (r := self._running().run(plan)) and evolve(r, tokens=r.tokens * 0 + 9))", "other tokens"),
+    ),
+    "step_parts": (
+        ("np.minimum(counts, MOST, out=counts)", "counts += 1", "raises a row"),
+        ("return _Planner()", "return object()", "planner.. gave"),
+        ("return _Runner()", "return 5", "runner.. gave"),
+        ("def plan(self, step: StepDraft, left: int) -> object | None:\n        return {\"rows\": len(step.rows)}", "def plan(self, step, left):\n        return {\"rows\": {1, object()}}", "plain"),
+        ("np.minimum(counts, MOST, out=counts)", "counts[:] = -1", "negative"),
+        ("    name = \"x\"", "    name = ''", "no name"),
+    ),
+    "adapters": (
+        ("out * self.factors[slots].to(out)", "out * self.factors[1].to(out)", "unchanged|slot 0"),
+        ("out * self.factors[slots].to(out)", "out", "changes nothing"),
+        ("if filled == name:", "if False:", "old values"),
+        ("scaled.factors[slot] = ", "scaled.factors[1:] = ", "mixed up"),
+        ("raise EngineError(f\"there is no adapter {name!r}\")\n        self._filled", "return\n        self._filled", "EngineError"),
+        ("raise CheckpointError(f\"{path}: {error}\") from error", "return", "CheckpointError"),
+        ("out if slots is None else", "out + 1 if slots is None else", "unchanged"),
+    ),
+    "adapter_resolvers": (
+        ("return None if folder is None else Path(folder)", "return Path(folder or name)", "not None"),
+        ("folder = self._table.get(name)", "folder = self._table.get(name.strip('./~*') and 'poet')", "not None"),
+        ("return None if folder is None else Path(folder)", "return folder", "not a path"),
+        ("folder = self._table.get(name)", "folder = self._table[name]", "KeyError"),
+        ("return cls(table)", "return table", "of.. gave"),
+        ("folder = self._table.get(name)", "folder = '/' if name == '..' else self._table.get(name)", "must not become"),
+    ),
+    "routes": (
+        ("body = await read(request, XRequest)", "body = XRequest(text=(await request.json())['text'])", "answers 500"),
+        ("return None if self.context.engine.tokenizer is not None else", "return 5 if True else", "absent"),
+        ("        return router\n", "        return APIRouter()\n", "no routes"),
+        ("body = await read(request, XRequest)", "body = XRequest(text='x')", "no JSON"),
+        ("\"/x\",", "\"x\",", "slash|AssertionError|left the family out"),
+    ),
+    "transcribers": (
+        ("if t not in special]", "if True]", "control tokens"),
+        ("*prompt,", "", "changes nothing"),
+        ("return (\"transcribe\", \"translate\")", "return (\"translate\",)", "without transcribe"),
+        ("sound=sound,", "sound=Sound(sound.samples[:10], sound.rate),", "shortens"),
+        ("            ],\n            sound", "            9999],\n            sound", "does not have"),
+        ("sound=sound,", "sound=sound, params={'temprature': 0},", "no field"),
+        ("\"de\": \"german\"", "\"DE\": \"German\"", "lower case"),
+    ),
+    "media_families": (
+        ("kinds = (\"image\",)", "kinds = (\"picture\",)", "no kind of media"),
+        ("dtype=np.int64)", "dtype=np.int32)", "not int64"),
+        ("np.ones(len(tokens), dtype=bool)", "np.zeros(len(tokens), dtype=bool)", "no token gets"),
+        ("np.ones(len(tokens), dtype=bool)", "np.ones(3, dtype=bool)", "as long as"),
+        ("raise RequestError(f\"no option", "raise KeyError(f\"no option", "not RequestError"),
+        ("return \"<image>\"", "return \"\"", "empty"),
+        ("{\"patches\": patches.reshape(rows * columns, -1)}", "{\"patches\": np.random.rand(3)}", "two results"),
+        ("np.full(rows * columns, token", "np.full(rows * columns, token + 1", "features"),
+    ),
+    "commands": (
+        ("help=\"Whom to greet.\"", "", "no help"),
+        ("    \"\"\"Say hello.\"\"\"\n", "", "no help"),
+        ("@click.command(\"x\")", "@click.command(\"x\", context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})", "unknown option"),
+        ("@click.option(\"--name\"", "@click.option(\"--name\", \"--name\"", "twice"),
+        ("@click.command(\"x\")\n@click.option(\"--name\", default=\"world\", help=\"Whom to greet.\")\n", "", "not a click command"),
+    ),
+    "hooks": (
+        ("@hookimpl\ndef modulm_report_header", "def modulm_report_header", "not marked"),
+        ("def modulm_report_header(config: Any)", "@hookimpl\ndef modulm_reprt_header()", "no hook"),
+        ("def modulm_report_header(config: Any)", "def modulm_report_header(configuration)", "configuration"),
+        ("return [\"x is installed\"]", "return [config.model.model]", "AttributeError"),
+        ("return [\"x is installed\"]", "return \"x is installed\"", "not a list"),
+        ("return [\"x is installed\"]", "return [\"two\\nlines\"]", "line break"),
+        ("return [\"x is installed\"]", "return [__import__('uuid').uuid4().hex]", "second time"),
+        ("[Check(\"x\", True, \"nothing to complain about\")]", "[Check(\"x\", False)]", "silently"),
+    ),
+    "platforms": (
+        ("Probe(0, ", "Probe(-1, ", "negative"),
+        ("attention = (\"sdpa\",)", "attention = \"sdpa\"", "not a tuple"),
+        ("(\"float32\", \"bfloat16\")", "(\"float23\",)", "not a torch dtype"),
+        ("return torch.device(\"cpu\")", "return \"cpu\"", "device is"),
+        ("\"this is still the template: it knows no device\"", "\"\"", "no reason"),
+        ("return Probe(0, ", "return Probe(0, __import__('uuid').uuid4().hex + ", "different results"),
+        ("def memory(self) -> Memory:", "def choose_dtype(self, stored: str) -> str:\n        return stored + \"_t\"\n\n    def memory(self) -> Memory:", "choose_dtype"),
+    ),
+    "attention": (
+        ("held[plan.slots] = torch", "out.fill_(7.0)\n        return\n        held[plan.slots] = torch", "differ|grouped heads"),
+        ("scores = scores * self.spec.scale", "", "grouped heads"),
+        ("visible = distance >= 0", "visible = distance >= -1", "grouped heads"),
+        ("distance < self.spec.window", "distance <= self.spec.window", "window"),
+        ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "grouped heads"),
+    ),
+    "quantization": (
+        ("return out if bias is None else out + bias", "return out", "bias|apply|differ|same"),
+        (".to(x.dtype).T\n", ".to(x.dtype).T * 2\n", "."),
+        ("return layer.get_buffer(\"rounded\").to(scale.dtype) * scale", "return layer.get_buffer(\"rounded\").to(scale.dtype)", "."),
+        ("api = 2", "api = 1", "version 1"),
+        ("return None  # no checkpoint", "return ''  # no checkpoint", "."),
+    ),
+    "tool_parsers": (
+        ("events.append(Content(OPEN + self._block))", "pass", "."),
+        ("self._block = None\n\n    def", "pass\n\n    def", "."),
+        ("self._cursor.until((wanted,), final=final)", "self._cursor.until((wanted,), final=True)", "."),
+        ("ToolArguments(index, body)", "ToolArguments(index, '{}')", "."),
+        ("index, self._calls = self._calls, self._calls + 1", "index = 0", "."),
+    ),
+    "reasoning_parsers": (
+        ("self._cursor.take(len(OPEN))", "pass", "."),
+        ("self._cursor.until((CLOSE,), final=final)", "self._cursor.until((CLOSE,), final=True)", "."),
+        ("starts is None and not final", "False", "."),
+        ("events += [Content(text)] if text else []", "pass", "."),
+        ("[Reasoning(text)] if text", "[Content(text)] if text", "."),
+    ),
+}  # fmt: skip
+
+
+def source_of(kind: str) -> tuple[str, str]:
+    """The package's name and its source, for a driver that is called x."""
+    names = names_of(kind, "x")
+    return names.package, rendered(names)[f"{names.package}/__init__.py"]
+
+
+@contextmanager
+def driver_of(kind: str, source: str) -> Iterator[Any]:
+    """Run a package's source and give its driver."""
+    names = names_of(kind, "x")
+    module = ModuleType(names.package)
+    sys.modules[names.package] = module
+    registered = []
+    try:
+        exec(compile(source, f"{names.package}.py", "exec"), vars(module))
+        if kind == "adapter_resolvers":
+            modulm.register("flags", "x", module.XFlags)
+            registered.append(("flags", "x"))
+        public = [name for name in module.__all__ if name[0].isupper()]
+        classes = [name for name in public if not name.endswith(("Config", "Options", "Flags"))]
+        classes = [name for name in classes if not name.endswith("Layer")]
+        yield module if kind == "hooks" else vars(module)[classes[0] if classes else "command"]
+    finally:
+        del sys.modules[names.package]
+        for which in registered:
+            modulm.unregister(*which)
+
+
+@pytest.mark.parametrize("kind", templates())
+def test_every_template_passes_its_kit(kind: str, request: pytest.FixtureRequest) -> None:
+    if kind in SLOW and not request.config.getoption("--everything"):
+        pytest.skip("tests/unit/cli/test_plugin_commands.py runs it in its own package")
+    _, source = source_of(kind)
+    with driver_of(kind, source) as driver:
+        kit.check(kind, driver)
+
+
+def test_every_template_has_planted_bugs() -> None:
+    few = {kind: len(PLANTED.get(kind, ())) for kind in templates() if kind != "models"}
+    assert not [kind for kind, count in few.items() if count < 5], few
+
+
+CASES = [(kind, number) for kind, bugs in PLANTED.items() for number in range(len(bugs))]
+
+
+@pytest.mark.parametrize(("kind", "number"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
+def test_a_planted_bug_is_caught(kind: str, number: int, request: pytest.FixtureRequest) -> None:
+    if kind in SLOW and number and not request.config.getoption("--everything"):
+        pytest.skip("only with --everything")
+    _, source = source_of(kind)
+    old, new, message = PLANTED[kind][number]
+    assert old in source, f"the template of {kind} has no {old!r} any more"
+    with (
+        driver_of(kind, source.replace(old, new)) as driver,
+        pytest.raises(Exception, match=message) as caught,
+    ):
+        kit.check(kind, driver)
+    broken = kit.KitNotRun, NameError, SyntaxError
+    assert not isinstance(caught.value, broken), caught.value
+
+
+def test_a_backend_that_no_platform_names_is_tried_all_the_same() -> None:
+    """It fills its output with one number and returns."""
+    _, source = source_of("attention")
+    old, new, _ = PLANTED["attention"][0]
+    with driver_of("attention", source.replace(old, new)) as driver:
+        named = [p.name for p in manager.current().names("platforms")]
+        drivers = [manager.current().load("platforms", name) for name in named]
+        assert not any("x" in platform.attention for platform in drivers)
+        with pytest.raises(AssertionError):
+            kit.check("attention", driver)
+
+
+def test_a_kit_that_ran_nothing_is_no_pass() -> None:
+    source = source_of("attention")[1].replace(
+        "if spec.kv_dtype not in",
+        "return 'needs a device that is not here'\n        if spec.x not in",
+    )
+    with driver_of("attention", source) as driver, pytest.raises(kit.KitNotRun, match="not here"):
+        kit.check("attention", driver)
+
+
+def test_new_packages_have_files_to_publish_them(tmp_path: Path) -> None:
+    files = rendered(names_of("schedulers", "shortest"))
+    assert "id-token: write" in files[".github/workflows/publish.yml"]
+    assert "$" not in files["README.md"]
+    assert "${{ matrix.python }}" in files[".github/workflows/test.yml"]
