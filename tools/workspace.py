@@ -449,7 +449,7 @@ def new(kind: str, name: str) -> None:
     names = names_of(kind, name)
     home = "parsers" if kind in ("tool_parsers", "reasoning_parsers") else kind
     folder = ROOT / "plugins" / home / name.lower().replace("-", "_")
-    for path, content in rendered(names).items():
+    for path, content in rendered(names, common=False).items():
         test = path.startswith("tests/")
         target = ROOT / "tests/plugins" / home / Path(path).name if test else folder / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -120,8 +120,11 @@ def _range() -> str:
     return f">={major}.{minor},<{major}.{int(minor) + 1}"
 
 
-def rendered(names: Names) -> dict[str, str]:
-    """Render all files: path inside the package's folder -> content."""
+def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
+    """Render all files: path inside the package's folder -> content.
+
+    common: with those that every repository of its own needs (README, CI, publishing).
+    """
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
     needed = ["modulm", *_WITH.get(names.kind, ())]
     more_group, suffix = _MORE.get(names.kind, ("", ""))
@@ -146,7 +149,8 @@ def rendered(names: Names) -> dict[str, str]:
         f"{names.package}/__init__.py": folder.joinpath(names.kind, "package.py.txt"),
         f"tests/test_{names.package}.py": folder.joinpath(names.kind, "test.py.txt"),
     }
-    sources |= {path: folder.joinpath("common", f"{Path(path).name}.txt") for path in _COMMON}
+    shared = _COMMON if common else ()
+    sources |= {path: folder.joinpath("common", f"{Path(path).name}.txt") for path in shared}
     fits = folder.joinpath(names.kind, "fits.toml.txt")
     if fits.is_file():
         sources[f"{names.package}/fits.toml"] = fits
