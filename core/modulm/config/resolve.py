@@ -69,7 +69,8 @@ class _Open:
 
     def is_open(self, name: str) -> bool:
         """Whether the user left the flag open."""
-        return name not in self.explicit and self.config.value(name) in (None, "auto")
+        value = self.config.value(name)
+        return value == "auto" or (name not in self.explicit and value is None)
 
     def decide(self, name: str, value: Any, reason: str) -> _Open:
         """Set a flag and record the reason."""

@@ -134,14 +134,8 @@ def _change(
     return Change(dict(flags), f"to fit it: {reason}", shlex.join(words))
 
 
-def memory_decision(
-    config: EngineConfig, plugins: PluginManager, explicit: Iterable[str]
-) -> Decision:
+def memory_decision(found: Estimate) -> Decision:
     """Return what fits as a decision, for `modulm explain`."""
-    try:
-        found = estimate(config, plugins, explicit)
-    except ModulmError as error:
-        return Decision("memory", (), None, f"not estimated: {error}")
     rank = found.tightest
     growing = sum(use.per_1k for use in rank.caches)
     reason = (

@@ -21,16 +21,18 @@ from modulm.loading.cache_groups import group_caches
 from modulm.loading.model import build_model, plan_checkpoint, state_block, table_rows
 from modulm_distributed.mesh import RankSpec, planned_mesh
 from modulm_memory.held import HeldMemory, tensors_of
-from modulm_memory.steps import step_bytes
+from modulm_memory.planning import assumed_memory
+from modulm_memory.steps import StepWidths, step_bytes, step_widths
 from modulm_memory.weights import Weights, weigh
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
+    from modulm.contracts.decision import Decision
     from modulm.contracts.platform import Platform
     from modulm.loading import CacheGroup, ResolvedCheckpoint
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["CacheUse", "Estimate", "RankEstimate", "estimate"]
+__all__ = ["CacheUse", "Estimate", "RankEstimate", "estimate", "estimate_opened"]
 
 #: Depth at which an adapter bank's tensors are searched: its layers have tables of slots.
 _BANK_DEPTH = 8
@@ -60,8 +62,9 @@ class RankEstimate:
     """What one rank holds, in bytes.
 
     stored: weights in the files, of all ranks. tables: angles of positions. buffers: constants of
-    the model. step: activations of the largest step. adapters: of all adapters at their largest
-    rank. memory: of the rank's device, or its share of the machine. budget: what caches may use.
+    the model. step: activations of the largest step. widths: what they depend on. adapters: of all
+    adapters at their largest rank. memory: of the rank's device, or its share of the machine.
+    budget: what caches may use.
     """
 
     rank: int
@@ -70,6 +73,7 @@ class RankEstimate:
     tables: int
     buffers: int
     step: int
+    widths: StepWidths
     adapters: int
     groups: tuple[CacheGroup, ...]
     memory: Memory
@@ -107,7 +111,8 @@ class RankEstimate:
 class Estimate:
     """What a configuration holds on each rank, and what fits.
 
-    config: resolved. length: requested, or the checkpoint's.
+    config: resolved. length: requested, or the checkpoint's. decisions: choices of drivers for the
+    last rank, and their reasons.
     """
 
     config: EngineConfig
@@ -118,6 +123,7 @@ class Estimate:
     quantization: str
     length: int
     ranks: tuple[RankEstimate, ...]
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def problem(self) -> str:
@@ -159,7 +165,18 @@ def estimate(
     explicit: flags that the user set. memory: of each device, instead of the platform's. Raises the
     errors that loading would raise before it reads weights.
     """
-    opened = resolve_checkpoint(config, plugins, "server", explicit)
+    assumed = assumed_memory.set(memory)
+    try:
+        opened = resolve_checkpoint(config, plugins, "server", explicit)
+    finally:
+        assumed_memory.reset(assumed)
+    return estimate_opened(opened, plugins, memory)
+
+
+def estimate_opened(
+    opened: ResolvedCheckpoint, plugins: PluginManager, memory: Memory | None = None
+) -> Estimate:
+    """Estimate what serving an opened checkpoint holds; see `estimate`."""
     resolved = opened.resolved.config
     parallel = resolved.parallel
     ranks: list[RankEstimate] = []
@@ -179,6 +196,7 @@ def estimate(
         quantization=winner or "none",
         length=built.shared.max_length,
         ranks=tuple(ranks),
+        decisions=tuple(built.choices.decisions),
     )
 
 
@@ -191,7 +209,7 @@ def _build(opened: ResolvedCheckpoint, plugins: PluginManager, spec: RankSpec) -
 
 def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) -> RankEstimate:
     config, shared, model = opened.resolved.config, built.shared, built.model
-    caches, step = model.caches, step_bytes(shared, config)
+    caches, widths = model.caches, step_widths(shared)
     index = built.loader.index() if _loads_itself(model) else {}
     if index:
         weights = _as_stored(index.values(), shared.dtype)
@@ -209,7 +227,8 @@ def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) 
         stored=stored,
         tables=sum(rows * rope.size * 4 for rope in shared.ropes),
         buffers=_buffers(model),
-        step=step,
+        step=step_bytes(widths, config),
+        widths=widths,
         adapters=0 if shared.adapters is None else _adapters(shared.adapters),
         groups=groups,
         memory=memory,

@@ -81,8 +81,10 @@ class ModelConfig(FlagGroup):
     )
     quantization: str | None = flag(
         None,
-        "Quantization method of the weights. Default: the one that the checkpoint names.",
+        "Quantization method of the weights. Default: the one that the checkpoint names. auto: if "
+        "the weights do not fit, they are rounded while they load.",
         kind="quantization",
+        choices=("auto",),
         aliases=("-q",),
         common=True,
     )

@@ -43,11 +43,14 @@ def decisions_for(draft: Draft) -> list[Decision]:
 
     Raises the errors that serving would raise before it reads weights.
     """
+    from modulm.contracts.decision import Decision
     from modulm.engine.parts import open_parts
+    from modulm.errors import ModulmError
     from modulm.loading import explain_model, resolve_checkpoint
     from modulm.plugins import manager
     from modulm_chat.choice import chat_decisions
     from modulm_memory.advice import memory_decision
+    from modulm_memory.estimate import estimate_opened
     from modulm_parsing.choice import parser_decisions
     from modulm_server.flags import ServerConfig
 
@@ -56,13 +59,17 @@ def decisions_for(draft: Draft) -> list[Decision]:
     config, device = opened.resolved.config, opened.device
     parts = open_parts(config, plugins)
     masks = any(part.masks for part in parts)
-    model = explain_model(config, opened.checkpoint, opened.platform, plugins, masks=masks)
+    try:
+        found = estimate_opened(opened, plugins)
+        model, memory = found.decisions, memory_decision(found)
+    except ModulmError as error:
+        model = explain_model(config, opened.checkpoint, opened.platform, plugins, masks=masks)
+        memory = Decision("memory", (), None, f"not estimated: {error}")
     chat_template = draft.config.group(ServerConfig).chat_template
     chat = chat_decisions(draft.config, opened.checkpoint.path, plugins, chat_template)
     flags = [
         decision for decision in opened.resolved.decisions if decision.subject != device.subject
     ]
     shown = [decision for part in parts if (decision := part.decision()) is not None]
-    memory = memory_decision(draft.config, plugins, draft.explicit)
     parsers = parser_decisions(draft.config, plugins)
     return [device, *model, *shown, *chat, *parsers, *flags, memory]

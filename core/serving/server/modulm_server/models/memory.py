@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Needs", "measure", "needs_of", "stored_bytes"]
+__all__ = ["Needs", "measure", "needs_of"]
 
 log = logging.getLogger("modulm_server")
 
 _PROC = Path("/proc")
-#: Endings of files that are weights.
-_WEIGHTS = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth"})
 #: Bytes of a process that has imported an engine, where they cannot be measured.
 _PROCESS = 200 << 20
 #: Part of the budget that the caches of one model may use, unless a request needs more.
@@ -51,6 +49,7 @@ def needs_of(
     of it, or as much as one request of the longest context needs, if that fits.
     """
     from modulm_memory.estimate import estimate
+    from modulm_memory.fitting import stored_bytes
 
     process = measure([os.getpid()], tree=False) or _PROCESS
     try:
@@ -75,14 +74,6 @@ def _sizes_caches(config: EngineConfig) -> bool:
     """Whether the engine would choose the size of its caches."""
     cache = config.cache
     return cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None
-
-
-def stored_bytes(checkpoint: Path) -> int:
-    """The sizes of a checkpoint's weight files. checkpoint: a folder, or one file."""
-    files = [checkpoint] if checkpoint.is_file() else checkpoint.rglob("*")
-    weights = [file for file in files if file.suffix in _WEIGHTS and file.is_file()]
-    tensors = [file for file in weights if file.suffix == ".safetensors"]
-    return sum(file.stat().st_size for file in tensors or weights)
 
 
 def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:

@@ -1,0 +1,23 @@
+"""Hook: proposes settings that fit the memory, for flags that the user left open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from modulm.plugins import Proposal, hookimpl
+from modulm_memory.planning import making_proposals
+
+__all__ = ["modulm_config_proposals"]
+
+
+@hookimpl
+def modulm_config_proposals(config: Any) -> Sequence[Proposal] | None:
+    """Propose a format of the weights for `--quantization auto`, and smaller steps where the
+    weights leave little memory.
+    """
+    if making_proposals.get():
+        return None
+    from modulm_memory.fitting import proposals
+
+    return proposals(config)

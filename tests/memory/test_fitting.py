@@ -1,0 +1,99 @@
+"""On a machine with little memory, an engine allocates less, and says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
+from modulm.contracts.platform import Memory
+from modulm.plugins import manager
+from modulm_command_explain.command import decisions_for
+from modulm_memory import estimate as estimates
+from modulm_memory.estimate import estimate
+from modulm_platform_cpu.platform import CpuPlatform
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A machine whose free memory a test states."""
+
+    def state(size):
+        memory = Memory(total=size, free=size)
+        monkeypatch.setattr(CpuPlatform, "memory_per_worker", lambda self, workers: memory)
+
+    return state
+
+
+def test_a_default_start_reduces_steps_and_caches_and_says_so(small, caplog):
+    small(24 * MIB)
+    with caplog.at_level(logging.INFO):
+        llm = LLM("demo")
+        scheduler = llm.info.config.scheduler
+        assert scheduler.max_num_seqs < CpuPlatform.sequences[0]
+        assert scheduler.max_num_batched_tokens < CpuPlatform.batched_tokens[0]
+        said = caplog.text
+        assert f"max_num_seqs is {scheduler.max_num_seqs}: " in said
+        assert f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}: " in said
+        held = estimate(llm.info.config, manager.current())
+        (rank,) = held.ranks
+        assert rank.fixed + rank.step + rank.cache_bytes <= 24 * MIB
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        prompts = [f"{number} " * 100 for number in range(4)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 4
+        llm.shutdown()
+
+
+def test_settings_of_the_user_stay(small):
+    small(24 * MIB)
+    config = EngineConfig.from_keywords(max_num_seqs=64, max_num_batched_tokens=512)
+    resolved = estimate(config, manager.current()).config.scheduler
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (64, 512)
+
+
+def test_ample_memory_changes_nothing_and_needs_no_estimate(small, monkeypatch):
+    small(64 << 30)
+    config = EngineConfig.from_keywords()
+    plain = estimate(config, manager.current()).config
+    calls = []
+    monkeypatch.setattr(estimates, "estimate", lambda *_, **__: calls.append(1))
+    resolved = estimate(config.with_parts({"quantization": "auto"}), manager.current()).config
+    assert resolved.model.quantization is None
+    assert not calls
+    assert resolved.scheduler == plain.scheduler
+
+
+@pytest.mark.parametrize(
+    ("free", "formats"), [(64, {None}), (24, {None}), (11, {"int8", "fp8", "int4"})]
+)
+def test_auto_takes_the_best_format_that_fits(small, free, formats):
+    small(free * MIB)
+    config = EngineConfig.from_keywords(quantization="auto")
+    found = estimate(config, manager.current())
+    assert found.config.model.quantization in formats
+    assert found.context
+    if found.config.model.quantization:
+        as_stored = estimate(config.with_parts({"quantization": None}), manager.current())
+        assert as_stored.context < found.context
+
+
+def test_explain_builds_a_model_once_and_shows_what_was_chosen(small, monkeypatch):
+    from modulm.config.sources import keywords
+
+    small(11 * MIB)
+    draft = keywords(model="demo", quantization="auto")
+    decisions = {each.subject: each for each in decisions_for(draft)}
+    assert "rounded while they load" in decisions["quantization"].reason
+    small(64 << 30)
+    built = []
+    real = estimates.build_model
+    monkeypatch.setattr(estimates, "build_model", lambda *a, **k: built.append(1) or real(*a, **k))
+    monkeypatch.setattr("modulm.loading.model.build_model", None)
+    decisions = decisions_for(keywords(model="demo"))
+    assert built == [1]
+    assert any(each.subject == "memory" and each.winner for each in decisions)
