@@ -14,7 +14,8 @@ from modulm_fleet.placement import placement
 
 
 def placed(**flags: object) -> tuple[range, range, range, tuple[str, int]]:
-    whole = ("headless", "nnodes", "node_rank", "master_addr")
+    whole = ("headless", "nnodes", "node_rank", "master_addr", "prefill_replicas",
+             "decode_replicas")  # fmt: skip
     given = {
         name if name in whole else f"data_parallel_{name}": value for name, value in flags.items()
     }
@@ -37,6 +38,7 @@ HOME = ("127.0.0.1", 29550)
         ({"size": 4, "nnodes": 2}, range(2), range(4), 2),
         ({"size": 4, "nnodes": 2, "node_rank": 1, "headless": True}, range(2, 4), range(0), 0),
         ({"size": 5, "nnodes": 2, "node_rank": 1, "headless": True}, range(3, 5), range(0), 0),
+        ({"prefill_replicas": 1, "decode_replicas": 2}, range(3), range(3), 0),
         ({"size": 4, "rank": 3}, range(3, 4), range(3, 4), 0),
         ({"size": 4, "rank": 0, "external_lb": True}, range(1), range(1), 0),
         ({"size": 4, "size_local": 2, "start_rank": 2, "hybrid_lb": True}, range(2, 4),
@@ -64,6 +66,10 @@ def test_where_others_announce_themselves() -> None:
         ({"size": 2, "external_lb": True}, "data_parallel_external_lb"),
         ({"size": 2, "rank": 2}, "data_parallel_rank"),
         ({"size": 2, "rank": 1, "headless": True}, "data_parallel_rank"),
+        ({"prefill_replicas": 1}, "decode_replicas"),
+        ({"decode_replicas": 1}, "prefill_replicas"),
+        ({"prefill_replicas": 1, "decode_replicas": 1, "size": 2}, "data_parallel_size"),
+        ({"prefill_replicas": 1, "decode_replicas": 1, "headless": True}, "headless"),
         ({"nnodes": 2}, "nnodes"),
         ({"size": 2, "nnodes": 2, "node_rank": 2}, "node_rank"),
         ({"size": 2, "nnodes": 2, "node_rank": 1}, "data_parallel_start_rank"),

@@ -31,12 +31,13 @@ class TransferFailed(Exception):
 class BlockCopier:
     """Copies blocks between caches and bytes in host memory.
 
-    width: bytes of a block over all tensors. layout: digest of their shapes and dtypes; bytes can
-    be loaded into caches with the same layout. Raises UnsupportedError for a tensor whose blocks
-    are not contiguous.
+    tensors: each with its cache group, in the order of their bytes. width: bytes of a block over
+    all tensors. layout: digest of their shapes and dtypes; bytes can be loaded into caches with the
+    same layout. Raises UnsupportedError for a tensor whose blocks are not contiguous.
     """
 
     def __init__(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self.tensors: list[tuple[int, torch.Tensor]] = []
         self._views: list[tuple[int, int, torch.Tensor]] = []
         self.width = 0
         seen: set[int] = set()
@@ -52,6 +53,7 @@ class BlockCopier:
                     raise UnsupportedError(
                         f"cache blocks of strides {tensor.stride()} cannot be copied as a whole"
                     ) from error
+                self.tensors.append((group, tensor))
                 self._views.append((group, self.width, view))
                 self.width += view.shape[1]
                 described.append(f"{group} {tuple(tensor.shape[1:])} {tensor.dtype}")
@@ -170,6 +172,12 @@ class CopyingMover(KVMover):
             self._failed.append((transfer.id, reason))
             self._lock.notify_all()
 
+    def complete(self, transfer: BlockTransfer) -> None:
+        """Report a transfer that has succeeded without being queued."""
+        with self._lock:
+            self._done.append(transfer.id)
+            self._lock.notify_all()
+
     def ended(self) -> TransferResult:
         with self._lock:
             result = TransferResult(tuple(self._done), tuple(self._failed), tuple(self._removed))
@@ -206,14 +214,14 @@ class CopyingMover(KVMover):
     def _move(self, loads: bool, transfer: BlockTransfer, ready: Any) -> str | None:
         """Run a transfer; return why it failed, or None."""
         try:
-            with self._streamed(ready):
+            with self.streamed(ready):
                 (self.load if loads else self.save)(transfer)
         except Exception as error:
             return str(error) or type(error).__name__
         return None
 
     @contextlib.contextmanager
-    def _streamed(self, ready: Any) -> Iterator[None]:
+    def streamed(self, ready: Any) -> Iterator[None]:
         """Run the block's work in the mover's stream, after `ready`, and wait for it."""
         if self._stream is None:
             yield

@@ -51,6 +51,15 @@ class FleetConfig(FlagGroup):
     data_parallel_backend: str = flag(
         "mp", "How replicas are started.", choices=("mp", "ray"), aliases=("-dpb",)
     )
+    prefill_replicas: int = flag(
+        0,
+        "Replicas that only compute prompts. Their KV cache goes to --decode-replicas, which "
+        "generate the answers. Replaces --data-parallel-size.",
+        least=0,
+    )
+    decode_replicas: int = flag(
+        0, "Replicas that continue the prompts of --prefill-replicas.", least=0
+    )
     data_parallel_hybrid_lb: bool = flag(
         False,
         "Let each machine's front end distribute requests over its own replicas only.",

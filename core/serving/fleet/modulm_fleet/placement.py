@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from modulm.errors import ConfigError
+from modulm.plugins import manager
 from modulm_fleet.flags import FleetConfig
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def placement(config: EngineConfig) -> Placement:
     """The placement that the flags describe. Raises ConfigError for contradictory flags."""
     fleet, parallel = config.group(FleetConfig), config.parallel
     size = parallel.data_parallel_size
+    if fleet.prefill_replicas or fleet.decode_replicas:
+        return _place_pools(config)
     if parallel.shared_experts:
         return _place_together(config)
     if fleet.data_parallel_backend == "ray":
@@ -81,6 +84,40 @@ def placement(config: EngineConfig) -> Placement:
             "--data-parallel-hybrid-lb on all",
         )
     return Placement(here, range(size), address)
+
+
+def _place_pools(config: EngineConfig) -> Placement:
+    """The placement of prefill and decode replicas: all on this machine, with one front end."""
+    fleet, parallel = config.group(FleetConfig), config.parallel
+    for name, other in (
+        ("prefill_replicas", "--decode-replicas"), ("decode_replicas", "--prefill-replicas"),
+    ):  # fmt: skip
+        if not config.value(name):
+            raise ConfigError(name, f"must be at least 1 beside {other}")
+    contradictory = {
+        "data_parallel_size": parallel.data_parallel_size != 1,
+        "data_parallel_rank": fleet.data_parallel_rank is not None,
+        "data_parallel_external_lb": fleet.data_parallel_external_lb,
+        "data_parallel_hybrid_lb": fleet.data_parallel_hybrid_lb,
+        "data_parallel_start_rank": bool(fleet.data_parallel_start_rank),
+        "data_parallel_size_local": parallel.data_parallel_size_local is not None,
+        "data_parallel_backend": fleet.data_parallel_backend != "mp",
+        "headless": fleet.headless,
+        "nnodes": fleet.nnodes > 1,
+    }
+    for name, is_set in contradictory.items():
+        if is_set:
+            raise ConfigError(
+                name,
+                "--prefill-replicas and --decode-replicas are replicas of this machine: leave it "
+                "out, or start servers with --kv-transfer-config and put a proxy in front of them",
+            )
+    if "peer" not in {each.name for each in manager.current().names("kv_connectors")}:
+        raise ConfigError("prefill_replicas", "modulm-kv-peer is not installed: pip install "
+                          "modulm[kv-transfer]")  # fmt: skip
+    size = fleet.prefill_replicas + fleet.decode_replicas
+    address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
+    return Placement(range(size), range(size), address)
 
 
 def _place_together(config: EngineConfig) -> Placement:

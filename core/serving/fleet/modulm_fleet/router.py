@@ -18,7 +18,7 @@ from modulm_fleet.prefixes import CachedPrefixes, PrefixHasher
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from modulm.contracts.requests import Request
+    from modulm.contracts.requests import Request, StepEvents
 
 __all__ = ["Router"]
 
@@ -79,6 +79,14 @@ class Router:
         """The replica of a running sequence; None for an unknown one."""
         charge = self._open.get(sequence)
         return None if charge is None else charge.replica
+
+    def first(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return what to `send` for the sequences of one request: they, or what precedes them."""
+        return requests
+
+    def following(self, events: StepEvents) -> list[Sequence[Request]]:
+        """Return requests to `send`, after a step of what preceded them."""
+        return []
 
     def send(self, requests: Sequence[Request]) -> int:
         """Choose a replica for the sequences of one request, which share a prompt, and record them.
@@ -189,6 +197,12 @@ class Router:
             self._sent[charge.replica] -= 1
             self._computing[charge.replica].discard(sequence)
             self._charge(charge.replica, -charge.missing - _RUNNING)
+
+    def withdraw(self, sequence: str) -> list[tuple[int, str]]:
+        """Record that a sequence is aborted; returns (replica, sequence) of all to abort."""
+        charge = self._open.get(sequence)
+        self.record_end(sequence)
+        return [] if charge is None else [(charge.replica, sequence)]
 
     def record_load(self, replica: int, sequences: int) -> None:
         """Record how many sequences a replica has, of all front ends."""

@@ -1,12 +1,16 @@
-"""A KV connector that moves prompts' blocks between engines, over TCP with TLS."""
+"""A KV connector that moves prompts' blocks between engines.
+
+They go through shared memory on one machine, else over TCP with TLS.
+"""
 
 from __future__ import annotations
 
 import socket
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,17 +22,20 @@ from modulm.contracts.requests import Request
 from modulm.errors import ConfigError, RequestError
 from modulm_distributed.secret import read_secret, secret_file
 from modulm_distributed.tls import tls_contexts
-from modulm_kv_peer.client import PeerClient
+from modulm_kv_peer.client import PeerClient, Writer
+from modulm_kv_peer.layout import Layout, block_loader, source_ranks
+from modulm_kv_peer.memory import SharedMemory
 from modulm_kv_peer.server import PeerServer
 from modulm_kv_peer.store import PeerStore
-from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+from modulm_kv_peer.wire import Deadline
+from modulm_kv_transfer.copies import CopyingMover
 from modulm_kv_transfer.remote import FIELD, RemoteConnector, RemoteIndex, transfer_params
 
 __all__ = ["PeerConnector", "PeerOptions"]
 
 _FLAG = "kv_transfer_config"
 #: Fetches at once; others wait, and their time runs.
-_FETCHES = 8
+_FETCHES = 32
 
 
 @frozen
@@ -39,8 +46,10 @@ class PeerOptions:
     either. engine_id: in answers; by default host name and port. kv_ip: address to listen on, and
     to name in answers. kv_port: of rank 0; rank R of replica N uses the port N * ranks + R higher.
     cpu_bytes_to_use: host memory of all ranks for blocks that wait to be fetched. timeout: seconds
-    after which a load has ended, one way or the other. allowed_hosts: values of remote_host that
-    requests may have. secret_file: a file that all engines share; not needed on loopback addresses.
+    after which a load has ended, one way or the other; while the prompt is being computed, seconds
+    without a new block. allowed_hosts: values of remote_host that requests may have. secret_file: a
+    file that all engines share; not needed on loopback addresses. shared_memory: whether engines on
+    one machine use it instead of a socket, if both can.
     """
 
     kv_role: str = field(
@@ -53,6 +62,7 @@ class PeerOptions:
     timeout: float = field(default=10.0, validator=gt(0))
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     secret_file: str | None = None
+    shared_memory: bool = True
 
     @property
     def produces(self) -> bool:
@@ -71,12 +81,13 @@ class _Index(RemoteIndex):
     #: Names of adapters may stand for other weights in another engine.
     durable = True
 
-    def __init__(self, options: PeerOptions, port: int, ranks: int) -> None:
-        self._options, self._port, self._ranks = options, port, ranks
+    def __init__(self, options: PeerOptions, port: int, size: int) -> None:
+        self._options, self._port, self._size = options, port, size
         self._engine = options.engine_id or f"{socket.gethostname()}-{port}"
         self._sending: set[str] = set()
-        #: Request -> (host, port) of the blocks that it has not begun to load.
-        self._sources: dict[str, tuple[str, int]] = {}
+        #: Request -> host and port of the blocks that it has not begun to load, tensor parallel
+        #: size of their engine, and whether they are still being computed.
+        self._sources: dict[str, tuple[str, int, int, bool]] = {}
 
     def check(self, request: Request) -> None:
         table = transfer_params(request)
@@ -85,16 +96,16 @@ class _Index(RemoteIndex):
         if table.get("do_remote_prefill"):
             if not self._options.consumes:
                 raise RequestError("do_remote_prefill: this engine is a kv_producer", FIELD)
-            self._address(table)
+            self._source(table)
 
     def add(self, request: Request) -> None:
         table = transfer_params(request)
         if table.get("do_remote_decode"):
             self._sending.add(request.id)
         if table.get("do_remote_prefill"):
-            self._sources[request.id] = self._address(table)
+            self._sources[request.id] = self._source(table)
 
-    def _address(self, table: Mapping[str, Any]) -> tuple[str, int]:
+    def _source(self, table: Mapping[str, Any]) -> tuple[str, int, int, bool]:
         host, port = table.get("remote_host"), table.get("remote_port")
         if not isinstance(host, str):
             raise RequestError("remote_host must be a string", FIELD)
@@ -103,7 +114,10 @@ class _Index(RemoteIndex):
         if host not in self._options.allowed_hosts:
             message = f"remote_host: {host} is not in allowed_hosts of --kv-transfer-config"
             raise RequestError(message, FIELD)
-        return host, port
+        size = table.get("tp_size") or self._size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise RequestError("tp_size must be a positive number", FIELD)
+        return host, port, size, table.get("remote_computing") is True
 
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int:
         return len(names) if request in self._sources else 0
@@ -125,7 +139,7 @@ class _Index(RemoteIndex):
             "remote_block_ids": [],  # blocks are found by the prompt's tokens
             "remote_host": self._options.kv_ip,
             "remote_port": self._port,
-            "tp_size": self._ranks,
+            "tp_size": self._size,
         }
 
     def finish(self, request: str) -> None:
@@ -134,32 +148,51 @@ class _Index(RemoteIndex):
 
 
 class _Mover(CopyingMover):
-    """This rank's store and server, and its fetches from the same rank of other engines."""
+    """This rank's store and server, and its fetches from ranks of other engines.
 
-    def __init__(self, options: PeerOptions, facts: Mapping[str, str], port: int) -> None:
+    size: tensor parallel size.
+    """
+
+    def __init__(
+        self, options: PeerOptions, facts: Mapping[str, str], port: int, size: int
+    ) -> None:
         super().__init__()
-        self._options, self._facts, self._port = options, facts, port
-        self._fetched: dict[int, torch.Tensor] = {}
+        self._options, self._facts, self._port, self._size = options, facts, port, size
         self._resources = ExitStack()
+        self._writing = threading.Lock()
 
     def prepare(self) -> None:
         options = self._options
         file = secret_file(options.kv_ip, options.secret_file, _FLAG)
         tls = tls_contexts(read_secret(file, _FLAG))
-        facts = {**self._facts, "cache layout": self.copier.layout}
         slots = options.cpu_bytes_to_use // self.ranks // max(self.copier.width, 1)
         if options.produces and slots < 1:
             message = f"cpu_bytes_to_use: {options.cpu_bytes_to_use} bytes hold no block"
             raise ConfigError(_FLAG, message)
-        self.store = PeerStore(self.copier.buffer(slots if options.produces else 0))
+        memory = self._shared_memory(slots) if options.produces else None
+        blocks = self.copier.buffer(slots if options.produces else 0)
+        self.store = PeerStore(blocks if memory is None else memory.blocks)
         self._fetchers = ThreadPoolExecutor(_FETCHES, "kv-fetches")
         self._resources.callback(self._fetchers.shutdown, wait=True, cancel_futures=True)
-        self._client = PeerClient(facts, tls, self.copier.width)
+        self._client = PeerClient(self._facts, tls, shared=options.shared_memory)
         self._resources.callback(self._client.close)
         if options.produces:
-            port = self._port + self.rank
-            server = PeerServer(self.store, facts, tls, options.kv_ip, port, options.timeout)
+            address = options.kv_ip, self._port + self.rank
+            layout = Layout.of(self.copier)
+            server = PeerServer(
+                self.store, layout, self._size, memory, self._facts, tls, *address, options.timeout
+            )
             self._resources.callback(server.close)
+
+    def _shared_memory(self, slots: int) -> SharedMemory | None:
+        """Memory that peers can read; None on devices, whose copies need pinned memory."""
+        if self.copier.staged or not self._options.shared_memory:
+            return None
+        with suppress(OSError):
+            memory = SharedMemory(slots, self.copier.width)
+            self._resources.callback(memory.close)
+            return memory
+        return None
 
     def save(self, transfer: BlockTransfer) -> None:
         new, slots = self.store.reserve(transfer.names)
@@ -174,29 +207,43 @@ class _Mover(CopyingMover):
         self.store.add(names, slots)
 
     def start_load(self, transfer: BlockTransfer, ready: Any) -> None:
-        deadline = time.monotonic() + self._options.timeout
+        computing = transfer.source[3]
+        deadline = Deadline(self._options.timeout, renewed=computing)
         self._fetchers.submit(self._fetch, transfer, ready, deadline)
 
-    def _fetch(self, transfer: BlockTransfer, ready: Any, deadline: float) -> None:
-        host, port = transfer.source
+    def _fetch(self, transfer: BlockTransfer, ready: Any, deadline: Deadline) -> None:
+        host, port, size, _ = transfer.source
         try:
-            blocks = self._client.fetch(host, port + self.rank, transfer.names, deadline)
+            for source in source_ranks(self.rank, self._size, size):
+                opener = partial(self._writer, transfer, ready, source)
+                self._client.fetch(host, port + source, transfer.names, deadline, opener)
         except Exception as error:
             self.fail(transfer, str(error) or type(error).__name__)
             return
-        self._fetched[transfer.id] = blocks
-        super().start_load(transfer, ready)
+        self.complete(transfer)
+
+    def _writer(
+        self, transfer: BlockTransfer, ready: Any, source: int, layout: Layout, size: int
+    ) -> Writer | None:
+        """Return the function that fills the transfer's blocks with those of a rank."""
+        load = block_loader(self.copier, layout, self.rank, self._size, source, size)
+        if load is None:
+            return None
+
+        @torch.inference_mode()
+        def write(first: int, rows: Sequence[torch.Tensor]) -> None:
+            blocks = [ids[first : first + len(rows)] for ids in transfer.blocks]
+            with self._writing, self.streamed(ready):
+                load(blocks, rows)
+
+        return write
 
     def load(self, transfer: BlockTransfer) -> None:
-        blocks = self._fetched.pop(transfer.id, None)
-        if blocks is None:
-            raise TransferFailed("nothing was fetched")
-        self.copier.load(transfer.blocks, list(blocks))
+        raise NotImplementedError  # fetches fill the blocks
 
     def close(self) -> None:
         self._resources.close()
         super().close()
-        self._fetched.clear()
 
 
 class PeerConnector(RemoteConnector):
@@ -207,16 +254,23 @@ class PeerConnector(RemoteConnector):
     Config: ClassVar[type] = PeerOptions
 
     config: PeerOptions
-    _ranks, _port = 1, 0
+    _ranks, _port, _size = 1, 0, 1
 
     def bind(self, model: str, ranks: int) -> None:
         self._ranks = ranks
 
     def describe_engine(self, facts: Mapping[str, str], replica: int) -> None:
-        self._facts, self._port = facts, self.config.kv_port + replica * self._ranks
+        self._size = int(facts["tensor_parallel_size"])
+        self._port = self.config.kv_port + replica * self._ranks
+        split_context = facts["decode_context_parallel_size"] != "1"
+        self._facts = {
+            name: value
+            for name, value in facts.items()
+            if split_context or name != "tensor_parallel_size"
+        }
 
     def index(self) -> RemoteIndex:
-        return _Index(self.config, self._port, self._ranks)
+        return _Index(self.config, self._port, self._size)
 
     def mover(self) -> KVMover:
-        return _Mover(self.config, self._facts, self._port)
+        return _Mover(self.config, self._facts, self._port, self._size)

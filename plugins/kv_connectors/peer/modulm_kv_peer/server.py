@@ -6,14 +6,15 @@ import logging
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from modulm.errors import ConfigError
 from modulm_distributed.tls import TlsContexts
+from modulm_kv_peer.layout import Layout
+from modulm_kv_peer.memory import SharedMemory
 from modulm_kv_peer.store import PeerStore
-from modulm_kv_peer.wire import Fault, differing, receive, send, set_deadline
+from modulm_kv_peer.wire import Deadline, Fault, differing, receive, send, set_deadline
 
 __all__ = ["PeerServer"]
 
@@ -23,18 +24,24 @@ log = logging.getLogger("modulm.engine")
 _MAX_CONNECTIONS = 64
 #: Seconds to wait for blocks that are not stored yet: they are on their way to the store.
 _GRACE = 5.0
+#: Blocks that are sent as one part.
+_PART = 16
 
 
 class PeerServer:
     """Listens at host:port and answers each connection in a thread.
 
-    facts: what a peer must have in common. seconds: for one connection, all in all. Raises
-    ConfigError if the address cannot be used.
+    facts: what a peer must have in common. size: tensor parallel size. memory: the store's, if it
+    is shared. seconds: for one connection, or for each part of blocks that are being computed.
+    Raises ConfigError if the address cannot be used.
     """
 
     def __init__(
         self,
         store: PeerStore,
+        layout: Layout,
+        size: int,
+        memory: SharedMemory | None,
         facts: Mapping[str, str],
         tls: TlsContexts,
         host: str,
@@ -42,6 +49,7 @@ class PeerServer:
         seconds: float,
     ) -> None:
         self._store, self._facts, self._tls, self._seconds = store, facts, tls, seconds
+        self._layout, self._size, self._memory = layout, size, memory
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
@@ -83,15 +91,14 @@ class PeerServer:
                 thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
-        deadline = time.monotonic() + self._seconds
         try:
-            set_deadline(peer, deadline)
+            set_deadline(peer, Deadline(self._seconds))
             with self._tls.accept(peer) as secured:
                 with self._lock:  # `peer` is detached now
                     self._open.discard(peer)
                     self._open.add(secured)
                 try:
-                    self._answer(secured, deadline)
+                    self._answer(secured)
                 finally:
                     with self._lock:
                         self._open.discard(secured)
@@ -103,7 +110,8 @@ class PeerServer:
                 self._threads.discard(threading.current_thread())
             peer.close()
 
-    def _answer(self, peer: ssl.SSLSocket, deadline: float) -> None:
+    def _answer(self, peer: ssl.SSLSocket) -> None:
+        deadline = Deadline(self._seconds)
         question = receive(peer, deadline)
         facts, names, seconds = (question.get(key) for key in ("engine", "names", "seconds"))
         if not (
@@ -115,17 +123,51 @@ class PeerServer:
             raise Fault("the question cannot be read")
         reason = differing(self._facts, facts)
         if reason is not None:
-            send(peer, {"refused": reason})
+            send(peer, {"refused": reason}, deadline)
             return
-        patience = min(deadline, time.monotonic() + min(float(seconds), _GRACE))
-        missing = self._store.missing(names, patience)
-        if missing:
-            send(peer, {"missing": missing})
-            return
-        send(peer, {"blocks": len(names), "width": self._store.memory.shape[1]})
-        for name in names:
-            block = self._store.copy(name)
-            if block is None:
-                raise Fault("a block was evicted")
-            set_deadline(peer, deadline)
-            peer.sendall(block)
+        computing = question.get("computing") is True
+        deadline = Deadline(self._seconds, renewed=computing)
+        shared = self._memory is not None and question.get("shared") is True
+        answer = {
+            "blocks": len(names),
+            "tensors": self._layout.tensors,
+            "tensor_parallel_size": self._size,
+            "memory": self._memory.describe() if self._memory is not None and shared else None,
+        }
+        send(peer, answer, deadline)
+        if shared:
+            shared = receive(peer, deadline).get("shared") is True
+        patience = min(float(seconds), self._seconds if computing else _GRACE)
+        self._send_blocks(peer, names, patience, deadline, shared=shared)
+
+    def _send_blocks(
+        self,
+        peer: ssl.SSLSocket,
+        names: list[bytes],
+        patience: float,
+        deadline: Deadline,
+        *,
+        shared: bool,
+    ) -> None:
+        """Send blocks as they are stored. patience: seconds to wait for the next one."""
+        count = 0
+        while count < len(names):
+            slots = self._store.hold(names[count : count + _PART], min(patience, deadline.left))
+            if not slots:
+                send(peer, {"missing": len(names) - count}, deadline)
+                return
+            try:
+                deadline.renew()
+                if shared:
+                    send(peer, {"slots": slots}, deadline)
+                    if receive(peer, deadline) != {"copied": len(slots)}:
+                        raise Fault("the answer cannot be read")
+                else:
+                    send(peer, {"blocks": len(slots)}, deadline)
+                    for slot in slots:
+                        set_deadline(peer, deadline)
+                        peer.sendall(self._store.memory[slot].numpy())
+            finally:
+                self._store.drop(slots)
+            count += len(slots)
+        send(peer, {"complete": True}, deadline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,6 +23,7 @@ class PeerStore:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(len(memory)))
         self._gone: OrderedDict[bytes, None] = OrderedDict()
+        self._held: Counter[int] = Counter()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -32,20 +33,33 @@ class PeerStore:
     def reserve(self, names: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """Return the indices of names that are not stored, and a free slot for each.
 
-        The least recently used blocks make room. More names than slots: the first ones count.
+        The least recently used blocks make room, unless they are being read. If there are fewer
+        slots than names, the first names get one.
         """
         with self._changed:
             new = [i for i, name in enumerate(names) if name not in self._slots]
             self._touch(names)
-            new = new[: len(self.memory)]
-            slots = []
+            slots: list[int] = []
             for _ in new:
-                if not self._free:
-                    name, slot = self._slots.popitem(last=False)
-                    self._free.append(slot)
-                    self._forget([name])
+                if not self._free and not self._evict(names):
+                    break
                 slots.append(self._free.pop())
-            return new, slots
+            self._forget(names[i] for i in new[len(slots) :])
+            self._changed.notify_all()
+            return new[: len(slots)], slots
+
+    def _evict(self, new: Sequence[bytes]) -> bool:
+        """Free the slot of the least recently used block; whether there was one."""
+        wanted = frozenset(new)
+        for name, slot in self._slots.items():
+            if name in wanted:
+                return False
+            if not self._held[slot]:
+                del self._slots[name]
+                self._free.append(slot)
+                self._forget([name])
+                return True
+        return False
 
     def add(self, names: Iterable[bytes], slots: Iterable[int]) -> None:
         """Publish blocks whose slots are filled."""
@@ -62,29 +76,37 @@ class PeerStore:
             self._forget(names)
             self._changed.notify_all()
 
-    def missing(self, names: Sequence[bytes], deadline: float) -> int:
-        """Wait until all are stored; return how many are not.
+    def hold(self, names: Sequence[bytes], seconds: float) -> list[int]:
+        """Return the slots of the leading names that are stored; they stay until `drop`.
 
-        Returns at once if one was evicted, and at the latest at `deadline` (monotonic seconds).
+        Waits up to `seconds` for the first one, but not for one that was evicted.
         """
+        until = time.monotonic() + seconds
         with self._changed:
-            while True:
-                lack = [name for name in names if name not in self._slots]
-                left = deadline - time.monotonic()
-                hopeless = self._closed or any(name in self._gone for name in lack)
-                if not lack or hopeless or left <= 0:
-                    self._touch(names)
-                    return len(lack)
+            while names[0] not in self._slots:
+                left = until - time.monotonic()
+                if self._closed or left <= 0 or any(name in self._gone for name in names):
+                    return []
                 self._changed.wait(left)
+            slots = []
+            for name in names:
+                if name not in self._slots:
+                    break
+                slots.append(self._slots[name])
+            self._touch(names[: len(slots)])
+            self._held.update(slots)
+            return slots
 
-    def copy(self, name: bytes) -> bytes | None:
-        """Return a block's bytes, or None if it is not stored any more."""
+    def drop(self, slots: Iterable[int]) -> None:
+        """End a `hold`."""
         with self._changed:
-            slot = self._slots.get(name)
-            return None if slot is None else self.memory[slot].numpy().tobytes()
+            for slot in slots:
+                self._held[slot] -= 1
+                if not self._held[slot]:
+                    del self._held[slot]
 
     def close(self) -> None:
-        """Make `missing` return."""
+        """Make `hold` return."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,15 @@
 """What engines say to one another: messages of msgpack behind their length, and blocks' bytes.
 
-A connection has one question, `{"engine": facts, "names": [...], "seconds": S}`, and one answer:
-`{"refused": reason}`, `{"missing": N}`, or `{"blocks": N, "width": bytes of a block}` and then the
-blocks. Both sides prove that they know the secret, and everything is encrypted (TLS 1.3).
+A connection has one question, `{"engine": facts, "names": [...], "seconds": S, "computing": whether
+the blocks are being computed, "shared": whether shared memory can be read}`. The answer is
+`{"refused": reason}`, or `{"blocks": N, "tensors": layout, "tensor_parallel_size": T, "memory":
+M}`. M describes shared memory, or is None. If it is offered, the asking side says `{"shared":
+bool}`.
+
+Then blocks follow in parts, as they are computed: `{"blocks": K}` and their bytes, or `{"slots":
+[...]}` of shared memory, which is answered by `{"copied": K}`. `{"complete": true}` or
+`{"missing": N}` is the end. Both sides prove that they know the secret, and everything that goes
+through a socket is encrypted (TLS 1.3).
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Fault", "differing", "receive", "receive_into", "send", "set_deadline"]
+__all__ = ["Deadline", "Fault", "differing", "receive", "receive_into", "send", "set_deadline"]
 
 _LENGTH = struct.Struct(">I")
 #: Maximum bytes of a message: names of half a million tokens, and more.
@@ -26,21 +33,44 @@ class Fault(Exception):
     """A fetch failed. The message has no final full stop."""
 
 
-def set_deadline(peer: socket.socket, deadline: float) -> None:
-    """Limit the next call on the socket. Raises Fault after `deadline` (monotonic seconds)."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise Fault("the time is up")
-    peer.settimeout(left)
+class Deadline:
+    """The time at which a connection ends.
+
+    seconds: from now. renewed: whether they begin anew with each part of the answer, because the
+    blocks are still being computed.
+    """
+
+    def __init__(self, seconds: float, *, renewed: bool = False) -> None:
+        self._seconds, self.renewed = seconds, renewed
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left. Raises Fault if there are none."""
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise Fault("the time is up")
+        return left
+
+    def renew(self) -> None:
+        """Record that a part has arrived."""
+        if self.renewed:
+            self._at = time.monotonic() + self._seconds
 
 
-def send(peer: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message. Raises OSError."""
+def set_deadline(peer: socket.socket, deadline: Deadline) -> None:
+    """Limit the next call on the socket. Raises Fault after the deadline."""
+    peer.settimeout(deadline.left)
+
+
+def send(peer: socket.socket, message: Mapping[str, Any], deadline: Deadline) -> None:
+    """Send a message. Raises OSError, or Fault if the time is up."""
     packed = msgspec.msgpack.encode(message)
+    set_deadline(peer, deadline)
     peer.sendall(_LENGTH.pack(len(packed)) + packed)
 
 
-def receive(peer: socket.socket, deadline: float) -> dict[str, Any]:
+def receive(peer: socket.socket, deadline: Deadline) -> dict[str, Any]:
     """Receive a message. Raises OSError, or Fault for anything else than a message."""
     head = bytearray(_LENGTH.size)
     receive_into(peer, memoryview(head), deadline)
@@ -55,7 +85,7 @@ def receive(peer: socket.socket, deadline: float) -> dict[str, Any]:
         raise Fault("the message cannot be read") from error
 
 
-def receive_into(peer: socket.socket, into: memoryview, deadline: float) -> None:
+def receive_into(peer: socket.socket, into: memoryview, deadline: Deadline) -> None:
     """Fill `into`. Raises OSError, or Fault if the connection ends or the time is up."""
     count = 0
     while count < len(into):

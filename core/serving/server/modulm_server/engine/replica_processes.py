@@ -14,6 +14,8 @@ import attrs
 from attrs import define, evolve, field, frozen
 
 from modulm.errors import ConfigError, EngineStalled
+from modulm_fleet.flags import FleetConfig
+from modulm_fleet.pools import PoolRouter, pool_flags
 from modulm_fleet.router import Router
 from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.core_client import WorkerCall
@@ -107,18 +109,20 @@ class Replica:
 def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig:
     """The configuration of one of the `count` replicas of this machine."""
     parts = {"data_parallel_rank_local": index, "data_parallel_size_local": count}
-    return config.with_parts(parts)
+    return config.with_parts({**parts, **pool_flags(config, index)})
 
 
 def make_router(info: EngineInfo, replicas: int) -> Router:
     """Create the router of `replicas` replicas."""
     cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
     caches_prefixes = cache.enable_prefix_caching is not False
-    return Router(
+    arguments = (
         replicas, info.block_size or 16,
         info.cache_tokens if caches_prefixes else 0,
-        cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
+        cache.prefix_caching_hash_algo, (servers or 1) > 1,
     )  # fmt: skip
+    prefill = info.config.group(FleetConfig).prefill_replicas
+    return PoolRouter(prefill, *arguments) if prefill else Router(*arguments)
 
 
 def _all_clients(replicas: Sequence[Replica]) -> list[tuple[int, ProcessCoreClient]]:

@@ -452,14 +452,22 @@ class ReplicaSet(ReplicaCalls):
         """Report a replica's step. Runs on its client's thread."""
         if self._replicas[index].mute:
             events = StepEvents(events.time, stats=events.stats)
+        following: Sequence[Sequence[Request]] = ()
         with self._lock:
             if (router := self._router) is not None:
+                following = router.following(events)
                 router.record_tokens(index, events.requests)
                 for finish in events.finished:
                     router.record_end(finish.request)
                 if (stats := events.stats) is not None:
                     router.record_load(index, stats.running + stats.waiting)
         self._tell(ReplicaEvents(index, events))
+        for requests in following:
+            try:
+                self._send(requests)
+            except EngineError as error:
+                names = tuple(request.id for request in requests)
+                self._tell(ReplicaLost(index, names, error))
 
     # Called by a rolling restart.
 
@@ -512,6 +520,12 @@ class ReplicaSet(ReplicaCalls):
             return next((i for i in map(self.router.replica, sequences) if i is not None), 0)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            first = self.router.first(requests)
+        self._send(first)
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        """Send the sequences of one request to a replica, another one if it is dead."""
         while True:
             if (error := self.down) is not None:
                 raise error
@@ -533,11 +547,11 @@ class ReplicaSet(ReplicaCalls):
 
     def abort(self, request: str) -> None:
         with self._lock:
-            index = self.router.replica(request)
-            self.router.record_end(request)
-            client = None if index is None else self._replicas[index].client
-        if client is not None:
-            client.abort(request)
+            sent = self.router.withdraw(request)
+            clients = [(self._replicas[index].client, name) for index, name in sent]
+        for client, name in clients:
+            if client is not None:
+                client.abort(name)
 
     def _weights_news(self) -> None:
         self.weights = common_weights(self._replicas, self.weights)
