@@ -8,6 +8,7 @@ from attrs import frozen
 
 from modulm.errors import ConfigError
 from modulm.plugins import manager
+from modulm.plugins.index import to_install
 from modulm_fleet.flags import FleetConfig
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ def _place_pools(config: EngineConfig) -> Placement:
                 "out, or start servers with --kv-transfer-config and put a proxy in front of them",
             )
     if "peer" not in {each.name for each in manager.current().names("kv_connectors")}:
-        raise ConfigError("prefill_replicas", "modulm-kv-peer is not installed: pip install "
-                          "modulm[kv-transfer]")  # fmt: skip
+        message = f"needs modulm-kv-peer{to_install('modulm-kv-peer')}"
+        raise ConfigError("prefill_replicas", message)
     size = fleet.prefill_replicas + fleet.decode_replicas
     address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
     return Placement(range(size), range(size), address)
