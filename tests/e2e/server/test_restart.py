@@ -68,6 +68,12 @@ async def plain(http: httpx.AsyncClient) -> Any:
 def test_an_engine_that_dies_is_brought_back(live: Live) -> None:
     async def main() -> None:
         async with httpx.AsyncClient(base_url=live.url, timeout=300) as http:
+            stored = (
+                await http.post(
+                    "/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"content")}
+                )
+            ).json()["id"]
+            assert not [path for path in Path().iterdir() if "[" in path.name]
             begun = asyncio.Event()
             streaming = asyncio.create_task(stream(http, begun))
             await begun.wait()
@@ -94,6 +100,7 @@ def test_an_engine_that_dies_is_brought_back(live: Live) -> None:
                 "replicas": [{"rank": 0, "status": "ok", "restarts": 1}],
             }
             assert (await http.get("/load")).json() == {"server_load": 0}
+            assert (await http.get(f"/v1/files/{stored}/content")).content == b"content"
 
     asyncio.run(main())
 

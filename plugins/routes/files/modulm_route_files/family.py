@@ -82,6 +82,13 @@ class Files(RouteFamily):
     api = 2
     shared_paths = ("*",)
 
+    def absent(self) -> str | None:
+        config = self.context.config
+        folder = _folder(config.group(FilesConfig), self.context.engine.address)
+        if folder is None and (config.group(ServerConfig).api_server_count or 1) > 1:
+            return "several server processes before replicas need --file-storage-path to share"
+        return None
+
     def router(self) -> APIRouter:
         flags = self.context.config.group(FilesConfig)
         if flags.file_storage_path is not None:
@@ -270,11 +277,12 @@ class Files(RouteFamily):
 
 def _folder(flags: FilesConfig, address: str | None) -> Path | None:
     """The folder of the files: by flag, or beside the engine's socket, which all server processes
-    share and which is removed with the service. None without a socket.
+    share and which is removed with the service. None without a socket, and for replicas, whose
+    sockets' folders are removed when they restart.
     """
     if flags.file_storage_path is not None:
         return Path(flags.file_storage_path)
-    return None if address is None else Path(address).parent
+    return Path(address).parent if address and address.startswith("/") else None
 
 
 def _expiry(form: Mapping[str, Any]) -> dict[str, Any] | None:
