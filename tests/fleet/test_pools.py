@@ -125,7 +125,7 @@ def test_each_pool_has_its_role() -> None:
     assert pool_flags(EngineConfig(), 0) == {}
     roles = [pool_flags(config, index)["kv_transfer_config"] for index in range(2)]
     assert roles == [
-        {"kv_connector": "peer", "kv_role": "kv_producer"},
+        {"kv_connector": "peer", "kv_role": "kv_both"},
         {"kv_connector": "peer", "kv_role": "kv_consumer"},
     ]
     table = {"kv_connector": "peer", "kv_role": "kv_both"}

@@ -45,7 +45,8 @@ def pool_flags(config: EngineConfig, index: int) -> Mapping[str, Any]:
     if "kv_role" in table:
         message = "kv_role: remove it, --prefill-replicas and --decode-replicas set it"
         raise ConfigError("kv_transfer_config", message)
-    role = "kv_producer" if index < prefill else "kv_consumer"
+    # If all decode replicas die, prefill replicas fetch what was computed for them.
+    role = "kv_both" if index < prefill else "kv_consumer"
     return {"kv_transfer_config": {**table, "kv_role": role}}
 
 
