@@ -148,6 +148,31 @@ def test_reloading_drops_no_stream(several: Several, file: Path) -> None:
     assert error_of(post(several, "/models/reload", {}))["param"] == "models_config"
 
 
+def test_checkpoints_added_to_the_folder_are_served_without_reload(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def add(*parts: str) -> None:
+        folder = tmp_path.joinpath(*parts)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+
+    add("first")
+    monkeypatch.setattr("modulm_server.models.pool._LOOK_AGAIN", 0.0)
+    with several_models(tokenizer, monkeypatch, models_dir=str(tmp_path)) as several:
+        assert post(several, CHAT, ask("second")).status_code == 404
+        add("second")
+        assert post(several, CHAT, ask("second")).is_success
+        cached = tmp_path / "models--owner--third--b"
+        add(cached.name, "snapshots", "abc")
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("abc")
+        several.call(several.pool.discover())
+        assert list(several.states()) == ["first", "second", "owner/third--b"]
+        (tmp_path / "first" / "config.json").unlink()
+        assert not several.call(several.pool.discover())
+        assert post(several, CHAT, ask("first")).is_success
+
+
 def test_commands_list_load_and_stop_models(several: Several) -> None:
     def run(command: click.Command, *arguments: str) -> str:
         result = CliRunner().invoke(command, [*arguments, "--url", several.live.url])

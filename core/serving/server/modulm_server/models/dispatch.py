@@ -82,7 +82,7 @@ class Dispatched:
             return
         stream = _Stream(self.family, send)
         try:
-            model = self._find(scope, fields)
+            model = await self._find(scope, fields)
             if self.path in self.family.cold_paths and not model.ready:
                 await self.front(scope, receive, send)
                 return
@@ -117,13 +117,19 @@ class Dispatched:
             if keep_alive is not None:
                 self.pool.touched()
 
-    def _find(self, scope: Scope, fields: RequestFields) -> HostedModel:
+    async def _find(self, scope: Scope, fields: RequestFields) -> HostedModel:
         name = fields.model
         if not isinstance(name, str) and scope["query_string"]:
             name = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[0]
         if self.pool.closing:
             raise shutting_down()
-        return self.pool.find(name, scope.get("modulm.owner", ""))
+        owner = scope.get("modulm.owner", "")
+        try:
+            return self.pool.find(name, owner)
+        except ApiError:
+            if not await self.pool.discover():
+                raise
+            return self.pool.find(name, owner)
 
     def _endpoint(self, model: HostedModel, scope: Scope) -> ASGIApp:
         """The model's own endpoint of this route. Raises ApiError(404)."""
@@ -136,7 +142,7 @@ class Dispatched:
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a model serve a WebSocket."""
         try:
-            model = self._find(scope, RequestFields())
+            model = await self._find(scope, RequestFields())
             await self.pool.until_ready(model)
             endpoint = self._endpoint(model, scope)
         except Exception as error:

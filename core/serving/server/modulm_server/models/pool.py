@@ -28,14 +28,16 @@ log = logging.getLogger("modulm_server")
 
 #: Names that an error lists.
 _LISTED = 20
-#: Seconds between two measurements of memory, with a budget.
+#: Seconds between two measurements of memory, with a budget, and two looks into `--models-dir`.
 _MEASURE = 5.0
+#: Seconds between two looks for a model that is unknown.
+_LOOK_AGAIN = 1.0
 
 
 class ModelPool(ModelDirectory):
     """The models of a server.
 
-    read: returns the settings of all models; called again by `reload`, and for unknown names. All
+    read: returns the settings of all models; called again by `reload`, and to find new ones. All
     methods run on the server's event loop.
     """
 
@@ -50,6 +52,8 @@ class ModelPool(ModelDirectory):
         self._expiring = asyncio.Event()
         self._patrol: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._looked = time.monotonic()
+        self._unreadable = ""
         self.closing = False
         self.budget = self._flags.memory_budget
         self.stores: dict[str, Any] = {}
@@ -325,6 +329,7 @@ class ModelPool(ModelDirectory):
                     self._spawn(self._leave(model, evicted=True))
             if self.budget is not None:
                 await self._keep_budget()
+            await self.discover()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._expiring.wait(), self._pause())
 
@@ -338,6 +343,8 @@ class ModelPool(ModelDirectory):
             and not model.settings.pinned
         ]  # fmt: skip
         if self.budget is not None and any(model.engine is not None for model in self.models):
+            pauses.append(_MEASURE)
+        if self._flags.models_dir is not None:
             pauses.append(_MEASURE)
         return min(pauses, default=None)
 
@@ -365,6 +372,28 @@ class ModelPool(ModelDirectory):
         if model.engine is not None:
             await self._leave(model)
         return model.status()
+
+    async def discover(self) -> bool:
+        """Look for models that were added to `--models-dir`; returns whether there are any."""
+        now = time.monotonic()
+        if self._flags.models_dir is None or now < self._looked + _LOOK_AGAIN:
+            return False
+        self._looked = now
+        try:
+            settings = await asyncio.to_thread(self._read)
+        except (ModulmError, OSError) as error:
+            if str(error) != self._unreadable:
+                self._unreadable = str(error)
+                log.warning("No new models are found: %s", error)
+            return False
+        self._unreadable = ""
+        known = set(self._names)
+        new = [one for one in settings if known.isdisjoint(one.names)]
+        if new:
+            log.info("New models: %s", ", ".join(one.name for one in new))
+            self._models += map(HostedModel, new)
+            self._index()
+        return bool(new)
 
     async def reload(self) -> ModelChanges:
         settings = {one.name: one for one in await asyncio.to_thread(self._read)}

@@ -110,7 +110,9 @@ def _read_file(path: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of each checkpoint: NAME, OWNER/NAME, or NAME.gguf. Raises ConfigError."""
+    """Name and path of each checkpoint: NAME, OWNER/NAME, NAME.gguf, or models--OWNER--NAME as in
+    the Hugging Face cache. Raises ConfigError.
+    """
     if not folder.is_dir():
         raise ConfigError("models_dir", f"{folder} is not a folder")
     for path in sorted(folder.iterdir()):
@@ -120,6 +122,11 @@ def _checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.stem, path
         elif (path / "config.json").is_file():
             yield path.name, path
+        elif path.name.startswith("models--") and (path / "refs" / "main").is_file():
+            revision = (path / "refs" / "main").read_text(encoding="utf-8").strip()
+            snapshot = path / "snapshots" / revision
+            if (snapshot / "config.json").is_file():
+                yield path.name.removeprefix("models--").replace("--", "/", 1), snapshot
         elif path.is_dir():
             for inner in sorted(path.iterdir()):
                 if (inner / "config.json").is_file():
