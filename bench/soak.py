@@ -329,7 +329,7 @@ def main() -> int:
         embed = stack.enter_context(serving(*common, "--runner", "pooling", **here))
         media = stack.enter_context(serving(
             *common, *loads, "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", str(BLOCKS),
-            model=str(llava), **here,
+            "--mm-processor-cache-gb", "0.002", model=str(llava), **here,
         ))  # fmt: skip
         servers = [Watched("chat", chat), Watched("embed", embed), Watched("media", media)]
         tally, ends = asyncio.run(soak(servers, adapters, options))

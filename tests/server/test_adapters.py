@@ -414,3 +414,34 @@ def test_one_of_several_adapters_in_a_folder_has_a_path_of_its_own(tmp_path: Pat
     with pytest.raises(CheckpointError, match="outside"):
         inside(folder / "query", [folder / "query"])
     assert len({stamp(folder), stamp(folder / "query"), stamp(folder / "passage")}) == 3
+
+
+def test_a_keys_adapters_are_its_own(make_server: ServerMaker, folder: Path) -> None:
+    server = make_server(
+        {**SLOTS}, enable_lora=True, allow_runtime_lora_updating=True, api_key=["one", "two"],
+        allowed_lora_path=[str(folder / "loads")], lora_modules=[f"sql={folder / 'sql'}"],
+        max_adapters_per_key=1,
+    )  # fmt: skip
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with server.client(headers=one) as mine, server.client(headers=two) as other:
+        path = folder / "loads/new"
+        assert load(mine, "own", path).status_code == 200
+        names = [[card["id"] for card in c.get("/v1/models").json()["data"]] for c in (mine, other)]
+        assert names == [["M", "sql", "own"], ["M", "sql"]]
+        body = {"model": "own", "prompt": "Hello", "max_tokens": 1}
+        answers = [c.post("/v1/completions", json=body).status_code for c in (mine, other)]
+        assert answers == [200, 404]
+        assert load(other, "own", path, load_inplace=True).status_code == 400
+        assert unload(other, "own").status_code == 404
+        assert [unload(c, "sql").status_code for c in (mine, other)] == [400, 400]
+        assert load(mine, "further", path).status_code == 429
+        assert load(other, "further", path).status_code == 200
+        assert load(mine, "own", path, load_inplace=True).status_code == 200
+        assert unload(mine, "own").status_code == 200
+        assert load(mine, "third", path).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a/../b", "..", " a", "a ", "a\nb", "a\x7f", "a\x00"])
+def test_names_that_could_mislead_are_refused(http: httpx.Client, folder: Path, name: str) -> None:
+    answer = load(http, name, folder / "loads/new")
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_name")

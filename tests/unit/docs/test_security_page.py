@@ -13,6 +13,20 @@ UNITS = {None: 1, " s": 1, " KiB": 1 << 10, " MiB": 1 << 20, " GiB": 1 << 30}
 ELSEWHERE = {"--h11-max-incomplete-event-size": 1 << 16, "--h11-max-header-count": 256}
 
 
+def test_the_named_tests_exist() -> None:
+    """Each row of the last table names test files, and perhaps functions of them."""
+    rows = PAGE.read_text().partition("## Which test holds what")[2].splitlines()
+    rows = [row for row in rows if row.startswith("| ") and "promise" not in row]
+    assert len(rows) > 15
+    for row in rows:
+        files = [PAGE.parents[1] / path for path in re.findall(r"`(tests/[a-z0-9_/]+\.py)`", row)]
+        assert files, f"names no test: {row}"
+        assert [file for file in files if not file.is_file()] == [], row
+        text = "".join(file.read_text() for file in files)
+        for function in re.findall(r"`(test_[a-z0-9_]+)`", row):
+            assert f"def {function}(" in text, f"{function}: {row}"
+
+
 def test_flags_and_defaults() -> None:
     text, specs, tables = PAGE.read_text(), catalog().specs, catalog().tables
     names = set(re.findall(r"`(--[a-z0-9-]+)[^`]*`", text)) - {"--plugins", "--host"}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from modulm_server.engine.adapters import Adapter
+    from modulm_server.engine.client import EngineClient
 
 __all__ = [
     "LOOPBACK",
@@ -35,6 +37,7 @@ __all__ = [
     "guard",
     "open_paths",
     "owner_of",
+    "usable_adapters",
 ]
 
 #: Routes that never need a key: health checks, and the page that asks the user for a key, with its
@@ -80,6 +83,12 @@ def owner_of(request: Request) -> str:
     """
     owner: str = request.scope.get("modulm.owner", "")
     return owner
+
+
+def usable_adapters(engine: EngineClient) -> dict[str, Adapter]:
+    """The adapters that the key of the current task's request may use, by name."""
+    owners = (None, current_owner())
+    return {name: one for name, one in engine.adapters.items() if one.owner in owners}
 
 
 def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:

@@ -6,6 +6,7 @@ Source of the routes: https://docs.vllm.ai/en/latest/features/lora.html
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from fastapi import APIRouter, Request
 from msgspec import Struct
 from starlette.responses import PlainTextResponse, Response
 
-from modulm.errors import CheckpointError, ConfigError, RequestError
+from modulm.errors import CheckpointError, ConfigError, NotFound, RequestError
 from modulm.loading.hub import download, is_hub_id
 from modulm.plugins import manager
 from modulm_adapters.places import inside, name_fault, read_modules
 from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_server.auth import current_owner
 from modulm_server.engine.adapters import Adapter
+from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
@@ -61,6 +64,8 @@ class Adapters(RouteFamily):
         self._flags = context.config.group(ServedAdaptersConfig)
         self._folders = [Path(folder) for folder in self._flags.allowed_lora_path or ()]
         self._resolvers: Sequence[AdapterResolver] = ()
+        #: By owner, the names that are being loaded.
+        self._loading: defaultdict[str, set[str]] = defaultdict(set)
         self._searches: dict[str, asyncio.Task[bool]] = {}
 
     def absent(self) -> str | None:
@@ -167,10 +172,42 @@ class Adapters(RouteFamily):
         if not body.lora_path:
             raise bad_field("lora_path", "lora_path must be the adapter's folder")
         path = await asyncio.to_thread(self._allowed, name, body.lora_path)
-        adapter = Adapter(name, str(path), body.base_model_name)
-        loading = self.context.engine.load_adapter(adapter, replace=body.load_inplace)
-        await asyncio.wrap_future(loading)
+        owner = self._owner()
+        self._check_owner(name, owner, "load")
+        adapter = Adapter(name, str(path), body.base_model_name, owner=owner)
+        loading = self._loading[owner or ""]
+        loading.add(name)
+        try:
+            answer = self.context.engine.load_adapter(adapter, replace=body.load_inplace)
+            await asyncio.wrap_future(answer)
+        finally:
+            loading.discard(name)
         return PlainTextResponse(f"Success: adapter {name!r} is loaded.")
+
+    def _owner(self) -> str | None:
+        """The owner of what the current request loads; None if all keys share it."""
+        return None if self._flags.share_adapters_between_keys else current_owner() or None
+
+    def _check_owner(self, name: str, owner: str | None, what: str) -> None:
+        """Check that a key may load or unload a name. Raises RequestError, NotFound, ApiError."""
+        if owner is None:
+            return
+        adapters = self.context.engine.adapters
+        present = adapters.get(name)
+        if present is not None and present.owner != owner:
+            if what == "unload" and present.owner is not None:
+                raise NotFound(f"there is no adapter {name!r} here", "lora_name")
+            raise RequestError(
+                f"adapter {name!r} does not belong to this key: it cannot {what} it", "lora_name"
+            )
+        owned = {one.name for one in adapters.values() if one.owner == owner}
+        owned |= self._loading[owner]
+        most = self._flags.max_adapters_per_key
+        if what == "load" and name not in owned and len(owned) >= most:
+            raise ApiError(
+                429, f"this key has {most} adapters (--max-adapters-per-key): unload one",
+                code="overloaded", param="lora_name",
+            )  # fmt: skip
 
     def _allowed(self, name: str, path: str) -> Path:
         """Check that an adapter may be loaded from a path. Raises RequestError."""
@@ -190,6 +227,7 @@ class Adapters(RouteFamily):
         """Unload an adapter. Running requests that use it are finished."""
         body = await read(request, UnloadRequest)
         name = _check_name(body.lora_name)
+        self._check_owner(name, self._owner(), "unload")
         await asyncio.wrap_future(self.context.engine.unload_adapter(name))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 

@@ -25,3 +25,9 @@ class ServedAdaptersConfig(FlagGroup):
     allowed_lora_path: tuple[str, ...] | None = flag(
         None, "Folders that /v1/load_lora_adapter may load from. Default: none.", unit="path"
     )
+    share_adapters_between_keys: bool = flag(
+        False, "Let every API key use, replace and unload the adapters that others have loaded."
+    )
+    max_adapters_per_key: int = flag(
+        32, "Maximum adapters that an API key may have loaded at a time.", least=1
+    )

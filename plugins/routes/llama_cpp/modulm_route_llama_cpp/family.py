@@ -40,7 +40,7 @@ from modulm_route_llama_cpp.schema import (
     constraint_of,
     params_of,
 )
-from modulm_server.auth import current_owner
+from modulm_server.auth import current_owner, usable_adapters
 from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
@@ -218,7 +218,7 @@ class LlamaCpp(RouteFamily):
         """List the adapters that requests may select by number in `lora`."""
         adapter_objects: list[Adapter] = [
             {"id": index, "path": adapter.root or adapter.name, "scale": 0.0}
-            for index, adapter in enumerate(self.context.engine.adapters.values())
+            for index, adapter in enumerate(usable_adapters(self.context.engine).values())
         ]
         return json_response(adapter_objects)
 
@@ -344,14 +344,14 @@ class LlamaCpp(RouteFamily):
         if body.lora is None:
             model_name = body.model
             known = model_name is None or model_name in self.context.models
-            adapters = self.context.engine.adapters
+            adapters = usable_adapters(self.context.engine)
             return model_name if not known and model_name in adapters else None
         requested = [one for one in body.lora if one.get("scale", 0) != 0]
         if len(requested) > 1 or any(one.get("scale") != 1 for one in requested):
             raise bad_field("lora", "lora: only one adapter with scale 1 is supported")
         if not requested:
             return None
-        names = list(self.context.engine.adapters)
+        names = list(usable_adapters(self.context.engine))
         index = requested[0].get("id")
         if not isinstance(index, int) or not 0 <= index < len(names):
             raise bad_field("lora", f"lora: {index!r:.20} is not an adapter of GET /lora-adapters")

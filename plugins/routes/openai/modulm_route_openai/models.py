@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from starlette.responses import Response
 
-from modulm_server.auth import owner_of
+from modulm_server.auth import owner_of, usable_adapters
 from modulm_server.errors import ApiError, error_body, model_error
 from modulm_server.json_body import bad_field, json_response
 
@@ -68,7 +68,7 @@ class Models:
         """The names of models and of adapters; with the model's status on a server of several."""
         directory = self._context.directory
         if directory is None:
-            return dict.fromkeys((*self._context.models, *self._context.engine.adapters))
+            return dict.fromkeys((*self._context.models, *usable_adapters(self._context.engine)))
         statuses = directory.statuses(owner_of(request))
         return {name: one for one in statuses for name in (*one.names, *one.adapters)}
 

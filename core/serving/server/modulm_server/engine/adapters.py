@@ -43,7 +43,8 @@ _READERS = 4
 
 @frozen
 class Adapter:
-    """An adapter that requests may name. path: the folder of its files.
+    """An adapter that requests may name. path: the folder of its files. owner: of the API key that
+    loaded it and alone may use it; None for all.
 
     Shown to clients: parent, the model it belongs to, None for the served one; root, its origin,
     None for the folder.
@@ -53,6 +54,7 @@ class Adapter:
     path: str
     parent: str | None = None
     root: str | None = None
+    owner: str | None = None
 
 
 @define(eq=False)

@@ -251,6 +251,8 @@ class HostedModel:
             adapters={}
             if engine is None
             else {
-                adapter.name: adapter.root or adapter.path for adapter in engine.adapters.values()
+                adapter.name: adapter.root or adapter.path
+                for adapter in engine.adapters.values()
+                if adapter.owner is None
             },
         )
