@@ -104,6 +104,7 @@ class RequestOutput:
     prompt: None if it was given as token ids. prompt_logprobs: one entry per prompt token, None for
     the first. num_cached_tokens: prompt tokens found in the prefix cache; None until the request
     has run. kv_transfer_params: where another engine finds the prompt's KV cache, if requested.
+    retained: (tokens held, seconds) for each prefix of the prompt that the request asked to hold.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    retained: Sequence[Sequence[float]] = ()
 
 
 @define

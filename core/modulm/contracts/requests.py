@@ -183,8 +183,8 @@ class StepEvents:
 
     requests[i] sampled tokens[i]; a request's tokens are consecutive, with one entry of logprobs
     each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
-    request -> (verified drafts, accepted drafts). transfer_params: request ->
-    `RequestOutput.kv_transfer_params`.
+    request -> (verified drafts, accepted drafts). transfer_params, retained: request ->
+    `RequestOutput.kv_transfer_params`, `RequestOutput.retained`.
     """
 
     time: float = field(factory=time.monotonic)
@@ -198,3 +198,4 @@ class StepEvents:
     stats: StepStats | None = None
     drafted: dict[str, tuple[int, int]] = field(factory=dict)
     transfer_params: dict[str, Mapping[str, Any]] = field(factory=dict)
+    retained: dict[str, Sequence[Sequence[float]]] = field(factory=dict)

@@ -138,6 +138,12 @@ class BlockCache(Protocol):
     def room(self, rows: np.ndarray) -> np.ndarray:
         """The tokens that each row has blocks for: [rows]."""
 
+    def lookup(self, names: Mapping[int, Sequence[bytes]], most: int) -> Any:
+        """Find the longest cached prefix of at most `most` tokens. names: block size -> names.
+
+        Returns its `tokens`, and `blocks` with the ids of each group, 0 where none is needed.
+        """
+
     def lend(
         self, rows: np.ndarray, drafted: np.ndarray, starts: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray | None, ...]]:

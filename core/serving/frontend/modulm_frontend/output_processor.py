@@ -189,6 +189,7 @@ class RequestState:
     streamed: bool = False
     end_taken: bool = False
     transfer_params: Mapping[str, Any] | None = None
+    retained: Sequence[Sequence[float]] = ()
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
@@ -321,6 +322,7 @@ class RequestState:
             metrics=self.metrics,
             num_cached_tokens=self.cached,
             kv_transfer_params=self.transfer_params,
+            retained=self.retained,
         )
 
     def _deltas(self) -> list[CompletionOutput]:
@@ -428,6 +430,9 @@ class OutputProcessor:
         for identity, params in events.transfer_params.items():
             if identity in self._sequences:
                 self._sequences[identity][0].transfer_params = params
+        for identity, retained in events.retained.items():
+            if identity in self._sequences:
+                self._sequences[identity][0].retained = retained
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
             if identity in self._sequences:

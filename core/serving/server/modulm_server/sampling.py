@@ -12,6 +12,7 @@ from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutp
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_samplers import SAMPLERS, sampler_arguments
 from modulm_server.json_body import bad_field
+from modulm_server.prompt_caching import held_prompt, with_held
 from modulm_server.request_guard import RequestLimits
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class SamplingFields(SamplerFields, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None
     logprob_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
+    prompt_cache_retention: str | None = None
     repetition_detection: dict[str, Any] | None = None
     logits_processors: list[Any] | None = None
     thinking_token_budget: Budget | None = None
@@ -191,7 +194,7 @@ def sampling_params(
             raise bad_field(
                 "use_beam_search", "use_beam_search cannot be combined with structured outputs"
             )
-        reject_unsupported(body, "kv_transfer_params")
+        reject_unsupported(body, "kv_transfer_params", "prompt_cache_retention")
         return _beams(body, defaults, max_tokens, logprobs)
     if body.early_stopping:
         raise bad_field("early_stopping", "early_stopping needs use_beam_search: true")
@@ -216,7 +219,9 @@ def sampling_params(
 
 def _extra_args(body: SamplingFields) -> dict[str, Any] | None:
     """Return `SamplingParams.extra_args`, with `kv_transfer_params` where vLLM has them."""
-    arguments = body.arguments()
+    arguments = with_held(
+        body.arguments(), held_prompt(body.prompt_cache_key, body.prompt_cache_retention)
+    )
     if body.kv_transfer_params is None:
         return arguments
     return {**(arguments or {}), "kv_transfer_params": body.kv_transfer_params}

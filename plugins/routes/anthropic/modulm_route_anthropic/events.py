@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm_parsing import new_call_id
+from modulm_server.prompt_caching import creation_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,11 +70,16 @@ def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
 
 def usage_of(output: Any, generated: int, thought: int | None = None) -> objects.Usage:
     """Token usage. thought: thinking tokens among the generated ones."""
-    cached = output.num_cached_tokens or 0
+    cached, created = output.num_cached_tokens or 0, creation_tokens(output)
+    creation = sum(created.values())
     return {
-        "input_tokens": len(output.prompt_token_ids) - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": len(output.prompt_token_ids) - cached - creation,
+        "cache_creation_input_tokens": creation,
         "cache_read_input_tokens": cached,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": created.get(300, 0),
+            "ephemeral_1h_input_tokens": created.get(3600, 0),
+        },
         **written(generated, thought),
     }
 

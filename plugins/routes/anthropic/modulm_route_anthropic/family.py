@@ -9,6 +9,8 @@ from attrs import frozen
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from modulm_prefix_retention import Mark, with_marks
+from modulm_route_anthropic.caching import breakpoints_of
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of, written
 from modulm_route_anthropic.objects import Failure, Message, Opening, StreamEvent, TokenCount
 from modulm_route_anthropic.schema import (
@@ -28,6 +30,7 @@ from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
 from modulm_server.json_body import convert, json_response, read, request_docs
 from modulm_server.openapi import response_docs
+from modulm_server.prompt_caching import cache_time, marks_at
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
@@ -132,18 +135,23 @@ class Anthropic(RouteFamily):
         variables = variables_of(body, self._parsers.reasoning)
         forced_calls = self._forced_calls(tools, choice, parallel)
         constraint = constraint_of(body, forced_calls)
+        messages = await convert(request, messages_of, body)
+        breakpoints = await convert(request, breakpoints_of, body)
+        options = ChatOptions(tools=tools, variables=variables)
+        prompt = await generation.from_messages(messages, options)
+        marks = await marks_at(generation, prompt, breakpoints)
+        if (seconds := cache_time("cache_control", "", body.cache_control)) is not None:
+            marks.append(Mark(len(prompt.ids), seconds))
+        params = params_of(
+            body,
+            self.context.engine.info.defaults,
+            None if constraint is None else constraint[1],
+            self._budget(body),
+        )
         turn = ChatTurn(
             generation=generation,
-            prompt=await generation.from_messages(
-                await convert(request, messages_of, body),
-                ChatOptions(tools=tools, variables=variables),
-            ),
-            params=params_of(
-                body,
-                self.context.engine.info.defaults,
-                None if constraint is None else constraint[1],
-                self._budget(body),
-            ),
+            prompt=prompt,
+            params=with_marks(params, marks),
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,

@@ -74,12 +74,20 @@ class Written(TypedDict):
     output_tokens_details: NotRequired[Thoughts]
 
 
+class CacheCreation(TypedDict):
+    """Tokens that were newly cached, by how long they are held."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class Usage(Written):
-    """What was read, found in the cache, and written, in tokens."""
+    """What was read, found in the cache, newly held in it, and written, in tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: CacheCreation
 
 
 class Opening(TypedDict):

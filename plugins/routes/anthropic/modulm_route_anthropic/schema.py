@@ -63,6 +63,7 @@ class MessagesRequest(_Conversation, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     context_management: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     cache_salt: Salt | None = None
 

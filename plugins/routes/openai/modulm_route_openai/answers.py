@@ -106,6 +106,18 @@ def draft_metrics(body: SamplingFields, config: Any, single: RequestOutput | Non
     return {"metrics": {"speculative_decoding": report}}
 
 
+def cached_tokens(body: SamplingFields, config: Any, *outputs: Any) -> int | None:
+    """Return the prompt tokens found in the cache, if the server or the request asks for them."""
+    if not _reports_cache(body, config):
+        return None
+    return sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+def _reports_cache(body: SamplingFields, config: Any) -> bool:
+    asked = body.prompt_cache_key is not None or body.prompt_cache_retention is not None
+    return asked or config.group(ServerConfig).enable_prompt_tokens_details
+
+
 class StreamUsage:
     """Tracks the usage of a stream, which is sent in every chunk, in a last one, or not at all."""
 
@@ -114,7 +126,7 @@ class StreamUsage:
         forced = config.group(ServerConfig).enable_force_include_usage
         self.last = forced or bool(options and options.include_usage)
         self.each = bool(options and options.continuous_usage_stats)
-        self._details = config.group(ServerConfig).enable_prompt_tokens_details
+        self._details = _reports_cache(body, config)
         self._prompts: dict[int, tuple[int, int | None]] = {}
         self._generated: dict[int, int] = {}
 

@@ -14,6 +14,7 @@ from modulm_parsing import new_call_id, thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
+    cached_tokens,
     chat_logprobs,
     draft_metrics,
     fingerprint,
@@ -226,7 +227,6 @@ class Chat:
 
     async def _whole(self, job: _Job, started: RunningTurn) -> ChatCompletion:
         output, messages = await started.messages()
-        details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         body: ChatCompletion = {
             "id": job.id,
             "object": "chat.completion",
@@ -237,7 +237,7 @@ class Chat:
             "usage": usage(
                 len(output.prompt_token_ids),
                 sum(message.generated for message in messages),
-                output.num_cached_tokens or 0 if details else None,
+                cached_tokens(job.body, self._context.config, output),
                 await started.reasoning_tokens(),
             ),
         }

@@ -13,6 +13,7 @@ from modulm_frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
+    cached_tokens,
     completion_logprobs,
     draft_metrics,
     fingerprint,
@@ -233,8 +234,7 @@ class Completions:
         generated = (
             0 if job.nothing else sum(len(choice.token_ids) for _, choice, _ in indexed_choices)
         )
-        details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
-        cached = sum(output.num_cached_tokens or 0 for output in outputs) if details else None
+        cached = cached_tokens(job.body, self._context.config, *outputs)
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         single = outputs[0] if len(indexed_choices) == 1 else None
         return {

@@ -57,5 +57,4 @@ class ChatRequest(SamplingFields, kw_only=True):
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     verbosity: Name | None = None
-    prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None

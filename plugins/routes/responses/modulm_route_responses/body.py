@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from modulm_route_responses.schema import LOGPROBS
 from modulm_server.json_body import bad_field
+from modulm_server.prompt_caching import creation_tokens
 
 if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
@@ -81,7 +82,7 @@ def usage(output: Any, generated: int, reasoning: int) -> Usage:
         "input_tokens": prompt,
         "input_tokens_details": {
             "cached_tokens": output.num_cached_tokens or 0,
-            "cache_write_tokens": 0,
+            "cache_write_tokens": sum(creation_tokens(output).values()),
         },
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},

@@ -17,6 +17,7 @@ from modulm_server.constraints import (
 )
 from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
+from modulm_server.prompt_caching import held_prompt, with_held
 from modulm_server.sampling import (
     LIMITS,
     Budget,
@@ -87,6 +88,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_retention: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
     service_tier: str | None = None
@@ -346,7 +348,9 @@ def params_of(
             **chosen,
             **({} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}),
             "structured_outputs": constraint,
-            "extra_args": body.arguments(),
+            "extra_args": with_held(
+                body.arguments(), held_prompt(body.prompt_cache_key, body.prompt_cache_retention)
+            ),
             "logprobs": (body.top_logprobs or 0) if wants_logprobs(body) else None,
             "output_kind": OutputKind.DELTA if in_pieces(body) else OutputKind.FINAL_ONLY,
         }

@@ -71,12 +71,13 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.stats,
         events.drafted,
         events.transfer_params,
+        events.retained,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
     time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, *more = packed
-    drafted, transfer_params = more
+    drafted, transfer_params, retained = more
     return StepEvents(
         time,
         requests,
@@ -89,6 +90,7 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         None if stats is None else _stats(stats),
         {name: (verified, right) for name, (verified, right) in drafted.items()},
         transfer_params,
+        retained,
     )
 
 

@@ -63,6 +63,8 @@ _GRACE = 5.0
 _IDLE_CHECK = 0.02
 #: Seconds in which a front end on another machine must authenticate itself.
 _HANDSHAKE = 10.0
+#: Fields of StepEvents by request.
+_TABLES = ("logprobs", "prompt_logprobs", "pooled", "drafted", "transfer_params", "retained")
 
 
 class _FrontEnd(asyncio.BufferedProtocol):
@@ -472,7 +474,7 @@ def split(events: StepEvents, owners: dict[str, Any], peers: Any) -> list[tuple[
     for finish in events.finished:
         if id(owners.get(finish.request)) in parts:
             parts[id(owners[finish.request])][1].finished.append(finish)
-    for table in ("logprobs", "prompt_logprobs", "pooled", "drafted", "transfer_params"):
+    for table in _TABLES:
         _split_table(table, events, owners, parts)
     return list(parts.values())
 
