@@ -58,8 +58,8 @@ class PrefixReuse:
     def _coming(self, entry: Entry, hit: Hit) -> bool:
         chain = entry.chains[0]
         following = hit.tokens // chain.size
-        reach = (entry.tokens - 1) // chain.size
-        return following < reach and chain.names[following] in self._filling
+        inside = following < (entry.tokens - 1) // chain.size
+        return inside and chain.names[following] in self._filling
 
     def admit(self, entry: Entry, row: int, hit: Hit) -> None:
         """Record that the entry was admitted with the prefix `hit`."""

@@ -367,8 +367,6 @@ class BudgetScheduler(Scheduler):
     def _announce(self, step: NextStep) -> None:
         """Admit rows whose load has ended with the first step that runs them."""
         rows, now = self._unannounced.intersection(step.rows.tolist()), time.monotonic()
-        if not rows:
-            return
         self._unannounced -= rows
         for loaded in self._hooks.loaded:
             for row, cached in loaded(sorted(rows)).items():
@@ -532,8 +530,7 @@ class BudgetScheduler(Scheduler):
         for fail in self._hooks.fail:
             fail(plan)
         alive = self.table.epoch[flight.rows] == flight.epochs
-        rows = flight.rows[alive].tolist()
-        return [self._finish(row, "error", error=error) for row in rows]
+        return [self._finish(row, "error", error=error) for row in flight.rows[alive].tolist()]
 
     def _take_in_flight(self, plan: Plan) -> StepInFlight:
         flight = self._in_flight.popleft()
