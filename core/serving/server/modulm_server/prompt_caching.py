@@ -15,8 +15,9 @@ from modulm_prefix_retention import FIELD, Mark
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
-    from modulm_server.generation import GenerationService
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_server.prompts import Prompt
+    from modulm_server.text_work import TextWork
 
 __all__ = ["Breakpoint", "cache_time", "creation_tokens", "held_prompt", "marks_at", "with_held"]
 
@@ -77,7 +78,7 @@ class Breakpoint:
 
 
 async def marks_at(
-    generation: GenerationService, prompt: Prompt, breakpoints: Sequence[Breakpoint]
+    tokenizer: Tokenizer, work: TextWork, prompt: Prompt, breakpoints: Sequence[Breakpoint]
 ) -> list[Mark]:
     """Return marks for breakpoints, which follow each other in the prompt.
 
@@ -90,7 +91,7 @@ async def marks_at(
     places = _places(text, breakpoints)
 
     def count() -> list[Mark]:
-        encode = generation.tokenizer.encode
+        encode = tokenizer.encode
         spans = [] if prompt.media is None else [(i.start, i.length) for i in prompt.media.items]
         total, marks = len(prompt.ids), []
         for end, seconds in places:
@@ -100,7 +101,7 @@ async def marks_at(
             marks.append(Mark(max(0, min(tokens, total)), seconds))
         return marks
 
-    marks: list[Mark] = await generation.work.run(len(text) * len(places), count)
+    marks: list[Mark] = await work.run(len(text) * len(places), count)
     return marks
 
 

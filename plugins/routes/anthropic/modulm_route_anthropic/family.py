@@ -139,7 +139,7 @@ class Anthropic(RouteFamily):
         breakpoints = await convert(request, breakpoints_of, body)
         options = ChatOptions(tools=tools, variables=variables)
         prompt = await generation.from_messages(messages, options)
-        marks = await marks_at(generation, prompt, breakpoints)
+        marks = await marks_at(generation.tokenizer, generation.work, prompt, breakpoints)
         if (seconds := cache_time("cache_control", "", body.cache_control)) is not None:
             marks.append(Mark(len(prompt.ids), seconds))
         params = params_of(
