@@ -97,6 +97,8 @@ def test_the_flags_are_vllms() -> None:
 def test_an_offline_llm_has_no_replicas() -> None:
     with pytest.raises(ConfigError, match="LLM runs one replica"):
         LLM("demo", data_parallel_size=2)
+    with pytest.raises(ConfigError, match="LLM runs one replica"):
+        LLM("demo", prefill_replicas=1, decode_replicas=1)
 
 
 def test_a_worker_has_its_part_of_the_machine() -> None:

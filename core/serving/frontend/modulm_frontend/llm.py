@@ -89,6 +89,8 @@ class LLM(WeightUpdates):
                 "data_parallel_size",
                 "LLM runs one replica: create an LLM for each, or use `modulm serve`",
             )
+        if config.value("prefill_replicas"):
+            raise ConfigError("prefill_replicas", "LLM runs one replica: use `modulm serve`")
         plugins = manager.current()
         self._core = EngineCore(config, plugins, self, "offline", sampling_defaults)
         self.info = self._core.info
