@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -9,11 +10,16 @@ import pytest
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
+from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_command_explain.command import decisions_for
 from modulm_memory import estimate as estimates
 from modulm_memory.estimate import estimate
+from modulm_memory.fitting import stored_bytes
 from modulm_platform_cpu.platform import CpuPlatform
+from modulm_server.models.hosted_model import HostedModel
+from modulm_server.models.memory import Needs, needs_of
+from modulm_server.models.settings import ModelSettings
 
 MIB = 1 << 20
 
@@ -97,3 +103,51 @@ def test_explain_builds_a_model_once_and_shows_what_was_chosen(small, monkeypatc
     decisions = decisions_for(keywords(model="demo"))
     assert built == [1]
     assert any(each.subject == "memory" and each.winner for each in decisions)
+
+
+def test_the_memory_of_devices_counts_for_the_budget(monkeypatch):
+    """A platform that measures its tensors is asked through the workers, until it says None."""
+    llm = LLM("demo", kv_cache_memory_bytes=1 << 20)
+
+    class Engine:
+        process_ids = ()
+        info = llm.info
+        calls = 0
+
+        async def collective_rpc(self, method, timeout):
+            self.calls += 1
+            return llm.collective_rpc(method, timeout)
+
+    settings = ModelSettings(name="demo", config=llm.info.config)
+    model = HostedModel(settings, engine=Engine(), state="loaded")
+    model.estimate = Needs(settings.config, 40 * MIB)
+    monkeypatch.setattr(CpuPlatform, "reset_peak_memory", lambda self: 48 * MIB)
+    asyncio.run(model.measure())
+    assert (model.memory, model.reserved, model.beyond_estimate) == (48 * MIB, 48 * MIB, 8 * MIB)
+    monkeypatch.undo()
+    asyncio.run(model.measure())
+    asyncio.run(model.measure())
+    assert model.engine.calls == 2
+    assert model.memory == llm.info.description.weight_bytes
+    llm.shutdown()
+
+
+def test_a_model_of_the_pool_is_estimated_within_its_budget():
+    """Its caches get a quarter; one whose caches have a size keeps it."""
+    plugins, folder = (
+        manager.current(),
+        open_checkpoint(EngineConfig.from_keywords(), manager.current()).path,
+    )
+    config = EngineConfig.from_keywords(max_num_seqs=256)
+    alone = needs_of(config, plugins, folder, None)
+    assert alone.config == config
+    budget = 1200 * MIB
+    shared = needs_of(config, plugins, folder, budget)
+    assert shared.config.cache.kv_cache_memory_bytes == budget // 4
+    assert shared.bytes < alone.bytes
+    sized = config.with_parts({"kv_cache_memory_bytes": 32 * MIB})
+    assert needs_of(sized, plugins, folder, budget).config == sized
+    wrong = config.with_parts({"quantization": "gptq"})
+    guess = needs_of(wrong, plugins, folder, budget)
+    assert not guess.estimated
+    assert stored_bytes(folder) < guess.bytes < alone.bytes

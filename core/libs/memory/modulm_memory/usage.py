@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modulm.contracts.executor import WorkerHandle
 
-__all__ = ["DEVICE_BYTES", "device_bytes"]
-
-#: The name by which workers find `device_bytes`.
-DEVICE_BYTES = "modulm_memory.usage:device_bytes"
+__all__ = ["device_bytes"]
 
 
 def device_bytes(worker: WorkerHandle) -> int | None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from modulm.errors import EngineError, ModulmError
+from modulm.errors import EngineError, UnsupportedError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
-from modulm_memory.usage import DEVICE_BYTES
+from modulm_memory.usage import device_bytes
 from modulm_parsing.choice import parser_decisions, with_parsers
 from modulm_server.app import ModelRoutes, model_routes
 from modulm_server.directory import ModelStatus
@@ -214,8 +214,8 @@ class HostedModel:
     async def _measure_devices(self, engine: EngineClient) -> None:
         """Measure the engine's memory on devices that have memory of their own."""
         if self._measures_devices:
-            with suppress(ModulmError):  # it is too busy, or it has died
-                held = await engine.collective_rpc(DEVICE_BYTES, _ANSWER)
+            with suppress(EngineError, UnsupportedError):  # too busy, or it has died
+                held = await engine.collective_rpc(device_bytes, _ANSWER)
                 self._on_devices = sum(size or 0 for size in held)
                 self._measures_devices = any(size is not None for size in held)
 
