@@ -47,6 +47,7 @@ types: setup
 check: lint types
 	$(BIN)/python tools/workspace.py check
 	$(BIN)/python tools/size.py
+	$(BIN)/python tools/audit.py
 
 wheels: setup
 	@$(BIN)/python tools/wheels.py $(ARGS)

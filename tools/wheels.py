@@ -3,9 +3,9 @@
     wheels.py [FOLDER] [--kernels all|built|none] [--extras cpu,ray-serve]
 
 Also writes `modulm.txt`, this project's wheels that the extras need, with hashes; `third-party.txt`
-and `constraints.txt`, their other requirements and the tested versions; and `sbom.cdx.json`, all of
-them as a CycloneDX document. Installing in two steps (`commands`) ensures that no other package
-replaces one of these.
+and `constraints.txt`, their other requirements and the tested versions; `locks`, hashes of what the
+extra `cpu` needs (tools/lock.py); and `sbom.cdx.json`, all of them as a CycloneDX document.
+Installing in two steps (`commands`) ensures that no other package replaces one of these.
 
 Pure packages build in parallel, in a few hundredths of a second each. The wheel of the kernels
 contains all levels and takes minutes to build; `built` packs those that setup has compiled for this
@@ -95,8 +95,12 @@ def build_all(out: Path, kernels: str) -> list[Path]:
 def commands(folder: Path) -> tuple[str, str]:
     """Return the commands that install a folder's wheels: other packages first, then only these."""
     own = f"--no-index --no-deps --require-hashes --find-links {folder}"
+    others = f"--constraint {folder}/constraints.txt -r {folder}/third-party.txt"
+    if (folder / "locks").is_dir():
+        locks = folder / "locks"
+        others = f"--no-deps --require-hashes -r {locks}/torch.txt -r {locks}/third-party.txt"
     return (
-        f"pip install --constraint {folder}/constraints.txt -r {folder}/third-party.txt",
+        f"pip install {others}",
         f"pip install {own} -r {folder}/modulm.txt",
     )
 
@@ -156,6 +160,9 @@ def write_requirements(folder: Path, wheels: list[Path], extras: list[str]) -> N
                       "purl": f"pkg:pypi/{name}@{version}", "hashes": hashes})  # fmt: skip
     (folder / "modulm.txt").write_text("\n".join(lines) + "\n")
     shutil.copy(ROOT / "constraints.txt", folder)
+    shutil.rmtree(folder / "locks", ignore_errors=True)
+    if extras == ["cpu"]:
+        shutil.copytree(ROOT / "tools/locks", folder / "locks")
     (folder / "third-party.txt").write_text("\n".join(others) + "\n")
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
     for name in sorted({canonicalize_name(Requirement(line).name) for line in others}):

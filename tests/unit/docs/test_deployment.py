@@ -459,3 +459,15 @@ def test_the_page_names_every_file() -> None:
         if path.is_file() and path.name not in ("keys", "datasource.yml", "dashboards.yml"):
             name = path.relative_to(DEPLOY).as_posix()
             assert f"(../deploy/{name})" in text, name
+
+
+def test_locks_have_the_tested_versions_and_hashes() -> None:
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    seen = set()
+    for path in (ROOT / "tools/locks").iterdir():
+        for entry in re.split(r"^(?=\w)", path.read_text(), flags=re.M)[1:]:
+            name, version = re.match(r"([\w.-]+)(?:\[[^]]*\])?==([^\s;]+)", entry).groups()
+            seen.add(name)
+            assert version == tested.get(name, version), f"{name}: run tools/lock.py"
+            assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), name
+    assert seen >= {"torch", "uvicorn", "xgrammar", "numpy", "cryptography"} & tested.keys()
