@@ -58,6 +58,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     old = POLICY.replace("API", "7")
     distribution(folder, "modulm-old", group, {"old": "old_mod:Shortest"}, old_mod=old)
+    meddles = """
+import random, signal, sys
+import numpy
+sys.setrecursionlimit(5000)
+random.seed(1)
+numpy.seterr(all="raise")
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+"""
+    points = {"meddles": "meddles_mod:Shortest"}
+    distribution(folder, "modulm-meddles", group, points, meddles_mod=meddles + good)
     twice = {"shortest": "twice_mod:Shortest"}
     distribution(folder, "modulm-twice", group, twice, twice_mod=good)
     commands = {"hello": "hello_mod:command", "sick": "sick_mod:command"}
@@ -175,6 +185,15 @@ def test_doctor_finds_nothing_wrong(run: Run) -> None:
     assert report["ok"]
     assert report["kit"] == "contract kit passed"
     assert float(report["seconds"]) >= 0
+
+
+def test_doctor_names_what_a_package_changes_for_others(run: Run) -> None:
+    report = one(run, "meddles")
+    assert report["changes"] == (
+        "changes Python's recursion limit, Python's random numbers, the handler of SIGUSR1, "
+        "numpy's handling of errors"
+    )
+    assert one(run, "fcfs")["changes"] == ""
 
 
 def test_doctor_has_no_checkpoint_to_try_foreign_code_with(run: Run) -> None:

@@ -90,13 +90,15 @@ def test_a_pattern_gets_what_is_left(install, serve: Serve, caplog) -> None:
     assert "which is served by routes" in caplog.text
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{other}"])
-def test_a_path_that_is_taken_is_an_error_that_names_both(install, engine, path: str) -> None:
-    add(install, "a_thief", path)
-    with using(PluginManager()), pytest.raises(PluginConflict) as error:
-        create_app(engine, EngineConfig.from_keywords(model="M"))
-    assert f"GET {path} of routes 'a_thief' conflicts with GET /v1/models" in str(error.value)
-    assert "of routes 'openai'" in str(error.value)
+def test_a_path_that_is_ours_is_left_out_with_a_warning(install, serve: Serve, caplog) -> None:
+    add(install, "a_thief", "/v1/models")
+    add(install, "b_thief", "/v1/models/{other}")
+    with serve() as client:
+        assert client.get("/v1/models").json()["object"] == "list"
+    for name, path in (("a_thief", "/v1/models"), ("b_thief", "/v1/models/{other}")):
+        message = f"GET {path} of routes {name!r} (modulm-{name} 1.0) is left out"
+        assert message in caplog.text
+    assert "served by routes 'openai'" in caplog.text
 
 
 def test_a_route_that_a_pattern_hides_is_an_error(install, engine) -> None:

@@ -337,14 +337,21 @@ def _absence(family: RouteFamily) -> str | None:
 def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None:
     """Add the routes of all families.
 
-    Raises PluginConflict if an earlier family's route would answer all requests of a route. Logs a
-    warning if a pattern also matches paths of an earlier family, which keeps them.
+    A route whose requests an earlier family would all answer is left out with a warning if only
+    that family is this project's; otherwise raises PluginConflict. Logs a warning if a pattern also matches paths of an earlier family, which keeps
+    them.
     """
     owned: list[tuple[BaseRoute, RouteFamily]] = []
     for family, router in families.items():
         others = list(owned)
         for route in router.routes:
             conflict = next(((r, o) for r, o in others if _matches(r, route)), None)
+            if conflict is not None and _is_ours(conflict[1]) and not _is_ours(family):
+                log.warning(
+                    "%s of routes %r (%s) is left out: it is served by routes %r",
+                    *(_label(route), family.name, _origin(family), conflict[1].name),
+                )
+                continue
             if conflict is not None:
                 raise PluginConflict(
                     f"{_label(route)} of routes {family.name!r} conflicts with "
@@ -359,6 +366,16 @@ def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None
                 )
             owned.append((route, family))
             api.router.routes.append(route)
+
+
+def _is_ours(family: RouteFamily) -> bool:
+    return is_first_party(type(family).__module__.partition(".")[0])
+
+
+def _origin(family: RouteFamily) -> str:
+    """The distribution of a family, or its module if it was registered at run time."""
+    offers = [d for d in manager.current().names("routes") if d.name == family.name]
+    return offers[0].origin if offers else type(family).__module__
 
 
 def _move_hook_routes_last(api: FastAPI, ours: list[BaseRoute]) -> None:

@@ -27,6 +27,7 @@ from modulm.errors import ModulmError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.selection import Selection
+from modulm_command_plugins.process_state import changes, process_state
 
 __all__ = ["Report", "examine"]
 
@@ -38,7 +39,10 @@ _KITS = ("transformers.modeling_layers", "transformers.generation", "modulm.test
 
 @frozen
 class Report:
-    """The result for one plugin. seconds: duration of its import."""
+    """The result for one plugin.
+
+    seconds: duration of its import. changes: what its import changes for others in the process.
+    """
 
     plugin: str
     origin: str
@@ -47,12 +51,13 @@ class Report:
     api: str = ""
     error: str = ""
     kit: str = ""
+    changes: str = ""
 
     def line(self) -> str:
         """Format the report as one line."""
         took = "" if self.seconds is None else f"import {self.seconds:.2f} s"
         api = f"api {self.api}" if self.api else ""
-        facts = ", ".join(part for part in (took, api, self.kit, self.error) if part)
+        facts = ", ".join(part for part in (took, api, self.kit, self.changes, self.error) if part)
         return f"{'ok  ' if self.ok else 'FAIL'} {self.plugin} ({self.origin}): {facts}"
 
     def as_data(self) -> dict[str, Any]:
@@ -198,6 +203,7 @@ def _child(
 ) -> None:
     os.dup2(errors, 1)
     os.dup2(errors, 2)
+    before = process_state()
     start = time.perf_counter()
 
     def took() -> float:
@@ -210,15 +216,17 @@ def _child(
     try:
         if declaration.kind == "hooks":
             problem = _hook_problem(declaration)
-            seconds, ok, result = took(), not problem, ""
+            seconds, ok, result, changed = took(), not problem, "", changes(before)
             if ok and kit:
                 answers.send(seconds)
                 module = import_module(declaration.target.partition(":")[0])
                 ok, result = _run_kit("hooks", module)
-            answers.send(Report(title, origin, ok, seconds, error=problem, kit=result))
+            answers.send(
+                Report(title, origin, ok, seconds, error=problem, kit=result, changes=changed)
+            )
             return
         driver = manager.load_declared(declaration)
-        seconds = took()
+        seconds, changed = took(), changes(before)
         answers.send(seconds)
         manager.find(declaration.kind, declaration.name)
     except ModulmError as error:
@@ -226,7 +234,7 @@ def _child(
         return
     api = str(getattr(driver, "api", ""))
     ok, result = _run_kit(declaration.kind, driver) if kit else (True, "contract kit not run")
-    answers.send(Report(title, origin, ok, seconds, api, kit=result))
+    answers.send(Report(title, origin, ok, seconds, api, kit=result, changes=changed))
 
 
 def _hook_problem(declaration: Declaration) -> str:
