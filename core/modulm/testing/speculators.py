@@ -83,7 +83,7 @@ def _propose(
         drafter.admit(row, min(4, len(history)), None)
     copies = [history.astype(np.int64) for history in histories]
     lasts: Any = np.zeros(len(copies), dtype=np.int64)
-    step = DraftStep(list(rows), copies, list(room), batch=None, kept=lasts)  # type: ignore[arg-type]
+    step = DraftStep(list(rows), copies, list(room), batch=None, accepted=lasts)  # type: ignore[arg-type]
     drafts = list(drafter.propose(step))
     assert len(drafts) == len(copies), f"{len(drafts)} arrays of drafts for {len(copies)} rows"
     for one, most, copy, history in zip(drafts, room, copies, histories, strict=True):

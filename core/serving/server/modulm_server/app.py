@@ -338,8 +338,8 @@ def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None
     """Add the routes of all families.
 
     A route whose requests an earlier family would all answer is left out with a warning if only
-    that family is this project's; otherwise raises PluginConflict. Logs a warning if a pattern also matches paths of an earlier family, which keeps
-    them.
+    that family is this project's; otherwise raises PluginConflict. Logs a warning if a pattern also
+    matches paths of an earlier family, which keeps them.
     """
     owned: list[tuple[BaseRoute, RouteFamily]] = []
     for family, router in families.items():
