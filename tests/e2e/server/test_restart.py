@@ -68,11 +68,13 @@ async def plain(http: httpx.AsyncClient) -> Any:
 def test_an_engine_that_dies_is_brought_back(live: Live) -> None:
     async def main() -> None:
         async with httpx.AsyncClient(base_url=live.url, timeout=300) as http:
-            stored = (
-                await http.post(
-                    "/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"content")}
-                )
-            ).json()["id"]
+            body = {"model": "M", "prompt": [8], "max_tokens": 2}
+            line = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": body}
+            content = json.dumps(line).encode()
+            file = {"file": ("x", content)}
+            stored = (await http.post("/v1/files", data={"purpose": "batch"}, files=file)).json()[
+                "id"
+            ]
             assert not [path for path in Path().iterdir() if "[" in path.name]
             begun = asyncio.Event()
             streaming = asyncio.create_task(stream(http, begun))
@@ -93,14 +95,20 @@ def test_an_engine_that_dies_is_brought_back(live: Live) -> None:
             refused = await http.post(COMPLETIONS, json={"model": "M", "prompt": [1]})
             assert refused.json()["error"]["code"] == "engine_restarting"
             assert "retry-after" in refused.headers
+            asked = {"input_file_id": stored, "endpoint": COMPLETIONS, "completion_window": "24h"}
+            batch = (await http.post("/v1/batches", json=asked)).json()
             answers = await asyncio.gather(*waiting)
             assert [a["usage"]["completion_tokens"] for a in answers] == [40] * 6
             assert (await http.get("/health")).json() == {
                 "status": "ok",
                 "replicas": [{"rank": 0, "status": "ok", "restarts": 1}],
             }
+            assert (await http.get(f"/v1/files/{stored}/content")).content == content
+            async with asyncio.timeout(120):
+                while batch["status"] != "completed":
+                    batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+            assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
             assert (await http.get("/load")).json() == {"server_load": 0}
-            assert (await http.get(f"/v1/files/{stored}/content")).content == b"content"
 
     asyncio.run(main())
 

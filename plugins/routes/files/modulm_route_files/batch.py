@@ -37,7 +37,7 @@ log = logging.getLogger("modulm_server")
 #: The endpoints that a batch may use.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 #: Error codes of a 503 after which a line is tried again.
-_TRANSIENT = (b'"engine_stalled"', b'"replica_died"', b'"overloaded"')
+_TRANSIENT = (b'"engine_stalled"', b'"engine_restarting"', b'"replica_died"', b'"overloaded"')
 #: Seconds between attempts while the server is full.
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 
@@ -230,7 +230,7 @@ class Batch:
             fine = False
         else:
             status, answer = await self._post(loopback, line.body)
-            if status == 503:
+            if status == 503 and not _is_transient(answer):
                 raise _Stopping
             fine = status == 200
             record["response"] = {
@@ -268,7 +268,7 @@ class Batch:
 
 
 def _is_transient(answer: bytes) -> bool:
-    """Whether a 503 is temporary: a stalled engine, a dead replica, too many bytes in progress."""
+    """Whether a 503 is temporary: a stalled or dead engine, too many bytes in progress."""
     return any(code in answer for code in _TRANSIENT)
 
 
