@@ -55,7 +55,8 @@ class DecoderForCausalLM(Module, Model):
             raise UnsupportedError(
                 f"pipeline parallelism: not supported yet: {type(self).__name__}"
             )
-        if not config.is_causal and "generate" in self.tasks:
+        causal = getattr(config, "is_causal", True)  # decoders beside an encoder have no such key
+        if not causal and "generate" in self.tasks:
             raise UnsupportedError(
                 f"is_causal: {type(self).__name__}: tokens see those after them, so the model can "
                 "only make vectors or classes: use --runner pooling"
