@@ -173,7 +173,7 @@ class _Case:
 
     def compare(self, actual: Tensor, expected: Tensor, where: str) -> None:
         worst = (actual.float() - expected.float()).abs().max().item()
-        bound = max(_TOLERANCE[self.spec.dtype], _NARROW.get(self.spec.kv_dtype, 0.0))
+        bound = _TOLERANCE[self.spec.dtype] + _NARROW.get(self.spec.kv_dtype, 0.0)
         assert worst <= bound, f"{self.what}, {where}: differs from the reference by {worst:.2g}"
 
     def values(self) -> int:

@@ -191,7 +191,11 @@ class CpuPagedAttention(AttentionBackend):
             self._attend(q, cache, plan, out, inputs)
             return
         # The score q . (k s) equals (q s) . k, and the output is linear in the values.
-        keys, values = _scaled(k, inputs.k_scale), _scaled(v, inputs.v_scale)
+        stored = torch.float32 if cache.itemsize == 1 else k.dtype  # 8-bit values are rounded once
+        keys, values = (
+            x.to(stored) if scale is None else (x.float() / scale[:, None]).to(stored)
+            for x, scale in ((k, inputs.k_scale), (v, inputs.v_scale))
+        )
         if len(k):
             self.write_kv(keys, values, cache, plan.slots)
         self._attend(_by_head(q, inputs.k_scale), cache, plan, out, inputs)
@@ -291,11 +295,6 @@ def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:
         step.slots[tokens],
     )
     return tokens, layout
-
-
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Divide keys or values [tokens, kv heads, size] by their scale, as the cache stores them."""
-    return x if scale is None else (x.float() / scale[:, None]).to(x.dtype)
 
 
 def _by_head(x: Tensor, scale: Tensor | None) -> Tensor:
