@@ -59,8 +59,8 @@ CHECKPOINTS = pytest.StashKey[Path]()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: many tests wait for the processes that they have started."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Two more than there are cores: many tests wait for the processes that they have started."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

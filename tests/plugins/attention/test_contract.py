@@ -12,12 +12,13 @@ BACKENDS = [declared.name for declared in manager.current().names("attention")]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_contract(name):
+def test_contract(name, pytestconfig):
     if name == "cpu_paged":
         pytest.importorskip(
             "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
         )
     try:
-        check_attention(manager.current().load("attention", name))
+        quick = not pytestconfig.getoption("everything")
+        check_attention(manager.current().load("attention", name), quick=quick)
     except KitNotRun as reason:
         pytest.skip(str(reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.plugins import manager
 from modulm.testing.models import check_model
@@ -40,6 +41,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", CASES)
+@parametrize_sample("architecture", CASES, every=2)
 def test_contract(architecture):
     check_model(manager.current().load("models", architecture), attention_backend="sdpa")

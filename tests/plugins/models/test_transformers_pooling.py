@@ -67,8 +67,8 @@ TOKENS = (
 )
 EMBEDDERS = {
     "AlbertModel": "CLS",
-    "EmbeddingGemma2Model": "CLS",
     "ErnieModel": "CLS",
+    "EmbeddingGemma2Model": "CLS",
     "FlaubertModel": "CLS",
     "NomicBertModel": "CLS",
     "SmolLM3Model": "LAST",
