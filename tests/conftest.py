@@ -59,8 +59,11 @@ CHECKPOINTS = pytest.StashKey[Path]()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: many tests wait for the processes that they have started."""
-    return len(os.sched_getaffinity(0)) + 2
+    """One more than there are cores: many tests wait for the processes that they have started.
+
+    Two more take longer: they cost more processor time than they find idle.
+    """
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

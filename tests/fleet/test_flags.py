@@ -99,6 +99,8 @@ def test_an_offline_llm_has_no_replicas() -> None:
         LLM("demo", data_parallel_size=2)
     with pytest.raises(ConfigError, match="LLM runs one replica"):
         LLM("demo", prefill_replicas=1, decode_replicas=1)
+    with pytest.raises(ConfigError, match="LLM starts no replicas on other machines"):
+        LLM("demo", nnodes=2)
 
 
 def test_a_worker_has_its_part_of_the_machine() -> None:

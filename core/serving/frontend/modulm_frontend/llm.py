@@ -91,6 +91,12 @@ class LLM(WeightUpdates):
             )
         if config.value("prefill_replicas"):
             raise ConfigError("prefill_replicas", "LLM runs one replica: use `modulm serve`")
+        if (config.value("nnodes") or 1) > 1:
+            raise ConfigError(
+                "nnodes",
+                "LLM starts no replicas on other machines: use `modulm serve`, or for one model "
+                "over several machines --distributed-executor-backend ray without --nnodes",
+            )
         plugins = manager.current()
         self._core = EngineCore(config, plugins, self, "offline", sampling_defaults)
         self.info = self._core.info
