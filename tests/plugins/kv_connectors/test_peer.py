@@ -136,13 +136,10 @@ def test_windows_and_latent_caches(architecture: str, model: Callable[..., str])
         assert results(outputs) == results(first.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("here", "there"), [(2, 1), (1, 2)])
-def test_other_numbers_of_ranks(
-    here: int, there: int, model: Callable[..., str], request: pytest.FixtureRequest
-) -> None:
+def test_other_numbers_of_ranks(here: int, there: int, model: Callable[..., str]) -> None:
     """See `test_peer_layout.py` for what every run tests."""
-    if not request.config.getoption("--everything", default=False):
-        pytest.skip("starts ranks")
     port = free_port()
     with (
         engine(model(), "kv_producer", port, tensor_parallel_size=there) as first,
@@ -157,9 +154,8 @@ def test_other_numbers_of_ranks(
         assert [tokens for tokens, _ in results(outputs)] == [t for t, _ in results(computed)]
 
 
-def test_two_ranks(model: Callable[..., str], request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--everything", default=False):
-        pytest.skip("starts ranks")
+@pytest.mark.exhaustive
+def test_two_ranks(model: Callable[..., str]) -> None:
     port = free_port()
     with engine(model(), "kv_both", port, tensor_parallel_size=2) as llm:
         params = prefill(llm)

@@ -238,10 +238,11 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
             modulm.unregister(*which)
 
 
-@pytest.mark.parametrize("kind", templates())
-def test_every_template_passes_its_kit(kind: str, request: pytest.FixtureRequest) -> None:
-    if kind in SLOW and not request.config.getoption("--everything"):
-        pytest.skip("tests/unit/cli/test_plugin_commands.py runs it in its own package")
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind in SLOW)) for kind in templates()],
+)
+def test_every_template_passes_its_kit(kind: str) -> None:
     _, source = source_of(kind)
     with driver_of(kind, source) as driver:
         kit.check(kind, driver)
@@ -252,13 +253,20 @@ def test_every_template_has_planted_bugs() -> None:
     assert not [kind for kind, count in few.items() if count < 5], few
 
 
-CASES = [(kind, number) for kind, bugs in PLANTED.items() for number in range(len(bugs))]
+CASES = [
+    pytest.param(
+        kind,
+        number,
+        id=f"{kind}-{number}",
+        marks=[pytest.mark.exhaustive] * (kind in SLOW and number > 0),
+    )
+    for kind, bugs in PLANTED.items()
+    for number in range(len(bugs))
+]
 
 
-@pytest.mark.parametrize(("kind", "number"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
-def test_a_planted_bug_is_caught(kind: str, number: int, request: pytest.FixtureRequest) -> None:
-    if kind in SLOW and number and not request.config.getoption("--everything"):
-        pytest.skip("only with --everything")
+@pytest.mark.parametrize(("kind", "number"), CASES)
+def test_a_planted_bug_is_caught(kind: str, number: int) -> None:
     _, source = source_of(kind)
     old, new, message = PLANTED[kind][number]
     assert old in source, f"the template of {kind} has no {old!r} any more"

@@ -207,16 +207,11 @@ class _Mover(CopyingMover):
         self.store.add(names, slots)
 
     def start_load(self, transfer: BlockTransfer, ready: Any) -> None:
-        computing = transfer.source[3]
-        deadline = Deadline(self._options.timeout, renewed=computing)
-        self._fetchers.submit(self._fetch, transfer, ready, deadline)
+        self._fetchers.submit(self._fetch, transfer, ready, self._deadline(transfer))
 
     def _fetch(self, transfer: BlockTransfer, ready: Any, deadline: Deadline) -> None:
-        host, port, size, _ = transfer.source
         try:
-            for source in source_ranks(self.rank, self._size, size):
-                opener = partial(self._writer, transfer, ready, source)
-                self._client.fetch(host, port + source, transfer.names, deadline, opener)
+            self._fill(transfer, ready, deadline)
         except Exception as error:
             self.fail(transfer, str(error) or type(error).__name__)
             return
@@ -239,7 +234,17 @@ class _Mover(CopyingMover):
         return write
 
     def load(self, transfer: BlockTransfer) -> None:
-        raise NotImplementedError  # fetches fill the blocks
+        self._fill(transfer, None, self._deadline(transfer))
+
+    def _deadline(self, transfer: BlockTransfer) -> Deadline:
+        computing = transfer.source[3]
+        return Deadline(self._options.timeout, renewed=computing)
+
+    def _fill(self, transfer: BlockTransfer, ready: Any, deadline: Deadline) -> None:
+        host, port, size, _ = transfer.source
+        for source in source_ranks(self.rank, self._size, size):
+            opener = partial(self._writer, transfer, ready, source)
+            self._client.fetch(host, port + source, transfer.names, deadline, opener)
 
     def close(self) -> None:
         self._resources.close()

@@ -175,12 +175,14 @@ class BertModel(Encoder):
     config_type: ClassVar[type] = BertConfig
     names = WeightNames(rename=WEIGHTS.rename, ignore=(*WEIGHTS.ignore, r"^(pooler|linear)\."))
     model_type: ClassVar[str] = "bert"
+    embedding: ClassVar[Any] = BertEmbedding
+    layer: ClassVar[Any] = BertLayer
 
     def __init__(self, config: Any, build: Builder) -> None:
         super().__init__()
-        self.embed = BertEmbedding(config, build.at("embeddings"))
+        self.embed = self.embedding(config, build.at("embeddings"))
         self.layers = ModuleList(
-            BertLayer(config, build.at(f"encoder.layer.{i}"))
+            self.layer(config, build.at(f"encoder.layer.{i}"))
             for i in range(config.num_hidden_layers)
         )
         self.head = self.make_head(config, build)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 
 from modulm.contracts.model import Batch
 from modulm.nn import Builder, Rewrite, WeightNames
-from modulm_bert.bert import BertConfig, TanhHead, tiny_encoder
+from modulm_bert.bert import BertConfig, BertModel, TanhHead, tiny_encoder
 from modulm_layers import (
     AttentionNames,
     BidirectionalAttention,
-    Encoder,
     GatedMLP,
     Rope,
     Segment,
@@ -126,29 +125,18 @@ def _gate_first(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield name.replace("up_gate_proj", "gate_up_proj"), torch.cat([gate, up])
 
 
-class GteModel(Encoder):
+class GteModel(BertModel):
     """The encoder without a classifier, for embeddings; by default of the first token."""
 
-    api = 1
-    config_type: ClassVar[type] = GteConfig
+    config_type = GteConfig
     names = WeightNames(
         rename=((r"^(new|gte)\.", ""),),
         ignore=(r"^(pooler|classifier|lm_head)\.",),
         rewrite=(Rewrite(r"\.up_gate_proj\.", _gate_first),),
     )
 
-    def __init__(self, config: Any, build: Builder) -> None:
-        super().__init__()
-        self.embed = GteEmbedding(config, build.at("embeddings"))
-        self.layers = ModuleList(
-            GteLayer(config, build.at(f"encoder.layer.{i}"))
-            for i in range(config.num_hidden_layers)
-        )
-        self.head = self.make_head(config, build)
-
-    def make_head(self, config: Any, b: Builder) -> Module | None:
-        """The classifier, if the model has one."""
-        return None
+    embedding = GteEmbedding
+    layer = GteLayer
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
