@@ -11,7 +11,7 @@ from modulm.config import EngineConfig
 from modulm.contracts.connector import KVConnector
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
-from modulm.contracts.requests import Finish, StepEvents, StepStats
+from modulm.contracts.requests import Finish, Request, StepEvents, StepStats
 from modulm.contracts.step_part import StepPart
 from modulm.engine.core.loop import EngineLoop
 from modulm.engine.kv_cache.block_pool import NULL, BlockPool
@@ -21,7 +21,15 @@ from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import EngineDead, EngineError
 from modulm.plugins import manager
 
-__all__ = ["ByArrival", "Recorder", "check_empty", "free_blocks", "make_engine", "step_parts"]
+__all__ = [
+    "ByArrival",
+    "Recorder",
+    "check_empty",
+    "free_blocks",
+    "make_engine",
+    "run_to_end",
+    "step_parts",
+]
 
 
 class ByArrival(Policy):
@@ -86,6 +94,18 @@ def make_engine(
     )
     recorder = Recorder()
     return EngineLoop(scheduler, executor, recorder, notify, depth), recorder
+
+
+def run_to_end(engine: EngineLoop, requests: Sequence[Request], most: int) -> None:
+    """Submit requests and tick until nothing is left. Raises AssertionError after `most` ticks."""
+    for request in requests:
+        engine.submit(request)
+    ticks = 0
+    while engine.busy or not ticks:
+        engine.tick()
+        ticks += 1
+        assert ticks < most, "the engine makes no progress: a request is never admitted or ended"
+    engine.tick()
 
 
 def step_parts(connector: KVConnector | None = None) -> tuple[StepPart, ...]:

@@ -34,7 +34,7 @@ from modulm.errors import EngineError, ModulmError
 from modulm.loading.resolved import resolve_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.engines import ByArrival, Recorder
+from modulm.testing.engines import ByArrival, Recorder, run_to_end
 from modulm.testing.kit import KitNotRun
 
 if TYPE_CHECKING:
@@ -212,14 +212,7 @@ def generate(
         recorder = Recorder()
         engine = EngineLoop(scheduler, watched, recorder, lambda hook, **more: None, 1)
         asked = _requests()
-        for request in asked:
-            engine.submit(request)
-        ticks = 0
-        while engine.busy or not ticks:
-            engine.tick()
-            ticks += 1
-            assert ticks < 500, "the engine makes no progress"
-        engine.tick()
+        run_to_end(engine, asked, 500)
         for request in asked:
             finish = recorder.finished.get(request.id)
             ended = finish is not None and finish.reason == "length"

@@ -21,7 +21,7 @@ from modulm.contracts.policy import Policy
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.limits import Limits
-from modulm.testing.engines import check_empty, make_engine
+from modulm.testing.engines import check_empty, make_engine, run_to_end
 from modulm.testing.fakes import FakeExecutor, Group
 
 __all__ = ["check_policy"]
@@ -115,14 +115,7 @@ def _run(
     executor = FakeExecutor([group], max_model_len=80)
     engine, recorder = make_engine(executor, limits, driver())
     try:
-        for request in requests:
-            engine.submit(request)
-        ticks = 0
-        while engine.busy or not ticks:
-            engine.tick()
-            ticks += 1
-            assert ticks < 3000, "the engine makes no progress: a request is never admitted"
-        engine.tick()
+        run_to_end(engine, requests, 3000)
         assert recorder.death is None, f"the engine ended: {recorder.death}"
         lost = {request.id for request in requests} - set(recorder.finished)
         assert not lost, f"requests never ended: {', '.join(sorted(lost))}"
