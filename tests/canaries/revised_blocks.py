@@ -104,18 +104,18 @@ class BlockPlanner(PartPlanner):
         self._left = self._prefill
 
     def cut(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        known = self._rows.known[rows]
+        lengths = self._rows.length[rows]
         for place, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             if count:
-                counts[place] = self._whole(start, count, int(known[place]))
+                counts[place] = self._whole(start, count, int(lengths[place]))
 
     def limit(self, request: Request, start: int, count: int) -> int:
         return self._whole(start, count, request.prompt_len)
 
-    def _whole(self, start: int, count: int, known: int) -> int:
-        last = (known - 1) // self._size * self._size
+    def _whole(self, start: int, count: int, length: int) -> int:
+        last = (length - 1) // self._size * self._size
         if start >= last:
-            return count if start + count == known else 0
+            return count if start + count == length else 0
         count = min(count, self._left, last - start) // self._size * self._size
         self._left -= count
         return count
@@ -125,14 +125,14 @@ class BlockPlanner(PartPlanner):
     def plan(self, step: StepDraft, left: int) -> None:
         """Add the open tokens of the blocks of rows whose known tokens all run."""
         table, rows = self._rows, step.rows
-        known, ends = table.known[rows], step.starts + step.counts
-        block_ends = np.minimum(known // self._size * self._size + self._size, table.limit[rows])
-        drafted = np.where(ends == known, block_ends - known, 0)
+        lengths, ends = table.length[rows], step.starts + step.counts
+        block_ends = np.minimum(lengths // self._size * self._size + self._size, table.limit[rows])
+        drafted = np.where(ends == lengths, block_ends - lengths, 0)
         if not drafted.any():
             return
         if not self._cache.grow(rows, ends + drafted):
             raise ConfigError("num_gpu_blocks_override", "blocks were reserved, and are not there")
-        for row, end, count in zip(rows.tolist(), known.tolist(), drafted.tolist(), strict=True):
+        for row, end, count in zip(rows.tolist(), lengths.tolist(), drafted.tolist(), strict=True):
             if count:
                 block = self._blocks.setdefault(row, np.full(count, self._mask))
                 table.tokens[row, end : end + count] = block

@@ -62,12 +62,12 @@ class TreePlanner(PartPlanner):
 
     def plan(self, step: StepDraft, left: int) -> Mapping[int, list[int]] | None:
         table, rows = self._rows, step.rows
-        known = table.known[rows]
-        decodes = (step.counts == 1) & (step.starts + 1 == known)
+        lengths = table.length[rows]
+        decodes = (step.counts == 1) & (step.starts + 1 == lengths)
         trees: dict[int, Tree] = {}
         counts = np.zeros_like(step.starts)
         for place in decodes.nonzero()[0].tolist():
-            row, end = int(rows[place]), int(known[place])
+            row, end = int(rows[place]), int(lengths[place])
             most = min(left, self._part.most, int(table.limit[row]) - end - 1)
             tree = self._part.propose(table.tokens[row, :end])[: max(most, 0)]
             if tree:
@@ -76,7 +76,7 @@ class TreePlanner(PartPlanner):
         if not trees or not self._cache.grow(rows, step.starts + step.counts + counts):
             return None
         for row, tree in trees.items():
-            end = table.known[row]
+            end = table.length[row]
             table.tokens[row, end : end + len(tree)] = [token for token, _ in tree]
         step.drafted, step.one_each = counts, False
         return {row: [parent for _, parent in tree] for row, tree in trees.items()}

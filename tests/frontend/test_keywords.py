@@ -70,7 +70,7 @@ def typed(spec: Flag) -> str:
 def written() -> str:
     groups = [g for g in catalog().groups if not g.cls.server and g.origin in OWN]
     specs = [spec for group in groups for spec in group.flags]
-    works = [s for s in specs if s.own and s.state.kind in (Kind.WORKS, Kind.RENAMED)]
+    works = [s for s in specs if not s.nested and s.state.kind in (Kind.WORKS, Kind.RENAMED)]
     lines = [f"    {s.name}: {typed(s)}\n" for s in works if s.name != "model"]
     return HEAD + "".join(sorted(lines))
 

@@ -84,7 +84,7 @@ class Flag:
     """The declaration of one flag.
 
     type: of its field. kind: a plugin kind; its installed names are choices, in addition to
-    `choices`. key: name in the group's JSON table. own: whether it is also a separate flag.
+    `choices`. key: name in the group's JSON table. nested: only set in that table.
     common: shown by plain --help. registers: the value is a Python file that registers drivers.
     """
 
@@ -101,7 +101,7 @@ class Flag:
     least: float | None = None
     most: float | None = None
     key: str | None = None
-    own: bool = True
+    nested: bool = False
     secret: bool = False
     common: bool = False
     registers: bool = False
@@ -141,6 +141,7 @@ class Flag:
 
 def flag(default: Any, help: str, **options: Any) -> Any:  # noqa: A002
     """Declare a field of a flag group; `options` are attributes of `Flag`."""
+    options.setdefault("nested", not options.pop("own", True))  # `own` is its former opposite.
     spec = Flag(default=default, help=help, **options)
     if isinstance(default, dict):
         return attrs.field(factory=lambda: dict[str, Any](default), metadata={_KEY: spec})

@@ -85,7 +85,7 @@ class RecordedForward(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> int:
+    def memory(self) -> int:
         """Device memory of all recordings in bytes."""
 
     @abstractmethod

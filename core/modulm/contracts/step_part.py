@@ -78,15 +78,15 @@ class Rows(Protocol):
     """The running sequences, as arrays over stable row indices.
 
     tokens: [rows, width] int32. computed: number of tokens that will be computed once all planned
-    steps have run. known: number of tokens known or planned to be sampled. limit: `known` at which
-    the row ends. waiting: paused rows. epoch: how many requests have used the row. names: request
-    ids.
+    steps have run. length: number of tokens known or planned to be sampled. limit: `length` at
+    which the row ends. waiting: paused rows. epoch: how many requests have used the row. names:
+    request ids.
     """
 
     rows: int
     tokens: np.ndarray
     computed: np.ndarray
-    known: np.ndarray
+    length: np.ndarray
     limit: np.ndarray
     waiting: np.ndarray
     epoch: np.ndarray

@@ -166,7 +166,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     for package, brings in packages.items():
         groups = brings if isinstance(brings, tuple) else (brings,)
         known = {name for name, spec in brought.items() if spec.package == package}
-        names = {flag.name for group in groups for flag in flags_of(group) if flag.own}
+        names = {flag.name for group in groups for flag in flags_of(group) if not flag.nested}
         assert known == names | {group.table for group in groups if group.table}
     for name, spec in brought.items():
         if name in catalog().tables:

@@ -71,6 +71,6 @@ class CompilationConfig(FlagGroup):
         choices=_COMPILE,
         key="mode",
         parse=_compile_mode,
-        own=False,
+        nested=True,
     )
-    compile_backend: str = flag("inductor", "Backend of torch.compile.", key="backend", own=False)
+    compile_backend: str = flag("inductor", "Backend of torch.compile.", key="backend", nested=True)

@@ -192,7 +192,7 @@ class GraphRecorder(RecordedForward):
         return self.shapes.padded(counts) if self._recordings else counts
 
     @property
-    def held(self) -> int:
+    def memory(self) -> int:
         return self._graphs.memory
 
     @property

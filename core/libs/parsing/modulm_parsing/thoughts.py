@@ -38,6 +38,8 @@ class Thoughts(ReasoningFormat):
         super().__init_subclass__()
         if "openers" not in vars(cls):
             cls.openers = (*cls.opening, *cls.closing)
+        if "wanted" in vars(cls):  # the former name of `thinking_enabled`
+            cls.thinking_enabled = vars(cls)["wanted"]  # type: ignore[method-assign]
 
     def __init__(self, context: ParseContext) -> None:
         super().__init__(context)

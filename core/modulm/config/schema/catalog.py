@@ -71,7 +71,7 @@ class Catalog:
             for alias in spec.aliases
             if alias.startswith("--")
         }
-        top_level = frozenset(name for name, spec in specs.items() if spec.own)
+        top_level = frozenset(name for name, spec in specs.items() if not spec.nested)
         return cls(groups, owners, specs, tables, aliases, broken, top_level)
 
     def canonical(self, alias: str) -> str | None:

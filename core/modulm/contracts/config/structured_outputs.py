@@ -36,31 +36,31 @@ class StructuredOutputsConfig(FlagGroup):
         kind="grammars",
         choices=("auto",),
         key="backend",
-        own=False,
+        nested=True,
     )
     disable_any_whitespace: bool = flag(
-        False, "Disallow optional whitespace in JSON.", key="disable_any_whitespace", own=False
+        False, "Disallow optional whitespace in JSON.", key="disable_any_whitespace", nested=True
     )
     disable_additional_properties: bool = flag(
         False,
         "Treat objects as if additionalProperties were false.",
         key="disable_additional_properties",
-        own=False,
+        nested=True,
     )
     compile_timeout: float = flag(
-        10.0, "Time to compile a constraint.", unit="s", key="compile_timeout", own=False, least=0
+        10.0, "Time to compile a constraint.", unit="s", key="compile_timeout", nested=True, least=0
     )
     compile_memory: int = flag(
         1 << 30,
         "Maximum memory to compile a constraint.",
         unit="bytes",
         key="compile_memory",
-        own=False,
+        nested=True,
         least=1,
     )
     compile_workers: int = flag(
-        2, "Number of constraints to compile at a time.", key="compile_workers", own=False, least=1
+        2, "Constraints to compile at a time.", key="compile_workers", nested=True, least=1
     )
     enable_in_reasoning: bool = flag(
-        False, "Apply the constraint to reasoning, too.", key="enable_in_reasoning", own=False
+        False, "Apply the constraint to reasoning, too.", key="enable_in_reasoning", nested=True
     )

@@ -20,10 +20,10 @@ class RowTable:
     """Structure of arrays, indexed by row.
 
     tokens: [rows, width] int32, widened on demand. computed: number of tokens that will be computed
-    once all planned steps have run. known: number of tokens known or planned to be sampled. limit:
-    `known` at which the row ends. least: `known` below which stop ids do not end it. waiting: rows
-    not to be planned. stops: [rows, n] int64 stop ids, padded with -2. epoch: how many requests
-    have used the row, to recognize late results of earlier ones. names: request ids.
+    once all planned steps have run. length: number of tokens known or planned to be sampled. limit:
+    `length` at which the row ends. least: `length` below which stop ids do not end it. waiting:
+    rows not to be planned. stops: [rows, n] int64 stop ids, padded with -2. epoch: how many
+    requests have used the row, to recognize late results of earlier ones. names: request ids.
     """
 
     def __init__(self, rows: int, max_len: int) -> None:
@@ -31,7 +31,7 @@ class RowTable:
         self.max_len = max_len
         self.tokens = np.zeros((rows, min(max_len + 1, _FIRST_WIDTH)), dtype=np.int32)
         self.computed = np.zeros(rows, dtype=np.int64)
-        self.known = np.zeros(rows, dtype=np.int64)
+        self.length = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)
         self.least = np.zeros(rows, dtype=np.int64)
         self.waiting = np.zeros(rows, dtype=np.bool_)
@@ -41,6 +41,9 @@ class RowTable:
         #: Rows that step parts have paused: `waiting` is set for them.
         self.paused: set[int] = set()
         self._free = list(range(rows - 1, -1, -1))
+
+    #: The former name of `length`.
+    known = property(lambda self: self.length)
 
     @property
     def free(self) -> int:
@@ -58,7 +61,7 @@ class RowTable:
         self._widen(limit)
         self.tokens[row, : len(history)] = history
         self.computed[row] = computed
-        self.known[row] = len(history)
+        self.length[row] = len(history)
         self.limit[row] = limit
         self.least[row] = request.least
         self._set_stops(row, request.stop_ids())
@@ -86,7 +89,7 @@ class RowTable:
 
     def history(self, row: int) -> np.ndarray:
         """Return the row's known tokens as int64, without pending ones."""
-        tokens = self.tokens[row, : self.known[row]].astype(np.int64)
+        tokens = self.tokens[row, : self.length[row]].astype(np.int64)
         while len(tokens) and tokens[-1] == PENDING:
             tokens = tokens[:-1]
         return tokens
@@ -122,5 +125,5 @@ class RowTable:
         wider = np.zeros((self.rows, min(max(2 * width, limit + 1), self.max_len + 1)), np.int32)
         for row in range(self.rows):
             if self.names[row] is not None:
-                wider[row, : self.known[row]] = self.tokens[row, : self.known[row]]
+                wider[row, : self.length[row]] = self.tokens[row, : self.length[row]]
         self.tokens = wider

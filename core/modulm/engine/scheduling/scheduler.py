@@ -1,6 +1,6 @@
 """Scheduler: one token budget per step, shared by every sequence that has tokens to catch up on.
 
-There are no separate prefill and decode phases: a row has `known` tokens, of which `computed` have
+There are no separate prefill and decode phases: a row has `length` tokens, of which `computed` have
 been through the model, and each step computes more of them. Running rows come first, then waiting
 requests in the policy's order. When blocks run out, the policy selects a row to preempt; it is
 recomputed later with the same result.
@@ -220,9 +220,9 @@ class BudgetScheduler(Scheduler):
         """Divide the budget among running rows in order of admission."""
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
-        known = table.known[rows]
+        lengths = table.length[rows]
         # A row whose last token is already being sampled has nothing left to compute.
-        open_ends = known < table.limit[rows]
+        open_ends = lengths < table.limit[rows]
         if self._one_by_one or table.paused:
             open_ends &= ~table.waiting[rows]
             # Each pipeline stage works on its share of the rows.
@@ -234,13 +234,13 @@ class BudgetScheduler(Scheduler):
         contended = len(rows) > self.limits.tokens or (self._shares and len(self.queue))
         if not (self._prefilling or contended) and open_ends.all():
             return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
-        wants = np.where(open_ends, known - starts, 0)
+        wants = np.where(open_ends, lengths - starts, 0)
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
         for claim in self._hooks.claim:
             claim(rows, starts, wants)
         before = np.cumsum(wants) - wants
-        counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
+        counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), lengths)
         if not self.limits.chunked:
             counts = np.where(counts < wants, 0, counts)
         for cut in self._hooks.cut:
@@ -250,11 +250,11 @@ class BudgetScheduler(Scheduler):
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
         return NextStep(rows, starts, counts, one_each=not self._prefilling)
 
-    def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
+    def _cut(self, starts: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Shorten chunks of unfinished prompts to end at a multiple of the cache's unit."""
         ends = starts + counts
         aligned = np.maximum(ends - ends % self.cache.unit, starts)
-        unfinished = ends < known
+        unfinished = ends < lengths
         if not self._patient():
             unfinished &= aligned > starts
         cut: np.ndarray = np.where(unfinished, aligned - starts, counts)
@@ -410,7 +410,7 @@ class BudgetScheduler(Scheduler):
             samples, sampled, places = self._true[: len(rows)], rows, ends
             tokens = table.tokens[rows, step.starts].astype(np.int64)
         else:
-            samples = ends == table.known[rows]
+            samples = ends == table.length[rows]
             sampled, places = rows[samples], ends[samples]
             if step.drafted is not None:
                 counts = counts + step.drafted
@@ -422,7 +422,7 @@ class BudgetScheduler(Scheduler):
             table.waiting[sampled] = True
         table.computed[rows] = ends
         table.tokens[sampled, places] = PENDING
-        table.known[sampled] = places + 1
+        table.length[sampled] = places + 1
         plan = Plan(
             step=self._steps,
             rows=self._order32 if rows is self._order else rows.astype(np.int32),
@@ -504,14 +504,14 @@ class BudgetScheduler(Scheduler):
         Unfinished rows return to their state before the step.
         """
         table = self.table
-        table.known[runs.owners] = runs.places + 1
+        table.length[runs.owners] = runs.places + 1
         table.computed[runs.owners] = runs.places
         self.cache.settle(runs.rows, runs.ends)
         table.waiting[runs.sampled] = False
         rows, starts = runs.unfinished(plan, unfinished)
-        table.known[rows] -= 1
+        table.length[rows] -= 1
         table.computed[rows] = starts
-        self._prefilling.update(rows[table.known[rows] - starts > 1].tolist())
+        self._prefilling.update(rows[table.length[rows] - starts > 1].tolist())
 
     def _end_silent(self, runs: TokenRuns, unfinished: Sequence[int]) -> list[Finish]:
         """End the rows that got no token, unless they are unfinished."""

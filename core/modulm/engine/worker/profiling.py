@@ -67,7 +67,7 @@ def _recordings(
     sizes = []
     for index in range(2):
         record(forward, builder, block_sizes, reach, platform, slice(index, index + 1))
-        sizes.append(forward.held)
+        sizes.append(forward.memory)
     forward.clear()
     return sizes[0] + (sizes[1] - sizes[0]) * max(len(forward.steps) - 1, 0)
 

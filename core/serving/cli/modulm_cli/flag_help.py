@@ -44,7 +44,7 @@ def write_topic(
             _write_unused(formatter)
         return
     word = lowered.lstrip("-").replace("-", "_")
-    flags = [spec for group in groups for spec in group.flags if spec.own]
+    flags = [spec for group in groups for spec in group.flags if not spec.nested]
     matches = _matching(word, flags) or _matching(word, catalog().elsewhere())
     if not matches:
         known = [*titles, *(spec.name for spec in flags)]
@@ -71,7 +71,7 @@ def _write_unused(formatter: click.HelpFormatter) -> None:
 
 def write_group(formatter: click.HelpFormatter, group: Group) -> None:
     """Write all flags of one group; nothing if it has none."""
-    rows = [write_flag(spec) for spec in group.flags if spec.own]
+    rows = [write_flag(spec) for spec in group.flags if not spec.nested]
     if rows:
         with formatter.section(f"{group.cls.title}: {group.summary}"):
             formatter.write_dl(rows)

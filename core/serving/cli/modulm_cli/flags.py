@@ -89,7 +89,7 @@ def make_options(command: TakesFlags) -> list[click.Option]:
         option_of(spec, command_names)
         for group in groups
         for spec in group.flags
-        if spec.own and spec.name not in command.fixed and spec.option not in command_names
+        if not spec.nested and spec.name not in command.fixed and spec.option not in command_names
     ]
     flag_options += [_table_option(group.cls.table, group) for group in groups if group.cls.table]
     config = click.Option(["--config"], metavar="FILE", help="YAML file with flags.")

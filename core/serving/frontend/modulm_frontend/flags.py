@@ -16,32 +16,32 @@ class ProfilerConfig(FlagGroup):
 
     profiler: str | None = flag(
         None, "Profiler to use. Default: none, profiling is off.",
-        choices=("torch",), key="profiler", own=False,
+        choices=("torch",), key="profiler", nested=True,
     )  # fmt: skip
     torch_profiler_dir: str | None = flag(
         None, "Folder for traces, to open in Perfetto or chrome://tracing. Default: ./profiles.",
-        unit="path", key="torch_profiler_dir", own=False,
+        unit="path", key="torch_profiler_dir", nested=True,
     )  # fmt: skip
     torch_profiler_with_stack: bool = flag(
         True, "Record the call stack of each operation.",
-        key="torch_profiler_with_stack", own=False,
+        key="torch_profiler_with_stack", nested=True,
     )  # fmt: skip
     torch_profiler_record_shapes: bool = flag(
-        False, "Record the shapes of inputs.", key="torch_profiler_record_shapes", own=False
+        False, "Record the shapes of inputs.", key="torch_profiler_record_shapes", nested=True
     )
     torch_profiler_with_memory: bool = flag(
-        False, "Record memory allocations.", key="torch_profiler_with_memory", own=False
+        False, "Record memory allocations.", key="torch_profiler_with_memory", nested=True
     )
     torch_profiler_with_flops: bool = flag(
-        False, "Estimate floating-point operations.", key="torch_profiler_with_flops", own=False
+        False, "Estimate floating-point operations.", key="torch_profiler_with_flops", nested=True
     )
     torch_profiler_use_gzip: bool = flag(
-        True, "Compress traces.", key="torch_profiler_use_gzip", own=False
+        True, "Compress traces.", key="torch_profiler_use_gzip", nested=True
     )
     delay_iterations: int = flag(
-        0, "Steps to skip before recording.", least=0, key="delay_iterations", own=False
+        0, "Steps to skip before recording.", least=0, key="delay_iterations", nested=True
     )
     max_iterations: int = flag(
         0, "Number of steps to record; 0 for no limit.",
-        least=0, key="max_iterations", own=False,
+        least=0, key="max_iterations", nested=True,
     )  # fmt: skip

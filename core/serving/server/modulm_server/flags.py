@@ -184,7 +184,7 @@ class WatchdogConfig(FlagGroup):
         "exit",
         "report: /health reports the stall; abort: also fail waiting requests; exit: also end the "
         "server after --watchdog-config.timeout, for a supervisor to restart it.",
-        choices=("report", "abort", "exit"), key="action", own=False,
+        choices=("report", "abort", "exit"), key="action", nested=True,
     )  # fmt: skip
     timeout: float = flag(
         300.0,
@@ -192,19 +192,19 @@ class WatchdogConfig(FlagGroup):
         unit="s",
         least=0,
         key="timeout",
-        own=False,
+        nested=True,
     )
     check_interval: float | None = flag(
         None, "Time between checks. Default: a fifth of --engine-heartbeat-timeout, at most 1 s.",
-        unit="s", least=0.01, key="check_interval", own=False,
+        unit="s", least=0.01, key="check_interval", nested=True,
     )  # fmt: skip
     dump_stacks: bool = flag(
-        True, "Log the stacks of the engine's threads.", key="dump_stacks", own=False
+        True, "Log the stacks of the engine's threads.", key="dump_stacks", nested=True
     )
     dump_dir: str | None = flag(
         None,
         "Folder to write the stacks to, instead of the log.",
         unit="path",
         key="dump_dir",
-        own=False,
+        nested=True,
     )

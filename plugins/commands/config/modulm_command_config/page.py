@@ -87,7 +87,7 @@ def _by_remark(flags: Iterable[KnownFlag]) -> dict[str, list[KnownFlag]]:
 
 def _row(spec: Flag, table: str | None) -> str:
     names = [f"`{option}`" for option in (spec.option, *spec.aliases)]
-    if not spec.own:
+    if spec.nested:
         names = [f"`{(table or '').replace('_', '-')}.{spec.key}`"]
     return f"| {', '.join(names)} | {_default(spec)} | {_escape(' '.join(_remarks(spec)))} |"
 

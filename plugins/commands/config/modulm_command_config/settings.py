@@ -91,7 +91,7 @@ def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         spec = known.specs.get(name)
         plain = list(value) if isinstance(value, tuple) else value
-        if spec is not None and not spec.own and spec.key:
+        if spec is not None and spec.nested and spec.key:
             tables.setdefault(str(known.owners[name].cls.table), {})[spec.key] = plain
         else:
             tables[name] = plain

@@ -58,7 +58,7 @@ def _flags() -> dict[str, Flag]:
         f.name: f for group in known.groups if not group.cls.server for f in group.flags
     }
     engine_flags = {
-        name: spec for name, spec in engine_flags.items() if spec.own and name.isidentifier()
+        name: spec for name, spec in engine_flags.items() if not spec.nested and name.isidentifier()
     }
     others = {spec.name: spec for spec in known.elsewhere() if spec.name.isidentifier()}
     return {**engine_flags, **others}

@@ -18,12 +18,12 @@ class ReasoningConfig(FlagGroup):
         "",
         "String that opens reasoning; required without a reasoning parser.",
         key="reasoning_start_str",
-        own=False,
+        nested=True,
     )
     reasoning_end_str: str = flag(
         "",
         "String that is generated when the budget is used up; by default the end string of the "
         "reasoning parser. It may have a closing sentence before that.",
         key="reasoning_end_str",
-        own=False,
+        nested=True,
     )

@@ -68,13 +68,13 @@ class DraftPlanner(PartPlanner):
 
     def _add(self, step: StepDraft, left: int) -> None:
         table, rows = self._table, step.rows
-        known = table.known[rows]
-        decodes = (step.counts == 1) & (step.starts + 1 == known)
+        lengths = table.length[rows]
+        decodes = (step.counts == 1) & (step.starts + 1 == lengths)
         drafts = np.where(decodes, self._counts[rows], 0)
-        drafts = np.clip(table.limit[rows] - known - 1, 0, drafts)
+        drafts = np.clip(table.limit[rows] - lengths - 1, 0, drafts)
         drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
         if drafts.any() and not self._cache.grow(rows, step.starts + step.counts + drafts):
-            drafts = np.clip(self._cache.room(rows) - known, 0, drafts)
+            drafts = np.clip(self._cache.room(rows) - lengths, 0, drafts)
         if drafts.any():
             drafts, step.state_slots = self._cache.lend(rows, drafts, step.starts)
         self._counts[rows[decodes]] = 0
@@ -83,6 +83,6 @@ class DraftPlanner(PartPlanner):
             return
         owners = np.repeat(rows, drafts)
         ramp = np.arange(len(owners)) - np.repeat(np.cumsum(drafts) - drafts, drafts)
-        table.tokens[owners, np.repeat(known, drafts) + ramp] = self._tokens[owners, ramp]
+        table.tokens[owners, np.repeat(lengths, drafts) + ramp] = self._tokens[owners, ramp]
         step.drafted = drafts
         step.one_each = False
