@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,6 +53,20 @@ def test_load_counts_what_runs(http: httpx.Client, live: Live) -> None:
             break
         time.sleep(0.01)
     assert live.engine.active == 0
+
+
+def test_answers_say_which_lock_of_plugins_the_server_has(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    path = tmp_path / "plugins.lock"
+    path.write_text("version: 1\npackages: {}\n")
+    digest = sha256(path.read_bytes()).hexdigest()
+    with make_server(plugins_lock=str(path)).client() as client:
+        (card,) = client.get("/v1/models").json()["data"]
+        answer = client.post(CHAT, json=ask()).json()
+    assert card["plugins_lock"] == digest
+    assert answer["system_fingerprint"].endswith(f"-p{digest[:12]}")
+    assert "plugins_lock" not in make_server().client().get("/v1/models").json()["data"][0]
 
 
 def test_server_info_keeps_secrets(make_server: ServerMaker) -> None:

@@ -15,7 +15,7 @@ from modulm.contracts.config import EngineConfig, Notice
 from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.flags import Flag, suggest
 from modulm.contracts.platform import Platform
-from modulm.errors import ConfigError, PluginError
+from modulm.errors import ConfigError, PluginConflict, PluginError
 from modulm.plugins import defaults
 from modulm.plugins.files import load_file
 from modulm.plugins.kinds import kind_names
@@ -125,8 +125,9 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
         plugins.find(str(spec.kind), name)
     except PluginError as error:
         known = [*spec.choices, *(declared.name for declared in plugins.names(str(spec.kind)))]
-        hint = suggest(name, known) if "did you mean" not in str(error) else ""
-        if not hint and "did you mean" not in str(error) and len(known) <= _LISTED:
+        told = isinstance(error, PluginConflict) or "did you mean" in str(error)
+        hint = "" if told else suggest(name, known)
+        if not hint and not told and len(known) <= _LISTED:
             hint = f"; available: {', '.join(sorted(known))}"
         raise ConfigError(spec.name, f"{error}{hint}") from error
 

@@ -28,38 +28,15 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 
 __all__ = [
-    "STOPPING",
-    "hookimpl",
-    "hookspec",
-    "modulm_adapter_bank",
-    "modulm_app_created",
-    "modulm_attention",
-    "modulm_choose_attention",
-    "modulm_choose_model",
-    "modulm_choose_parser",
-    "modulm_choose_platform",
-    "modulm_choose_quantization",
-    "modulm_config_final",
-    "modulm_config_proposals",
-    "modulm_doctor_checks",
-    "modulm_drafter",
-    "modulm_engine_failed",
-    "modulm_engine_started",
-    "modulm_engine_stopping",
-    "modulm_logits_steps",
-    "modulm_model_built",
-    "modulm_model_loaded",
-    "modulm_models",
-    "modulm_parsers",
-    "modulm_platforms",
-    "modulm_pooling",
-    "modulm_quantization",
-    "modulm_report_header",
-    "modulm_request_admitted",
-    "modulm_request_finished",
-    "modulm_request_listeners",
-    "modulm_step_finished",
-]
+    "STOPPING", "hookimpl", "hookspec", "modulm_adapter_bank", "modulm_app_created",
+    "modulm_attention", "modulm_choose_attention", "modulm_choose_model", "modulm_choose_parser",
+    "modulm_choose_platform", "modulm_choose_quantization", "modulm_config_final",
+    "modulm_config_proposals", "modulm_doctor_checks", "modulm_drafter", "modulm_engine_failed",
+    "modulm_engine_started", "modulm_engine_stopping", "modulm_logits_steps", "modulm_model_built",
+    "modulm_model_loaded", "modulm_models", "modulm_parsers", "modulm_platforms", "modulm_pooling",
+    "modulm_quantization", "modulm_report_header", "modulm_request_admitted",
+    "modulm_request_finished", "modulm_request_listeners", "modulm_step_finished",
+]  # fmt: skip
 
 #: Hooks in which an exception stops the operation.
 STOPPING = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
@@ -27,7 +27,7 @@ from modulm.errors import (
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.drivers import import_driver, installed
 from modulm.plugins.files import load_file, loaded_files
-from modulm.plugins.index import install_hint
+from modulm.plugins.index import install_hint, is_first_party
 from modulm.plugins.kinds import Kind, find_kind, kind_names
 from modulm.plugins.selection import Selection, check_terms
 
@@ -37,16 +37,9 @@ if TYPE_CHECKING:
     from modulm.plugins.hooks import Hooks
 
 __all__ = [
-    "PluginManager",
-    "PluginSet",
-    "check_api",
-    "check_driver",
-    "configure",
-    "current",
-    "register",
-    "unregister",
-    "using",
-]
+    "PluginManager", "PluginSet", "check_api", "check_driver", "configure", "current", "register",
+    "unregister", "using",
+]  # fmt: skip
 
 log = logging.getLogger("modulm.plugins")
 
@@ -217,8 +210,9 @@ class PluginManager:
         if off is not None:
             switched = f"is disabled by --plugins={self.selection}"
             return error(f"{kind.noun} {name!r} of {off.origin} {switched}")
-        names = sorted({d.name for d in self.names(kind.name)})
-        close = get_close_matches(name, names, n=3)
+        offers = _offers(self.names(kind.name))
+        names = sorted(offers)
+        close = [offers[near] for near in get_close_matches(name, names, n=3)]
         parts = [f"no installed plugin provides {kind.noun} {name!r}"]
         parts += [f"did you mean {' or '.join(close)}?"] if close else []
         parts += [f"installed: {', '.join(names)}"] if 0 < len(names) <= _FEW and not close else []
@@ -333,8 +327,10 @@ class PluginManager:
         if self._hooks_loaded:
             return
         self._hooks_loaded = True
-        for declaration in self._allowed("hooks"):
+        hooks = self._allowed("hooks")
+        for declaration in hooks:
             try:
+                _check_alone(declaration, hooks)
                 self._load_hook(declaration)
             except PluginError as error:
                 self.problems[declaration.name] = error
@@ -434,6 +430,27 @@ def check_api(declaration: Declaration, api: Any, kind: Kind) -> None:
             f"this modulm has version {version}; install a matching release of "
             f"{declaration.distribution or declaration.target}"
         )
+
+
+def _check_alone(hook: Declaration, hooks: Iterable[Declaration]) -> None:
+    """Raise PluginConflict if another distribution has a hook plugin of the same name.
+
+    This project's own are used anyway.
+    """
+    origins = sorted(d.origin for d in hooks if d.name == hook.name)
+    if len(origins) > 1 and not is_first_party(hook.distribution):
+        raise PluginConflict(
+            f"hook plugin {hook.name!r} is provided by {' and by '.join(origins)}; that of "
+            f"{hook.distribution} is not used; disable one of them: --plugins=-{hook.distribution}"
+        )
+
+
+def _offers(declarations: Iterable[Declaration]) -> dict[str, str]:
+    """Return each name as messages suggest it: with the distributions of other projects."""
+    origins: defaultdict[str, list[str]] = defaultdict(list)
+    for each in declarations:
+        origins[each.name] += [] if is_first_party(each.distribution) else [each.origin]
+    return {n: f"{n} ({' and '.join(by)})" if by else n for n, by in origins.items()}
 
 
 def _is_version(value: Any) -> bool:

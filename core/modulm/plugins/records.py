@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-__all__ = ["altered_files", "is_editable", "record_digest"]
+__all__ = ["altered_files", "record_digest"]
 
 
 def _distribution(name: str) -> Distribution | None:
@@ -28,13 +28,6 @@ def record_digest(name: str) -> str | None:
     distribution = _distribution(name)
     text = None if distribution is None else distribution.read_text("RECORD")
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def is_editable(name: str) -> bool:
-    """Whether the distribution is an editable installation."""
-    distribution = _distribution(name)
-    origin = None if distribution is None else distribution.read_text("direct_url.json")
-    return '"editable": true' in (origin or "")
 
 
 @cache

@@ -213,3 +213,9 @@ def test_the_process_that_tries_constraints_has_no_torch(tokenizer) -> None:
         compiler.processes.close()
     assert "libxgrammar" in maps
     assert "libtorch" not in maps
+
+
+def test_a_schema_that_is_no_json_is_refused_with_the_reason(backend):
+    reason = backend.rejects(StructuredOutputs(json='{"type": "object"'))
+    assert reason is not None
+    assert reason.startswith("the schema is not JSON: Expecting ',' delimiter")

@@ -143,7 +143,7 @@ def test_unknown_name_has_close_matches_and_no_package_that_nobody_made(install,
     install("modulm-a", {SCHEDULER: {"shortest": "mod_a:Shortest"}}, {"mod_a": driver})
     with pytest.raises(PluginNotFound) as error:
         PluginManager().load("schedulers", "shortst")
-    assert "scheduling policy 'shortst'; did you mean shortest" in str(error.value)
+    assert "'shortst'; did you mean shortest (modulm-a 1.0)?" in str(error.value)
     assert "pip install" not in str(error.value)
 
 

@@ -394,3 +394,23 @@ def test_arguments_are_given_by_name_and_may_be_left_out():
     manager = make(Static(), NamedPlugin())
     assert manager.hook.modulm_choose_parser(kind="x", checkpoint="c").name == "c"
     assert manager.hook.modulm_choose_model(architectures=[], config={"name": "m"}).name == "m"
+
+
+def test_two_distributions_with_one_hook_name_are_refused_and_named(install, caplog) -> None:
+    source = "from modulm.plugins import hookimpl\n@hookimpl\ndef modulm_report_header(config):\n"
+    for package in "ab":
+        module = {f"mod_{package}": f"{source}    return ['{package}']\n"}
+        install(f"modulm-{package}", {"modulm": {"same": f"mod_{package}"}}, module)
+    install("modulm-c", {"modulm": {"kv_transfer": "mod_a"}}, {})
+    manager = PluginManager()
+    lines = manager.gather("modulm_report_header", config=None)
+    assert not {"a", "b"} & set(lines)
+    both = "hook plugin 'same' is provided by modulm-a 1.0 and by modulm-b 1.0"
+    assert both in str(manager.problems["same"])
+    assert "--plugins=-modulm-a" in caplog.text
+    assert "--plugins=-modulm-b" in caplog.text
+    assert "that of modulm-c is not used" in caplog.text
+    implementations = manager.hook.modulm_config_final.get_hookimpls()
+    assert any("kv_transfer (modulm-kv-transfer" in i.plugin_name for i in implementations)
+    alone = PluginManager(Selection.parse("-modulm-b,-modulm-c"))
+    assert "a" in alone.gather("modulm_report_header", config=None)

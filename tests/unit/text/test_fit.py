@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
 from modulm.contracts.tokenizer import Tokenizer
+from modulm.plugins import manager
+from modulm.testing import kit
 from modulm.testing.checkpoints import make_tokenizer
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -86,3 +88,10 @@ def test_a_tokenizer_written_in_python() -> None:
         assert codec.fit(texts, True, None, "right")[0] == theirs(*texts)["input_ids"]
     ids, _ = codec.fit(["abcdefgh"], True, 4, "left")
     assert theirs.decode(ids, skip_special_tokens=True) == "fgh"
+
+
+def test_mode_slow_cuts_a_tokenizer_that_transformers_has_only_in_rust(folder, ours) -> None:
+    slow = load_tokenizer(folder, "slow")
+    text = "the capital of France"
+    assert slow.fit(text, limit=4) == ours.fit(text, limit=4)
+    kit.check("tokenizers", manager.current().load("tokenizers", "slow"))

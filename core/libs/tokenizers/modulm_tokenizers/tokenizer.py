@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from modulm.contracts.loader import TokenizerFiles
 
 __all__ = [
-    "Tokenizer", "build_tokenizer", "chat_templates", "load_tokenizer", "open_tokenizer",
-    "open_transformers", "refuse_code", "stop_ids", "token_shares", "tokenizer_settings",
-    "wrap_tokenizer",
+    "RustCodec", "Tokenizer", "build_tokenizer", "chat_templates", "load_tokenizer",
+    "open_tokenizer", "open_transformers", "refuse_code", "stop_ids", "token_shares",
+    "tokenizer_settings", "wrap_tokenizer",
 ]  # fmt: skip
 
 #: Tokenizer classes that add nothing to tokenizer.json.
@@ -59,7 +59,9 @@ def _no_panic() -> Iterator[None]:
         ) from None
 
 
-class _RustCodec(Codec):
+class RustCodec(Codec):
+    """A tokenizer of the `tokenizers` package. Turns off its truncation and padding."""
+
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         core.no_truncation()
         core.no_padding()
@@ -181,14 +183,14 @@ def load_tokenizer(
     try:
         core = _plain_core(folder, settings)
         if core is not None:
-            return build_tokenizer(_RustCodec(core), settings, folder, str(path), open_backend)
+            return build_tokenizer(RustCodec(core), settings, folder, str(path), open_backend)
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{folder}/tokenizer_config.json: a key is wrong: {error}") from error
     refuse_code(path, _json(folder / "config.json"), trust_remote_code)
     backend = open_backend()
     if not getattr(backend, "is_fast", False):
         return load_tokenizer(path, "slow", revision, trust_remote_code)
-    codec = _RustCodec(backend.backend_tokenizer)
+    codec = RustCodec(backend.backend_tokenizer)
     settings = {**settings, **backend.special_tokens_map}
     settings["chat_template"] = backend.chat_template
     return build_tokenizer(codec, settings, folder, str(path), lambda: backend)
@@ -219,7 +221,7 @@ def _wrap(backend: Any) -> Tokenizer:
     from tokenizers import Tokenizer as Core
 
     # A copy: the codec changes truncation and padding.
-    codec = _RustCodec(Core.from_str(backend.backend_tokenizer.to_str()))
+    codec = RustCodec(Core.from_str(backend.backend_tokenizer.to_str()))
     kept = {"chat_template": backend.chat_template}
     kept["response_template"] = getattr(backend, "response_template", None)
     settings = {**backend.special_tokens_map, **kept}
@@ -240,7 +242,7 @@ def _open_stored(stored: TokenizerFiles, file: Path) -> Tokenizer:
         special = {key: stored.settings[key] for key in _SPECIAL if stored.settings.get(key)}
         return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
-    return build_tokenizer(_RustCodec(core), stored.settings, file, str(file), open_backend)
+    return build_tokenizer(RustCodec(core), stored.settings, file, str(file), open_backend)
 
 
 def build_tokenizer(

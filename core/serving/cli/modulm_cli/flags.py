@@ -15,6 +15,7 @@ from modulm.contracts.flags import Flag
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, TakesFlags, normalize
 from modulm_cli.flag_help import print_help
+from modulm_cli.plugin_lock import check_lock
 from modulm_cli.yaml_file import read_yaml
 
 __all__ = [
@@ -108,6 +109,11 @@ def parse_flags(
     parse: Callable[[click.Context, list[str]], list[str]],
 ) -> list[str]:
     """Parse with `parse`, then replace all flag values by one `draft`. Raises click.UsageError."""
+    try:
+        check_lock(args)
+    except ConfigError as error:
+        # without the context: a usage line lists options, for which groups of flags are imported
+        raise click.UsageError(_message(error)) from error
     print_help(groups_of(command), ctx, args)
     unknown: list[click.NoSuchOption] = []
     try:
@@ -274,7 +280,10 @@ def _use_plugins(flags: Draft) -> None:
     driver_flags = [
         spec.name for spec, _ in config.values() if spec.kind and spec.name in flags.origins
     ]
-    if not (config.device.plugins or config.device.plugin_config or driver_flags or files):
+    from modulm_plugin_lock.flags import PluginLockConfig
+
+    lock = config.group(PluginLockConfig).plugins_lock
+    if not (config.device.plugins or config.device.plugin_config or driver_flags or files or lock):
         return
     from modulm.config.resolve import check_names, check_plugin_config
     from modulm.plugins import PluginManager, configure, current
@@ -285,6 +294,10 @@ def _use_plugins(flags: Draft) -> None:
         terms = ",".join(config.device.plugins)
         PluginManager(Selection.parse(terms)).check_selection()
         configure(terms)
+    if lock is not None:
+        from modulm_plugin_lock import check_config
+
+        check_config(lock, config)
     for flag, path in files.items():
         load_file(flag, path)
     check_names(config, current(), driver_flags)

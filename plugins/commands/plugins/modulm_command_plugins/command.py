@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from modulm.errors import ConfigError, PluginError, PluginNotFound
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.kinds import find_kind, kind_names
-from modulm.plugins.records import altered_files, is_editable, record_digest
+from modulm.plugins.records import altered_files, record_digest
 
 __all__ = ["command"]
+
+#: Default name of a lock file.
+_LOCK = "modulm-plugins.lock"
 
 
 @click.group("plugins", invoke_without_command=True)
@@ -133,13 +137,15 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     1 if a file was changed, added or removed. The digest is what `--plugins NAME@sha256:...` pins.
     """
     declarations = [d for name in names for d in _matching(name)] if names else _of_kind(None)
+    from modulm_plugin_lock.files import is_editable
+
     packages = sorted({(d.distribution, d.version) for d in declarations if d.distribution})
     rows = []
     for name, version in packages:
         if third_party and is_first_party(name):
             continue
         changed = altered_files(name)
-        state = "editable" if is_editable(name) else "as installed"
+        state = "editable" if is_editable(distribution(name)) else "as installed"
         rows.append(
             {
                 "distribution": name,
@@ -153,6 +159,36 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     else:
         _table(rows, ("distribution", "version", "record_sha256", "state"))
     ctx.exit(any(row["state"].startswith("changed") for row in rows))
+
+
+@command.command()
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True), default=_LOCK)
+@click.option("--plugin-config", metavar="JSON", help="Options of drivers, as servers get them.")
+@click.option(
+    "--plugin-file",
+    "plugin_files",
+    multiple=True,
+    metavar="PATH",
+    help="File that --tool-parser-plugin or --reasoning-parser-plugin names. May be repeated.",
+)
+def lock(file: str, plugin_config: str | None, plugin_files: tuple[str, ...]) -> None:
+    """Write the installed packages and their digests to FILE; -: to standard output.
+
+    `modulm serve --plugins-lock FILE` starts with nothing else. The lock has versions, digests of
+    files, who provides what, the selection (`modulm --plugins NAMES plugins lock`) and options.
+    Imports no plugin.
+    """
+    from modulm.contracts.config import DeviceConfig
+    from modulm_plugin_lock import take_lock
+
+    options = DeviceConfig(plugin_config=plugin_config or {}).plugin_config  # type: ignore[arg-type]
+    taken = take_lock(str(plugins.current().selection), options, plugin_files)
+    text = taken.text()
+    if file == "-":
+        click.echo(text, nl=False)
+        return
+    Path(file).write_text(text, encoding="utf-8")
+    click.echo(f"wrote {file}: {len(taken.packages)} packages", err=True)
 
 
 @command.command()

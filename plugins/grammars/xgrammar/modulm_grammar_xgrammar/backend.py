@@ -50,7 +50,10 @@ class XGrammar(GrammarBackend):
         if constraint.whitespace_pattern is not None:
             return "whitespace_pattern is not supported; use disable_any_whitespace"
         if constraint.json is not None:
-            return unsupported(_schema(constraint))
+            try:
+                return unsupported(_schema(constraint))
+            except ValueError as error:
+                return f"the schema is not JSON: {error}"
         for schema in _tag_schemas(constraint.structural_tag):
             reason = unsupported(schema)
             if reason is not None:

@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import modulm
+from modulm_plugin_lock import lock_digest
 from modulm_server.flags import ServerConfig
 from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
 from modulm_server.request_guard import safe_id
@@ -40,6 +41,9 @@ __all__ = [
     "usage",
 ]
 
+#: Hexadecimal digits of a lock's digest in `system_fingerprint`.
+_LOCK_DIGITS = 12
+
 _T = TypeVar("_T")
 _Formatted = TypeVar("_Formatted")
 
@@ -60,7 +64,9 @@ def answer_id(prefix: str, request: Request, body: SamplingFields) -> str:
 
 
 def fingerprint(config: Any, engine: Any) -> str | None:
-    """`system_fingerprint`, by --fingerprint-mode."""
+    """`system_fingerprint`, by --fingerprint-mode: version, dtype, and the digest of
+    --plugins-lock and version of the weights, if there are any.
+    """
     server = config.group(ServerConfig)
     if server.fingerprint_mode == "custom":
         text: str | None = server.fingerprint_value
@@ -68,6 +74,8 @@ def fingerprint(config: Any, engine: Any) -> str | None:
     if server.fingerprint_mode == "none":
         return None
     full = f"modulm-{modulm.__version__}-{engine.info.dtype}"
+    if (lock := lock_digest(config)) is not None:
+        full = f"{full}-p{lock[:_LOCK_DIGITS]}"
     if engine.weight_version:
         full = f"{full}-w{engine.weight_version}"
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from starlette.responses import Response
 
+from modulm_plugin_lock import lock_digest
 from modulm_server.auth import owner_of, usable_adapters
 from modulm_server.errors import ApiError, error_body, model_error
 from modulm_server.json_body import bad_field, json_response
@@ -74,8 +75,12 @@ class Models:
 
     def _card(self, name: str, status: ModelStatus | None) -> ModelCard:
         """OpenAI's model object. For adapters: parent is the base model, root the source."""
-        if status is not None:
-            return self._card_of_several(name, status)
+        card = self._single_card(name) if status is None else self._card_of_several(name, status)
+        if (lock := lock_digest(self._context.config)) is not None:
+            card["plugins_lock"] = lock
+        return card
+
+    def _single_card(self, name: str) -> ModelCard:
         adapter = self._context.engine.adapters.get(name)
         root, parent = self._context.models[0], None
         if adapter is not None:

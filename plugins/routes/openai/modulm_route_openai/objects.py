@@ -246,7 +246,9 @@ class ModelState(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model in OpenAI's form. max_model_len: None before the model was first loaded."""
+    """A model in OpenAI's form. max_model_len: None before the model was first loaded.
+    plugins_lock: SHA-256 of the server's --plugins-lock, in hexadecimal.
+    """
 
     id: str
     object: Literal["model"]
@@ -257,6 +259,7 @@ class ModelCard(TypedDict):
     max_model_len: int | None
     status: NotRequired[ModelState]
     tasks: NotRequired[list[str]]
+    plugins_lock: NotRequired[str]
 
 
 class ModelList(TypedDict):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from modulm.contracts.tokenizer import Codec
 from modulm.contracts.tokenizer_loader import TokenizerLoader
 from modulm_tokenizers.tokenizer import (
+    RustCodec,
     build_tokenizer,
     open_transformers,
     refuse_code,
@@ -43,7 +44,10 @@ class SlowTokenizer(TokenizerLoader):
         backend = open_transformers(path, revision, trust_remote_code, fast=False)
         settings = {**settings, **backend.special_tokens_map}
         settings["chat_template"] = backend.chat_template
-        return build_tokenizer(PythonCodec(backend), settings, folder, path, lambda: backend)
+        # transformers opens tokenizers that have no Python code in Rust, also for use_fast=False
+        fast = getattr(backend, "is_fast", False)
+        codec = RustCodec(backend.backend_tokenizer) if fast else PythonCodec(backend)
+        return build_tokenizer(codec, settings, folder, path, lambda: backend)
 
 
 def _table(file: Path) -> Mapping[str, Any]:

@@ -29,9 +29,10 @@ _SERVER_WIDE = frozenset(
         "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers",
         "allow_credentials", "root_path", "middleware", "api_server_count", "max_connections",
         "max_request_bytes", "max_inflight_bytes", "request_timeout", "shutdown_timeout",
-        "disable_fastapi_docs", "served_model_name", "plugins", "models_config", "models_dir",
-        "memory_budget", "max_load_queue", "load_comment_interval", "headless", "nnodes",
-        "node_rank", "disable_frontend_multiprocessing", "file_storage_path",
+        "disable_fastapi_docs", "served_model_name", "plugins", "plugins_lock",
+        "models_config", "models_dir", "memory_budget", "max_load_queue", "load_comment_interval",
+        "headless", "nnodes", "node_rank", "disable_frontend_multiprocessing",
+        "file_storage_path",
     }
 )  # fmt: skip
 _SERVER_PREFIXES = ("ssl_", "h11_", "uvicorn_", "disable_uvicorn_", "max_stored_")
