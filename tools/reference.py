@@ -29,8 +29,14 @@ from modulm.plugins.defaults import choose_model
 from modulm.testing.checkpoints import make_tokenizer
 from modulm_cli.options import FlagCommand
 from modulm_server.app import create_app
+from modulm_server.engine.histograms import FAMILIES
 from modulm_server.engine.metrics import Metrics
-from modulm_server.metrics import HttpMetrics
+from modulm_server.metrics import (
+    HttpMetrics,
+    MediaCacheMetrics,
+    OperationMetrics,
+    ToolCallMetrics,
+)
 from modulm_server.scripted import ScriptedEngine, scripted_info
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -212,6 +218,10 @@ def families() -> list[Any]:
     engine.in_use = lambda: ((), ())
     registry = CollectorRegistry(auto_describe=False)
     HttpMetrics(registry)
+    registry.register(ToolCallMetrics())
+    registry.register(MediaCacheMetrics("M", lambda: (0, 0)))
+    OperationMetrics(registry, "sleep_mode", "sleep mode")
+    OperationMetrics(registry, "rl_weight_update", "weight update")
     return [*engine.registry().collect(), *registry.collect()]
 
 
@@ -222,7 +232,11 @@ def name_of(family: Any) -> str:
 
 def metrics_page() -> str:
     """docs/metrics.md."""
-    text = """# Metrics
+    groups = "".join(
+        f"- `{group}`: {', '.join(f'`{name}`' for name in names)}\n"
+        for group, names in FAMILIES.items()
+    ).rstrip()
+    text = f"""# Metrics
 
 Scrape `/metrics` with Prometheus. [Deployment](deployment.md#prometheus-and-grafana) has a
 configuration and a Grafana dashboard.
@@ -230,8 +244,20 @@ configuration and a Grafana dashboard.
 Engine metrics have vLLM's names with the prefix `modulm:`, and the labels `model_name` and
 `engine`. HTTP metrics have `handler` (the route, never a path that a client made up), `method` and
 `status` (`2xx` ...). With several server processes, each one reports the sum of all. Query a
-histogram `x` as `x_bucket`, `x_sum` and `x_count`. Adapter metrics need `--enable-lora`; process
-metrics need Linux.
+histogram `x` as `x_bucket`, `x_sum` and `x_count`. Adapter metrics need `--enable-lora`, those of
+sleep and weight updates `--server-dev-mode`; process metrics need Linux.
+
+`--metrics-prefix modulm vllm` shows each metric of the engine under both names, for boards made for
+vLLM; the command `vllm` of [modulm-vllm](vllm-scripts.md) does so by default.
+`--custom-histogram-buckets` sets the buckets of a group of histograms:
+
+```text
+modulm serve --custom-histogram-buckets '{{"request_latency": [0.1, 0.3, 1, 10]}}'
+```
+
+The groups are:
+
+{groups}
 
 | metric | type | what it counts |
 |---|---|---|

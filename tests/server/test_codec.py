@@ -135,12 +135,13 @@ def events() -> StepEvents:
         ["a", "b"],
         [3, 4],
         [Start("a", 16, 1.0)],
-        [Finish("b", "stop", 4), Finish("c", "error", None, RequestError("no", "x"))],
+        [Finish("b", "stop", 4, None, 3), Finish("c", "error", None, RequestError("no", "x"))],
         {"a": (entry,)},
         {"b": (1, (entry,))},
         {"c": np.array([[1.0, 2.0]], dtype=np.float32)},
         StepStats(7, 2, 1, 0.5, drafts=1, accepted_at=(1,), routed=(5, 0)),
         {"b": (3, 1)},
+        counts={"kv_offload_load_blocks": 2.0},
     )
 
 
@@ -153,6 +154,7 @@ def test_events() -> None:
     assert after.finished[1].error.param == "x"
     assert after.stats == before.stats
     assert after.drafted == {"b": (3, 1)}
+    assert after.counts == {"kv_offload_load_blocks": 2.0}
     assert after.logprobs["a"][0].values.tolist() == [-1.0, -2.0]
     assert after.prompt_logprobs["b"][1][0].rank == 2
     assert after.pooled["c"].tolist() == [[1.0, 2.0]]
@@ -165,6 +167,7 @@ def test_front_ends_get_their_own() -> None:
     assert [finish.request for finish in parts[id(two)].finished] == ["b"]
     assert set(parts[id(one)].logprobs) == {"a"}
     assert (parts[id(one)].drafted, parts[id(two)].drafted) == ({}, {"b": (3, 1)})
+    assert parts[id(one)].counts == parts[id(two)].counts == {"kv_offload_load_blocks": 2.0}
     assert parts[id(one)].stats == parts[id(two)].stats == events().stats
     assert not parts[id(one)].pooled
 

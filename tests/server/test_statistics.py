@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from modulm import LLM, SamplingParams
 from modulm.contracts.outputs import Finished, RequestMetrics
+from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
+from modulm_server.engine.histograms import bucket_bounds
 from modulm_server.engine.metrics import Metrics
-from modulm_server.metrics import exposition, merged
+from modulm_server.flags import ServerConfig
+from modulm_server.metrics import ToolCallMetrics, exposition, merged, with_prefixes
 
 
 def test_an_offline_llm_is_counted_by_whoever_asks(tmp_path: Path) -> None:
@@ -76,3 +81,79 @@ def test_each_server_process_says_which_adapters_its_requests_use() -> None:
     assert text.count('running_lora_adapters="a"') == 1
     assert text.count('running_lora_adapters="b"') == 1
     assert 'adapter_requests_total{adapter="sql",engine="0",model_name="m"} 3.0' in text
+
+
+#: Series that the boards of vLLM's examples query, without `vllm:`.
+BOARDS = [
+    "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count", "prompt_tokens_total", "generation_tokens_total",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_sum",
+    "inter_token_latency_seconds_count", "request_time_per_output_token_seconds_bucket",
+    "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_sum", "time_to_first_token_seconds_count", "kv_cache_usage_perc",
+    "request_prompt_tokens_bucket", "request_prompt_tokens_sum", "request_prompt_tokens_count",
+    "request_generation_tokens_bucket", "request_generation_tokens_sum",
+    "request_generation_tokens_count", "request_success_total", "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_bucket", "request_max_num_generation_tokens_sum",
+    "request_max_num_generation_tokens_count", "iteration_tokens_total_bucket",
+    "prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total",
+]  # fmt: skip
+
+
+def test_boards_made_for_vllm_find_their_series() -> None:
+    metrics = Metrics("m")
+    metrics.finished(ended(None))
+    text = exposition(metrics.registry())[0]
+    both = with_prefixes(text, ("modulm", "vllm")).decode()
+    names = {line.partition("{")[0] for line in both.splitlines() if not line.startswith("#")}
+    assert {f"vllm:{name}" for name in BOARDS} <= names
+    assert {f"modulm:{name}" for name in BOARDS} <= names
+    assert "modulm:" not in with_prefixes(text, ("vllm",)).decode()
+    assert 'model_name="m"' in both
+
+
+def test_requests_say_what_was_cached_and_preempted() -> None:
+    metrics = Metrics("m")
+    times = RequestMetrics(0.0)
+    metrics.finished(
+        Finished(times, SamplingParams(n=2), 5, [3, 7], ["stop"] * 2, cached=4, preemptions=2)
+    )
+    metrics.finished(Finished(times, SamplingParams(), 5, [0], ["abort"]))  # it never ran
+    labels = ("m", "0")
+    assert samples_of(metrics, "modulm:prompt_tokens_cached_total") == {labels: 4}
+    assert samples_of(metrics, "modulm:request_prefill_kv_computed_tokens_sum") == {labels: 1}
+    assert samples_of(metrics, "modulm:request_num_preemptions_sum") == {labels: 2}
+    assert samples_of(metrics, "modulm:request_num_preemptions_count") == {labels: 1}
+    assert samples_of(metrics, "modulm:request_max_num_generation_tokens_sum") == {labels: 7}
+    metrics.set_sleep(2)
+    states = samples_of(metrics, "modulm:engine_sleep_state")
+    assert states == {
+        (*labels, "awake"): 0, (*labels, "weights_offloaded"): 0, (*labels, "discard_all"): 1,
+    }  # fmt: skip
+
+
+def test_buckets_are_set_by_group() -> None:
+    bounds = bucket_bounds({"request_latency": [0.1, 1]})
+    metrics = Metrics("m", buckets=bounds)
+    metrics.finished(ended(None))
+    les = {
+        labels[-1] for labels in samples_of(metrics, "modulm:e2e_request_latency_seconds_bucket")
+    }
+    assert les == {"0.1", "1.0", "+Inf"}
+    assert len(samples_of(metrics, "modulm:time_to_first_token_seconds_bucket")) > 3
+    for wrong in ({"latency": [1]}, *({"request_tokens": x} for x in ([], [2, 1], [0, 1], [1, 1]))):
+        with pytest.raises(ConfigError, match="custom_histogram_buckets"):
+            bucket_bounds(wrong)
+    with pytest.raises(ConfigError, match="metrics_prefix"):
+        ServerConfig(metrics_prefix=("a b",))
+
+
+def test_outputs_that_a_tool_parser_read_are_counted() -> None:
+    calls = ToolCallMetrics()
+    for called in (True, False, True):
+        calls.add("chat", streamed=True, called=called)
+    (family,) = calls.collect()
+    counts = {tuple(sample.labels.values()): sample.value for sample in family.samples}
+    assert counts["streaming", "tool_call", "chat"] == 2
+    assert counts["streaming", "no_tool_call", "chat"] == 1

@@ -168,7 +168,8 @@ class Finished:
     """A request that has ended.
 
     prompt: its length in tokens. generated, reasons: number of tokens and finish reason of each
-    output. origin: where the request came from, as set by its front end.
+    output. origin: where the request came from, as set by its front end. cached: prompt tokens
+    found in a cache, None if it never ran. preemptions: of all its sequences.
     """
 
     times: RequestMetrics
@@ -179,6 +180,8 @@ class Finished:
     adapter: str | None = None
     id: str = ""
     origin: object | None = None
+    cached: int | None = None
+    preemptions: int = 0
 
 
 class Statistics(Protocol):

@@ -141,12 +141,15 @@ class Start(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """A request has ended. error: for the reason "error"; the front end may raise it."""
+    """A request has ended. error: for the reason "error"; the front end may raise it.
+    preemptions: how often it was preempted.
+    """
 
     request: str
     reason: Reason
     stop: int | None = None
     error: Exception | None = None
+    preemptions: int = 0
 
 
 class StepStats(NamedTuple):
@@ -184,7 +187,7 @@ class StepEvents:
     requests[i] sampled tokens[i]; a request's tokens are consecutive, with one entry of logprobs
     each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
     request -> (verified drafts, accepted drafts). transfer_params, retained: request ->
-    `RequestOutput.kv_transfer_params`, `RequestOutput.retained`.
+    `RequestOutput.kv_transfer_params`, `RequestOutput.retained`. counts: metric -> what to add.
     """
 
     time: float = field(factory=time.monotonic)
@@ -199,3 +202,4 @@ class StepEvents:
     drafted: dict[str, tuple[int, int]] = field(factory=dict)
     transfer_params: dict[str, Mapping[str, Any]] = field(factory=dict)
     retained: dict[str, Sequence[Sequence[float]]] = field(factory=dict)
+    counts: dict[str, float] = field(factory=dict)

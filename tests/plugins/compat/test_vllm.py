@@ -510,6 +510,9 @@ def test_the_server_answers_openais_client(server: str) -> None:
         )
     assert answer.usage.completion_tokens > 0
     assert httpx.get(f"{server}/v1/models").status_code == 401
+    metrics = httpx.get(f"{server}/metrics").text
+    assert "vllm:request_success_total{" in metrics
+    assert "modulm:request_success_total{" in metrics
 
 
 def test_chat_and_complete(server: str, capfd: pytest.CaptureFixture[str]) -> None:

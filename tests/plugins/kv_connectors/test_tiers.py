@@ -14,6 +14,7 @@ from modulm.cli.main import main
 from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
+from modulm_server.engine.metrics import Metrics
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -88,8 +89,16 @@ def test_answers_are_the_same(
         expected, _ = generate(llm)
     with LLM(model(family), **FLAGS, **TIERS[tier](tmp_path)) as llm:
         assert generate(llm) == (expected, [0] * 4)
+        metrics = Metrics("m")
+        llm.count_by(metrics)
         llm.reset_prefix_cache()
         assert generate(llm) == (expected, [STORED] * 4)
+    counts = {s.name: s.value for family in metrics.collect() for s in family.samples}
+    assert counts["modulm:external_prefix_cache_hits_total"] == 4 * STORED
+    assert counts["modulm:external_prefix_cache_queries_total"] >= 4 * STORED
+    assert counts["modulm:kv_offload_load_blocks_total"] > 0
+    assert counts["modulm:kv_offload_load_time_total"] > 0
+    assert counts["modulm:kv_offload_load_failures_total"] == 0
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -8,6 +8,8 @@ pinned until it has ended on all ranks.
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +77,9 @@ class TransferPlanner(PartPlanner):
         self._stored: dict[str, int] = {}
         self._saving: set[bytes] = set()
         self._count = 0
+        #: Metric -> what to add with the next committed step.
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._begun: dict[int, float] = {}
         self._undecided = False
         if not (self._names.enabled and self._cache.uniform):
             raise ConfigError(
@@ -98,6 +103,8 @@ class TransferPlanner(PartPlanner):
         if stored is None:
             self._undecided = True
             return None
+        if request.id not in self._stored:
+            self._counts["external_prefix_cache_queries"] += waiting.tokens - cached
         self._stored[request.id] = stored
         return max(cached, min(stored, len(names)) * size)
 
@@ -175,6 +182,7 @@ class TransferPlanner(PartPlanner):
         )
         for group, ids in zip(self._cache.groups, blocks, strict=True):
             group.hold(ids)
+        self._begun[self._count] = time.monotonic()
         return BlockTransfer(self._count, request, names, blocks, source)
 
     def plan(self, step: StepDraft, left: int) -> TransferPlan | None:
@@ -197,6 +205,12 @@ class TransferPlanner(PartPlanner):
             self._note(identity, report.rank, f"rank {report.rank}: {reason}")
         if result.removed:
             self.index.remove(result.removed)
+
+    def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        if not self._counts:
+            return {}
+        counts, self._counts = self._counts, defaultdict(float)
+        return {"counts": dict(counts)}
 
     def fail(self, plan: Plan) -> None:
         """Mark the transfers of a failed step as failed."""
@@ -231,10 +245,17 @@ class TransferPlanner(PartPlanner):
                 save.request, len(save.names), faults,
             )  # fmt: skip
 
+    def _note_end(self, kind: str, transfer: BlockTransfer, *, worked: bool) -> None:
+        """Count a transfer that has ended. kind: load or store."""
+        self._counts[f"kv_offload_{kind}_failures"] += not worked
+        self._counts[f"kv_offload_{kind}_blocks"] += len(transfer.names) if worked else 0
+        self._counts[f"kv_offload_{kind}_time"] += time.monotonic() - self._begun.pop(transfer.id)
+
     def _end(self, identity: int, *, worked: bool) -> None:
         self._outcomes.pop(identity, None)
         save = self._saves.pop(identity, None)
         if save is not None:
+            self._note_end("store", save, worked=worked)
             self._saving.difference_update(save.names)
             self._free(save)
             if worked:
@@ -243,6 +264,9 @@ class TransferPlanner(PartPlanner):
         load = self._loads.pop(identity, None)
         if load is None:
             return
+        self._note_end("load", load.transfer, worked=worked)
+        if worked:
+            self._counts["external_prefix_cache_hits"] += load.tokens - load.cached
         if self._table.epoch[load.row] == load.epoch:
             self._arrived(load, worked=worked)
         self._free(load.transfer)
@@ -301,14 +325,15 @@ class RemoteTransferPlanner(TransferPlanner):
         self._unanswered.discard(request)
 
     def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        events = super().events(names)
         if not self._unanswered:
-            return {}
+            return events
         answers = {}
         for request in self._unanswered.intersection(names.values()):
             self._unanswered.discard(request)
             if (answer := self._remote.answer(request)) is not None:
                 answers[request] = answer
-        return {"transfer_params": answers} if answers else {}
+        return {**events, "transfer_params": answers} if answers else events
 
     def finished(self, request: str) -> None:
         self._known.discard(request)

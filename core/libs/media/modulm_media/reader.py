@@ -62,6 +62,8 @@ class MediaReader:
         self._family_class, self._info, self._tokenizer = family, info, tokenizer
         self.flags = info.config.group(MediaConfig)
         self._cache = ProcessedCache(int(self.flags.mm_processor_cache_gb * 2**30))
+        #: Items that were looked up in the cache, and found there.
+        self.queries = self.hits = 0
         # Tokenizers of processors are not thread-safe.
         self._lock = Lock()
 
@@ -299,7 +301,10 @@ class MediaReader:
 
     def cached(self, name: bytes, options: Mapping[str, Any] | None = None) -> Processed | None:
         """Return the cached processor output of a content; options: as for `read`."""
-        return self._cache.get(self._key(name, self._keywords(options)))
+        processed = self._cache.get(self._key(name, self._keywords(options)))
+        self.queries += 1
+        self.hits += processed is not None
+        return processed
 
     def _keywords(self, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {**self.flags.mm_processor_kwargs, **(options or {})}

@@ -581,7 +581,7 @@ class BudgetScheduler(Scheduler):
         for finished in self._hooks.finished:
             finished(entry.request.id)
         del self._entries[entry.request.id]
-        return Finish(entry.request.id, reason, stop, error)
+        return Finish(entry.request.id, reason, stop, error, entry.preemptions)
 
     def _release(self, row: int) -> np.ndarray:
         """Free a row and its blocks; return its tokens."""

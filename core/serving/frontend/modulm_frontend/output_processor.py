@@ -190,6 +190,7 @@ class RequestState:
     end_taken: bool = False
     transfer_params: Mapping[str, Any] | None = None
     retained: Sequence[Sequence[float]] = ()
+    preemptions: int = 0
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
@@ -214,7 +215,7 @@ class RequestState:
 
     def restart(self) -> None:
         """Discard all results, since another engine runs the request from the start."""
-        self.cached, self.fresh = None, 0
+        self.cached, self.fresh, self.preemptions = None, 0, 0
         self.__attrs_post_init__()
 
     @property
@@ -245,6 +246,8 @@ class RequestState:
             adapter=self.adapter,
             id=self.id,
             origin=self.origin,
+            cached=self.cached,
+            preemptions=self.preemptions,
         )
 
     def started(self, cached: int, time: float) -> None:
@@ -417,6 +420,9 @@ class OutputProcessor:
         """
         news: dict[str, RequestState] = {}
         ending = {finish.request: finish for finish in events.finished}
+        for finish in events.finished:
+            if finish.preemptions and finish.request in self._sequences:
+                self._sequences[finish.request][0].preemptions += finish.preemptions
         for start in events.started:
             if start.request in self._sequences:
                 self._sequences[start.request][0].started(start.cached, start.time)
@@ -449,6 +455,8 @@ class OutputProcessor:
         for state in news.values():
             if state.finished:
                 self._finish(state)
+        if events.counts and hasattr(self.statistics, "parts"):
+            self._count(self.statistics, "parts", events.counts)
         if self.statistics is not None and events.stats is not None:
             self._count(self.statistics, "step", events.stats)
         return list(news.values()), stopped

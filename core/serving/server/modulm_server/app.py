@@ -31,7 +31,7 @@ from modulm_server.generation import GenerationService
 from modulm_server.hosts import HostCheck
 from modulm_server.json_body import bad_field
 from modulm_server.loopback import LoopbackClient
-from modulm_server.metrics import HttpMetrics, exposition
+from modulm_server.metrics import HttpMetrics, MediaCacheMetrics, exposition
 from modulm_server.openapi import DescribedApp
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
@@ -127,6 +127,11 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
     keys = read_keys(server)
     generation = _generation(engine, config, keys.many)
+    registry.register(generation.tool_calls)
+    if host is None:
+        registry.register(
+            MediaCacheMetrics(generation.models[0], lambda: generation.media.cache_counts)
+        )
     loopback = LoopbackClient() if host is None else host.loopback
     directory = None if host is None else host.directory
     context = RouteContext(
@@ -164,6 +169,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
         show_id=server.enable_request_id_headers,
         stacks=server.log_error_stack,
         observe=http.observe,
+        socket=http.socket,
         hosts=HostCheck.of(server, bool(keys)),
     )
     loopback.app = guarded

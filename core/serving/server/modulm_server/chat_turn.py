@@ -107,6 +107,7 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str | None = None
+    api: str = "chat"
 
     def check(self) -> None:
         """Raise ApiError(400) if the model may call tools and the server has no tool parser."""
@@ -176,7 +177,7 @@ class RunningTurn:
     """A turn in progress: iterate `running`, in aclosing, and pass each output to `deltas`.
 
     streamed: outputs are deltas. Per choice: its parser, its filter of calls, the number of tokens
-    so far, and the texts of its thoughts.
+    so far, and the texts of its thoughts. called: choices with tool calls.
     """
 
     turn: ChatTurn
@@ -186,6 +187,7 @@ class RunningTurn:
     calls: list[_AllowedCalls] = field(init=False)
     generated: list[int] = field(init=False)
     thoughts: list[list[str]] = field(init=False)
+    called: set[int] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         count = self.turn.params.n
@@ -206,6 +208,7 @@ class RunningTurn:
         events = parser.feed(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
             events += parser.finish()
+        self._note_calls(index, events, ended=choice.finish_reason is not None)
         events = [event for event in events if not _empty(event)]
         token_ids, logprobs = choice.token_ids, choice.logprobs
         if self.turn.parsers.reasoning is not None:
@@ -224,6 +227,17 @@ class RunningTurn:
             stop_reason=choice.stop_reason,
             generated=self.generated[index],
         )
+
+    def _note_calls(self, index: int, events: Sequence[Event], *, ended: bool) -> None:
+        """Count a choice that a tool parser read, once it has ended."""
+        turn = self.turn
+        if not (turn.parsers.tool and turn.tools and turn.tool_choice != "none"):
+            return
+        if any(isinstance(event, ToolStart) for event in events):
+            self.called.add(index)
+        if ended:
+            called = index in self.called
+            turn.generation.tool_calls.add(turn.api, streamed=self.streamed, called=called)
 
     def _read_thoughts(self, index: int, events: Sequence[Event]) -> list[Event]:
         """Record the thoughts; returns the other events."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
+from modulm_server.engine.histograms import bucket_bounds
 
 __all__ = ["ServerConfig", "WatchdogConfig"]
+
+_PREFIX = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 @flag_group
@@ -145,6 +149,13 @@ class ServerConfig(FlagGroup):
         "none", "Report speculative decoding metrics in each response, in total or per step.",
         choices=("none", "summary", "detailed"),
     )  # fmt: skip
+    custom_histogram_buckets: Mapping[str, Any] | None = flag(
+        None, "Buckets of the metrics' histograms by group, such as request_latency, in seconds or "
+        "tokens.",
+    )  # fmt: skip
+    metrics_prefix: tuple[str, ...] = flag(
+        ("modulm",), "Prefixes of the engine's metrics; each metric is shown under all of them."
+    )
     enable_force_include_usage: bool = flag(False, "Always include usage in streams.")
     sse_keep_alive_interval: float = flag(
         0, "Idle time after which a stream sends a keep-alive comment; 0: never.", unit="s", least=0
@@ -170,6 +181,10 @@ class ServerConfig(FlagGroup):
     def __attrs_post_init__(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_certfile", "must be set together with ssl_keyfile")
+        bucket_bounds(self.custom_histogram_buckets)
+        wrong = [p for p in self.metrics_prefix if not _PREFIX.fullmatch(p)]
+        if wrong or not self.metrics_prefix:
+            raise ConfigError("metrics_prefix", "letters, digits and _ only, such as vllm")
 
 
 @flag_group

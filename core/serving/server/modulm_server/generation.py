@@ -28,6 +28,7 @@ from modulm_server.errors import ApiError, model_error, shutting_down
 from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Caller, current_caller, current_key
 from modulm_server.media_service import MediaService
+from modulm_server.metrics import ToolCallMetrics
 from modulm_server.pacing import Turns
 from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
 from modulm_server.prompts import ChatOptions, Prompt
@@ -86,6 +87,7 @@ class GenerationService:
     tenants: bool = False
     closing: bool = False
     adapter_finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
+    tool_calls: ToolCallMetrics = field(factory=ToolCallMetrics, init=False)
     work: TextWork = field(init=False)
     _turns: Turns = field(factory=lambda: Turns(_TOGETHER), init=False)
     media: MediaService = field(init=False)

@@ -62,6 +62,12 @@ class MediaService:
         return MediaReader.open(self._engine.info, self._engine.tokenizer, manager.current())
 
     @property
+    def cache_counts(self) -> tuple[int, int]:
+        """The items that were looked up in the cache of processed media, and found there."""
+        reader = self.__dict__.get("reader")
+        return (0, 0) if reader is None else (reader.queries, reader.hits)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of media that the model takes."""
         return () if self.reader is None else self.reader.kinds

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     generate_latest,
@@ -21,11 +23,14 @@ from modulm.plugins.index import is_first_party
 from modulm_server.output import dropped_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from starlette.types import Scope
 
-__all__ = ["HttpMetrics", "exposition", "merged"]
+__all__ = [
+    "HttpMetrics", "MediaCacheMetrics", "OperationMetrics", "ToolCallMetrics", "exposition",
+    "merged", "with_prefixes",
+]  # fmt: skip
 
 #: Gauges to add up over processes. Of other gauges, the scraped process's value is used.
 _ADDITIVE = frozenset(
@@ -33,7 +38,11 @@ _ADDITIVE = frozenset(
 )
 #: Gauges whose information is in their labels; each process has its own.
 _LISTED = frozenset({"modulm:lora_requests_info"})
+#: Beginnings of the lines of the engine's metrics.
+_ENGINE = ("modulm:", "# HELP modulm:", "# TYPE modulm:")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+#: Buckets of what may take minutes, in seconds.
+_LONG = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -85,6 +94,16 @@ class HttpMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._sockets = Counter(
+            "modulm:websocket_connections", "WebSockets that were opened.", registry=registry
+        )
+        self._open_sockets = Gauge(
+            "modulm:websocket_connections_active", "Open WebSockets.", registry=registry
+        )
+        self._socket_seconds = Histogram(
+            "modulm:websocket_connection_duration_seconds", "Time that a WebSocket was open.",
+            buckets=_LONG, registry=registry,
+        )  # fmt: skip
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Record a finished request."""
@@ -93,6 +112,78 @@ class HttpMetrics:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._seconds.labels(handler, method).observe(seconds)
+
+    @contextmanager
+    def socket(self) -> Iterator[None]:
+        """Count a WebSocket while it is open."""
+        self._sockets.inc()
+        with self._open_sockets.track_inprogress(), self._socket_seconds.time():
+            yield
+
+
+class OperationMetrics:
+    """Durations of the operations of one kind, and how many are in progress, by operation."""
+
+    def __init__(self, registry: CollectorRegistry, kind: str, text: str) -> None:
+        self._seconds = Histogram(
+            f"modulm:{kind}_operation_duration_seconds", f"Time of one {text} operation.",
+            ("operation",), buckets=_LONG, registry=registry,
+        )  # fmt: skip
+        self._running = Gauge(
+            f"modulm:{kind}_operations_in_flight", f"{text.capitalize()} operations in progress.",
+            ("operation",), registry=registry,
+        )  # fmt: skip
+
+    @contextmanager
+    def measure(self, operation: str) -> Iterator[None]:
+        """Record an operation, whether it succeeds or not."""
+        running, seconds = self._running.labels(operation), self._seconds.labels(operation)
+        with running.track_inprogress(), seconds.time():
+            yield
+
+
+class ToolCallMetrics(Collector):
+    """Outputs that a tool parser read, by request, mode and whether it found calls."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def add(self, request_type: str, *, streamed: bool, called: bool) -> None:
+        """Count a choice that has ended."""
+        mode = "streaming" if streamed else "non_streaming"
+        key = (mode, "tool_call" if called else "no_tool_call", request_type)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "modulm:tool_call_parser_invocations", "Choices that a tool parser read.",
+            labels=("mode", "outcome", "request_type"),
+        )  # fmt: skip
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class MediaCacheMetrics(Collector):
+    """Look-ups in the cache of processed images, audio and video. counts: queries and hits."""
+
+    def __init__(self, model_name: str, counts: Callable[[], tuple[int, int]]) -> None:
+        self._labels, self._counts = (model_name, "0"), counts
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        texts = ("Items looked up in the media cache.", "Items found in the media cache.")
+        for name, text, count in zip(("queries", "hits"), texts, self._counts(), strict=True):
+            family = CounterMetricFamily(
+                f"modulm:mm_cache_{name}", text, labels=("model_name", "engine")
+            )
+            family.add_metric(self._labels, count)
+            yield family
 
 
 def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
@@ -116,6 +207,17 @@ def merged(this_process: bytes, others: Sequence[str], shared: Collection[str]) 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Ready(families.values()))
     return generate_latest(registry)
+
+
+def with_prefixes(text: bytes, prefixes: Sequence[str]) -> bytes:
+    """Show the engine's metrics, which begin with `modulm:`, under each of these prefixes."""
+    if tuple(prefixes) == ("modulm",):
+        return text
+    lines = text.decode().splitlines(keepends=True)
+    engine = [line for line in lines if line.startswith(_ENGINE)]
+    others = [line for line in lines if not line.startswith(_ENGINE)]
+    shown = [line.replace("modulm:", f"{prefix}:", 1) for prefix in prefixes for line in engine]
+    return "".join(others + shown).encode()
 
 
 def _parsed(text: str) -> Iterable[Metric]:

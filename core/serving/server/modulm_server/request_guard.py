@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -23,6 +23,7 @@ from modulm_server.pacing import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -186,6 +187,7 @@ class RequestGuard:
     stacks: bool = False
     hosts: HostCheck = field(factory=HostCheck)
     observe: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None
+    socket: Callable[[], AbstractContextManager[None]] = nullcontext
     inflight: int = 256 << 20
     _transfers: set[_Transfer] = field(factory=set, init=False)
     _turns: Turns = field(factory=Turns, init=False)
@@ -198,7 +200,8 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if await self._welcome(scope, receive, send):
-                await self.app(scope, receive, send)
+                with self.socket() if scope["type"] == "websocket" else nullcontext():
+                    await self.app(scope, receive, send)
             return
         began = time.monotonic()
         name = scope["modulm.id"] = request_id(scope)

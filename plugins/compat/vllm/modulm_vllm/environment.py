@@ -41,8 +41,12 @@ def from_environment() -> dict[str, Any]:
 
 
 def rewritten() -> dict[str, str]:
-    """Return the set variables of vLLM under the names that modulm's commands read."""
-    return {
+    """Return the set variables of vLLM under the names that modulm's commands read.
+
+    Metrics get vLLM's names as well, unless a variable sets their prefix.
+    """
+    prefix = {} if _own("metrics_prefix") else {"MODULM_METRICS_PREFIX": "modulm,vllm"}
+    return prefix | {
         f"MODULM_{flag.upper()}": str(read(variables()[name]))
         for name, (flag, read, _) in VARIABLES.items()
         if variables().get(name) and not _own(flag)

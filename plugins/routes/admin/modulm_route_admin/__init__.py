@@ -14,6 +14,7 @@ from modulm_frontend.flags import ProfilerConfig
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.metrics import OperationMetrics
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -75,6 +76,7 @@ class Admin(RouteFamily):
             router.add_api_route(path, silent, methods=["POST"], response_class=Response)
         if not self._developing:
             return router
+        self._operations = OperationMetrics(self.context.registry, "sleep_mode", "sleep mode")
         router.add_api_route(
             "/reset_prefix_cache",
             self.reset_prefix_cache,
@@ -112,12 +114,14 @@ class Admin(RouteFamily):
 
     async def sleep(self, level: int = 1) -> Response:
         """Free memory. Level 0 only pauses, 1 frees the KV cache, 2 the weights as well."""
-        await self.context.engine.sleep(level)
+        with self._operations.measure("sleep"):
+            await self.context.engine.sleep(level)
         return Response(status_code=200)
 
     async def wake_up(self) -> Response:
         """Wake up: allocate the memory that /sleep freed."""
-        await self.context.engine.wake_up()
+        with self._operations.measure("wake_up"):
+            await self.context.engine.wake_up()
         return Response(status_code=200)
 
     async def is_sleeping(self) -> Response:

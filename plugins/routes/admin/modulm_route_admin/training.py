@@ -13,6 +13,7 @@ from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.metrics import OperationMetrics
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -85,6 +86,9 @@ class Training(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Training"])
+        self._operations = OperationMetrics(
+            self.context.registry, "rl_weight_update", "weight update"
+        )
         for path, answer, schema in (
             ("/is_paused", self.is_paused, Paused),
             ("/weight_info", self.weight_info, WeightInfo),
@@ -145,7 +149,8 @@ class Training(RouteFamily):
     async def init_weight_transfer_engine(self, request: Request) -> Response:
         """Connect the workers to the trainer."""
         body = await read(request, InitRequest)
-        await _whole(self.context.engine.init_weight_transfer_engine(body.init_info))
+        with self._operations.measure("init"):
+            await _whole(self.context.engine.init_weight_transfer_engine(body.init_info))
         return self._done("connected")
 
     async def start_weight_update(self, request: Request) -> Response:
@@ -153,29 +158,34 @@ class Training(RouteFamily):
         has_body = await request.body()
         body = await read(request, StartRequest) if has_body else StartRequest()
         engine = self.context.engine
-        await _whole(engine.start_weight_update(body.is_checkpoint_format, body.partial))
+        with self._operations.measure("start"):
+            await _whole(engine.start_weight_update(body.is_checkpoint_format, body.partial))
         return self._done("started")
 
     async def update_weights(self, request: Request) -> Response:
         """Receive tensors of the current update."""
         body = await read(request, UpdateRequest)
-        await _whole(self.context.engine.update_weights(body.update_info))
+        with self._operations.measure("update"):
+            await _whole(self.context.engine.update_weights(body.update_info))
         return self._done("taken")
 
     async def finish_weight_update(self) -> Response:
         """Switch to the new weights."""
-        await _whole(self.context.engine.finish_weight_update())
+        with self._operations.measure("finish"):
+            await _whole(self.context.engine.finish_weight_update())
         return self._done("updated")
 
     async def shutdown_weight_transfer_engine(self) -> Response:
         """Disconnect the workers from the trainer."""
-        await _whole(self.context.engine.shutdown_weight_transfer_engine())
+        with self._operations.measure("shutdown"):
+            await _whole(self.context.engine.shutdown_weight_transfer_engine())
         return self._done("disconnected")
 
     async def update_weight_version(self, request: Request) -> Response:
         """Set the version of the weights."""
         body = await read(request, VersionRequest)
-        await self.context.engine.update_weight_version(body.weight_version)
+        with self._operations.measure("set_version"):
+            await self.context.engine.update_weight_version(body.weight_version)
         return self._done("updated")
 
 

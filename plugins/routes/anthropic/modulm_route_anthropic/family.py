@@ -149,6 +149,7 @@ class Anthropic(RouteFamily):
             self._budget(body),
         )
         turn = ChatTurn(
+            api="messages",
             generation=generation,
             prompt=prompt,
             params=with_marks(params, marks),

@@ -11,8 +11,9 @@ import modulm
 from modulm.errors import EngineError
 from modulm_server.engine.metrics import Metrics
 from modulm_server.errors import ApiError, describe, error_body
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
-from modulm_server.metrics import exposition, merged
+from modulm_server.metrics import exposition, merged, with_prefixes
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -149,6 +150,7 @@ class Ops(RouteFamily):
         others = await engine.reports()
         if others:
             body = merged(body, others, Metrics.SHARED)
+        body = with_prefixes(body, self.context.config.group(ServerConfig).metrics_prefix)
         return Response(body, media_type=None, headers={"Content-Type": kind})
 
     async def server_info(self) -> Response:

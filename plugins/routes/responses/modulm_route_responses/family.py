@@ -277,6 +277,7 @@ class Responses(RouteFamily):
         grammar = None if constraint is None else constraint[1]
         params = params_of(body, self.context.engine.info.defaults, grammar)
         turn = ChatTurn(
+            api="responses",
             generation=self.context.generation,
             prompt=await self._prompt(
                 body,

@@ -46,7 +46,7 @@ from modulm_server.engine.core_client import (
     ThreadCoreClient,
     WorkerCall,
 )
-from modulm_server.engine.metrics import Metrics, ReplicaMetrics, cache_labels
+from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.engine.restarts import Restarts
 from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
@@ -181,7 +181,7 @@ class AsyncLLM(EngineClient):
         self.tokenizer = core.tokenizer()
         ranks = core.ranks or (self._rank,)
         adapters = info.limit("adapters", "slots")
-        each = [Metrics(info.models[0], str(rank), adapters, cache_labels(info)) for rank in ranks]
+        each = [Metrics.of(info, str(rank), adapters) for rank in ranks]
         if adapters:
             for metrics in each:
                 metrics.in_use = self._adapters_in_use
@@ -445,6 +445,9 @@ class AsyncLLM(EngineClient):
                 output = state.take()
                 if output is not None:
                     yield output
+        except QueueFull:
+            self._each[0].rejected()
+            raise
         finally:
             self._abort(state, changed)
             del self._requests[state.id]
@@ -575,6 +578,7 @@ class AsyncLLM(EngineClient):
         """Abort requests that must not continue, and start those that waited."""
         for metrics in self._each:
             metrics.set_weight_version(state.weight_version)
+            metrics.set_sleep(state.asleep)
         if state.broken is not None:
             self._end_waiting(EngineStalled(state.broken))
         elif state.paused == "abort":

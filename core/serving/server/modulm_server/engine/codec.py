@@ -61,7 +61,10 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.requests,
         events.tokens,
         events.started,
-        [[f.request, f.reason, f.stop, pack_error(f.error)] for f in events.finished],
+        [
+            [f.request, f.reason, f.stop, pack_error(f.error), f.preemptions]
+            for f in events.finished
+        ],
         {name: pack_logprobs(entries) for name, entries in events.logprobs.items()},
         {
             name: [first, pack_logprobs(entries)]
@@ -72,18 +75,22 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.drafted,
         events.transfer_params,
         events.retained,
+        events.counts,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
     time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, *more = packed
-    drafted, transfer_params, retained = more
+    drafted, transfer_params, retained, counts = more
     return StepEvents(
         time,
         requests,
         tokens,
         [Start(*start) for start in started],
-        [Finish(name, why, stop, unpack_error(error)) for name, why, stop, error in finished],
+        [
+            Finish(name, why, stop, unpack_error(error), preemptions)
+            for name, why, stop, error, preemptions in finished
+        ],
         {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
         {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
         pooled,
@@ -91,6 +98,7 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         {name: (verified, right) for name, (verified, right) in drafted.items()},
         transfer_params,
         retained,
+        counts,
     )
 
 

@@ -462,7 +462,8 @@ class _SocketServer:
 
 def split(events: StepEvents, owners: dict[str, Any], peers: Any) -> list[tuple[Any, StepEvents]]:
     """The events of each peer; `owners`: request -> peer."""
-    parts = {id(peer): (peer, StepEvents(events.time, stats=events.stats)) for peer in peers}
+    shared = partial(StepEvents, events.time, stats=events.stats, counts=events.counts)
+    parts = {id(peer): (peer, shared()) for peer in peers}
     for identity, token in zip(events.requests, events.tokens, strict=True):
         part = parts.get(id(owners.get(identity)))
         if part is not None:

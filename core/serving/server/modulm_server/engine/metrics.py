@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from attrs import define
@@ -23,6 +23,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from modulm.contracts.sampling import PoolingParams
+from modulm_server.engine.histograms import HISTOGRAMS, bucket_bounds
+from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from modulm.contracts.engine_info import EngineInfo
@@ -32,37 +34,28 @@ if TYPE_CHECKING:
 __all__ = ["Histogram", "Metrics", "ReplicaMetrics", "cache_labels"]
 
 _PREFIX = "modulm:"
-_SECONDS = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
-    1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-)  # fmt: skip
-_TOKENS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
-_FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
-
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("Time from arrival to the first token.", _SECONDS),
-    "inter_token_latency_seconds": ("Time between two tokens of a sequence.", _SECONDS),
-    "request_time_per_output_token_seconds": ("Mean time per output token of a request.", _SECONDS),
-    "e2e_request_latency_seconds": ("Time from arrival to the last token.", _SECONDS),
-    "request_queue_time_seconds": ("Time from arrival to the first step.", _SECONDS),
-    "request_prefill_time_seconds": ("Time from the first step to the first token.", _SECONDS),
-    "request_decode_time_seconds": ("Time from the first token to the last.", _SECONDS),
-    "request_inference_time_seconds": ("Time from the first step to the last token.", _SECONDS),
-    "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
-    "request_generation_tokens": ("Generated tokens per request, in all choices.", _TOKENS),
-    "request_params_n": ("Number of choices requested.", _FEW),
-    "request_params_max_tokens": ("Maximum number of tokens requested.", _TOKENS),
-    "iteration_tokens_total": ("Tokens computed in a step.", _TOKENS),
-}
 _COUNTERS = {
     "num_preemptions": "Preemptions: sequences whose blocks were freed and that were recomputed.",
     "prompt_tokens": "Prompt tokens.",
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens of requests that were found in a cache.",
+    "admission_rejections": "Requests refused because too many wait.",
     "spec_decode_num_drafts": "Drafts verified: at most one per sequence and step.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+}
+#: Counted by step parts of the engine: `StepEvents.counts`.
+_PART_COUNTERS = {
+    "external_prefix_cache_queries": "Tokens looked up with the KV connector.",
+    "external_prefix_cache_hits": "Tokens that the KV connector loaded.",
+    "kv_offload_load_blocks": "Blocks that the KV connector loaded.",
+    "kv_offload_store_blocks": "Blocks that the KV connector stored.",
+    "kv_offload_load_time": "Seconds of loads of the KV connector, from request to arrival.",
+    "kv_offload_store_time": "Seconds of stores of the KV connector.",
+    "kv_offload_load_failures": "Loads of the KV connector that failed.",
+    "kv_offload_store_failures": "Stores of the KV connector that failed.",
 }
 _AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {
@@ -71,7 +64,8 @@ _GAUGES = {
     "kv_cache_usage_perc": "Fraction of KV cache blocks in use, 0 to 1.",
     "weight_version": "Number of weight updates, or the version that a trainer set.",
 }
-
+#: Sleep level -> label of `engine_sleep_state`.
+_SLEEP_STATES = {None: "awake", 0: "awake", 1: "weights_offloaded", 2: "discard_all"}
 
 _ADAPTER_COUNTERS = {
     "requests": "Finished requests, by adapter.",
@@ -119,15 +113,18 @@ class Histogram:
 class Metrics(Collector):
     """Metrics of one front end's requests and of its engine's steps.
 
-    adapters: maximum number in one step. cache: labels of `cache_config_info`. SHARED: metrics that
-    all front ends of an engine count alike, because each receives all steps.
+    adapters: maximum number in one step. cache: labels of `cache_config_info`. buckets: see
+    `bucket_bounds`. SHARED: metrics that all front ends of an engine count alike, because each
+    receives all steps.
     """
 
     SHARED = frozenset(
         _PREFIX + name
         for name in (
             *_GAUGES,
-            *(_COUNTERS.keys() - {"prompt_tokens"}),
+            *(_COUNTERS.keys() - {"prompt_tokens", "prompt_tokens_cached", "admission_rejections"}),
+            *_PART_COUNTERS,
+            "engine_sleep_state",
             _AT,
             "iteration_tokens_total",
         )
@@ -139,6 +136,7 @@ class Metrics(Collector):
         engine: str = "0",
         adapters: int = 0,
         cache: Mapping[str, str] = MappingProxyType({}),
+        buckets: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         self._labels = (model_name, engine)
         self._cache = cache
@@ -146,13 +144,21 @@ class Metrics(Collector):
         self.in_use: Callable[[], tuple[Iterable[str], Iterable[str]]] | None = None
         self._slots = adapters
         self._by_adapter: dict[str, _AdapterCounts] = {}
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        bounds = bucket_bounds(None) if buckets is None else buckets
+        self._histograms = {name: Histogram(bounds[name]) for name in HISTOGRAMS}
+        self._counters = dict.fromkeys((*_COUNTERS, *_PART_COUNTERS), 0.0)
+        self._asleep: int | None = None
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
         self._accepted_at: list[int] = []
         self._routed: list[int] = []
         self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         self.last: StepStats | None = None
+
+    @classmethod
+    def of(cls, info: EngineInfo, engine: str, adapters: int) -> Self:
+        """The metrics of an engine."""
+        buckets = bucket_bounds(info.config.group(ServerConfig).custom_histogram_buckets)
+        return cls(info.models[0], engine, adapters, cache_labels(info), buckets)
 
     def registry(self) -> CollectorRegistry:
         """A new registry with these metrics."""
@@ -163,6 +169,20 @@ class Metrics(Collector):
     def set_weight_version(self, version: int) -> None:
         """Set the version of the weights."""
         self._gauges["weight_version"] = version
+
+    def set_sleep(self, level: int | None) -> None:
+        """Set the sleep level, None for awake."""
+        self._asleep = level
+
+    def rejected(self) -> None:
+        """Count a request that was refused because too many wait."""
+        self._counters["admission_rejections"] += 1
+
+    def parts(self, counts: Mapping[str, float]) -> None:
+        """Count what step parts counted in a step; unknown names are left out."""
+        for name, value in counts.items():
+            if name in _PART_COUNTERS:
+                self._counters[name] += value
 
     def step(self, stats: StepStats) -> None:
         """Count a step of the engine."""
@@ -216,6 +236,10 @@ class Metrics(Collector):
         times, params = request.times, request.params
         self._counters["prompt_tokens"] += request.prompt
         self._add("request_prompt_tokens", request.prompt)
+        if request.cached is not None:
+            self._counters["prompt_tokens_cached"] += request.cached
+            self._add("request_prefill_kv_computed_tokens", request.prompt - request.cached)
+            self._add("request_num_preemptions", request.preemptions)
         self._between("e2e_request_latency_seconds", times.arrival_time, times.finished_time)
         scheduled, first, last = (
             times.first_scheduled_time,
@@ -237,6 +261,7 @@ class Metrics(Collector):
         if isinstance(params, PoolingParams):
             return
         self._add("request_generation_tokens", sum(request.generated))
+        self._add("request_max_num_generation_tokens", max(request.generated))
         self._add("request_params_n", params.n)
         if params.max_tokens is not None:
             self._add("request_params_max_tokens", params.max_tokens)
@@ -262,10 +287,18 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=names)
             gauge.add_metric(self._labels, self._gauges[name])
             yield gauge
-        for name, text in _COUNTERS.items():
+        for name, text in (_COUNTERS | _PART_COUNTERS).items():
             counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
             yield counter
+        asleep = GaugeMetricFamily(
+            _PREFIX + "engine_sleep_state",
+            "1 for the engine's sleep state, 0 for the others.",
+            labels=(*names, "sleep_state"),
+        )
+        for state in dict.fromkeys(_SLEEP_STATES.values()):
+            asleep.add_metric((*self._labels, state), _SLEEP_STATES[self._asleep] == state)
+        yield asleep
         if self._cache:
             info = GaugeMetricFamily(
                 _PREFIX + "cache_config_info",
@@ -290,7 +323,7 @@ class Metrics(Collector):
         for expert, chosen in enumerate(self._routed):
             routed.add_metric((*self._labels, str(expert)), chosen)
         yield routed
-        for name, (text, _) in _HISTOGRAMS.items():
+        for name, (text, _) in HISTOGRAMS.items():
             values = self._histograms[name]
             histogram = HistogramMetricFamily(_PREFIX + name, text, labels=names)
             histogram.add_metric(self._labels, values.buckets(), values.total)
