@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from modulm_route_files import store
+from modulm_route_files.clock import Clock
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -192,8 +191,8 @@ def test_files_that_expire(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatc
         ).id,
     )
     assert client.files.retrieve(batch.output_file_id).expires_at is not None
-    later = time.monotonic() + 3601
-    monkeypatch.setattr(store, "time", SimpleNamespace(time=time.time, monotonic=lambda: later))
+    later = Clock().uptime() + 3601
+    monkeypatch.setattr(Clock, "uptime", lambda clock: later)
     for deleted in (brief.id, batch.output_file_id):
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(deleted)

@@ -23,6 +23,7 @@ from modulm.errors import ConfigError
 from modulm_route_files import store
 from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
+from modulm_route_files.clock import Clock
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -227,13 +228,11 @@ def test_uploads_and_lists_at_once(make_server: ServerMaker) -> None:
 
 
 def test_a_look_while_a_file_is_kept(tmp_path: Path) -> None:
-    files = store.FileStore(tmp_path, 10_000, 1 << 30, lasting=True)
+    files = store.FileStore(tmp_path, 10_000, 1 << 30, lasting=False)
 
     def keep() -> None:
-        for _ in range(300):
-            file = files.make("me", "x", "user_data")
-            file.path.write_bytes(b"")
-            files.keep(file)
+        for _ in range(150):
+            files.write(files.make("me", "x", "user_data"), io.BytesIO())
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(keep) for _ in range(2)]
@@ -241,7 +240,7 @@ def test_a_look_while_a_file_is_kept(tmp_path: Path) -> None:
             files.list_owned("me")
         for future in futures:
             future.result()
-    assert len(files.list_owned("me")) == 600
+    assert len(files.list_owned("me")) == 300
 
 
 def test_limits_are_flags(make_server: ServerMaker) -> None:
@@ -275,17 +274,51 @@ print(sorted(_done(path)), path.stat().st_size)
     assert lines[-1] == "[0] 93"
 
 
-def test_ages_of_files_are_of_a_clock_that_never_jumps(tmp_path: Path) -> None:
-    first = store.FileStore(tmp_path, 9, 1 << 20, lasting=True)
-    file = first.make("me", "x", "user_data", lasts=3600)
-    file.path.write_bytes(b"x")
-    first.keep(file)
-    card = tmp_path / "files" / f"{file.id}.json"
-    for age, there in ((-86_400, True), (3_000, True), (4_000, False)):
-        table = {**json.loads(card.read_bytes()), "made": time.time_ns() - age * 1_000_000_000}
-        card.write_text(json.dumps(table))
-        fresh = store.FileStore(tmp_path, 9, 1 << 20, lasting=True)
-        assert bool(fresh.list_owned("me")) is there
+class JumpingClock(Clock):
+    """Clocks that the test sets."""
+
+    seconds = 1_000_000.0
+    since_start = 500.0
+
+    def wall(self) -> float:
+        return self.seconds
+
+    def uptime(self) -> float:
+        return self.since_start
+
+
+def test_a_jump_of_the_clock_makes_no_file_expire(tmp_path: Path) -> None:
+    """During one start of the machine the wall clock does not count, also for other servers."""
+    clock = JumpingClock(boot="first")
+    first = store.FileStore(tmp_path, 9, 1 << 20, lasting=True, clock=clock)
+    first.write(first.make("me", "x", "user_data", lasts=3600), io.BytesIO(b"x"))
+    for jump in (86_400 * 365 * 50, -86_400 * 365 * 50):
+        clock.seconds += jump
+        later = store.FileStore(tmp_path, 9, 1 << 20, lasting=True, clock=clock)
+        assert first.list_owned("me")
+        assert later.list_owned("me")
+    clock.since_start += 3601
+    assert not first.list_owned("me")
+    assert not list((tmp_path / "files").iterdir())
+
+
+def test_after_a_reboot_a_wrong_clock_has_an_hour_to_be_set_right(tmp_path: Path) -> None:
+    clock = JumpingClock(boot="first")
+    before = store.FileStore(tmp_path, 9, 1 << 20, lasting=True, clock=clock)
+    before.write(before.make("me", "x", "user_data", lasts=3600), io.BytesIO(b"x"))
+    clock.boot, clock.since_start = "second", 10.0
+    files = store.FileStore(tmp_path, 9, 1 << 20, lasting=True, clock=clock)
+
+    def is_there(wall: float, seconds: float) -> bool:
+        clock.seconds, clock.since_start = 1_000_000.0 + wall, clock.since_start + seconds
+        return bool(files.list_owned("me"))
+
+    assert is_there(1e9, 0)  # wrong
+    assert is_there(1e9, 3_000)
+    assert is_there(3_500, 10)  # set right
+    assert is_there(3_700, 200)  # its time is over, says the wall clock alone
+    assert is_there(7_000, 3_300)
+    assert not is_there(7_400, 400)
 
 
 def test_a_batch_is_its_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,29 @@ def test_a_bad_file_is_refused_and_removed(damage: str, tmp_path: Path) -> None:
         assert tier.match(names) == 0
         assert tier.save(3, names)
         assert tier.load(4, names, 9)
+
+
+def test_temporary_files_are_told_by_their_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is written stays, however old it looks; one whose writer died goes."""
+    model = "0" * 32
+    path = block_files.block_path(tmp_path, model, 0, 1, b"name")
+    abandoned = path.with_name(f".{path.name}.1.2")
+    replace, looks = Path.replace, []
+
+    def look_before(self: Path, target: Path) -> Path:
+        os.utime(self, (0, 0))
+        abandoned.write_bytes(b"half a blo")
+        looks.append([file.path for file in block_files.scan(tmp_path)])
+        assert self.exists()
+        assert not abandoned.exists()
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", look_before)
+    block_files.write(path, {}, memoryview(b"block"))
+    assert looks == [[]]
+    assert [file.path for file in block_files.scan(tmp_path)] == [path]
 
 
 def test_a_file_is_written_whole_or_not_at_all(

@@ -7,6 +7,7 @@ block's name in hex. A file is a one-line JSON header followed by the block's by
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -36,8 +37,6 @@ FOLDER = "~/.cache/modulm/kv"
 VERSION = 1
 #: Maximum size of a header in bytes.
 _HEADER = 4096
-#: Age in seconds after which temporary files are considered abandoned.
-_STALE = 600
 #: Pattern of a model's folder name.
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -71,16 +70,22 @@ def write(path: Path, described: Mapping[str, Any], payload: memoryview) -> int:
     header = {"modulm": "kv", "version": VERSION, "bytes": len(payload), **described}
     line = json.dumps({**header, "checksum": _checksum(payload)}).encode() + b"\n"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(line)
-            file.write(payload)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return len(line) + len(payload)
+    while True:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+        try:
+            with temporary.open("xb") as file:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if not temporary.exists():  # `scan` came between its creation and its lock
+                    continue
+                file.write(line)
+                file.write(payload)
+                file.flush()
+                temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return len(line) + len(payload)
 
 
 def read(path: Path, described: Mapping[str, Any], into: memoryview) -> None:
@@ -118,15 +123,25 @@ def models(folder: Path) -> list[str]:
 
 
 def scan(folder: Path, model: str | None = None) -> Iterator[Stored]:
-    """Return the files of one model, or of all. Removes abandoned temporary files."""
+    """Return the files of one model, or of all. Removes temporary files that nobody writes."""
     for name in models(folder) if model is None else [model]:
         for path in (folder / name).glob("*of*/*/*.kv*"):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if not path.name.startswith("."):
                     yield Stored(path, name, status.st_size, status.st_mtime)
-                elif status.st_mtime < time.time() - _STALE:
-                    path.unlink()
+                else:
+                    _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a temporary file whose writer died. Raises OSError, also if it is being written.
+
+    Its lock tells, not its age: a jump of the clock makes files look old.
+    """
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def evict(folder: Path, most: int) -> int:

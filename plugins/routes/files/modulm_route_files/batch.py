@@ -6,8 +6,10 @@ An invalid line gets a record in the error file; the other lines run.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
+from io import BytesIO
 from os import SEEK_END
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -163,7 +165,8 @@ class Batch:
         if self.status == "validating":
             self.counts["total"] = total
             self.enter("in_progress")
-        good, bad = self._file(files, "output"), self._file(files, "error")
+        good = await asyncio.to_thread(self._file, files, "output")
+        bad = await asyncio.to_thread(self._file, files, "error")
         self.output, self.errors = good.id, bad.id
         done = await asyncio.to_thread(lambda: (_done(good.path), _done(bad.path)))
         self.counts.update({"completed": len(done[0]), "failed": len(done[1])})
@@ -171,18 +174,23 @@ class Batch:
         await self._run_lines(lines, loopback, slots, good.path, bad.path)
         self.enter("finalizing")
         if not bad.size:
-            files.remove(bad)
+            await asyncio.to_thread(files.remove, bad)
             self.errors = None
+        await asyncio.to_thread(files.flush, self.output, self.errors)
         self.enter("completed")
 
     def _file(self, files: FileStore, kind: str) -> StoredFile:
-        """The output or error file: an existing one, or a new one."""
-        file = files.find(self.output if kind == "output" else self.errors)
+        """The output or error file: an existing one, or a new one.
+
+        Its id follows from the batch's, so that a server finds it that the state does not name yet.
+        """
+        digest = hashlib.blake2b(f"{self.id} {kind}".encode(), digest_size=16).hexdigest()
+        identity = (self.output if kind == "output" else self.errors) or f"file-{digest}"
+        file = files.find(identity)
         if file is None:
             name = f"{self.id}_{kind}.jsonl"
-            file = files.make(self.owner, name, "batch_output", self.lasts)
-            file.path.touch()
-            files.keep(file)
+            file = files.make(self.owner, name, "batch_output", self.lasts, identity)
+            files.write(file, BytesIO())
         return file
 
     async def _run_lines(

@@ -1,7 +1,8 @@
 """Stores batches on disk, shared by several servers.
 
 A batch is run by the server that holds its lock. After a server stops or dies, the next one that
-starts resumes its batches; lines with a record are not run again.
+starts resumes its batches; lines with a record are not run again. After a power loss these are the
+lines whose records were flushed, at most one interval of saves ago.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 from attrs import define, field
 
 from modulm_route_files.batch import Batch
-from modulm_route_files.store import write_atomically
+from modulm_route_files.disk import flush_folder, is_at, remove_abandoned, write_atomically
 
 if TYPE_CHECKING:
     from modulm_route_files.store import FileStore
@@ -43,10 +44,11 @@ _MAX_TRIES = 3
 
 @define(eq=False)
 class _Saves:
-    """The saves of a batch, which run in threads. last: the number of the latest one."""
+    """The saves of a batch, which run in threads. last, content: number and state of the latest."""
 
     lock: threading.Lock = field(factory=threading.Lock)
     last: int = 0
+    content: bytes = b""
 
 
 class BatchStore:
@@ -72,10 +74,17 @@ class BatchStore:
     def start(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
         """Save a batch and run it in this process. Raises OSError if it cannot be saved.
 
-        A batch whose last servers died without a record of it has failed.
+        A batch whose last servers died without a record of it has failed. One that another server
+        runs, or has ended meanwhile, is left alone.
         """
-        lock = self._lock(batch.id)
+        stored = self._read(self._path(batch.id))
+        # Only remove_leftovers takes the lock of a batch without a state, and only for a moment.
+        lock = self._lock(batch.id, wait=stored is None)
         if lock is None:
+            return
+        stored = self._read(self._path(batch.id))
+        if stored is not None and stored.is_over:
+            self._unlock(batch.id, lock)
             return
         if batch.tries >= _MAX_TRIES:
             batch.give_up("server_died", f"the server died {batch.tries} times at this batch")
@@ -84,6 +93,9 @@ class BatchStore:
             # Saved before the first line is read, since that may crash the server.
             self._prepare_save(batch)()
         except BaseException:
+            if stored is None:
+                with suppress(OSError):  # a refused batch does not run later
+                    self._path(batch.id).unlink(missing_ok=True)
             self._unlock(batch.id, lock)
             raise
         if batch.is_over:
@@ -135,7 +147,13 @@ class BatchStore:
             local[1].cancel()
             await asyncio.gather(local[1], return_exceptions=True)
         elif not batch.is_over:
-            self._path(batch.id, "cancel").touch()
+            await asyncio.to_thread(self._request_cancellation, batch)
+
+    def _request_cancellation(self, batch: Batch) -> None:
+        request = self._path(batch.id, "cancel")
+        request.touch()
+        if self._files.lasting:
+            flush_folder(request.parent)
 
     async def stop(self) -> None:
         """Stop running batches, to be resumed later."""
@@ -188,13 +206,19 @@ class BatchStore:
         """
         content, number = msgspec.json.encode(batch.table()), next(self._numbers)
         path, saves = self._path(batch.id), self._saves.setdefault(batch.id, _Saves())
+        outputs = batch.output, batch.errors
 
         def save() -> None:
             with saves.lock:
-                if number > saves.last:
+                if number <= saves.last:
+                    return
+                if content != saves.content:
+                    # What the state counts is on the disk before it.
+                    self._files.flush(*outputs)
                     write_atomically(path, content, self._files.lasting)
-                    saves.last = number
+                    saves.content = content
                     self._known[batch.id] = (path.stat().st_mtime_ns, batch)
+                saves.last = number
 
         return save
 
@@ -226,15 +250,47 @@ class BatchStore:
     def _path(self, identity: str, kind: str = "json") -> Path:
         return self._files.folder / "batches" / f"{identity}.{kind}"
 
-    def _lock(self, identity: str) -> int | None:
-        """A descriptor that holds the batch's lock; None if another server holds it."""
-        descriptor = os.open(self._path(identity, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    def _lock(self, identity: str, wait: bool = False) -> int | None:
+        """A descriptor that holds the batch's lock; None if another server holds it.
+
+        wait: until it is free. Raises OSError if the file cannot be created.
+        """
+        path = self._path(identity, "lock")
+        while True:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                if is_at(descriptor, path):
+                    return descriptor
+            except OSError:
+                wait = False
+            # Held by another server, or removed by the one that held it.
             os.close(descriptor)
-            return None
-        return descriptor
+            if not wait:
+                return None
+
+    def remove_leftovers(self) -> None:
+        """Remove what servers left that died or lost power: half-written states, locks of batches
+        that are over. Raises OSError.
+        """
+        folder = self._files.folder / "batches"
+        for entry in list(os.scandir(folder)):
+            path = folder / entry.name
+            if entry.name.endswith(".new"):
+                remove_abandoned(path)
+            elif path.suffix in (".lock", ".cancel") and _ID.fullmatch(path.stem):
+                self._remove_old_lock(path.stem)
+
+    def _remove_old_lock(self, identity: str) -> None:
+        """Remove the lock of a batch that is over, or was never saved, if no server holds it."""
+        lock = self._lock(identity)
+        if lock is None:
+            return
+        batch = self._read(self._path(identity))
+        if batch is None or batch.is_over:
+            self._unlock(identity, lock)
+        else:
+            os.close(lock)
 
     def _unlock(self, identity: str, descriptor: int) -> None:
         with suppress(OSError):

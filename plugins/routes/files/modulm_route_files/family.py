@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
 
 __all__ = ["Files"]
+
+log = logging.getLogger("modulm_server")
 
 _PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 #: Maximum files and maximum batches per page.
@@ -138,7 +141,15 @@ class Files(RouteFamily):
 
     async def start(self) -> None:
         if self._files.lasting:
+            await asyncio.to_thread(self._remove_leftovers)
             self._batches.resume(self._work)
+
+    def _remove_leftovers(self) -> None:
+        try:
+            self._files.remove_leftovers()
+            self._batches.remove_leftovers()
+        except OSError as error:
+            log.warning("The folder of stored files cannot be tidied: %s", error.strerror)
 
     async def stop(self) -> None:
         await self._batches.stop()

@@ -1,7 +1,8 @@
 """Stores uploaded and generated files on disk under random names, accessible only to their owner.
 
 Each file has a card with its metadata. The card is written last and atomically, so that a file
-either exists completely or was never acknowledged. Several servers may share a folder.
+either exists completely or was never acknowledged, also after a power loss. Several servers may
+share a folder.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -20,6 +20,15 @@ import msgspec
 from attrs import define
 
 from modulm.errors import ConfigError
+from modulm_route_files.clock import Clock, Moment
+from modulm_route_files.disk import (
+    flush_file,
+    flush_folder,
+    make_folder,
+    open_locked,
+    remove_abandoned,
+    write_atomically,
+)
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 
@@ -34,11 +43,11 @@ __all__ = [
     "check_format",
     "expires_after",
     "storage_error",
-    "write_atomically",
 ]
 
 #: Version of the format of files and batches on disk; releases read this one and older ones.
-FORMAT = 1
+#: 2 added to the cards of files when they were made by the clock of the machine's start.
+FORMAT = 2
 
 #: Minimum and maximum of `expires_after` in seconds: an hour and thirty days.
 _SHORTEST, _LONGEST = 3_600, 2_592_000
@@ -52,8 +61,7 @@ class StoredFile:
     """A stored file.
 
     name: the client's file name, never used as a path. lasts: lifetime in seconds, None for no
-    limit. made: time of creation in nanoseconds of Unix time; since: the same on the monotonic
-    clock, in seconds.
+    limit. moment: when it was created.
     """
 
     id: str
@@ -61,19 +69,13 @@ class StoredFile:
     name: str
     purpose: str
     path: Path
-    made: int
-    since: float
+    moment: Moment
     lasts: int | None = None
 
     @property
     def created(self) -> int:
         """Time of creation in seconds of Unix time."""
-        return self.made // 1_000_000_000
-
-    @property
-    def expired(self) -> bool:
-        """Whether its lifetime is over."""
-        return self.lasts is not None and time.monotonic() >= self.since + self.lasts
+        return self.moment.made // 1_000_000_000
 
     @property
     def size(self) -> int:
@@ -115,19 +117,6 @@ def storage_error(error: OSError) -> ApiError:
     return ApiError(507, f"storing failed: {reason}", code="insufficient_storage")
 
 
-def write_atomically(path: Path, content: bytes, lasting: bool) -> None:
-    """Write or replace a file atomically. lasting: flush it to the disk."""
-    fresh = path.with_name(f"{path.name}.{uuid4().hex}.new")
-    try:
-        with fresh.open("wb") as target:
-            target.write(content)
-            _flush(target, lasting)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
 def check_format(folder: Path) -> None:
     """Check that this release reads what is in a folder, and note the format of what it writes.
 
@@ -149,21 +138,16 @@ def check_format(folder: Path) -> None:
         )
     if version < FORMAT:
         with suppress(OSError):  # uploads report a folder that cannot be written
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, lasting=True)
             write_atomically(note, msgspec.json.encode({"version": FORMAT}), lasting=True)
-
-
-def _flush(target: IO[bytes], lasting: bool) -> None:
-    target.flush()
-    if lasting:
-        os.fsync(target.fileno())
 
 
 class FileStore:
     """Files in a folder, by default a temporary one.
 
     max_files, max_bytes: limits of stored files, shared equally by the owners. lasting: the files
-    are kept after the server ends. owners: number of owners.
+    are kept after the server ends, and flushed to the disk before they are acknowledged. owners:
+    number of owners.
     """
 
     def __init__(
@@ -174,8 +158,10 @@ class FileStore:
         *,
         lasting: bool,
         owners: int = 1,
+        clock: Clock | None = None,
     ) -> None:
         self.lasting = lasting
+        self._clock = clock or Clock()
         self._temporary = folder is None
         self._folder = folder
         self._max_files = max(1, max_files // owners)
@@ -190,54 +176,71 @@ class FileStore:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="modulm-files-"))
         for part in ("files", "batches"):
-            (self._folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder / part, self.lasting)
         return self._folder
 
-    def make(self, owner: str, name: str, purpose: str, lasts: int | None = None) -> StoredFile:
-        """Create a file entry, to be written to its path and then published with `keep`.
+    def make(
+        self,
+        owner: str,
+        name: str,
+        purpose: str,
+        lasts: int | None = None,
+        identity: str | None = None,
+    ) -> StoredFile:
+        """Create a file entry, to be written with `write`.
 
-        lasts: lifetime in seconds; the default depends on the purpose. Raises ApiError(429) if the
-        owner stores too many files, OSError.
+        lasts: lifetime in seconds; the default depends on the purpose. identity: its id, by default
+        a random one. Raises ApiError(429) if the owner stores too many files, OSError.
         """
         stored = self.list_owned(owner)
         used = sum(file.size for file in stored)
         if len(stored) >= self._max_files or used >= self._max_bytes:
             raise ApiError(429, "too many files are stored: delete some", code="overloaded")
-        identity = f"file-{uuid4().hex}"
+        identity = identity or f"file-{uuid4().hex}"
         return StoredFile(
             identity,
             owner,
             name[:255],
             purpose,
             self.folder / "files" / identity,
-            made=int(time.time() * 1e9),
-            since=time.monotonic(),
+            self._clock.now(),
             lasts=_USUAL.get(purpose) if lasts is None else lasts,
         )
 
     def write(self, file: StoredFile, source: IO[bytes]) -> None:
         """Write a file and publish it; on failure, remove it. Raises OSError."""
         try:
-            with file.path.open("wb") as target:
+            with open_locked(file.path) as target:
                 shutil.copyfileobj(source, target, _PIECE)
-                _flush(target, self.lasting)
-            self.keep(file)
+                target.flush()
+                if self.lasting:
+                    os.fsync(target.fileno())
+                self._publish(file)
         except BaseException:
-            self.remove(file)
+            self._discard(file)
             raise
 
-    def keep(self, file: StoredFile) -> None:
-        """Publish a written file. Raises OSError."""
+    def _publish(self, file: StoredFile) -> None:
+        """Write the card of a written file. Raises OSError."""
         card = {
             "owner": file.owner,
             "name": file.name,
             "purpose": file.purpose,
-            "made": file.made,
+            "made": file.moment.made,
+            "boot": file.moment.boot,
+            "uptime": file.moment.uptime,
             "lasts": file.lasts,
         }
         write_atomically(_card(file.path), msgspec.json.encode(card), self.lasting)
         with self._lock:
             self._files[file.id] = file
+
+    def flush(self, *identities: str | None) -> None:
+        """Flush what was written to files to the disk, if they are kept. Raises OSError."""
+        for identity in identities if self.lasting else ():
+            if identity is not None:
+                with suppress(FileNotFoundError):
+                    flush_file(self.folder / "files" / identity)
 
     def get(self, identity: Any, owner: str, param: str | None = None) -> StoredFile:
         """A file by its id. Raises ApiError(404), also for another owner's file."""
@@ -255,14 +258,35 @@ class FileStore:
     def list_owned(self, owner: str) -> list[StoredFile]:
         """The files of an owner, oldest first."""
         owned = [file for file in self._refresh() if file.owner == owner]
-        return sorted(owned, key=lambda file: file.made)
+        return sorted(owned, key=lambda file: file.moment.made)
 
     def remove(self, file: StoredFile) -> None:
-        """Delete a file."""
+        """Delete a file. Raises OSError."""
+        self._discard(file)
+        if self.lasting:
+            flush_folder(file.path.parent)
+
+    def _discard(self, file: StoredFile) -> None:
         with self._lock:
             self._files.pop(file.id, None)
+        # The card first: without it, the file does not exist.
         _card(file.path).unlink(missing_ok=True)
         file.path.unlink(missing_ok=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what servers left that died or lost power while they stored or removed a file.
+
+        What another server is writing stays. Raises OSError.
+        """
+        folder = self.folder / "files"
+        for entry in list(os.scandir(folder)):
+            path = folder / entry.name
+            if entry.name.endswith(".new"):
+                remove_abandoned(path)
+            elif _is_card(entry.name):
+                remove_abandoned(path, unless=path.with_suffix(""))
+            elif entry.name.startswith("file-"):
+                remove_abandoned(path, unless=_card(path))
 
     def close(self) -> None:
         """Delete temporary files."""
@@ -287,17 +311,21 @@ class FileStore:
             file = self._read(name)
             if file is not None:
                 self._files[file.id] = file
-        for file in [file for file in self._files.values() if file.expired]:
-            self.remove(file)
+        for file in list(self._files.values()):
+            if file.lasts is not None and file.moment.is_over(file.lasts, self._clock):
+                self._discard(file)
 
     def _read(self, name: str) -> StoredFile | None:
-        """Read a file's card; None if it is missing or invalid."""
+        """Read a file's card; None if it, or the file, is missing or invalid."""
         path = self.folder / "files" / name.removesuffix(".json")
         try:
             card = msgspec.json.decode(_card(path).read_bytes())
-            age = max(0.0, time.time() - card["made"] / 1e9)
-            return StoredFile(path.name, path=path, since=time.monotonic() - age, **card)
-        except (OSError, ValueError, TypeError, KeyError):
+            made, boot, uptime = card.pop("made"), card.pop("boot", ""), card.pop("uptime", 0.0)
+            moment = Moment(int(made), str(boot), float(uptime))
+            if not path.exists():  # an interrupted removal
+                return None
+            return StoredFile(path.name, path=path, moment=moment, **card)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
