@@ -104,11 +104,11 @@ class BlockGroup(Protocol):
 
     tables: np.ndarray
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Pin blocks: they are not reused, even after their rows have been released."""
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Keep blocks from being reused, even after their rows have been released."""
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """Unpin blocks pinned with `hold`."""
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Undo one `pin` of each block."""
 
     def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
         """Call `watcher(name, True)` for each block that enters the prefix cache, and

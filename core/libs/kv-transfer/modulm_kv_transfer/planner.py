@@ -181,7 +181,7 @@ class TransferPlanner(PartPlanner):
             tuple(group.tables[row, list(indices)].tolist()) for group in self._cache.groups
         )
         for group, ids in zip(self._cache.groups, blocks, strict=True):
-            group.hold(ids)
+            group.pin(ids)
         self._begun[self._count] = time.monotonic()
         return BlockTransfer(self._count, request, names, blocks, source)
 
@@ -284,7 +284,7 @@ class TransferPlanner(PartPlanner):
 
     def _free(self, transfer: BlockTransfer) -> None:
         for group, blocks in zip(self._cache.groups, transfer.blocks, strict=True):
-            group.drop(blocks)
+            group.unpin(blocks)
 
     def release(self, request: Request, row: int) -> None:
         self._loading.discard(row)

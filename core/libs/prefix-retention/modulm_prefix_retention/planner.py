@@ -114,7 +114,7 @@ class RetentionPlanner(PartPlanner):
                 for ids, others in zip(prefix.blocks, again.blocks, strict=True)
             )
             for group, ids in zip(self._cache.groups, blocks, strict=True):
-                group.hold(ids)
+                group.pin(ids)
             until = now + mark.seconds
             self._holdings.put(
                 name, Holding(tenant, key, prefix.tokens, blocks, mark.seconds, until)
@@ -127,7 +127,7 @@ class RetentionPlanner(PartPlanner):
 
     def _release(self, blocks: tuple[tuple[int, ...], ...]) -> None:
         for group, ids in zip(self._cache.groups, blocks, strict=True):
-            group.drop(ids)
+            group.unpin(ids)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -47,13 +47,15 @@ class BlockTables(ABC):
         self.block_counts = np.zeros(rows, dtype=np.int64)
         self.room = np.zeros(rows, dtype=np.int64)
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Pin blocks: they are not reused, even after their rows have been released."""
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Keep blocks from being reused, even after their rows have been released."""
         self.pool.share(blocks)
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """Unpin blocks pinned with `hold`."""
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Undo one `pin` of each block."""
         self.pool.release(blocks)
+
+    hold, drop = pin, unpin  # the former names
 
     def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
         """Report blocks that enter and leave the prefix cache; see `BlockGroup.watch`."""
