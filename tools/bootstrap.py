@@ -38,7 +38,7 @@ def packages() -> list[Path]:
     """Return the folders of pure Python distributions, the core first."""
     plugins = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
     libraries = sorted(path.parent for path in ROOT.glob("core/*/*/pyproject.toml"))
-    return [ROOT, *libraries, *plugins, ROOT / "kernels/triton"]
+    return [ROOT, *libraries, *plugins, ROOT / "kernels/pallas", ROOT / "kernels/triton"]
 
 
 def kernels() -> list[Path]:

@@ -1,0 +1,82 @@
+"""The kernels in plain torch: what they compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["grouped_matmul", "linear", "paged_attention", "write_kv"]
+
+
+def write_kv(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write [tokens, kv heads, width] to the slots of [blocks, kv heads, block size, width]."""
+    size = cache.shape[2]
+    cache[slots // size, :, slots % size] = entries.to(cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    *,
+    size: int,
+    values: int,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    latent: bool = False,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Attend row by row; arguments as in the kernel and in `StepLayout`.
+
+    q: [tokens, heads, size] -> [tokens, heads, values].
+    """
+    out = q.new_zeros(*q.shape[:2], values)
+    starts = query_starts.tolist()
+    for row, length in enumerate(context_lens.tolist()):
+        first, end = starts[row], starts[row + 1]
+        entries = cache[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length].float()
+        keys = entries[..., :size] * (1 if k_scale is None else k_scale[:, None])
+        held = entries[..., :values] if latent else entries[..., size:]
+        numbers = held * (1 if v_scale is None else v_scale[:, None])
+        group = q.shape[1] // keys.shape[1]
+        keys, numbers = (x.repeat_interleave(group, 1) for x in (keys, numbers))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        positions = torch.arange(length - (end - first), length)[:, None]
+        places = torch.arange(length)
+        seen = torch.ones(end - first, length, dtype=torch.bool)
+        if causal:
+            seen &= places <= positions
+        if window:
+            seen &= places > positions - window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., :length]
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, numbers).to(q.dtype)
+    return out
+
+
+def linear(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x W^T + b with W = scale * (code - zero); codes: [N, K]; scales, zeros: [N, groups]."""
+    parts = codes.float().unflatten(1, (scales.shape[1], -1))
+    if zeros is not None:
+        parts = parts - zeros[..., None]
+    weight = (parts * scales[..., None]).flatten(1)
+    return torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Each token by its experts; x: [T, K]; weights: [E, N, K]; ids: [T, n] -> [T, n, N]."""
+    return torch.einsum("tk,tcnk->tcn", x.float(), weights[ids].float()).to(x.dtype)
