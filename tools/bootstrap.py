@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +23,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 STAMP = VENV / ".modulm-stamp"
+KERNELS_STAMP = VENV / ".modulm-kernels-stamp"
 SUPPORTED = ((3, 11), (3, 14))
 TORCH_AT_LEAST = (2, 9)
 TORCH = "torch==2.13.*"
@@ -52,6 +53,11 @@ def inputs() -> Iterator[Path]:
     yield Path(__file__)
     for folder in packages():
         yield folder / "pyproject.toml"
+    yield from kernel_inputs()
+
+
+def kernel_inputs() -> Iterator[Path]:
+    """Yield the files whose change requires the kernels to be compiled again."""
     for folder in kernels():
         for path in sorted(folder.rglob("*")):
             built = "build" in path.relative_to(folder).parts
@@ -68,10 +74,10 @@ def processor() -> list[str]:
     return [*sorted(extensions), os.environ.get("SKBUILD_CMAKE_DEFINE", "")]
 
 
-def fingerprint() -> str:
-    """Return a hash that changes with the inputs, the interpreter, the compiler or the CPU."""
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Return a hash that changes with the files, the interpreter, the compiler or the CPU."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {compiler()} {VENV} {processor()}".encode())
-    for path in inputs():
+    for path in paths:
         digest.update(path.relative_to(ROOT).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -150,11 +156,13 @@ def editable(folders: list[Path]) -> list[str | Path]:
 
 
 class Kernels:
-    """The compiled packages, which are built in parallel to the rest."""
+    """The compiled packages, which are built in parallel to the rest, if they have changed."""
 
     def __init__(self) -> None:
         self._build: subprocess.Popen[bytes] | None = None
-        if compiler() and kernels():
+        self._current = fingerprint(kernel_inputs())
+        self._built = KERNELS_STAMP.exists() and KERNELS_STAMP.read_text() == self._current
+        if compiler() and kernels() and not self._built:
             say(f"compiling {len(kernels())} packages of kernels meanwhile")
             anew = [f"--reinstall-package=modulm-kernels-{folder.name}" for folder in kernels()]
             command = install("--no-deps", *anew, *editable(kernels()))
@@ -163,8 +171,10 @@ class Kernels:
     def wait(self) -> str:
         """Wait for the build and return what is missing, "" if nothing."""
         if self._build is not None:
-            return NOT_BUILT if self._build.wait() else ""
-        return NO_COMPILER if kernels() else ""
+            if self._build.wait():
+                return NOT_BUILT
+            KERNELS_STAMP.write_text(self._current)
+        return NO_COMPILER if kernels() and not compiler() else ""
 
 
 def get_packages() -> bool:
@@ -181,7 +191,7 @@ def main() -> int:
         say(f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}")
         say("select another one: make PYTHON=python3.12 ...")
         return 1
-    current = fingerprint()
+    current = fingerprint(inputs())
     stamped, _, missing = STAMP.read_text().partition("\n") if STAMP.exists() else ("", "", "")
     if stamped == current and PYTHON.exists():
         say(f"up to date {missing}".rstrip())
