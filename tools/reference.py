@@ -214,7 +214,7 @@ A field that is not supported yet is an error that names it. Errors of OpenAI's 
 
 def families() -> list[Any]:
     """Return all metrics that a server can have."""
-    engine = Metrics("M", adapters=1, cache={"block_size": "16"})
+    engine = Metrics("M", adapters=1, cache={"block_size": "16"}, drafts={"method": "suffix"})
     engine.in_use = lambda: ((), ())
     registry = CollectorRegistry(auto_describe=False)
     HttpMetrics(registry)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from modulm.contracts.sampling import StructuredOutputs
@@ -30,6 +32,26 @@ class Matcher(ABC):
         mask: [ceil(vocabulary / 32)] int32; bit i of word j is set if token 32 j + i is allowed.
         Bits past the vocabulary are ignored.
         """
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens may follow, before the first that may not; no change.
+
+        It may return too many: drafts that are not allowed are rejected when they are verified.
+        """
+        count = 0
+        try:
+            while count < len(tokens) and self.accept(tokens[count]):
+                count += 1
+        finally:
+            self.rollback(count)
+        return count
+
+    def forced(self) -> Sequence[int]:
+        """Return tokens that probably follow, because the grammar allows only one text here.
+
+        They are drafts: each is verified, so a text that has several tokenizations is no problem.
+        """
+        return ()
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:

@@ -372,6 +372,9 @@ class TokenChooser(Protocol):
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
         """Return the drafts before the first one that the row's grammar forbids."""
 
+    def forced(self, row: int) -> np.ndarray:
+        """Return drafts of the text that the row's grammar determines: [n] int64."""
+
 
 class BatchFactory(Protocol):
     """Builds a step's tensors from its plan.

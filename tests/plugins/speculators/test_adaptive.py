@@ -36,7 +36,14 @@ class Cheap(Counting):
 
 
 def run(drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]) -> list[int]:
-    """Drafts of the first row per step of an engine in which a step of n tokens takes cost(n)."""
+    """Drafts of the first row per step; see `run_all`."""
+    return [counts[0] for counts in run_all(drafter, steps, rows, cost)]
+
+
+def run_all(
+    drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]
+) -> list[list[int]]:
+    """Drafts of all rows per step of an engine in which a step of n tokens takes cost(n)."""
     now = [0.0]
     adaptive = Adaptive(drafter, lambda: now[0])
     for row in range(rows):
@@ -63,7 +70,7 @@ def run(drafter: Counting, steps: int, rows: int, cost: Callable[[int], float]) 
                 )
             )
         )
-        counts.append(len(drafts[0]))
+        counts.append([len(each) for each in drafts])
     return counts
 
 
@@ -101,16 +108,44 @@ def test_what_costs_is_tried_again() -> None:
     assert 1 <= sum(1 for count in counts[-200:] if count) <= 4
 
 
+class Mixed(Cheap):
+    """Right for even rows, whose histories start below 10,000."""
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        proposed = super().propose(step)
+        return [
+            d if h[0] < 10_000 else d + 5 for h, d in zip(step.histories, proposed, strict=True)
+        ]
+
+
+def test_each_row_has_its_own_number() -> None:
+    totals = np.array(run_all(Mixed(), 100, 2, lambda tokens: 1 + 0.1 * tokens)[-50:]).sum(axis=0)
+    assert totals[0] == 4 * 50
+    assert totals[1] <= 10
+
+
 def test_a_time_between_two_that_are_known() -> None:
     times = StepTimes()
-    assert times.of(3) == 0
+
+    def of(tokens: int) -> float:
+        return float(times.of(np.array([tokens]))[0])
+
+    assert of(3) == 0
     times.add(1, 1.0)
-    assert times.of(9) == 1.0
+    assert of(9) == 1.0
     times.add(2, 1.25)
     times.add(5, 2.0)
-    assert times.of(3) == 1.5
-    other = StepTimes()
-    other.add(4, 2.0)
-    assert other.of(1) == 0.5
+    assert of(3) == 1.5
     times.add(5, 1000.0)
-    assert times.of(5) < 4
+    assert of(5) < 4
+    times = StepTimes()
+    times.add(4, 2.0)
+    assert of(1) == 0.5
+
+
+def test_a_slow_step_is_forgotten_in_time() -> None:
+    times = StepTimes()
+    times.add(3, 50.0)
+    for _ in range(3000):
+        times.add(1, 1.0)
+    assert times.of(np.array([3])).tolist() == [1.0]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
+from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
+from modulm.plugins import manager
+from modulm.plugins.defaults import choose_model
 from modulm_frontend.validation import problem
+from modulm_speculation.automatic import choose_speculator
+from modulm_speculation.step.part import DraftsPart
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -35,6 +42,78 @@ def test_the_same_answers_in_fewer_steps() -> None:
         results = answers(GREEDY, sampled, GREEDY, speculative_config={"method": method, **FIXED})
         assert [tokens for tokens, _ in results] == [tokens for tokens, _ in plain]
         assert results[0][1] < 0.7 * plain[0][1]
+
+
+def test_auto_drafts_what_repeats_and_says_so() -> None:
+    plain = answers(GREEDY)
+    with LLM("demo", max_model_len=256, num_gpu_blocks_override=60, speculative="auto") as llm:
+        assert llm._core.info.parts["drafts"]["method"] == "suffix"
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False
+        )
+        drafted = outputs[0].outputs[0].spec_decode_metrics
+    assert [output.outputs[0].token_ids for output in outputs] == plain[0][0]
+    assert sum(accepted for _, accepted in drafted.steps) > 0
+
+
+TEXT = "Braird flies from Lima to Kyoto on January 2. Give me origin, destination and travel_day."
+NAMES = ("origin", "destination", "travel_day")
+RECORD = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 12} for name in NAMES},
+    "required": NAMES,
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_text_that_a_grammar_determines_takes_few_steps(backend) -> None:
+    constraint = StructuredOutputs(json=RECORD, disable_any_whitespace=True)
+    params = SamplingParams(temperature=0, max_tokens=100, structured_outputs=constraint)
+    results = []
+    for flags in ({}, {"speculative": "auto"}):
+        settings = {"backend": backend, "compile_workers": 1}
+        with LLM("demo", max_model_len=256, structured_outputs_config=settings, **flags) as llm:
+            gauges = llm._core.loop.scheduler.gauges
+            for each in (params, params.with_(temperature=1.0, seed=4, logprobs=1)):
+                steps = gauges().step
+                (output,) = llm.chat([{"role": "user", "content": TEXT}], each, use_tqdm=False)
+                results.append((output.outputs[0].token_ids, gauges().step - steps))
+    assert [tokens for tokens, _ in results[:2]] == [tokens for tokens, _ in results[2:]]
+    for (_, plain), (_, forced) in zip(results[:2], results[2:], strict=True):
+        assert plain >= 1.8 * forced
+
+
+@pytest.mark.parametrize(
+    ("flags", "winner", "reason"),
+    [
+        ({}, None, None),
+        ({"speculative": "auto"}, "suffix", "--speculative auto"),
+        ({"speculative": "auto", "spec_method": "ngram"}, "ngram", "set by --spec-method"),
+        ({"speculative": "auto", "batch_invariant": True}, None, "one by one"),
+        ({"speculative": "auto", "pipeline_parallel_size": 2}, None, "pipeline stages"),
+        ({"speculative": "auto", "runner": "pooling"}, None, "generates no tokens"),
+    ],
+)
+def test_the_decision(flags, winner, reason) -> None:
+    config = EngineConfig().with_(model="demo", **flags)
+    decision = DraftsPart.opened(config, manager.current()).decision()
+    if reason is None:
+        assert decision is None
+        return
+    assert (decision.subject, decision.winner) == ("speculative decoding", winner)
+    assert reason in decision.reason
+
+
+def test_auto_leaves_recurrent_states_alone() -> None:
+    config, plugins = EngineConfig().with_(model="demo", speculative="auto"), manager.current()
+    checkpoint = open_checkpoint(config, plugins)
+    family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
+    decision, _ = choose_speculator(config, checkpoint, family, plugins, recurrent=True)
+    assert decision.winner is None
+    reasons = {verdict.name: verdict.reason for verdict in decision.candidates}
+    assert "copy of the recurrent states" in reasons["suffix"]
+    assert "no MTP layer" in reasons["mtp"]
 
 
 def test_how_much_is_drafted_changes_no_answer() -> None:

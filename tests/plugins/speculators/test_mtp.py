@@ -27,9 +27,13 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
 from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
 from modulm.plugins import manager
+from modulm.plugins.defaults import choose_model
 from modulm.testing.checkpoints import make_tiny
+from modulm_speculation.automatic import choose_speculator
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
 
@@ -268,3 +272,16 @@ def test_a_checkpoint_without_the_layer(tmp_path) -> None:
     folder = str(make_tiny(tmp_path / "tiny", "Qwen3NextForCausalLM"))
     with pytest.raises(ConfigError, match=r"mtp\."):
         answers(folder, spec_method="mtp")
+
+
+def test_auto_uses_the_layer_if_the_files_have_it(draft_layer, tmp_path) -> None:
+    without = make_tiny(tmp_path / "tiny", "Qwen3NextForCausalLM")
+    plugins, decisions = manager.current(), []
+    for folder in (draft_layer[0], str(without)):
+        config = EngineConfig().with_(model=folder, speculative="auto")
+        checkpoint = open_checkpoint(config, plugins)
+        family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
+        decisions.append(choose_speculator(config, checkpoint, family, plugins)[0])
+    assert [decision.winner for decision in decisions] == ["mtp", "suffix"]
+    reasons = {verdict.name: verdict.reason for verdict in decisions[1].candidates}
+    assert reasons["mtp"] == "the checkpoint has no weights of mtp.fc"

@@ -1,13 +1,13 @@
 """Adaptive draft lengths.
 
-Step times by number of tokens and acceptance rates are measured. The draft length that maximizes
-tokens per second is used; it is 0 if a larger batch makes drafting a loss.
+Step times by number of tokens and acceptance rates are measured. Each row gets the draft length
+that maximizes the tokens per second of the whole step; it is 0 if drafting is a loss, because the
+row's drafts are rejected or because the batch is large.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,36 +33,48 @@ _GUESS = 0.6
 _PAUSE = 64
 #: Steps that took this many times the usual time are ignored.
 _OUTLIER = 4.0
+#: A size that did not run in this many steps may be forgotten, after twice as many it is.
+_AGE = 1024
 
 
 class StepTimes:
     """Step times in seconds by number of tokens, interpolated between measurements.
 
     Outside the measured range estimates are optimistic, so that the size is tried: time is
-    proportional for fewer tokens, constant for more.
+    proportional for fewer tokens, constant for more. Old measurements are dropped for the same
+    reason: one slow step must not rule out a size forever.
     """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._times: dict[int, float] = {}
+        self._sizes = np.zeros(0, dtype=np.int64)
+        self._times = np.zeros(0)
+        self._last = np.zeros(0, dtype=np.int64)
+        self._count = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """Record the time of a step."""
-        known = self._times.get(tokens)
-        if known is None:
-            self._sizes.insert(bisect_left(self._sizes, tokens), tokens)
-            self._times[tokens] = seconds
-            return
-        self._times[tokens] += _NEW * (min(seconds, _OUTLIER * known) - known)
+        self._count += 1
+        at = int(self._sizes.searchsorted(tokens))
+        if at == len(self._sizes) or self._sizes[at] != tokens:
+            self._sizes = np.insert(self._sizes, at, tokens)
+            self._times = np.insert(self._times, at, seconds)
+            self._last = np.insert(self._last, at, self._count)
+        else:
+            known = float(self._times[at])
+            self._times[at] += _NEW * (min(seconds, _OUTLIER * known) - known)
+            self._last[at] = self._count
+        if self._count % _AGE == 0:
+            recent = self._last > self._count - _AGE
+            self._sizes, self._times = self._sizes[recent], self._times[recent]
+            self._last = self._last[recent]
 
-    def of(self, tokens: int) -> float:
-        """Estimate the time of a step of this many tokens; 0 without measurements."""
-        index = bisect_left(self._sizes, tokens)
-        around = self._sizes[max(index - 1, 0) : index + 1]
-        if not around:
-            return 0.0
-        share = min(tokens / around[0], 1.0)
-        return share * float(np.interp(tokens, around, [self._times[size] for size in around]))
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Estimate the times of steps of these many tokens: [n]; 0 without measurements."""
+        if not len(self._sizes):
+            return np.zeros(len(tokens))
+        share = np.minimum(tokens / self._sizes[0], 1.0)
+        estimates: np.ndarray = share * np.interp(tokens, self._sizes, self._times)
+        return estimates
 
 
 class _Row:
@@ -82,7 +94,7 @@ class Adaptive(Drafter):
 
     def __init__(self, speculator: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(speculator.config)
-        self._speculator = speculator
+        self.speculator = speculator
         self._cheap = isinstance(speculator, Speculator) and speculator.cheap
         self._clock = clock
         self.most = speculator.most
@@ -97,41 +109,42 @@ class Adaptive(Drafter):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """The speculator's needs, plus histories."""
-        return evolve(self._speculator.needs, histories=True)
+        return evolve(self.speculator.needs, histories=True)
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        return self._speculator.caches
+        return self.speculator.caches
 
     @property
     def backends(self) -> Mapping[AttentionSpec, AttentionBackend]:
-        return self._speculator.backends
+        return self.speculator.backends
 
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
         self._rows[row] = _Row()
-        self._speculator.admit(row, prompt, salt)
+        self._last = ()  # the time until this row's first step is not that of a step
+        self.speculator.admit(row, prompt, salt)
 
     def release(self, row: int) -> None:
         self._rows.pop(row, None)
-        self._speculator.release(row)
+        self.speculator.release(row)
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         if not step.rows:
-            return self._speculator.propose(step)
+            return self.speculator.propose(step)
         self._measure(step)
         rows = [self._rows.setdefault(row, _Row()) for row in step.rows]
         for row, history in zip(rows, step.histories, strict=True):
-            self._learn(row, history)
+            if len(row.proposed):
+                self._learn(row, history)
         if self._cheap:
-            proposed = self._speculator.propose(step)
-            most = self._limit(rows, [len(each) for each in proposed])
+            proposed = self.speculator.propose(step)
+            limits = self._limits(rows, [len(each) for each in proposed])
         else:
-            most = self._limit(rows, step.most)
-            limited = evolve(step, most=[min(most, each) for each in step.most])
-            proposed = self._speculator.propose(limited)
+            limits = self._limits(rows, step.most)
+            proposed = self.speculator.propose(evolve(step, most=limits))
         for row, history, tokens in zip(rows, step.histories, proposed, strict=True):
             row.length, row.proposed = len(history), np.asarray(tokens)
-        return [tokens[:most] for tokens in proposed]
+        return [tokens[:limit] for tokens, limit in zip(proposed, limits, strict=True)]
 
     def _measure(self, step: DraftStep) -> None:
         """Record the time since the last step started, if it decoded the same rows."""
@@ -155,27 +168,30 @@ class Adaptive(Drafter):
         self._right[:right] += 1
         self._tried[:tried] += 1
 
-    def _limit(self, rows: Sequence[_Row], lengths: Sequence[int]) -> int:
-        """Return the draft limit for all rows. lengths: maximum drafts of each row."""
-        usual = (self._right + _GUESS) / (self._tried + 1)
+    def _limits(self, rows: Sequence[_Row], lengths: Sequence[int]) -> list[int]:
+        """Return how many tokens to draft for each row. lengths: maximum of each row.
+
+        The drafts of all rows are taken in descending order of their chance to be accepted, as
+        long as one more increases the tokens per second.
+        """
+        most = max(lengths)
+        if not most:
+            return [0] * len(rows)
+        usual = (self._right[:most] + _GUESS) / (self._tried[:most] + 1)
         mean = (self._right.sum() + _GUESS) / (self._tried.sum() + 1)
         rates = [(row.right + _PRIOR * mean) / (row.tried + _PRIOR) for row in rows]
-        better = np.array(rates) / mean
-        lengths_array, tokens, expected = np.asarray(lengths), len(rows), float(len(rows))
-        best, rate, alive = 0, 0.0, np.ones(len(rows))
-        for most in range(self.most + 1):
-            if most:
-                going = lengths_array >= most
-                tokens += int(going.sum())
-                alive *= np.minimum(usual[most - 1] * better, 1.0)
-                expected += float(alive[going].sum())
-            speed = expected / max(self.times.of(tokens), 1e-9)
-            if speed > rate:
-                best, rate = most, speed
-            if most and not going.any():
-                break
+        chances = np.minimum(np.outer(np.array(rates) / mean, usual), 1.0).cumprod(axis=1)
+        chances[np.arange(most) >= np.asarray(lengths)[:, None]] = -1.0
+        # A row's chances never increase, and equal ones stay in order.
+        order = np.argsort(-chances, axis=None, kind="stable")[: sum(lengths)]
+        expected = len(rows) + np.append(0.0, chances.ravel()[order].cumsum())
+        seconds = self.times.of(len(rows) + np.arange(len(order) + 1))
+        best = int((expected / np.maximum(seconds, 1e-9)).argmax())
+        limits: list[int] = np.bincount(order[:best] // most, minlength=len(rows)).tolist()
         if best or self._cheap:
             self._idle = 0
-            return best
+            return limits
         self._idle += 1
-        return int(self._idle % _PAUSE == 0)
+        if self._idle % _PAUSE:
+            return limits
+        return [min(1, length) for length in lengths]

@@ -16,6 +16,12 @@ class SpeculationConfig(FlagGroup):
 
     title = "SpeculativeConfig"
 
+    speculative: str = flag(
+        "off",
+        "auto: use the checkpoint's MTP layer if it has one, else drafts from repeated text, and "
+        "tokens that a grammar determines. Ignored if a drafter is named.",
+        choices=("off", "auto"),
+    )
     speculative_config: Mapping[str, Any] = flag(
         {},
         "Drafter and its options: `method`, `num_speculative_tokens` (maximum per sequence and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from modulm.errors import ConfigError, PluginError
@@ -14,15 +15,16 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded
 
-__all__ = ["modulm_config_final", "modulm_drafter"]
+__all__ = ["modulm_config_final", "modulm_drafter", "requested_method"]
 
+log = logging.getLogger("modulm.engine")
 
 #: Methods for which `model` names a class instead of a speculator.
 _CUSTOM = ("custom", "custom_class")
 
 
-def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
-    """Return (method, options), or None without speculative decoding."""
+def requested_method(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
+    """Return the drafter that flags name and its options, or None."""
     short = {
         "method": flags.spec_method,
         "model": flags.spec_model,
@@ -57,7 +59,7 @@ def _registered(table: dict[str, Any]) -> str:
 
 def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     """Return (driver, its options, whether draft lengths adapt), or None."""
-    requested = _asked(config.group(SpeculationConfig))
+    requested = requested_method(config.group(SpeculationConfig))
     if requested is None:
         return None
     method, table = requested
@@ -79,6 +81,30 @@ def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
         raise ConfigError("speculative_config", f"{error.field}: {error.message}") from error
 
 
+def _automatic(config: EngineConfig, loaded: Loaded) -> tuple[Any, Any, bool] | None:
+    """Return what `_made` does, as chosen by `--speculative auto`."""
+    from modulm.loading import open_checkpoint
+    from modulm_speculation.automatic import choose_speculator
+
+    plugins = manager.current()
+    if "generate" not in loaded.tasks:
+        return None
+    recurrent = any(group.backend is None for group in loaded.groups)
+    decision, table = choose_speculator(
+        config,
+        open_checkpoint(config, plugins),
+        type(loaded.model),
+        plugins,
+        recurrent=recurrent,
+    )
+    name = decision.winner
+    log.info("speculative decoding: %s (%s)", name or "none", decision.reason)
+    if name is None:
+        return None
+    driver = plugins.load("speculators", name)
+    return driver, plugins.options("speculators", name, table), True
+
+
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
     """Validate the speculator's options before a model is loaded."""
@@ -89,6 +115,8 @@ def modulm_config_final(config: EngineConfig) -> None:
 def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> Drafter | None:
     """Create the speculator of `--speculative-config`."""
     made = _made(config)
+    if made is None and config.group(SpeculationConfig).speculative == "auto":
+        made = _automatic(config, loaded)
     if made is None:
         return None
     from modulm_speculation.adaptive import Adaptive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from attrs import frozen
 
@@ -10,6 +10,11 @@ from modulm.contracts.drafter import Drafter
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.model import Model
     from modulm_speculation.target import Target
 
 __all__ = ["Options", "Speculator"]
@@ -39,10 +44,22 @@ class Speculator(Drafter):
     api: ClassVar[int | tuple[int, int]] = 1
     Config: ClassVar[type] = Options
     cheap: ClassVar[bool] = False
+    #: With `--speculative auto`, speculators are tried in descending order of this number.
+    preference: ClassVar[int] = 0
 
     def __init__(self, config: Options) -> None:
         super().__init__(config)
         self.most = config.num_speculative_tokens
+
+    @classmethod
+    def automatic(
+        cls, config: EngineConfig, checkpoint: Checkpoint, family: type[Model]
+    ) -> Mapping[str, Any] | str:
+        """Return the options with which `--speculative auto` uses it, or why it does not.
+
+        config: resolved. checkpoint, family: those of the model that verifies the drafts.
+        """
+        return "used only if it is named"
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:

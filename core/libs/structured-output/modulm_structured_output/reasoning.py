@@ -178,6 +178,15 @@ class _GatedMatcher(Matcher):
                 bits[token // 32] &= ~bit | first[token // 32]
         return self._banned
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """During reasoning, all: looking ahead and returning would replay it from its start."""
+        if self._thinking or self._first:
+            return len(tokens)
+        return self._inner.count_allowed(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return () if self._thinking or self._first else self._inner.forced()
+
     def rollback(self, tokens: int) -> None:
         """Roll back the inner matcher; tokens of the reasoning are replayed from its start."""
         inside = min(tokens, self._held)

@@ -176,11 +176,8 @@ class Sampler:
         seen = Seen(params, text, output, self.vocabulary) if penalised else None
         matcher = None if grammar is None else _replayed(grammar, start.output)
         early, late = self.processors.admit(view, active) if active else (False, False)
-        flags |= (
-            _CONSTRAINED * bool(constraints)
-            | _PENALISED * penalised
-            | _GRAMMAR * (matcher is not None)
-        )
+        flags |= _CONSTRAINED * bool(constraints) | _PENALISED * penalised
+        flags |= _GRAMMAR * (matcher is not None)
         flags |= _EARLY * early | _LATE * (late and not params.greedy)
         if flags & _HISTORY:
             stops = frozenset(start.stop_ids)
@@ -192,7 +189,8 @@ class Sampler:
         self._top_k[row] = min(max(params.top_k, 0), self.vocabulary)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
-        self._seeds[row] = _signed(start.seed or 0)
+        # The int64 with the same low bits.
+        self._seeds[row] = ((start.seed or 0) + 2**63) % 2**64 - 2**63
         best = params.logprobs
         self._best[row] = self.vocabulary if best == -1 else best or 0
         return _DRAWN * (not params.greedy) | _LOGPROBS * (best is not None)
@@ -277,13 +275,13 @@ class Sampler:
         state = self._rows.get(row)
         if state is None or state.matcher is None:
             return drafts
-        count = 0
-        try:
-            while count < len(drafts) and state.matcher.accept(int(drafts[count])):
-                count += 1
-        finally:
-            state.matcher.rollback(count)
-        return drafts[:count]
+        return drafts[: state.matcher.count_allowed(drafts.tolist())]
+
+    def forced(self, row: int) -> np.ndarray:
+        """Return drafts of the text that the row's grammar determines: [n] int64."""
+        matcher = state.matcher if (state := self._rows.get(row)) else None
+        forced = np.array(matcher.forced() if matcher is not None else (), dtype=np.int64)
+        return self.legal(row, forced)
 
     def _mask(self, step: _Step) -> None:
         """Apply the grammars' bit masks."""
@@ -420,8 +418,7 @@ class Sampler:
             index, token = int(step.rows[i]), int(tokens[i])
             row = self._rows[index]
             if row.matcher is not None and not row.matcher.accept(token):
-                message = f"the grammar does not accept token {token}"
-                step.errors[i] = RowFailure(message, _GRAMMARS)
+                step.errors[i] = RowFailure(f"the grammar does not accept token {token}", _GRAMMARS)
                 continue
             row.output.append(token)
             if row.seen is not None:
@@ -485,11 +482,6 @@ def _runs(
             entries[index] = tuple(logprobs[at] for at in range(first, last + 1))
     flat = np.concatenate(runs) if runs else tokens[:0]
     return Verified(flat, accepted, entries, failed)
-
-
-def _signed(seed: int) -> int:
-    """Convert any integer to the int64 with the same low bits."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _why(logits: torch.Tensor) -> RowFailure:

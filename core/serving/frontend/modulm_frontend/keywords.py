@@ -146,6 +146,7 @@ class LLMFlags(TypedDict, total=False):
     spec_method: str | None
     spec_model: str | None
     spec_tokens: int | None
+    speculative: Literal["off", "auto"]
     speculative_config: Mapping[str, Any] | str
     stream_interval: int
     tensor_parallel_size: int

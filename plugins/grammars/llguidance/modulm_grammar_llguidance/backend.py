@@ -7,7 +7,7 @@ of its own, so only a few checks are needed here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -96,6 +96,12 @@ class _Matcher(Matcher):
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error()[:200])
+
+    def forced(self) -> Sequence[int]:
+        if self._after or self._matcher.is_stopped():
+            return ()
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        return forced
 
     def rollback(self, tokens: int) -> None:
         ends = min(tokens, self._after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,8 @@ _SOURCE_LINE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
 #: Maximum white space between two parts of JSON: a line end and twenty columns of indentation.
 #: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = 22
+#: What a text follows when it is tokenized, so that it gets no prefix space.
+_BEFORE = "\n"
 #: Kinds of constraints, in the order they are checked.
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -69,7 +71,13 @@ class XGrammar(GrammarBackend):
             raise RequestError(
                 f"structured_outputs.{kind}: {message}", "structured_outputs"
             ) from error
-        return _Compiled(compiled, self._ends, -(-self.vocabulary // 32))
+        return _Compiled(compiled, self._ends, -(-self.vocabulary // 32), self._tokens)
+
+    def _tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text inside a line, which need not be the model's choice."""
+        line = self.tokenizer.encode(_BEFORE, add_special_tokens=False)
+        tokens = self.tokenizer.encode(_BEFORE + text, add_special_tokens=False)
+        return tokens[len(line) :] if tokens[: len(line)] == line else []
 
     def _compile(self, constraint: StructuredOutputs) -> Any:
         spaces = not constraint.disable_any_whitespace
@@ -135,8 +143,15 @@ class XGrammar(GrammarBackend):
 
 
 class _Compiled(Grammar):
-    def __init__(self, compiled: Any, ends: list[int], mask_words: int) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        ends: list[int],
+        mask_words: int,
+        tokens: Callable[[str], Sequence[int]],
+    ) -> None:
         self.compiled = compiled
+        self.tokens = tokens
         self.nbytes = compiled.memory_size_bytes()
         self.ends = ends
         self.mask_words = mask_words
@@ -155,6 +170,7 @@ class _Matcher(Matcher):
         )
         self._ends = grammar.ends
         self._mask_words = grammar.mask_words
+        self._tokens = grammar.tokens
         self._after = 0
 
     def accept(self, token: int) -> bool:
@@ -169,6 +185,12 @@ class _Matcher(Matcher):
             mask[:] = _only(self._ends, len(mask))
         else:
             self._matcher.fill_next_token_bitmask(mask, 0, False)
+
+    def forced(self) -> Sequence[int]:
+        if self._matcher.is_terminated():
+            return ()
+        text: str = self._matcher.find_jump_forward_string()
+        return self._tokens(text) if text else ()
 
     def rollback(self, tokens: int) -> None:
         after_end = min(tokens, self._after)

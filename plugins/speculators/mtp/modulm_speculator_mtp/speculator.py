@@ -5,15 +5,24 @@ The first layer runs once per drafted token, even if a checkpoint has several.
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from attrs import frozen
 
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, ModulmError
+from modulm.loading.checkpoint import open_loader
+from modulm.nn import read_config
+from modulm.plugins import manager
 from modulm_speculation import Options, Target
 from modulm_speculation.chain import HiddenChain
 from modulm_speculation.draft_model import DraftWeights, load_draft
 from modulm_speculator_mtp.predictor import Predictor, predictor_of
+
+if TYPE_CHECKING:
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.model import Model
 
 __all__ = ["Mtp", "MtpOptions"]
 
@@ -43,6 +52,25 @@ class Mtp(HiddenChain):
 
     name: ClassVar[str] = "mtp"
     Config: ClassVar[type] = MtpOptions
+    preference: ClassVar[int] = 20
+
+    @classmethod
+    def automatic(
+        cls, config: EngineConfig, checkpoint: Checkpoint, family: type[Model]
+    ) -> Mapping[str, Any] | str:
+        if config.parallel.ranks > 1 or config.parallel.shared_experts:
+            return "MTP layers are not split over ranks"
+        file = str(checkpoint.config_file)
+        try:
+            layer = family.mtp(read_config(checkpoint.config, family.config_type, file))
+            if layer is None:
+                return f"{family.__name__} has no MTP layer"
+            stored = open_loader(config, checkpoint.path, manager.current()).driver.index()
+        except ModulmError as error:
+            return str(error)
+        if not any(name.startswith(f"{layer.project}.") for name in stored):
+            return f"the checkpoint has no weights of {layer.project}"
+        return {}
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from attrs import frozen
@@ -17,6 +17,11 @@ from attrs import frozen
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
 from modulm_speculation import Options, Speculator
+
+if TYPE_CHECKING:
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.model import Model
 
 __all__ = ["Answers", "Earlier", "Suffix", "SuffixOptions", "follow"]
 
@@ -84,6 +89,13 @@ class Answers:
     def end(self) -> None:
         """End the current text."""
         self.extend((_EDGE,))
+
+    def has(self, history: np.ndarray) -> bool:
+        """Whether the last two tokens of a row occur, followed by another token."""
+        if len(history) < 2:
+            return False
+        positions = self._places.get((int(history[-2]), int(history[-1])))
+        return positions is not None and positions[0] < len(self._tokens) - 1
 
     def places(self, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Find the longest matches of the end of `last`, [n] int64.
@@ -157,6 +169,13 @@ class Suffix(Speculator):
     name: ClassVar[str] = "suffix"
     Config: ClassVar[type] = SuffixOptions
     cheap: ClassVar[bool] = True
+    preference: ClassVar[int] = 10
+
+    @classmethod
+    def automatic(
+        cls, config: EngineConfig, checkpoint: Checkpoint, family: type[Model]
+    ) -> Mapping[str, Any] | str:
+        return {}
 
     def __init__(self, config: SuffixOptions) -> None:
         super().__init__(config)
@@ -188,6 +207,9 @@ class Suffix(Speculator):
         row.own.extend(history[len(row.own) :].tolist())
         earlier = self._earlier.get(row.salt)
         texts = (row.own, *(earlier.texts if earlier is not None else ()))
+        texts = tuple(text for text in texts if text.has(history))
+        if not texts:
+            return history[:0]
         last = history[-self._options.suffix_decoding_max_tree_depth :]
         tokens, places, length = max((text.places(last) for text in texts), key=lambda f: f[2])
         count = min(most, int(length * self._options.suffix_decoding_max_spec_factor))

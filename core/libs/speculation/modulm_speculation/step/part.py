@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from modulm.contracts.drafter import Drafter
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from modulm.contracts.decision import Decision
     from modulm_speculation.step.planner import DraftPlanner
     from modulm_speculation.step.runner import DraftRunner
 
@@ -28,6 +29,38 @@ class DraftsPart(StepPart):
     def __init__(self, drafter: Drafter | None = None) -> None:
         self._configured = drafter
         self._made: tuple[Any, Drafter | None] = (None, None)
+        self._opened: tuple[Any, Any] | None = None
+
+    @classmethod
+    def opened(cls, config: Any, plugins: Any) -> Self:
+        part = cls()
+        part._opened = config, plugins
+        return part
+
+    def decision(self) -> Decision | None:
+        """Return the drafter's name and what chose it; None without speculative decoding."""
+        from modulm_speculation.flags import SpeculationConfig
+        from modulm_speculation.hooks import requested_method
+
+        if self._opened is None:
+            return None
+        config, plugins = self._opened
+        flags = config.group(SpeculationConfig)
+        requested = requested_method(flags)
+        if requested is not None:
+            from modulm.contracts.decision import Decision
+
+            flag = "--spec-method" if flags.spec_method else "--speculative-config"
+            return Decision("speculative decoding", (), requested[0], f"set by {flag}")
+        if flags.speculative != "auto":
+            return None
+        from modulm.loading import open_checkpoint
+        from modulm.plugins.defaults import choose_model
+        from modulm_speculation.automatic import choose_speculator
+
+        checkpoint = open_checkpoint(config, plugins)
+        family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
+        return choose_speculator(config, checkpoint, family, plugins)[0]
 
     def planner(self, context: PlannerContext) -> DraftPlanner | None:
         from modulm_speculation.step.planner import DraftPlanner

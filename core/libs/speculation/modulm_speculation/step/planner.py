@@ -68,6 +68,9 @@ class DraftPlanner(PartPlanner):
 
     def _add(self, step: StepDraft, left: int) -> None:
         table, rows = self._table, step.rows
+        if not self._counts[rows].any():
+            step.state_slots = ()
+            return
         lengths = table.length[rows]
         decodes = (step.counts == 1) & (step.starts + 1 == lengths)
         drafts = np.where(decodes, self._counts[rows], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from attrs import evolve
@@ -12,6 +12,7 @@ from attrs import evolve
 from modulm.contracts.drafter import Drafter, DraftStep, Runs
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.step_part import PartRunner, RunnerContext
+from modulm_speculation.adaptive import Adaptive
 
 if TYPE_CHECKING:
     from modulm.contracts.executor import Plan, RowStart
@@ -23,6 +24,7 @@ log = logging.getLogger("modulm.engine")
 
 T = TypeVar("T")
 _FIRST = 256
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class DraftRunner(PartRunner):
@@ -31,6 +33,7 @@ class DraftRunner(PartRunner):
     def __init__(self, drafter: Drafter) -> None:
         self._drafter: Drafter | None = drafter
         self._needs = drafter.needs
+        self._method = (drafter.speculator if isinstance(drafter, Adaptive) else drafter).name
         self.caches, self.backends = drafter.caches, drafter.backends
         self.layers = drafter.needs.layers
         self.drafts = drafter.most
@@ -41,9 +44,12 @@ class DraftRunner(PartRunner):
         self._context: RunnerContext | None = None
         self._histories: dict[int, tuple[np.ndarray, int]] = {}
         self._limits: dict[int, int] = {}
+        #: Rows whose last drafts came from their grammar: those drafts, and the next limit of such.
+        self._forced: dict[int, np.ndarray] = {}
+        self._forced_limits: dict[int, int] = {}
 
-    def capacity(self) -> Mapping[str, int]:
-        return {"drafts": self.drafts, "ahead": self.ahead}
+    def capacity(self) -> Mapping[str, Any]:
+        return {"drafts": self.drafts, "ahead": self.ahead, "method": self._method}
 
     def open(self, context: RunnerContext) -> None:
         self._context, self._builder = context, context.builder
@@ -61,10 +67,14 @@ class DraftRunner(PartRunner):
     def release(self, row: int) -> None:
         if self._histories.pop(row, None) is not None:
             del self._limits[row]
+            self._forced.pop(row, None)
+            self._forced_limits.pop(row, None)
             self._ask(lambda drafter: drafter.release(row))
 
     def after(self, step: RanStep) -> dict[int, np.ndarray] | None:
-        """Return row -> drafts for its next step, up to the first one its grammar forbids."""
+        """Return row -> drafts for its next step: what its grammar determines, or else what the
+        drafter proposes, up to the first token that the grammar forbids.
+        """
         context, plan = self._context, step.plan
         for row, tokens in step.tokens.items():
             self._extend(row, tokens)
@@ -86,11 +96,28 @@ class DraftRunner(PartRunner):
         if self._builder is not None:
             draft = self._with_own(draft, plan, step.lasts, self._builder)
         proposals = self._ask(lambda drafter: self._checked(drafter.propose(draft), draft.most))
-        return {
-            row: context.sampler.legal(row, tokens)
-            for row, tokens in zip(rows, proposals or (), strict=False)
-            if len(tokens)
-        }
+        drafts = {}
+        for row, tokens in zip(rows, proposals or [_NONE] * len(rows), strict=True):
+            forced = context.sampler.forced(row)[: self._forced_limit(row, step.tokens[row])]
+            if len(forced):
+                self._forced[row] = drafts[row] = forced
+            elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
+                drafts[row] = legal
+        return drafts
+
+    def _forced_limit(self, row: int, tokens: np.ndarray) -> int:
+        """Return how many drafts of a row may come from its grammar. tokens: its new tokens.
+
+        A text that the grammar determines may have other tokens than the backend expects. Then
+        fewer are drafted until they are right again.
+        """
+        limit = self._limits[row]
+        if (drafts := self._forced.pop(row, None)) is not None:
+            count = min(len(drafts), len(tokens))
+            right = int((drafts[:count] == tokens[:count]).cumprod().sum())
+            wider = min(2 * self._forced_limits.get(row, limit), limit)
+            self._forced_limits[row] = wider if right == count else max(1, right)
+        return self._forced_limits.get(row, limit)
 
     def _with_own(
         self, step: DraftStep, plan: Plan, lasts: np.ndarray, builder: BatchFactory

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import Finished
     from modulm.contracts.requests import StepStats
 
-__all__ = ["Histogram", "Metrics", "ReplicaMetrics", "cache_labels"]
+__all__ = ["Histogram", "Metrics", "ReplicaMetrics", "cache_labels", "draft_labels"]
 
 _PREFIX = "modulm:"
 _COUNTERS = {
@@ -114,8 +114,8 @@ class Metrics(Collector):
     """Metrics of one front end's requests and of its engine's steps.
 
     adapters: maximum number in one step. cache: labels of `cache_config_info`. buckets: see
-    `bucket_bounds`. SHARED: metrics that all front ends of an engine count alike, because each
-    receives all steps.
+    `bucket_bounds`. drafts: labels of `spec_decode_info`. SHARED: metrics that all front ends of an
+    engine count alike, because each receives all steps.
     """
 
     SHARED = frozenset(
@@ -137,9 +137,13 @@ class Metrics(Collector):
         adapters: int = 0,
         cache: Mapping[str, str] = MappingProxyType({}),
         buckets: Mapping[str, Sequence[float]] | None = None,
+        drafts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._labels = (model_name, engine)
-        self._cache = cache
+        self._settings = (
+            ("cache_config_info", "Settings of the KV cache", cache),
+            ("spec_decode_info", "Drafter of speculative decoding", drafts),
+        )
         #: Names of the adapters of waiting and running requests; None without adapters.
         self.in_use: Callable[[], tuple[Iterable[str], Iterable[str]]] | None = None
         self._slots = adapters
@@ -158,7 +162,9 @@ class Metrics(Collector):
     def of(cls, info: EngineInfo, engine: str, adapters: int) -> Self:
         """The metrics of an engine."""
         buckets = bucket_bounds(info.config.group(ServerConfig).custom_histogram_buckets)
-        return cls(info.models[0], engine, adapters, cache_labels(info), buckets)
+        return cls(
+            info.models[0], engine, adapters, cache_labels(info), buckets, draft_labels(info)
+        )
 
     def registry(self) -> CollectorRegistry:
         """A new registry with these metrics."""
@@ -299,14 +305,12 @@ class Metrics(Collector):
         for state in dict.fromkeys(_SLEEP_STATES.values()):
             asleep.add_metric((*self._labels, state), _SLEEP_STATES[self._asleep] == state)
         yield asleep
-        if self._cache:
-            info = GaugeMetricFamily(
-                _PREFIX + "cache_config_info",
-                "Settings of the KV cache, as labels; the value is 1.",
-                labels=(*names, *self._cache),
-            )
-            info.add_metric((*self._labels, *self._cache.values()), 1)
-            yield info
+        for name, text, settings in self._settings:
+            if settings:
+                help_text = f"{text}, as labels; the value is 1."
+                info = GaugeMetricFamily(_PREFIX + name, help_text, labels=(*names, *settings))
+                info.add_metric((*self._labels, *settings.values()), 1)
+                yield info
         at = CounterMetricFamily(
             _PREFIX + _AT, "Drafted tokens that were accepted, by position in the draft.",
             labels=(*names, "position"),
@@ -371,6 +375,14 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
     labels["cache_dtype"] = cache.kv_cache_dtype
     labels["num_gpu_blocks"] = str(info.cache_tokens // max(info.block_size, 1))
     return labels
+
+
+def draft_labels(info: EngineInfo) -> dict[str, str]:
+    """Return the labels of `spec_decode_info`; none without speculative decoding."""
+    values = info.parts.get("drafts", {})
+    if not values.get("drafts"):
+        return {}
+    return {"method": str(values["method"]), "num_speculative_tokens": str(values["drafts"])}
 
 
 def _add_each(known: list[int], now: Sequence[int]) -> None:

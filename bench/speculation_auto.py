@@ -1,0 +1,227 @@
+"""`--speculative auto` beside plain decoding, in five kinds of work.
+
+    python bench/speculation_auto.py [--rounds 5] [--prompts 4] [--tokens 120] [--streams 1]
+                                     [--part demo|replay] [--folder FOLDER] [--json FILE]
+
+- `demo`: the embedded model answers held-out prompts of its recipe. Its steps take less than a
+  millisecond, so that this shows the highest share of the time that drafting itself costs.
+- `replay`: a model of random weights (58 million parameters) runs, and its tokens are replaced by
+  those of a prepared answer: an edited file of this repository, JSON extracted from a table, a
+  summary that quotes, an unrelated page, a text in which each word is replaced. Steps, drafts and
+  verification are real; only the choice of the token is not the model's.
+
+Both engines are in one process and take turns, in changing order. For each kind: steps, accepted
+of drafted tokens, plain / auto of CPU seconds and of seconds (median and quartiles of the rounds),
+and whether all tokens are the same. On a loaded machine only steps and CPU seconds mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from modulm import LLM, SamplingParams
+from modulm.engine.sampling.sampler import Chosen
+from modulm.testing.checkpoints import make_tiny
+from modulm_demo import Demo
+from modulm_demo.recipe.generator import heldout
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Kind of work -> category of the recipe. The recipe has no code; its edits are of sentences.
+DEMO = {
+    "chat": "everyday", "edits": "editing", "extraction": "json", "summaries": "summaries",
+    "translation": "translation",
+}  # fmt: skip
+SHAPE = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+#: A prompt and, in a replay, its answer.
+Pair = tuple[list[int], list[int]]
+
+
+def replays(encode: Any, count: int, tokens: int) -> Iterator[tuple[str, list[Pair]]]:
+    """Yield each kind of work with its pairs."""
+    draw = random.Random(0)
+    code = sorted((ROOT / "core/libs/speculation/modulm_speculation").glob("*.py"))
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    texts: dict[str, list[tuple[str, str]]] = {}
+    for index in range(count):
+        file, page, other = code[index % len(code)].read_text(), pages[index], pages[-1 - index]
+        passage = page.read_text()[600:3000]
+        sentences = re.findall(r"[A-Z][^.|`]{40,160}\.", page.read_text()) or [passage]
+        rows = [
+            (draw.choice(["Lima", "Oslo", "Kyoto"]), draw.randrange(1000, 9999), draw.random())
+            for _ in range(30)
+        ]
+        table = "\n".join(
+            f"{city} order {number} total {price:.2f}" for city, number, price in rows
+        )
+        records = [
+            {"city": city, "order": number, "total": f"{price:.2f}"} for city, number, price in rows
+        ]
+        quoted = " ".join(f"The page says: {each} That matters here." for each in sentences[:8])
+        each = {
+            "chat": ("How does this work?", other.read_text()[500:3000]),
+            "edits": (f"Rename self to this.\n{file}", file.replace("self", "this")),
+            "extraction": (f"As JSON:\n{table}", json.dumps(records)),
+            "summaries": (f"Summarize with quotes.\n{passage}", quoted),
+            "translation": (f"Translate.\n{passage}", _translated(passage)),
+        }
+        for kind, pair in each.items():
+            texts.setdefault(kind, []).append(pair)
+    for kind, pairs in texts.items():
+        yield kind, [(encode(p)[-1500:], encode(a)[: tokens + 1]) for p, a in pairs]
+
+
+def _translated(text: str) -> str:
+    """Replace each word by one of the same length that depends only on the word."""
+
+    def word(match: re.Match[str]) -> str:
+        draw = random.Random(match.group())
+        return "".join(draw.choice("aeinrstdulo") for _ in match.group())
+
+    return re.sub(r"[A-Za-z]+", word, text)
+
+
+class Replay:
+    """Makes the greedy tokens of an engine in this process those of prepared answers."""
+
+    def __init__(self, llm: LLM) -> None:
+        runner = llm._core.loop.executor._worker.runner
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self._rows: dict[int, list[int]] = {}
+        self._sampler, self._admit = runner.sampler, runner.sampler.admit
+        self._sampler.admit, self._sampler.sample = self.admit, self.sample
+
+    def admit(self, start: Any, *more: Any) -> None:
+        prompt = start.prompt.tolist()
+        self._rows[start.row] = [*prompt, *self.answers[tuple(prompt)]]
+        self._admit(start, *more)
+
+    def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Chosen:
+        self._sampler.ops.argmax(logits)  # what a greedy step costs
+        texts = (self._rows[row] for row in rows.tolist())
+        tokens = [
+            text[at] if at < len(text) else 3
+            for text, at in zip(texts, positions.tolist(), strict=True)
+        ]
+        chosen = torch.tensor(tokens, dtype=torch.int64)
+        return Chosen(chosen, self._sampler._platform.fetch((chosen,)), logits)
+
+
+def answer(llm: LLM, prompts: Sequence[Any], params: SamplingParams, streams: int) -> Any:
+    """Return tokens, (verified, accepted) drafts, steps, CPU seconds and seconds."""
+    tokens, drafts, gauges = [], [0, 0], llm._core.loop.scheduler.gauges
+    steps, cpu, began = gauges().step, time.process_time(), time.perf_counter()
+    for at in range(0, len(prompts), streams):
+        for output in llm.generate(prompts[at : at + streams], params, use_tqdm=False):
+            tokens.append(list(output.outputs[0].token_ids))
+            metrics = output.outputs[0].spec_decode_metrics
+            for verified, accepted in metrics.steps if metrics else ():
+                drafts[0] += verified
+                drafts[1] += accepted
+    used = time.process_time() - cpu, time.perf_counter() - began
+    return tokens, drafts, gauges().step - steps, *used
+
+
+def compare(
+    engines: Mapping[str, LLM], prompts: Sequence[Any], params: SamplingParams, streams: int,
+    rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Let both engines answer in turns; return the figures of a kind of work."""
+    ratios: list[tuple[float, float]] = []
+    results: dict[str, Any] = {}
+    for turn in range(rounds + 1):
+        for name in sorted(engines, reverse=bool(turn % 2)):
+            results[name] = answer(engines[name], prompts, params, streams)
+        plain, auto = results["plain"], results["auto"]
+        if turn:
+            ratios.append((plain[3] / auto[3], plain[4] / auto[4]))
+    quartiles = np.percentile(np.array(ratios), [25, 50, 75], axis=0).round(3).T.tolist()
+    return {
+        "tokens": sum(map(len, plain[0])), "same": plain[0] == auto[0], "steps": plain[2],
+        "steps_auto": auto[2], "drafted": auto[1][0], "accepted": auto[1][1],
+        "cpu": quartiles[0], "seconds": quartiles[1],
+    }  # fmt: skip
+
+
+def work(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run the measurements and yield their figures."""
+    common = {"max_model_len": 2048, "enable_prefix_caching": False, "max_num_seqs": 32}
+    variants = {"plain": {}, "auto": {"speculative": "auto"}}
+    params = SamplingParams(temperature=0, max_tokens=arguments.tokens)
+    tokenizer = AutoTokenizer.from_pretrained(Demo.source())
+    if "demo" in arguments.part:
+        engines = {name: LLM("demo", **common, **more) for name, more in variants.items()}
+        for kind, category in DEMO.items():
+            prompts = [
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in example.messages[:-1]],
+                    add_generation_prompt=True, tokenize=False,
+                )
+                for example in heldout(7, category, 4 * arguments.prompts)
+            ]  # fmt: skip
+            figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
+            yield f"demo, {kind}", figures
+        for llm in engines.values():
+            llm.close()
+    if "replay" in arguments.part:
+        folder = arguments.folder / "replayed"
+        if not (folder / "config.json").exists():
+            make_tiny(folder, "Qwen3ForCausalLM", dtype="bfloat16", **SHAPE)
+        engines = {name: LLM(str(folder), **common, **more) for name, more in variants.items()}
+        replay = {name: Replay(llm) for name, llm in engines.items()}
+        params = params.with_(ignore_eos=True)
+        for kind, pairs in replays(tokenizer.encode, arguments.prompts, arguments.tokens):
+            for each in replay.values():
+                each.answers = {tuple(prompt): answer for prompt, answer in pairs}
+            prompts = [{"prompt_token_ids": prompt} for prompt, _ in pairs]
+            figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
+            yield f"replay, {kind}", figures
+        for llm in engines.values():
+            llm.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--part", nargs="+", default=["demo", "replay"])
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/modulm-speculation-auto"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    table = {}
+    print("| work | tokens | steps | with auto | accepted / drafted | CPU | seconds | same |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind, figures in work(arguments):
+        table[kind] = figures
+        ratios = [
+            "{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")
+        ]
+        print(
+            f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
+            f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
+            f"{'yes' if figures['same'] else 'NO'} |",
+            flush=True,
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()
