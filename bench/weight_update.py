@@ -1,10 +1,10 @@
 """An update of all weights from shared memory, against copying their bytes once.
 
-    python bench/weight_update.py [--layers 28] [--quantization int4] [--rounds 3]
+    python bench/weight_update.py [--model FOLDER | --layers 28] [--quantization int4] [--rounds 3]
 
-The model has the shape of Qwen3-0.6B (with 28 layers) and random weights, in bf16. Ratios are of
-one run: `copy` writes the same tensors from one place in memory to another, `load` reads the
-checkpoint from the file cache into an engine. Prints one line of JSON.
+Without `--model`, it has the shape of Qwen3-0.6B (with 28 layers) and random weights, in bf16.
+Ratios are of one run: `copy` writes the same tensors from one place in memory to another, `load`
+reads the checkpoint from the file cache into an engine. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from modulm import LLM, SamplingParams
 from modulm_weights_shared_memory import SharedWeights
@@ -57,25 +57,45 @@ def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def timed(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+def stored(folder: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, in memory of their own."""
+    return {
+        name: tensor.clone()
+        for file in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+class Timer:
+    """Seconds of calls, and seconds of processors, which other load changes less."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
+
+    def __call__(self, *functions: Callable[[], Any]) -> None:
+        began, cpu = time.perf_counter(), time.process_time()
+        for function in functions:
+            function()
+        self.seconds.append(time.perf_counter() - began)
+        self.cpu.append(time.process_time() - cpu)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    tensors = weights(options.layers, 1)
+    tensors = weights(options.layers, 1) if options.model is None else stored(options.model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        save_file(tensors, path / "model.safetensors")
-        config = {**SHAPE, "num_hidden_layers": options.layers}
-        (path / "config.json").write_text(json.dumps(config))
-        figures = measure(folder, tensors, options.quantization, options.rounds)
+        if options.model is None:
+            save_file(tensors, path / "model.safetensors")
+            config = {**SHAPE, "num_hidden_layers": options.layers}
+            (path / "config.json").write_text(json.dumps(config))
+        figures = measure(options.model or folder, tensors, options.quantization, options.rounds)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 
@@ -98,27 +118,33 @@ def measure(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.init_weight_transfer_engine()
     other = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    copies, checks, finishes, updates = [], [], [], []
+    copy, start, check, finish = Timer(), Timer(), Timer(), Timer()
     with SharedWeights(tensors) as shared:
         for _ in range(rounds):
             llm.generate(prompt, params, use_tqdm=False)
-            copies.append(timed(lambda: [other[n].copy_(t) for n, t in tensors.items()]))
-            start = timed(llm.start_weight_update)
-            checks.append(timed(lambda: llm.update_weights(shared.info)))
-            finishes.append(timed(llm.finish_weight_update))
-            updates.append(start + checks[-1] + finishes[-1])
+            copy(lambda: [other[n].copy_(t) for n, t in tensors.items()])
+            start(llm.start_weight_update)
+            check(lambda: llm.update_weights(shared.info))
+            finish(llm.finish_weight_update)
     llm.shutdown()
-    copy, update = median(copies), median(updates)
     size = sum(tensor.nbytes for tensor in tensors.values())
+    calls = (start, check, finish)
+    seconds = median(map(sum, zip(*(call.seconds for call in calls), strict=True)))
+    cpu = median(map(sum, zip(*(call.cpu for call in calls), strict=True)))
     return {
         "gigabytes": size / 1e9,
-        "copy": copy,
-        "update": update,
-        "check": median(checks),
-        "finish": median(finishes),
+        "copy": median(copy.seconds),
+        "update": seconds,
+        "start": median(start.seconds),
+        "check": median(check.seconds),
+        "finish": median(finish.seconds),
         "load": load,
-        "update_to_copy": update / copy,
-        "update_to_load": update / load,
+        "update_to_copy": seconds / median(copy.seconds),
+        "update_to_load": seconds / load,
+        "copy_cpu": median(copy.cpu),
+        "check_cpu": median(check.cpu),
+        "finish_cpu": median(finish.cpu),
+        "update_to_copy_cpu": cpu / median(copy.cpu),
     }
 
 

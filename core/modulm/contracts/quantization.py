@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from attrs import evolve, field, frozen
 
@@ -33,11 +33,18 @@ __all__ = [
     "MovableStack",
     "ParamSpec",
     "QuantizationMethod",
+    "Region",
     "Shard",
+    "Writer",
     "fixed",
 ]
 
 API = 2
+
+#: The part of each dimension of a tensor: a slice, or indices.
+Region = tuple[slice | tuple[int, ...], ...]
+#: Overwrites a region of a layer's tensor.
+Writer: TypeAlias = "Callable[[Region, torch.Tensor], None]"
 
 
 @frozen
@@ -324,6 +331,14 @@ class QuantizationMethod(ABC):
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         """Repack loaded tensors for `apply` and drop those no longer needed."""
+
+    def writer(self, layer: torch.nn.Module, spec: LinearSpec, name: str) -> Writer | None:
+        """Return a function that overwrites a region of the tensor `name` of a finished layer.
+
+        It converts the values to the layer's form in place; updates of weights call it. name: of
+        `create`, or "bias". None: the tensor only changes when the layer is loaded again.
+        """
+        return None
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         """Called after `finish` for an LM head tied to the embedding table.

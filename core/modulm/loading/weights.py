@@ -143,25 +143,19 @@ def _finish(unit: Unit, plan: WeightPlan, done: set[int]) -> None:
     A module whose weight others share is finished before them, so methods that repack must leave
     shared tables unchanged.
     """
-    if id(unit) in done or plan.remaining[id(unit)]:
-        return
-    if unit.waits_for is not None and id(unit.waits_for) not in done:
+    waiting = unit.waits_for is not None and id(unit.waits_for) not in done
+    if waiting or id(unit) in done or plan.remaining[id(unit)]:
         return
     done.add(id(unit))
-    _drop_unfilled(unit)
+    for slot in unit.slots:  # optional parameters that the checkpoint lacks
+        parameter = slot.module._parameters.get(slot.attribute)
+        if parameter is not None and parameter.is_meta:
+            slot.module.register_parameter(slot.attribute, None)
     if unit.finish is not None:
         unit.finish()
     for other in plan.units:
         if other.waits_for is unit:
             _finish(other, plan, done)
-
-
-def _drop_unfilled(unit: Unit) -> None:
-    """Set optional parameters that the checkpoint lacks to None."""
-    for slot in unit.slots:
-        parameter = slot.module._parameters.get(slot.attribute)
-        if parameter is not None and parameter.is_meta:
-            slot.module.register_parameter(slot.attribute, None)
 
 
 def _as_is(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.adapter import AdaptedLayer, AdapterBank
     from modulm.contracts.platform import Platform
-    from modulm.contracts.quantization import LinearSpec, ParamSpec
+    from modulm.contracts.quantization import LinearSpec, ParamSpec, Writer
 
 __all__ = ["adapted", "bypassed", "same_method"]
 
@@ -67,6 +67,9 @@ class _Adapted(QuantizationMethod):
         self.base.finish(layer, spec)
         apply = self.base.embed if spec.kind is LinearKind.EMBEDDING else self.base.apply
         self.around.finish(partial(apply, layer))
+
+    def writer(self, layer: Module, spec: LinearSpec, name: str) -> Writer | None:
+        return self.base.writer(layer, spec, name)
 
     def share(self, head: Module, table: Module) -> None:
         self.base.share(head, table)

@@ -12,10 +12,9 @@ import torch
 from attrs import field, frozen, mutable
 from torch import Tensor
 
-__all__ = ["Part", "Region", "Slot", "Unit"]
+from modulm.contracts.quantization import Region
 
-#: The part of each dimension: a slice, or indices.
-Region = tuple[slice | tuple[int, ...], ...]
+__all__ = ["Part", "Region", "Slot", "Unit"]
 
 
 @frozen
@@ -42,6 +41,14 @@ class Part:
         if [n for n in changed.shape if n != 1] != [n for n in self.shape if n != 1]:
             raise ValueError(f"{list(changed.shape)} is not {list(self.shape)}")
         return changed.reshape(self.shape)
+
+    def take(self, stored: Tensor) -> Tensor:
+        """Return this rank's region of a stored tensor. Raises as `view` does."""
+        tensor = self.view(stored)
+        for dim, entries in enumerate(self.source):
+            chosen = entries if isinstance(entries, slice) else list(entries)
+            tensor = tensor[(slice(None),) * dim + (chosen,)]
+        return tensor
 
 
 @frozen(eq=False)
@@ -74,7 +81,7 @@ class Slot:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            piece, target = _take(part.view(tensor), part.source), parameter[part.target]
+            piece, target = part.take(tensor), parameter[part.target]
             if part.target in self._shared:
                 if not torch.equal(_bytes(target), _bytes(piece.to(target))):
                     raise ValueError("differs from what the other parts of its layer have")
@@ -98,16 +105,6 @@ class Unit:
     slots: list[Slot] = field(factory=list)
     finish: Callable[[], None] | None = None
     waits_for: Unit | None = None
-
-
-def _take(tensor: Tensor, region: Region) -> Tensor:
-    """Select a region of a tensor, dimension by dimension."""
-    for dim, entries in enumerate(region):
-        if isinstance(entries, slice):
-            tensor = tensor[(slice(None),) * dim + (entries,)]
-        else:
-            tensor = tensor.index_select(dim, torch.tensor(entries, device=tensor.device))
-    return tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:

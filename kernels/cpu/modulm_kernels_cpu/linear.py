@@ -40,6 +40,8 @@ ACTIVATIONS = {"int8": 1, "bf16": 2}
 GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL, _PAD_K, _PAD_N = 64, 64, 16
+#: Rows that `overwrite_linear` converts and packs at a time, whole panels.
+_OVERWRITTEN = 2048
 _FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 _CODE_DTYPES = {
     **{name: dtype for dtype, name in _FLOATS.items()},
@@ -111,13 +113,16 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     """Return `pack_linear`, `unpack_linear` and `linear` for one level.
 
     `pack_quantized` is `pack_linear` under a name without a twin: an op table that has it can store
-    quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form.
+    quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form, and
+    one with `overwrite_linear` and `overwrite_bias` can change packed floats in place.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
         "pack_quantized": pack,
         "pack_blocks": _pack_blocks(library),
         "unpack_linear": _unpack_linear(library),
+        "overwrite_linear": _overwrite_linear(library),
+        "overwrite_bias": overwrite_bias,
         "round_groups": _round_groups(library),
         "linear": _linear(library),
     }
@@ -322,6 +327,53 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
         return wide.flatten(1).bfloat16()
 
     return unpack_linear
+
+
+def _overwrite_linear(library: Library) -> Callable[[PackedLinear, int, Tensor], None]:
+    size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
+    pack, unpack = library.call("pack", "pnpnni"), library.call("unpack", "ppnni")
+
+    def overwrite_linear(packed: PackedLinear, first: int, weight: Tensor) -> None:
+        """Overwrite rows of a packed weight of floats in place, from row `first` on.
+
+        weight: [n, K], in any float dtype.
+        """
+        outputs, inputs, form = packed.outputs, packed.inputs, FORMATS[packed.format]
+        need(packed.scales is None and packed.format in _FLOATS.values(), "packed must be floats")
+        shape("weight", weight, len(weight), inputs)
+        stop = first + len(weight)
+        need(first >= 0 and stop <= outputs, f"rows {first} to {stop} are not within {outputs}")
+        dtype, row_bytes = _CODE_DTYPES[packed.format], size_of(_PANEL, inputs, form) // _PANEL
+        base = packed.data.data_ptr()
+
+        def put(start: int, rows: Tensor) -> None:
+            """Pack rows that begin a panel and end one."""
+            target = base + start * row_bytes
+            pack(rows.data_ptr(), rows.stride(0), target, len(rows), inputs, form)
+
+        at = first
+        while at < stop:
+            panel = at // _PANEL * _PANEL
+            whole = min(stop if stop == outputs else stop // _PANEL * _PANEL, at + _OVERWRITTEN)
+            if at == panel and whole > at:
+                rows = weight[at - first : whole - first].detach().to(dtype)
+                put(at, rows if rows.stride(1) == 1 else rows.contiguous())
+                at = whole
+                continue
+            end = min(panel + _PANEL, outputs)  # this panel has other rows as well
+            rows, until = torch.empty(end - panel, inputs, dtype=dtype), min(stop, end)
+            unpack(base + panel * row_bytes, rows.data_ptr(), len(rows), inputs, form)
+            rows[at - panel : until - panel] = weight[at - first : until - first]
+            put(panel, rows)
+            at = until
+
+    return overwrite_linear
+
+
+def overwrite_bias(packed: PackedLinear | Tensor, bias: Tensor) -> None:
+    """Update what a packed weight has computed from a bias that was changed in place."""
+    if isinstance(packed, PackedLinear) and packed.bias is not None and packed.bias[0] is bias:
+        packed.bias[1].copy_(bias)
 
 
 def _rows(values: Tensor, packed: PackedLinear) -> Tensor:

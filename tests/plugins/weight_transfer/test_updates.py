@@ -17,6 +17,7 @@ from modulm import LLM, LoRARequest, SamplingParams
 from modulm.errors import ConfigError, EngineError, EngineStalled, RequestError, UnsupportedError
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_weight_transfer.receiver import receiver_of
 from modulm_weights_gloo import WeightBroadcaster
 from modulm_weights_shared_memory import SharedWeights
 
@@ -55,6 +56,7 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
     ("architecture", "flags"),
     [
         ("Qwen2ForCausalLM", {"dtype": "bfloat16", "quantization": "int4"}),
+        ("Qwen2ForCausalLM", {"dtype": "bfloat16"}),  # with biases
         ("MixtralForCausalLM", {"dtype": "bfloat16", "quantization": "int8"}),
         ("DeepseekV2ForCausalLM", {"dtype": "bfloat16"}),
         ("Gemma2ForCausalLM", {}),
@@ -180,6 +182,18 @@ def test_memory_stays_where_it_is(llm: LLM, folders: tuple[Path, Path]) -> None:
     for _ in range(10):
         update(llm, tensors_of(folders[0]))
     assert llm.apply_model(places) == before
+
+
+def test_layers_without_quantization_are_overwritten(llm: LLM, folders: tuple[Path, Path]) -> None:
+    """None is loaded again, and recorded steps stay."""
+
+    def receivers(worker: Any) -> tuple[bool, bool]:
+        receiver = receiver_of(worker)
+        model = receiver._spare
+        return set(model._writers) == {id(unit) for unit in model.units}, model.replaced
+
+    update(llm, tensors_of(folders[0]))
+    assert llm.collective_rpc(receivers) == [(True, False)]
 
 
 def test_weights_that_were_released_are_the_checkpoints(

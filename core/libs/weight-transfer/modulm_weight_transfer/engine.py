@@ -52,13 +52,18 @@ class EngineWeights:
         self._core, self._changed = core, changed
         self.state = WeightState()
         self._began, self._number, self._released = 0.0, 0, False
+        #: The number of the update whose values are being checked, if any.
+        self._checking: int | None = None
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one of `OPERATIONS` by name; returns the new state."""
+        """Run one of `OPERATIONS` by name; returns the new state, and whether values are still
+        being checked (`checking`).
+        """
         if operation not in OPERATIONS:
             raise RequestError(f"{operation!r} is not an operation on weights", "operation")
         getattr(self, operation)(**arguments)
-        return asdict(evolve(self.state, busy=self._core.loop.busy))
+        state = asdict(evolve(self.state, busy=self._core.loop.busy))
+        return {**state, "checking": self._checking is not None}
 
     def info(self) -> None:
         """Do nothing: `run` returns the state."""
@@ -84,16 +89,21 @@ class EngineWeights:
                 "is_checkpoint_format: tensors must have the checkpoint's format; the engine "
                 "fuses, splits and quantizes them"
             )
+        self._checking = None
         self._call(functions.start, partial)
         self._began = time.perf_counter()
         self._set(updating=True)
 
-    def update(self, update_info: Mapping[str, Any]) -> None:
-        """Check tensors; apply them at once if the backend streams."""
+    def update(self, update_info: Mapping[str, Any], wait: bool = True) -> None:
+        """Check tensors; apply them at once if the backend streams.
+
+        wait: until all values have been checked. Otherwise call `verify`.
+        """
         if not self.state.updating:
             raise RequestError(
                 "no update is in progress: call start_weight_update first", "update_info"
             )
+        self.verify()
         self._number += 1
         try:
             streams = any(self._call(functions.check, self._number, dict(update_info)))
@@ -102,6 +112,25 @@ class EngineWeights:
             raise
         if streams:
             self._change(functions.receive)
+        else:
+            self._checking = self._number
+            self.verify(wait)
+
+    def verify(self, wait: bool = True) -> None:
+        """Check whether the values of an update are finite; without `wait` only those that were
+        checked by now. Raises RequestError, and discards the tensors.
+        """
+        number = self._checking
+        if number is None:
+            return
+        try:
+            done = all(self._call(functions.verify, number, wait))
+        except ModulmError:
+            self._checking = None
+            self._call(functions.drop, number)
+            raise
+        if done:
+            self._checking = None
 
     def finish(self, weight_version: int | None = None) -> None:
         """Apply the update and empty the prefix cache.
@@ -110,6 +139,7 @@ class EngineWeights:
         """
         if not self.state.updating:
             raise RequestError("no update is in progress: call start_weight_update first")
+        self.verify()
         if any(self._call(functions.complete)):
             self._change(functions.finish)
             self._core.reset_prefix_cache(uuid4().bytes)
@@ -123,12 +153,16 @@ class EngineWeights:
 
     def cancel(self) -> None:
         """Discard an open update."""
+        self._checking = None
         self._call(functions.cancel)
         self._set(updating=False)
 
     def release(self, level: int) -> None:
         """Called when the engine goes to sleep. Level 2 discards weights and an open update."""
         self._released |= level > 1
+        if level > 1:
+            self._checking = None
+            self._call(functions.release)
         self._set(updating=self.state.updating and level < 2, asleep=level)
 
     def doze(self) -> None:
@@ -200,8 +234,8 @@ class EngineWeights:
 
 #: Operations that front ends may request, by method name.
 OPERATIONS = (
-    "info", "init", "shutdown", "start", "update", "finish", "cancel", "set_version", "pause",
-    "resume", "doze",
+    "info", "init", "shutdown", "start", "update", "verify", "finish", "cancel", "set_version",
+    "pause", "resume", "doze",
 )  # fmt: skip
 #: Pause modes: what happens to running requests.
 PAUSES = ("abort", "wait", "keep")

@@ -21,8 +21,10 @@ __all__ = [
     "drop",
     "finish",
     "receive",
+    "release",
     "start",
     "value_of",
+    "verify",
 ]
 
 if TYPE_CHECKING:
@@ -89,6 +91,12 @@ def check(worker: Any, number: int, info: Mapping[str, Any]) -> bool:
 
 
 @_answers
+def verify(worker: Any, number: int, wait: bool) -> bool:
+    """See `WeightReceiver.verify`."""
+    return _receiver(worker).verify(number, wait)
+
+
+@_answers
 def drop(worker: Any, number: int) -> None:
     """See `WeightReceiver.drop`."""
     _receiver(worker).drop(number)
@@ -116,3 +124,11 @@ def finish(worker: Any) -> None:
 def cancel(worker: Any) -> None:
     """See `WeightReceiver.cancel`."""
     _receiver(worker).cancel()
+
+
+@_answers
+def release(worker: Any) -> None:
+    """Discard all that refers to the weights of a worker, which has released them."""
+    from modulm_weight_transfer.receiver import WeightReceiver
+
+    WeightReceiver.release(worker)

@@ -7,6 +7,7 @@ that is being loaded takes memory.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,13 @@ from modulm.loading import open_checkpoint
 from modulm.loading.model import build_model, model_names, plan_checkpoint
 from modulm.loading.weights import fill
 from modulm_weight_transfer.choice import chosen_backend
+from modulm_weight_transfer.finite import FiniteCheck, FiniteSource
+from modulm_weight_transfer.overwrite import (
+    OverwritingLoader,
+    first_unit,
+    split_plan,
+    writers_of,
+)
 from modulm_weight_transfer.refill import Baseline, modules_of, refill
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.loader import StoredTensor
     from modulm.engine.worker.worker import Worker
+    from modulm.loading.weights import WeightPlan
     from modulm.nn.weight_slots import Unit
     from modulm_weight_transfer.contract import TensorSource, WeightTransferBackend
 
@@ -99,18 +108,23 @@ class _BlankModel:
             raise UnsupportedError(
                 "the weights of this model cannot be updated, because it loads them itself"
             )
-        self.replaced, self.changed = False, False
+        self.loaded, self.replaced, self.changed = worker.loaded, False, False
+        self._running = {id(unit): other for unit, other in zip(self.units, live, strict=True)}
+        #: The units that are overwritten instead of loaded again.
+        self._writers = writers_of(zip(self.units, live, strict=True))
         self._baselines: dict[int, Baseline] = {}
         #: Groups of units that are applied together, keyed by the one that the others wait for:
-        #: their number, and the modules loaded so far.
+        #: the units, how many are not loaded yet, and the modules loaded so far.
+        self._members: dict[int, list[Unit]] = {}
         self._families: dict[int, int] = {}
         self._loaded: dict[int, list[tuple[Module, Module, Unit]]] = {}
         #: Parameter -> the group of units that fills it.
         self._owners: dict[tuple[int, str], int] = {}
         self._keeps: set[tuple[int, str]] = set()
         for unit, running in zip(self.units, live, strict=True):
-            family = id(_first(unit))
+            family = id(first_unit(unit))
             self._families[family] = self._families.get(family, 0) + 1
+            self._members.setdefault(family, []).append(unit)
             for slot in unit.slots:
                 self._owners[id(slot.module), slot.attribute] = family
             for module in modules_of(unit.module, unit.finish):
@@ -131,7 +145,7 @@ class _BlankModel:
             names |= {name: stored.name for name, _ in pieces}
         return names
 
-    def plan(self, loader: _Arrived, wanted: Callable[[Unit, set[str]], bool] | None) -> Any:
+    def plan(self, loader: _Arrived, wanted: Callable[[Unit, set[str]], bool] | None) -> WeightPlan:
         """Match tensors with all modules, or with those that `wanted` selects by their names.
 
         Raises CheckpointError naming missing, unknown and mismatched tensors.
@@ -140,21 +154,27 @@ class _BlankModel:
         if wanted is not None:
             names = set(self.named(loader.index()))
             chosen = {id(unit) for unit in units if unit.slots and wanted(unit, names)}
-            units = [unit for unit in units if id(_first(unit)) in chosen]
+            units = [unit for unit in units if id(first_unit(unit)) in chosen]
         taken = {id(unit) for unit in units}
         rest = [unit for unit in self.units if id(unit) not in taken]
         shared = evolve(shared, units=units, elsewhere=[*shared.elsewhere, *rest])
         return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
 
-    def fill(self, plan: Any, loader: _Arrived) -> None:
-        """Load the planned modules one by one."""
+    def fill(self, plan: WeightPlan, loader: _Arrived) -> None:
+        """Overwrite or load the planned modules one by one."""
         self._keeps = {
             (id(slot.module), slot.attribute)
             for unit in plan.units
             for slot in unit.slots
             if slot.optional and not _given(slot.ways, plan.routes)
         }
-        fill(plan, loader, device=self.worker.platform.device, progress=False)
+        loads, writes = split_plan(plan, self._writers)
+        self.changed |= bool(writes.parts)
+        overwriting = OverwritingLoader(loader, writes)
+        fill(loads, overwriting, device=self.worker.platform.device, progress=False)
+        for unit in plan.units:
+            if id(unit) in self._writers:
+                _renew_adapters(self._running[id(unit)])
 
     def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
         """Finish a module as loading does; refill the running one after all that wait for it."""
@@ -162,7 +182,7 @@ class _BlankModel:
         targets = modules_of(running.module, running.finish)
         if finish is not None:
             finish()
-        family = id(_first(unit))
+        family = id(first_unit(unit))
         loaded = self._loaded.setdefault(family, [])
         loaded += [(*pair, running) for pair in zip(sources, targets, strict=True)]
         self._families[family] -= 1
@@ -174,6 +194,8 @@ class _BlankModel:
         """Refill the running modules of a family, and free the loaded ones."""
         self.changed = True
         loaded = self._loaded.pop(family)
+        for slot in (slot for unit in self._members[family] for slot in unit.slots):
+            slot._shared.clear()
         for source, target, _ in loaded:
             baseline = self._baselines[id(source)]
             for table, name, value in baseline.changes():
@@ -185,13 +207,6 @@ class _BlankModel:
         for running in {id(unit): unit for *_, unit in loaded}.values():
             _renew_adapters(running)
             self._families[family] += 1
-
-
-def _first(unit: Unit) -> Unit:
-    """Return the last unit of the chain of units that this one waits for."""
-    while unit.waits_for is not None:
-        unit = unit.waits_for
-    return unit
 
 
 def _given(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
@@ -213,8 +228,13 @@ class WeightReceiver:
     def __init__(self, worker: Worker, backend: WeightTransferBackend) -> None:
         self._worker, self._backend = worker, backend
         self._sources: dict[int, TensorSource] = {}
+        self._checks: dict[int, FiniteCheck] = {}
         self._blank: _BlankModel | None = None
+        #: The model of the last update, which the next one uses again.
+        self._spare: _BlankModel | None = None
         self._partial = False
+        #: Whether a tensor was stored in another dtype than the model's.
+        self._converted = False
 
     @classmethod
     def connect(cls, worker: Worker, info: Mapping[str, Any]) -> None:
@@ -242,10 +262,23 @@ class WeightReceiver:
             receiver.cancel()
             receiver._backend.close()
 
+    @classmethod
+    def release(cls, worker: Worker) -> None:
+        """Discard an unfinished update, and all references to the worker's modules."""
+        receiver = _RECEIVERS.get(worker)
+        if receiver is not None:
+            receiver.cancel()
+            receiver._spare = None
+            gc.collect()
+
     def start(self, partial_update: bool) -> None:
         """Begin an update; discards an unfinished one."""
         self.cancel()
-        self._partial, self._blank = partial_update, _BlankModel(self._worker)
+        blank, self._spare = self._spare, None
+        if blank is None or blank.loaded is not self._worker.loaded:
+            blank = _BlankModel(self._worker)
+        blank.replaced = blank.changed = self._converted = False
+        self._partial, self._blank = partial_update, blank
 
     def cancel(self) -> None:
         """Discard an unfinished update."""
@@ -255,6 +288,9 @@ class WeightReceiver:
 
     def drop(self, number: int) -> None:
         """Discard the tensors of one `update_weights`, if it was accepted."""
+        check = self._checks.pop(number, None)
+        if check is not None:
+            check.stop()
         source = self._sources.pop(number, None)
         if source is not None:
             source.close()
@@ -270,7 +306,8 @@ class WeightReceiver:
     def check(self, number: int, info: Mapping[str, Any]) -> bool:
         """Check the tensors of `update_weights` call `number`; no weight changes.
 
-        Returns whether it must be received now, because it is a stream.
+        Returns whether it must be received now, because it is a stream. Otherwise threads check
+        meanwhile that its values are finite, see `verify`.
         """
         blank, source = self._model, self._backend.open(info)
         try:
@@ -283,7 +320,8 @@ class WeightReceiver:
                 blank.plan(_Arrived([source]), _touched if self._partial else None)
             else:
                 blank.plan(_Arrived([*self._sources.values(), source]), _complete)
-                self._check_finite(source)
+                world = self._worker.mesh.world
+                self._checks[number] = FiniteCheck(source.read(), world.rank, world.size)
         except CheckpointError as error:
             source.close()
             raise RequestError(str(error), "update_info") from error
@@ -291,19 +329,27 @@ class WeightReceiver:
             source.close()
             raise
         self._sources[number] = source
+        dtype = blank.built.dtype
+        self._converted |= any(stored.dtype != dtype for stored in source.index().values())
         return streams
 
-    def _check_finite(self, source: TensorSource) -> None:
-        """Raise RequestError for a value that is not finite. The ranks divide the tensors."""
-        world = self._worker.mesh.world
-        for number, (name, tensor) in enumerate(source.read()):
-            if number % world.size == world.rank:
-                _check_finite(name, tensor)
+    def verify(self, number: int, wait: bool) -> bool:
+        """Return whether the values of an `update_weights` have been checked.
+
+        Raises RequestError naming a tensor with a value that is not finite.
+        """
+        check = self._checks.get(number)
+        if check is None:
+            return True
+        if not check.done(wait):
+            return False
+        del self._checks[number]
+        return True
 
     def receive(self) -> None:
         """Apply tensors as they arrive from a stream."""
         _, source = self._sources.popitem()
-        loader, blank = _Arrived([_Finite(source)]), self._model
+        loader, blank = _Arrived([FiniteSource(source)]), self._model
         plan = blank.plan(_Arrived([source]), _touched if self._partial else None)
         try:
             blank.fill(plan, loader)
@@ -324,70 +370,25 @@ class WeightReceiver:
         return True
 
     def finish(self) -> None:
-        """Apply the update, and check that the model's logits are still finite."""
+        """Apply the update.
+
+        If a dtype was converted, which can overflow, checks that logits are still finite. That
+        costs as much as generating a token; otherwise finite values are enough.
+        """
         blank, loader = self._model, _Arrived(list(self._sources.values()))
         if self._sources:
             blank.fill(blank.plan(loader, _touched if self._partial else None), loader)
         self.cancel()
+        self._spare = blank
         runner = self._worker.runner
         if blank.replaced:
             runner.forget_recordings()
             runner.record()
-        runner.check()
+        if self._converted:
+            runner.check()
         loaded = self._worker.loaded
         if loaded is not None and loaded.adapters is not None:
             loaded.adapters.renew()
-
-
-class _Finite:
-    """A source that checks its values as they are read."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-
-    def index(self) -> Mapping[str, StoredTensor]:
-        return self._source.index()
-
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._source.read():
-            _check_finite(name, tensor)
-            yield name, tensor
-
-    def close(self) -> None:
-        self._source.close()
-
-
-def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise RequestError if a value is not finite."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
-        return
-    if not _is_finite(tensor):
-        what = "NaN" if tensor.isnan().any() else "infinite values"
-        raise RequestError(f"{name} has {what}", "update_info")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. Infinity and NaN have the largest bit patterns of their sign,
-    so in host memory two integer maxima suffice, three times as fast as torch's check of floats.
-    """
-    layout = _INFINITY.get(tensor.dtype)
-    if layout is None or not tensor.is_contiguous():
-        return bool(torch.isfinite(tensor).all())
-    integers, unsigned, infinity = layout
-    try:
-        bits = tensor.view(integers).numpy()
-    except TypeError:  # not in host memory
-        return bool(torch.isfinite(tensor).all())
-    sign = 1 << (8 * bits.itemsize - 1)
-    return int(bits.max()) < infinity and int(bits.view(unsigned).max()) < infinity | sign
-
-
-#: By dtype: signed and unsigned integers of its size, and the bits of infinity.
-_INFINITY: Mapping[torch.dtype, tuple[torch.dtype, str, int]] = {
-    torch.bfloat16: (torch.int16, "uint16", 0x7F80),
-    torch.float16: (torch.int16, "uint16", 0x7C00),
-    torch.float32: (torch.int32, "uint32", 0x7F800000),
-}
 
 
 def _touched(unit: Unit, names: set[str]) -> bool:

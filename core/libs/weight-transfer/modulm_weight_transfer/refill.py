@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Baseline", "modules_of", "refill"]
+__all__ = ["Baseline", "loaded_memory", "modules_of", "refill"]
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _SCALARS = (int, float, str, bool, bytes, torch.dtype, torch.device)
@@ -81,6 +81,29 @@ def refill(module: Module, table: str, name: str, value: Any) -> bool:
             return True
     values[name] = value
     return False
+
+
+def loaded_memory(blank: Module, module: Module) -> set[int]:
+    """Return the addresses of tensors that loading has put into a module, or into its values.
+
+    blank: the same module as it was built.
+    """
+    built = _tables(blank)
+    addresses: set[int] = set()
+    for table, values in _tables(module).items():
+        for name, value in values.items():
+            if name not in built[table] or table != "__dict__":
+                _collect(value, addresses, _DEEP)
+    return addresses
+
+
+def _collect(value: Any, addresses: set[int], deep: int) -> None:
+    if isinstance(value, Tensor):
+        addresses.add(value.data_ptr())
+    elif deep and not isinstance(value, (*_FUNCTIONS, *_SCALARS, Module, type(None))):
+        fields = value if isinstance(value, list | tuple) else _fields(value).values()
+        for each in fields:
+            _collect(each, addresses, deep - 1)
 
 
 def _tables(module: Module) -> dict[str, dict[str, Any]]:

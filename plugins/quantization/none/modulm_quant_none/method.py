@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from attrs import frozen
 
+from modulm.contracts.ops import Op
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
     INPUTS,
@@ -16,6 +19,8 @@ from modulm.contracts.quantization import (
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
+    Region,
+    Writer,
 )
 
 __all__ = ["Plain", "PlainConfig"]
@@ -63,6 +68,20 @@ class Plain(QuantizationMethod):
         if layer.packed is not layer.weight:
             layer.register_parameter("weight", None)
 
+    def writer(self, layer: torch.nn.Module, spec: LinearSpec, name: str) -> Writer | None:
+        keeper: Any = layer
+        stored, packed = layer._parameters.get(name), getattr(keeper, "packed", None)
+        overwrite = self.ops.find("overwrite_linear" if name == "weight" else "overwrite_bias")
+        if isinstance(packed, torch.Tensor | None) and stored is not None:
+            return partial(_copy, stored)
+        if spec.kind is LinearKind.EXPERT or overwrite is None:
+            return None
+        if self.ops.providers["linear"] != self.ops.providers["overwrite_linear"]:
+            return None
+        if name == "weight":
+            return partial(_overwrite, overwrite, packed)
+        return None if stored is None else partial(_copy_bias, overwrite, packed, stored)
+
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         if self.ops.supports("embedding_packed") and head.packed is not table.weight:
             table.packed = head.packed
@@ -92,3 +111,20 @@ class Plain(QuantizationMethod):
         else:
             weight = self.ops.unpack_linear(layer.packed)
         return weight
+
+
+def _copy(parameter: torch.Tensor, region: Region, values: torch.Tensor) -> None:
+    parameter[region].copy_(values)
+
+
+def _copy_bias(
+    overwrite: Op, packed: object, bias: torch.Tensor, region: Region, values: torch.Tensor
+) -> None:
+    _copy(bias, region, values)
+    overwrite(packed, bias)
+
+
+def _overwrite(overwrite: Op, packed: object, region: Region, values: torch.Tensor) -> None:
+    """Overwrite rows of a packed weight; regions have all columns."""
+    rows = region[0] if region else slice(None)
+    overwrite(packed, rows.start or 0, values)

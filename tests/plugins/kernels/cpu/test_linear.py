@@ -59,6 +59,23 @@ def test_floats(ops, shape, kind, dtype):
     check(ops, packed, weight, 0, dtype)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [(0, 200), (0, 64), (64, 192), (10, 90), (130, 200), (70, 71)])
+def test_overwritten_floats(ops, kind, rows):
+    """Any rows are replaced in place: whole panels, parts of one, and the last, narrower one."""
+    weight = torch.randn(200, 96)
+    packed = ops["pack_linear"](weight.to(kind))
+    before, first, stop = packed.data.data_ptr(), *rows
+    new = torch.randn(stop - first, 100)[:, :96].bfloat16()
+    ops["overwrite_linear"](packed, first, new)
+    expected = weight.to(kind)
+    expected[first:stop] = new
+    assert packed.data.data_ptr() == before
+    assert torch.equal(packed.data, ops["pack_linear"](expected).data)
+    with pytest.raises(ValueError, match="rows 190 to 254 are not within 200"):
+        ops["overwrite_linear"](packed, 190, torch.zeros(64, 96))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(256, 16, 64), (300, 200, 700), (530, 112, 1030)])
 def test_many_rows(ops, shape, dtype):

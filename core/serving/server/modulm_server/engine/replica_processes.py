@@ -153,7 +153,8 @@ def call_workers(replicas: Sequence[Replica], call: WorkerCall) -> Future[list[A
 def run_weights(
     replicas: Sequence[Replica], operation: str, arguments: Mapping[str, Any]
 ) -> Future[dict[str, Any]]:
-    """Run an operation of `EngineWeights` on all replicas: the state of one, `busy` if any is.
+    """Run an operation of `EngineWeights` on all replicas: the state of one, `busy` and `checking`
+    if any is.
 
     Raises EngineStalled as `call_workers` does.
     """
@@ -161,7 +162,13 @@ def run_weights(
     answers = call_all(clients, lambda client: client.run_weights(operation, arguments))
     if answers is None:
         raise EngineStalled("no replica accepts requests")
-    return then(answers, lambda states: {**states[0], "busy": any(s["busy"] for s in states)})
+    return then(
+        answers,
+        lambda states: {
+            **states[0],
+            **{key: any(state[key] for state in states) for key in ("busy", "checking")},
+        },
+    )
 
 
 def close_all(replicas: Sequence[Replica]) -> None:

@@ -11,7 +11,7 @@ from modulm_weight_transfer.engine import WeightState
 
 __all__ = ["Training", "keeps_back"]
 
-#: Seconds between two checks whether requests have ended.
+#: Seconds between two checks whether requests have ended, or an update has been checked.
 _LOOK = 0.02
 
 
@@ -59,7 +59,11 @@ class Training(ABC):
         Raises RequestError naming tensors that are unknown or have a wrong shape or non-finite
         values; the weights are unchanged then.
         """
-        await self.run_weights("update", update_info=dict(table_of(request, "update_info")))
+        info = dict(table_of(request, "update_info"))
+        state = await self.run_weights("update", update_info=info, wait=False)
+        while state["checking"]:  # in threads, while steps go on
+            await asyncio.sleep(_LOOK)
+            state = await self.run_weights("verify", wait=False)
 
     async def finish_weight_update(self) -> None:
         """Switch to the new weights, increment the weight version and clear the prefix cache.
