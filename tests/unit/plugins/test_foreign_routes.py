@@ -134,3 +134,16 @@ def test_a_hook_cannot_put_its_routes_in_front(install, serve: Serve, caplog) ->
     with serve() as client:
         assert client.get("/v1/models").json()["object"] == "list"
         assert client.get("/v1/nobodys").text == "hook"
+
+
+def test_two_packages_with_one_name_are_in_the_log_and_in_health(install, serve, caplog) -> None:
+    points = {"modulm.schedulers": {"twice": "mod_twice:Policy"}}
+    install("modulm-one", points, {"mod_twice": "1 / 0"})
+    install("modulm-two", {"modulm.schedulers": {"twice": "mod_two:Policy"}}, {})
+    with serve() as client:
+        assert client.get("/health").json() == {
+            "status": "ok",
+            "plugin_conflicts": ["schedulers/twice"],
+        }
+    message = "schedulers/twice is provided by modulm-one 1.0 and by modulm-two 1.0"
+    assert sum(message in record.getMessage() for record in caplog.records) == 1

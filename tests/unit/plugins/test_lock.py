@@ -22,6 +22,7 @@ from modulm.plugins.selection import Selection
 from modulm_cli.plugin_lock import check_lock
 from modulm_command_plugins.command import command
 from modulm_plugin_lock import check_config, check_packages, lock_digest, read_lock, take_lock
+from modulm_plugin_lock.files import is_editable
 from modulm_plugin_lock.hooks import modulm_config_final
 from modulm_server.command import command as serve
 
@@ -118,6 +119,17 @@ def test_the_digest_does_not_depend_on_the_installer_and_sees_added_modules(envi
     assert take_lock("", {}, ()).packages["modulm-b"] == found
     (package / "added.py").write_text("")
     assert take_lock("", {}, ()).packages["modulm-b"] != found
+
+
+def test_the_modules_of_an_editable_installation_count(environment, lock):
+    info = environment / "modulm_a-1.0.dist-info"
+    (info / "direct_url.json").write_text('{"url":"file:///x","dir_info":{"editable":true}}')
+    (info / "RECORD").write_text("modulm_a.pth,,\n")
+    check_packages(lock)
+    assert is_editable(next(iter(distributions(name="modulm-a", path=[str(environment)]))))
+    (environment / "mod_a.py").write_text("changed = True\n")
+    with pytest.raises(ConfigError, match=r"modulm-a 1\.0 has other files"):
+        check_packages(lock)
 
 
 def test_selection_options_and_plugin_files_belong_to_the_lock(environment):

@@ -1,9 +1,10 @@
-"""Lock files of plugins: which packages, with which files and options, a server may start with.
+"""What is installed: lock files of plugins, and names that two packages offer.
 
 `modulm plugins lock` writes one, `--plugins-lock FILE` requires it. Importing this package imports
 no plugin.
 """
 
+from modulm_plugin_lock.conflicts import name_conflicts
 from modulm_plugin_lock.lock import (
     LockedPackage,
     PluginLock,
@@ -20,6 +21,7 @@ __all__ = [
     "check_config",
     "check_packages",
     "lock_digest",
+    "name_conflicts",
     "read_lock",
     "take_lock",
 ]

@@ -7,6 +7,7 @@ folder of the environment, compiled bytecode, or whether the installation is edi
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from importlib.metadata import Distribution
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ __all__ = ["files_digest", "is_editable"]
 
 def is_editable(distribution: Distribution) -> bool:
     """Whether the distribution is an editable installation."""
-    return '"editable": true' in (distribution.read_text("direct_url.json") or "")
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return bool(origin.get("dir_info", {}).get("editable"))
 
 
 def files_digest(distribution: Distribution, name: str) -> str:

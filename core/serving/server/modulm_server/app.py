@@ -23,6 +23,7 @@ from modulm.plugins import manager
 from modulm.plugins.index import is_first_party
 from modulm_chat.conversation import load_template
 from modulm_chat.sandbox import SandboxedRenderer
+from modulm_plugin_lock import name_conflicts
 from modulm_server.api_keys import read_keys
 from modulm_server.auth import check_open_paths, guard, open_paths
 from modulm_server.errors import exception_handler, respond
@@ -148,6 +149,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     api = _api(server)
     plugins = manager.current()
     families = _families(context, plugins)
+    _warn_of_conflicts(plugins)
     if host is not None:
         _dispatch(families, host)
     _add_routes(api, families)
@@ -328,6 +330,13 @@ def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily
                 error,
             )
     return families
+
+
+def _warn_of_conflicts(plugins: PluginManager) -> None:
+    """Log each name that two packages offer; those of hook plugins are logged when they load."""
+    for name, message in name_conflicts(plugins).items():
+        if not name.startswith("hooks/"):
+            log.warning("%s", message)
 
 
 def _absence(family: RouteFamily) -> str | None:

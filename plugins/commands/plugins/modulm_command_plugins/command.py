@@ -282,6 +282,11 @@ def _state(declaration: Declaration) -> str:
         return f"replaced by {next(d.origin for d in offers if d.priority == best)}"
     if len({d.target for d in offers if d.priority == best}) > 1:
         return "conflict"
+    if not is_first_party(declaration.distribution):
+        from modulm_command_plugins.static_api import stale
+
+        if why := stale(declaration):
+            return f"stale: {why}"
     others = [d.origin for d in offers if d.priority < best]
     return f"in place of {' and '.join(others)}" if others else "ok"
 

@@ -8,7 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import modulm
+from modulm import plugins
 from modulm.errors import EngineError
+from modulm_plugin_lock import name_conflicts
 from modulm_server.engine.metrics import Metrics
 from modulm_server.errors import ApiError, describe, error_body
 from modulm_server.flags import ServerConfig
@@ -37,10 +39,12 @@ class Replica(TypedDict):
 class Health(TypedDict):
     """The server's health, for llama.cpp's clients; the HTTP status has the same information.
     "degraded": some replicas work, and the others are being restarted. "unavailable", with an
-    `error` and status 503: none works.
+    `error` and status 503: none works. plugin_conflicts: names that two packages offer, as
+    kind/name; the log has the packages.
     """
 
     status: str
+    plugin_conflicts: NotRequired[list[str]]
     replicas: NotRequired[list[Replica]]
 
 
@@ -67,6 +71,7 @@ class Ops(RouteFamily):
     shared_paths = ("*",)
 
     def router(self) -> APIRouter:
+        self._conflicts = list(name_conflicts(plugins.current()))
         router = APIRouter(tags=["Operations"])
         for path, check, answer_type in (
             ("/health", self.health, Health),
@@ -116,6 +121,8 @@ class Ops(RouteFamily):
             if any(replica["status"] != "ok" for replica in replicas):
                 status["status"] = "degraded"
             status["replicas"] = replicas
+        if self._conflicts:
+            status["plugin_conflicts"] = self._conflicts
         return json_response(status)
 
     async def ready(self) -> Response:
