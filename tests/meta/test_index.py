@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from typing import Any
 
 from modulm.config.schema.known import known_flags
 from modulm.plugins.index import install_hint, is_first_party, to_install
+from modulm_command_plugins.static_api import contract_version
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "core/modulm/plugins/index.txt"
+PACKAGES = ROOT / "plugins/commands/plugins/modulm_command_plugins/first_party.json"
 HEAD = """\
 # The packages of this project, and the plugins of each as kind/name; only these are "first-party"
 # in --plugins. "library": others are written with it. With + the libraries of others that extras
@@ -42,6 +45,9 @@ def projects() -> list[dict[str, Any]]:
     return [tomllib.loads(path.read_text())["project"] for path in project_files()]
 
 
+SUMMARIES = {project["name"]: project.get("description", "") for project in projects()}
+
+
 def index() -> str:
     lines = []
     for path, project in zip(project_files(), projects(), strict=True):
@@ -61,8 +67,27 @@ def index() -> str:
     return HEAD + "".join(f"{line}\n" for line in sorted(lines))
 
 
+def packages() -> str:
+    """The index that `modulm plugins search` reads: the packages that offer plugins."""
+    entries = []
+    for line in index().removeprefix(HEAD).splitlines():
+        name, *offers = line.split()
+        provides = sorted(set(offers) - {"library"})
+        kinds = dict.fromkeys(offer.partition("/")[0] for offer in provides)
+        apis = {kind: contract_version(kind) for kind in kinds}
+        contracts = {kind: [api, api] for kind, api in apis.items() if api is not None}
+        if provides:
+            entries.append(
+                {"name": name, "summary": SUMMARIES[name], "provides": provides}
+                | ({"contracts": contracts} if contracts else {})
+                | {"quality": "first-party"}
+            )
+    return json.dumps({"version": 1, "packages": entries}, indent=1, ensure_ascii=False) + "\n"
+
+
 def test_the_index_is_up_to_date() -> None:
     assert INDEX.read_text() == index(), "run python tests/meta/test_index.py"
+    assert PACKAGES.read_text() == packages(), "run python tests/meta/test_index.py"
 
 
 def test_what_the_index_says() -> None:
@@ -139,3 +164,4 @@ def test_flags_that_are_only_known_send_nobody_to_a_package_that_does_not_exist(
 
 if __name__ == "__main__":
     INDEX.write_text(index())
+    PACKAGES.write_text(packages())

@@ -16,8 +16,9 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.kinds import find_kind, kind_names
 from modulm.plugins.records import altered_files, record_digest
+from modulm_command_plugins.package_commands import COMMANDS
 
-__all__ = ["command"]
+__all__ = ["command", "table"]
 
 #: Default name of a lock file.
 _LOCK = "modulm-plugins.lock"
@@ -52,7 +53,7 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
         whole = [{**row, **digest} for row, digest in zip(rows, digests, strict=True)]
         click.echo(json.dumps(whole, indent=2))
     elif rows:
-        _table(rows, ("kind", "name", "distribution", "version", "state"))
+        table(rows, ("kind", "name", "distribution", "version", "state"))
     else:
         click.echo(f"No plugin of kind {kind} is installed.", err=True)
 
@@ -157,7 +158,7 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        _table(rows, ("distribution", "version", "record_sha256", "state"))
+        table(rows, ("distribution", "version", "record_sha256", "state"))
     ctx.exit(any(row["state"].startswith("changed") for row in rows))
 
 
@@ -317,9 +318,14 @@ def _inside(declaration: Declaration) -> dict[str, str]:
     }
 
 
-def _table(rows: Iterable[dict[str, str]], columns: Sequence[str]) -> None:
+def table(rows: Iterable[dict[str, str]], columns: Sequence[str]) -> None:
+    """Print rows as a table of these columns."""
     lines = [columns, *([row[column] for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         cells = (f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
+
+
+for _command in COMMANDS:
+    command.add_command(_command)

@@ -16,7 +16,7 @@ from modulm.errors import PluginError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.kinds import find_kind
 
-__all__ = ["stale"]
+__all__ = ["contract_version", "stale"]
 
 #: Maximum number of imports and base classes that are followed.
 _DEPTH = 6
@@ -27,22 +27,29 @@ def stale(declaration: Declaration) -> str:
 
     Imports no plugin, but the module of a kind that a package adds.
     """
-    try:
-        contract = find_kind(declaration.kind).contract
-    except PluginError:
-        return ""
-    version = None if contract is None else _assigned(_body(contract.partition(":")[0]), "API")
+    version = contract_version(declaration.kind)
     stated = declaration.api
     if stated is None:
         module, _, name = declaration.target.partition(":")
         stated = _class_api(module, name, _DEPTH)
-    if not isinstance(version, int) or not isinstance(stated, int | tuple):
+    if version is None or not isinstance(stated, int | tuple):
         return ""
     lowest, highest = stated if isinstance(stated, tuple) and len(stated) == 2 else (stated, stated)
     if not isinstance(lowest, int) or not isinstance(highest, int) or lowest <= version <= highest:
         return ""
     written = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
     return f"for contract {written}, not {version}"
+
+
+@cache
+def contract_version(kind: str) -> int | None:
+    """Return this modulm's version of the contract of a kind; None if it has none."""
+    try:
+        contract = None if kind == "hooks" else find_kind(kind).contract
+    except PluginError:
+        return None
+    version = None if contract is None else _assigned(_body(contract.partition(":")[0]), "API")
+    return version if isinstance(version, int) else None
 
 
 def _body(module: str) -> list[ast.stmt]:
