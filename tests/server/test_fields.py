@@ -33,6 +33,13 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+#: Schemas that describe the arguments of no call.
+WRONG_PARAMETERS: list[Any] = [
+    "x", [1], True, {"type": "string"}, {"type": ["null"]}, {"type": 5}, {"properties": ["city"]},
+    {"properties": {"city": "string"}}, {"properties": {}, "required": "city"}, {"required": [1]},
+]  # fmt: skip
+
+
 def short(value: Any) -> str:
     """A value in the name of a test."""
     try:
@@ -107,6 +114,7 @@ BAD_IN_CHAT: dict[str, list[Any]] = {
     "logprobs": [1, "yes"],
     "top_logprobs": [-1, 5],
     "tools": [
+        *([tool(parameters=schema)] for schema in WRONG_PARAMETERS),
         "x", [5], [{}], [{"type": "function"}], [tool(name="../x")], [tool(name="x" * 65)],
         [tool(name="")], [tool(), tool()], [tool(parameters=5)], [tool(parameters=deep(150))],
         [tool(name=f"f{i}") for i in range(10_000)], [{"type": "web", "function": {"name": "f"}}],
@@ -166,6 +174,36 @@ def test_bad_values_name_their_field(
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) <= 2000
     assert live.engine.active == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_wrong_parameters_of_a_tool_are_named(http: httpx.Client, path: str) -> None:
+    name = {"/v1/responses": "parameters", "/v1/messages": "input_schema"}.get(path)
+    good = {"name": "g", name or "parameters": SCHEMA}
+    for schema in WRONG_PARAMETERS:
+        bad = {"name": "f", name or "parameters": schema}
+        tools: list[dict[str, Any]] = [good, bad]
+        if name is None:
+            tools = [{"type": "function", "function": function} for function in tools]
+        elif path == "/v1/responses":
+            tools = [{"type": "function", **function} for function in tools]
+        body = {**BASE[CHAT], "input": "hi", "tools": tools}
+        response = http.post(path, json=body)
+        assert response.status_code == 400, schema
+        message = response.json()["error"]["message"]
+        assert f"tools[1].{name or 'function.parameters'}" in message, message
+        assert "must be" in message
+
+
+@pytest.mark.parametrize("path", [*BASE, "/v1/responses", "/v1/messages"])
+def test_requests_name_no_code(http: httpx.Client, path: str) -> None:
+    """Not in a field that vLLM has; fields that nobody knows are named in the log."""
+    body = BASE.get(path, {**BASE[CHAT], "input": "hi"})
+    for more in ({}, {"use_beam_search": True, "n": 2} if path in BASE else {}):
+        fields = {"logits_processors": ["os.system"], **more}
+        response = http.post(path, json={**body, **fields})
+        assert response.status_code == 400
+        assert "a request cannot name code" in response.json()["error"]["message"]
 
 
 def test_a043_a_schema_that_is_nested_for_ever(http: httpx.Client) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.power_loss import PowerLosses, restore
+from power_loss import PowerLosses, restore
 
 from modulm_route_files import batch as batch_module
 from modulm_route_files.batch import Batch

@@ -159,6 +159,20 @@ def test_hosts_that_a_flag_names() -> None:
     assert check("evil.test", allowed_hosts=("*",)) == 200
 
 
+def test_names_are_checked_on_every_interface(make_server: ServerMaker) -> None:
+    """`--host 0.0.0.0 --allow-unauthenticated`: by name only those that a flag lists."""
+    flags = {"host": "0.0.0.0", "allow_unauthenticated": True, "allowed_hosts": ("lan.test",)}
+    form = {"files": {"file": ("x", b"x")}, "data": {"purpose": "batch"}}
+    with make_server(**flags).client() as client:
+        for host, status in (("lan.test", 200), ("lan.test:8000", 200), ("evil.test", 403)):
+            answer = client.post(CHAT, json=ASKED, headers={"Host": host})
+            assert answer.status_code == status, host
+        for origin, status in (("http://lan.test", 200), ("http://evil.test", 403)):
+            headers = {"Host": "lan.test", "Origin": origin}
+            answer = client.post("/v1/files", headers=headers, **form)
+            assert answer.status_code == status, origin
+
+
 def test_pages_of_other_origins_send_nothing(live: Live, locked: Live) -> None:
     """Browsers send forms and empty bodies to any server without asking it first."""
     form = {"files": {"file": ("x", b"x")}, "data": {"purpose": "batch"}}

@@ -18,6 +18,8 @@ from modulm.testing.engines import check_empty
 from modulm_server.testing import Live, error_of, serve_in_thread
 
 CHAT = "/v1/chat/completions"
+#: Rows of the engine.
+ROWS = 64
 #: What no text can satisfy, and what refers to itself: all of it was a 500.
 NO_TEXT: dict[str, dict[str, Any]] = {
     "left recursion": {"structured_outputs": {"grammar": "root ::= root"}},
@@ -72,6 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
         kv_cache_memory_bytes=1 << 24,
         disable_frontend_multiprocessing=True,
         max_model_len=256,
+        max_num_seqs=ROWS,
         # The process that compiles has a low priority, and much to wait for on a busy machine.
         structured_outputs_config={"compile_timeout": 300},
     )
@@ -109,6 +112,21 @@ def test_what_cannot_be_is_refused(http: httpx.Client, fields: dict[str, Any]) -
 def test_extreme_numbers_are_numbers(http: httpx.Client, fields: dict[str, Any]) -> None:
     response = ask(http, **fields)
     assert response.status_code == 200, response.text
+
+
+def test_more_choices_than_the_engine_has_rows(http: httpx.Client) -> None:
+    """64 prompts with 16 choices each wait for rows; beyond --max-request-sequences none runs."""
+    body = {"model": "M", "prompt": [[5, 6 + i] for i in range(64)], "max_tokens": 1,
+            "min_tokens": 0, "n": 16, "ignore_eos": True}  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(1024))
+    assert answer.json()["usage"]["completion_tokens"] == 1024
+    refused = http.post("/v1/completions", json={**body, "n": 33})
+    assert refused.status_code == 400
+    error = error_of(refused)
+    assert error["param"] == "n"
+    assert "2112 sequences; the limit is 2048 (--max-request-sequences)" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from modulm.contracts.sampling import StructuredOutputs
+from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS, SamplingFields, StructuredFields, check_schema
 
@@ -118,8 +119,13 @@ def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def check_tools(tools: Sequence[Any] | None) -> tuple[dict[str, Any], ...]:
-    """Validate tools in OpenAI's form. Raises ApiError(400) naming `tools`."""
+def check_tools(
+    tools: Sequence[Any] | None, parameters: str = "function.parameters"
+) -> tuple[dict[str, Any], ...]:
+    """Validate tools in OpenAI's form. Raises ApiError(400) naming `tools`.
+
+    parameters: what the API calls their schema, for messages.
+    """
     if not tools:
         return ()
     if len(tools) > LIMITS.tools:
@@ -140,9 +146,31 @@ def check_tools(tools: Sequence[Any] | None) -> tuple[dict[str, Any], ...]:
             raise bad_field("tools", f"tools[{index}].function.name: {name!r} occurs twice")
         names.add(name)
         if function.get("parameters") is not None:
-            check_schema(function["parameters"], "tools")
+            _check_parameters(function["parameters"], f"tools[{index}].{parameters}")
         checked.append(dict(tool))
     return tuple(checked)
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    """Check that a schema can describe the arguments of a call, which are an object."""
+    try:
+        check_schema(schema, "tools")
+    except ApiError as error:
+        raise bad_field("tools", error.message.replace("tools", where, 1)) from None
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        shown = _text(kind)[:64]
+        raise bad_field(
+            "tools",
+            f'{where}.type must be "object", not {shown}: the arguments of a call have names',
+        )
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not all(
+        isinstance(value, Mapping | bool) for value in properties.values()
+    ):
+        raise bad_field("tools", f"{where}.properties must be an object of JSON schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise bad_field("tools", f"{where}.required must be a list of names")
 
 
 def _is_name(name: str) -> bool:

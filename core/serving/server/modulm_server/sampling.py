@@ -84,11 +84,25 @@ class SamplerFields(Struct, kw_only=True):
     typical_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
+    logits_processors: list[Any] | None = None
 
     def arguments(self) -> dict[str, Any] | None:
-        """`SamplingParams.extra_args`: the settings of samplers that are on, and vllm_xargs."""
+        """`SamplingParams.extra_args`: the settings of samplers that are on, and vllm_xargs.
+
+        Raises ApiError(400) if the request names code.
+        """
+        self.refuse_code()
         samplers = sampler_arguments({name: getattr(self, name) for name in _SAMPLER_FIELDS})
         return {**(self.vllm_xargs or {}), **samplers} or None
+
+    def refuse_code(self) -> None:
+        """Raise ApiError(400) if the request names code."""
+        if self.logits_processors:
+            raise bad_field(
+                "logits_processors",
+                "logits_processors: a request cannot name code; install logits processors as "
+                "plugins, and set their fields in vllm_xargs",
+            )
 
 
 class SamplingFields(SamplerFields, kw_only=True):
@@ -144,7 +158,6 @@ class SamplingFields(SamplerFields, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
     prompt_cache_retention: str | None = None
     repetition_detection: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None
     thinking_token_budget: Budget | None = None
 
 
@@ -179,12 +192,7 @@ def sampling_params(
     `modulm_frontend.validation`. Raises ApiError(400) naming the field.
     """
     reject_unsupported(body, "logprob_token_ids", "repetition_detection")
-    if body.logits_processors:
-        raise bad_field(
-            "logits_processors",
-            "a request cannot name code: install logits processors as plugins, and set their "
-            "fields in vllm_xargs",
-        )
+    body.refuse_code()
     if body.prompt_logprobs is not None and body.stream:
         raise bad_field("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
     if body.stream_options is not None and not body.stream:

@@ -230,7 +230,7 @@ def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool
             function["strict"] = True
         schema = tool.get("input_schema", {"type": "object"})
         chat_tools.append({"type": "function", "function": {**function, "parameters": schema}})
-    tools = check_tools(chat_tools)
+    tools = check_tools(chat_tools, "input_schema")
     choice = body.tool_choice or {"type": "auto" if tools else "none"}
     parallel = not choice.get("disable_parallel_tool_use", False)
     kind = choice.get("type")

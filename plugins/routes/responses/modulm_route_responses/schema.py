@@ -286,7 +286,7 @@ def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
         known = ("name", "description", "parameters", "strict")
         function = {key: tool[key] for key in known if tool.get(key) is not None}
         chat_tools.append({"type": "function", "function": function})
-    return check_tools(chat_tools)
+    return check_tools(chat_tools, "parameters")
 
 
 def choice_of(
