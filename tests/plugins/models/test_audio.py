@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 
 import attrs
@@ -127,6 +128,17 @@ class Granite:
         (folder / "processor_config.json").write_text(json.dumps(table))
 
 
+def glm_asr(tokenizer):
+    return hf.GlmAsrProcessor(mel(2), tokenizer, audio_token="<|pad|>")
+
+
+def qwen3_asr(tokenizer):
+    extractor = importlib.import_module(
+        "transformers.models.qwen3_asr.feature_extraction_qwen3_asr"
+    ).Qwen3ASRFeatureExtractor(feature_size=16, n_window=50)
+    return hf.Qwen3ASRProcessor(extractor, tokenizer)
+
+
 class Phi:
     """The files of a processor whose part for images needs torchvision, with 16 mels to a frame."""
 
@@ -172,6 +184,17 @@ FAMILIES = {
     "GraniteSpeechForConditionalGeneration": (
         {"audio_token": "<|audio|>"}, lambda tokenizer: Granite(), {"seconds": (0.4, 0.4, 0.25)}
     ),
+    "GraniteSpeechPlusForConditionalGeneration": (
+        {"audio_token": "<|audio|>"}, lambda tokenizer: Granite(), {"seconds": (0.4, 0.4, 0.25)}
+    ),
+    "GlmAsrForConditionalGeneration": (
+        {"audio_token": "<|pad|>"}, glm_asr, {"seconds": (0.32, 2.3, 0.45), "inputs": apart},
+    ),
+    "Qwen3ASRForConditionalGeneration": (
+        {"audio_token": "<|audio_pad|>", "audio_bos_token": "<|audio_start|>",
+         "audio_eos_token": "<|audio_end|>"},
+        qwen3_asr, {"seconds": (0.32, 1.2, 0.45), "inputs": apart},
+    ),
 }  # fmt: skip
 #: Further names of checkpoints of these.
 ALIASES = {
@@ -207,7 +230,7 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
                 read_config({**table, config.audio_key: {**audio, key: wrong}}, config)
 
 
-@parametrize_sample("architecture", FAMILIES, every=2)
+@parametrize_sample("architecture", FAMILIES, every=3)
 def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = SoundFamily(driver(architecture), tokens, processor, **more)

@@ -166,6 +166,31 @@ def internvl(tokenizer):
     return Files("InternVLProcessor", image, video, image_seq_length=4)
 
 
+def qianfan(tokenizer):
+    image = pil("got_ocr2", "GotOcr2ImageProcessorPil", size={"height": 28, "width": 28},
+                crop_to_patches=True, min_patches=1, max_patches=4)  # fmt: skip
+    return hf.QianfanOCRProcessor(image, tokenizer, image_seq_length=4)
+
+
+class Lfm2Vl:
+    """The files of a processor that needs torchvision."""
+
+    def save_pretrained(self, folder):
+        image = {
+            "image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 4,
+            "tile_size": 16, "size": {"height": 16, "width": 16}, "min_image_tokens": 4,
+            "max_image_tokens": 12, "max_tiles": 4, "do_image_splitting": True,
+        }  # fmt: skip
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "processor_config.json").write_text(
+            json.dumps({"processor_class": "Lfm2VlProcessor"})
+        )
+
+
+def lfm2(tokenizer):
+    return Lfm2Vl()
+
+
 def onevision(tokenizer):
     image = pil("llava_onevision", "LlavaOnevisionImageProcessorPil",
                 size={"height": 28, "width": 28},
@@ -379,6 +404,15 @@ INTERNVL = {
     "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
     "end_image_token": "</img>", "video_token": "<video>",
 }  # fmt: skip
+QIANFAN = {
+    "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
+    "end_image_token": "</img>", "0": "<image>",
+}  # fmt: skip
+LFM2 = {
+    "image_token": "<image>", "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>", "image_thumbnail": "<|img_thumbnail|>",
+    **{str(i): f"<|img_row_{i // 4 + 1}_col_{i % 4 + 1}|>" for i in range(8)},
+}  # fmt: skip
 PALIGEMMA = {"image_token": "<image>", "bos_token": "<bos>"}
 PIXTRAL = {"image_token": "[IMG]", "0": "[IMG_BREAK]", "1": "[IMG_END]"}
 GEMMA = {
@@ -487,6 +521,8 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": (PIXTRAL, pixtral(2), {}),
     "AyaVisionForConditionalGeneration": (AYA, aya, {}),
     "InternVLForConditionalGeneration": (INTERNVL, internvl, EQUAL),
+    "QianfanOCRForConditionalGeneration": (QIANFAN, qianfan, {"mark": "<image>"}),
+    "Lfm2VlForConditionalGeneration": (LFM2, lfm2, STATES),
     "LightOnOcrForConditionalGeneration": (LIGHTON, lighton, {}),
     "DeepseekVLForConditionalGeneration": (IMAGE, deepseek, {}),
     "DeepseekOcr2ForConditionalGeneration": (
@@ -514,6 +550,9 @@ OTHERS = {
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "InternS1ForConditionalGeneration",
+    "InternVLChatModel",
+    "SkyworkR1VChatModel",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "LightOnOCRForConditionalGeneration",
@@ -526,6 +565,7 @@ ALIASES = {
 #: Of `test_image_vectors.py`.
 EMBEDDERS = {
     "CLIPModel", "ColModernVBertForRetrieval", "ColPaliForRetrieval", "ColQwen2ForRetrieval",
+    "ColQwen3", "ColQwen3_5", "OpsColQwen3Model",
     "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",
 }  # fmt: skip
 #: Of `test_bridged_images.py`.
@@ -612,7 +652,7 @@ def test_other_shapes_of_families(shape, tmp_path):
     check_images(family, tmp_path)
 
 
-@parametrize_sample("architecture", FAMILIES, every=3)
+@parametrize_sample("architecture", FAMILIES, every=4)
 def test_images_are_read_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)

@@ -23,7 +23,7 @@ from modulm_speech import Wanted
 from modulm_speech.instructed import InstructedTranscriber
 from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import SoundFamily, sounds, write_family
-from modulm_transcriber_instructed import Flamingo, QwenAudio, QwenOmni
+from modulm_transcriber_instructed import Flamingo, GlmAsr, Qwen3Asr, QwenAudio, QwenOmni
 from modulm_transcriber_voxtral import VoxtralTranscriber
 
 NAME = "Qwen2AudioForConditionalGeneration"
@@ -68,6 +68,14 @@ def prompt_of(folder: Path, kind: type, wanted: Wanted) -> str:
     return text
 
 
+def test_qwen3_asr_names_the_language_before_the_text(folder: Path) -> None:
+    transcriber = Qwen3Asr(load_tokenizer(folder), folder, {})
+    for answer in ("language English<asr_text>Ada went home.", "Ada went home."):
+        tokens = transcriber.tokenizer.encode(answer, add_special_tokens=False)
+        (segment,) = transcriber.read(tokens, 2.0)
+        assert segment.text.strip() == "Ada went home."
+
+
 def test_the_words_name_the_language_and_go_on_with_the_clients(folder: Path) -> None:
     wanted = Wanted(language="de", prompt="Ada<|im_end|>")
     assert prompt_of(folder, QwenAudio, wanted) == (
@@ -75,6 +83,10 @@ def test_the_words_name_the_language_and_go_on_with_the_clients(folder: Path) ->
         "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nTranscribe the speech, which is in German. "
         "Ada<|im_end|>\n<|im_start|>assistant\n"
     )
+    asr = prompt_of(folder, Qwen3Asr, wanted)
+    assert asr.startswith("<|im_start|>system\nAda<|im_end|>\n<|im_start|>user\n<|audio_start|>")
+    assert asr.endswith("<|im_start|>assistant\nlanguage German<asr_text>")
+    assert "\nPlease transcribe this audio into text Ada" in prompt_of(folder, GlmAsr, wanted)
     translated = prompt_of(folder, QwenAudio, Wanted(task="translate"))
     assert "\nTranslate the speech into English.<|im_end|>" in translated
     assert "<sound>Transcribe the input speech.<|im_end|>" in prompt_of(folder, Flamingo, Wanted())

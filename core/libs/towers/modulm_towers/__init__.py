@@ -24,6 +24,7 @@ from modulm_towers.multimodal import (
     stacked,
     tiny_text,
 )
+from modulm_towers.naflex import NaflexTower, Siglip2VisionConfig
 from modulm_towers.pieces import Pieces, Tower, through, whole
 from modulm_towers.pixtral import PixtralTower
 from modulm_towers.qformer import QFormer, QFormerConfig
@@ -56,12 +57,14 @@ __all__ = [
     "MoonVitConfig",
     "MultimodalConfig",
     "MultimodalModel",
+    "NaflexTower",
     "Pieces",
     "PixtralTower",
     "QFormer",
     "QFormerConfig",
     "SamConfig",
     "SamTower",
+    "Siglip2VisionConfig",
     "TextConfig",
     "TokenVectors",
     "Tower",

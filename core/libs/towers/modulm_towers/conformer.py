@@ -30,7 +30,8 @@ _EPS = 1e-5
 @frozen(kw_only=True)
 class ConformerConfig:
     """`encoder_config`. context_size: frames per attention block; output_dim: size of the alphabet
-    that the encoder was trained to transcribe.
+    that the encoder was trained to transcribe. cat_hidden_layers: layers whose outputs precede the
+    last one's in its columns; 0 is the input.
     """
 
     input_dim: int = size(160)
@@ -44,8 +45,11 @@ class ConformerConfig:
     max_pos_emb: int = size(512)
     conv_kernel_size: int = size(15)
     conv_expansion_factor: int = size(2)
+    cat_hidden_layers: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
+        if any(not 0 <= layer < self.num_layers for layer in self.cat_hidden_layers or ()):
+            raise ValueError(f"cat_hidden_layers: {self.cat_hidden_layers}")
         if self.context_size > self.max_pos_emb:
             raise ValueError("context_size: more than max_pos_emb")
 
@@ -155,17 +159,20 @@ class ConformerTower(Tower):
     def __init__(self, c: ConformerConfig, b: Builder) -> None:
         super().__init__()
         self.dtype, hidden = b.shared.dtype, c.hidden_dim
+        self.beside = c.cat_hidden_layers or ()
         self.input = b.linear("input_linear", c.input_dim, hidden, bias=True, split=False)
         self.layers = ModuleList(_Block(c, b.at(f"layers.{i}")) for i in range(c.num_layers))
         self.letters = b.linear("out", hidden, c.output_dim, bias=True, split=False)
         self.read = b.linear("out_mid", c.output_dim, hidden, bias=True, split=False)
 
     def run(self, mel: Tensor) -> Pieces[Tensor]:
-        """[frames, bins] -> [frames, hidden]."""
+        """[frames, bins] -> [frames, hidden * (1 + layers beside the last)]."""
         x: Tensor = self.input(mel.to(self.dtype))
+        states = [x] if 0 in self.beside else []
         for count, layer in enumerate(self.layers, start=1):
             x = layer(x)
             if count == len(self.layers) // 2:
                 x = x + self.read(self.letters(x).softmax(-1))
+            states += [x] if count in self.beside else []
             yield len(x)
-        return x
+        return torch.cat([*states, x], dim=-1) if states else x

@@ -1,12 +1,12 @@
-"""Media family of GLM-V: the frames of a video are images separated by timestamps."""
+"""Media families of GLM-V, whose videos are images separated by timestamps, and of GLM-ASR."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modulm_media import GridFamily
+from modulm_media import GridFamily, MediaFamily
 
-__all__ = ["GlmVFamily"]
+__all__ = ["GlmAsrFamily", "GlmVFamily"]
 
 
 class GlmVFamily(GridFamily):
@@ -14,3 +14,9 @@ class GlmVFamily(GridFamily):
 
     def features(self, kind: str) -> Sequence[int]:
         return super().features("image")
+
+
+class GlmAsrFamily(MediaFamily):
+    """GLM-ASR: uses the processor's output unchanged."""
+
+    kinds = ("audio",)

@@ -26,7 +26,11 @@ from modulm_towers import (
     tiny_text,
 )
 
-__all__ = ["GraniteSpeechConfig", "GraniteSpeechForConditionalGeneration"]
+__all__ = [
+    "GraniteSpeechConfig",
+    "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
+]
 
 log = logging.getLogger("modulm.models")
 
@@ -122,4 +126,20 @@ class GraniteSpeechForConditionalGeneration(MultimodalModel):
                 "intermediate_size": 48,
                 "encoder_hidden_size": 32,
             },
+        }
+
+
+class GraniteSpeechPlusForConditionalGeneration(GraniteSpeechForConditionalGeneration):
+    """Granite Speech Plus: the querying transformer reads several layers of the encoder."""
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        table = super().tiny()
+        encoder = {"model_type": "granite_speech_plus_encoder", "cat_hidden_layers": [0, 1]}
+        return {
+            **table,
+            "architectures": ["GraniteSpeechPlusForConditionalGeneration"],
+            "model_type": "granite_speech_plus",
+            "encoder_config": {**table["encoder_config"], **encoder},
+            "projector_config": {**table["projector_config"], "encoder_hidden_size": 96},
         }

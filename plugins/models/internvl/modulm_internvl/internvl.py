@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from attrs import frozen
@@ -30,7 +30,12 @@ from modulm_towers import (
     tiny_text,
 )
 
-__all__ = ["InternVLConfig", "InternVLForConditionalGeneration"]
+__all__ = [
+    "InternS1Config",
+    "InternS1ForConditionalGeneration",
+    "InternVLConfig",
+    "InternVLForConditionalGeneration",
+]
 
 _NAMES = BlockNames(
     norm1="layernorm_before",
@@ -186,3 +191,20 @@ class InternVLForConditionalGeneration(MultimodalModel):
                 "patch_size": [7, 7],
             },
         }
+
+
+@frozen(eq=False, kw_only=True)
+class InternS1Config(InternVLConfig):
+    """config.json of Intern-S1, which has InternVL's keys under names of its own."""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        vision = {**(table.get("vision_config") or {}), "model_type": "internvl_vision"}
+        names = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
+        return super().from_table({**table, **names, "vision_config": vision}, file)
+
+
+class InternS1ForConditionalGeneration(InternVLForConditionalGeneration):
+    """Intern-S1 and its mini: InternVL before Qwen 3, dense or with experts."""
+
+    config_type = InternS1Config

@@ -1,13 +1,19 @@
-"""Media family of InternVL: images as tiles with a thumbnail, and video."""
+"""Media families of InternVL: images as tiles with a thumbnail, and video."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from modulm_internvl.processor import open_processor
 from modulm_media import MediaFamily
 
-__all__ = ["InternVLFamily"]
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
+__all__ = ["InternVLChatFamily", "InternVLFamily", "QianfanFamily"]
 
 
 class InternVLFamily(MediaFamily):
@@ -20,3 +26,21 @@ class InternVLFamily(MediaFamily):
 
     def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         return {"pixel_values": np.asarray(outputs["pixel_values"])}
+
+
+class InternVLChatFamily(InternVLFamily):
+    """InternVL, in the format that it is published in."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        return open_processor(files)
+
+
+class QianfanFamily(InternVLFamily):
+    """Qianfan-OCR: images, whose placeholder is text."""
+
+    kinds = ("image",)
+
+    def mark(self, kind: str) -> str:
+        mark: str = self.processor.image_placeholder_token
+        return mark

@@ -85,10 +85,13 @@ class Qwen25Hearing(WhisperTower):
 class Qwen3Hearing(Module):
     """Convolves chunks along time and frequency, eight frames per token, with positions from 0 in
     each; attention spans a window of several chunks.
+
+    whole_chunks: whether silence also fills a sound shorter than one chunk.
     """
 
-    def __init__(self, c: Qwen3HearingConfig, b: Builder) -> None:
+    def __init__(self, c: Qwen3HearingConfig, b: Builder, *, whole_chunks: bool = False) -> None:
         super().__init__()
+        self.whole_chunks = whole_chunks
         self.dtype, self.chunk = b.shared.dtype, 2 * c.n_window
         self.ratio = max(c.n_window_infer // self.chunk, 1)
         wide = c.downsample_hidden_size
@@ -117,11 +120,12 @@ class Qwen3Hearing(Module):
 
     def _stem(self, mel: Tensor) -> Tensor:
         """[bins, frames] -> [tokens, width], chunks with positions; the last of several is
-        zero-padded.
+        zero-padded, as is any with `whole_chunks`.
         """
         frames = mel.shape[1]
         count = -(-frames // self.chunk)
-        mel = F.pad(mel, (0, count * self.chunk - frames)) if count > 1 else mel
+        filled = self.whole_chunks or count > 1
+        mel = F.pad(mel, (0, count * self.chunk - frames)) if filled else mel
         cut = mel.unflatten(1, (count, -1)).transpose(0, 1)[:, None].to(self.dtype)
         chunks = []
         for part in cut.split(_CHUNKS):

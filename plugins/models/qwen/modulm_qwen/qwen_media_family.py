@@ -5,7 +5,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from attrs import evolve, frozen
@@ -14,7 +14,12 @@ from modulm.errors import RequestError
 from modulm_media import GridFamily, Media, MediaFamily, Processed, Sound, Video
 from modulm_media.values import fingerprint, runs_of
 
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
 __all__ = [
+    "AsrFamily",
+    "ColQwen3Family",
     "ColQwenFamily",
     "HearingFamily",
     "JinaFamily",
@@ -61,6 +66,13 @@ class HearingFamily(MediaFamily):
     """Qwen2-Audio and Audio Flamingo 3."""
 
     kinds = ("audio",)
+
+
+class AsrFamily(HearingFamily):
+    """Qwen3-ASR."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, config.get("thinker_config", config))
 
 
 @frozen(eq=False)
@@ -222,6 +234,26 @@ class ColQwenFamily(MediaFamily):
         outputs = reader(images=[media.value], return_tensors="pt", **options)
         count = int(outputs["image_grid_thw"].prod()) // reader.merge_size**2
         return {**outputs, "input_ids": [list(self.features(media.kind)) * count]}
+
+
+class ColQwen3Family(QwenVLFamily):
+    """ColQwen 3 and 3.5: images, with Qwen3-VL's processor whatever code the files name."""
+
+    kinds = ("image",)
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, {**config, **config.get("vlm_config", {})})
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        parts = {name: files.part(name) for name in ("image_processor", "tokenizer")}
+        parts["video_processor"] = None
+        return files.from_parts("qwen3_vl", "Qwen3VLProcessor", parts)
+
+    def document(self, kind: str, is_only_item: bool) -> str:
+        page = super().document(kind, is_only_item)
+        ending = "Describe the image.<|im_end|><|endoftext|>"
+        return f"<|im_start|>user\n{page}{ending}" if is_only_item else page
 
 
 def _between(mark: str) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve
 
 from modulm_speech.instructed import InstructedTranscriber
-from modulm_speech.transcriber import Segment, Task
+from modulm_speech.transcriber import Question, Segment, Task, Wanted
 
-__all__ = ["Flamingo", "Granite", "Qwen3Omni", "QwenAudio", "QwenOmni"]
+if TYPE_CHECKING:
+    from modulm_media.values import Sound
+
+__all__ = ["Flamingo", "GlmAsr", "Granite", "Qwen3Asr", "Qwen3Omni", "QwenAudio", "QwenOmni"]
 
 _USER = "<|im_start|>user\n"
 _SYSTEM = f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{_USER}"
@@ -62,6 +65,58 @@ class Qwen3Omni(QwenOmni):
             "ar": "arabic", "ur": "urdu", "th": "thai",
         }
     )  # fmt: skip
+
+
+class Qwen3Asr(InstructedTranscriber):
+    """Qwen3-ASR (arXiv 2601.21337): thirty languages.
+
+    The answer names the language and goes on after `<asr_text>`; a known language is written in the
+    prompt. The client's prompt is the system message.
+    """
+
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "ar": "arabic", "yue": "cantonese", "zh": "chinese", "cs": "czech", "da": "danish",
+            "nl": "dutch", "en": "english", "fil": "filipino", "fi": "finnish", "fr": "french",
+            "de": "german", "el": "greek", "hi": "hindi", "hu": "hungarian", "id": "indonesian",
+            "it": "italian", "ja": "japanese", "ko": "korean", "mk": "macedonian", "ms": "malay",
+            "fa": "persian", "pl": "polish", "pt": "portuguese", "ro": "romanian",
+            "ru": "russian", "es": "spanish", "sv": "swedish", "th": "thai", "tr": "turkish",
+            "vi": "vietnamese",
+        }
+    )  # fmt: skip
+    form = (
+        f"<|im_start|>system\n{{words}}<|im_end|>\n{_USER}<|audio_start|><|audio_pad|><|audio_end|>"
+        f"{_ANSWER}"
+    )
+    without_language: ClassVar[Mapping[Task, str]] = MappingProxyType({"transcribe": ""})
+
+    def ask(self, sound: Sound, wanted: Wanted) -> Question:
+        name = self.known.get(wanted.language or "")
+        spoken = f"language {name.title()}<asr_text>" if name else ""
+        before, _, after = self.form.partition("{words}")
+        prompt = self._plain(wanted.prompt.strip()) if wanted.prompt.strip() else []
+        tokens = [*self._ids(before), *prompt, *self._ids(after + spoken)]
+        return Question(tokens=tokens, sound=sound)
+
+    def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
+        mark = self._ids("<asr_text>")
+        starts = [i for i in range(len(tokens)) if list(tokens[i : i + len(mark)]) == mark]
+        spoken = list(tokens)[starts[0] + len(mark) :] if starts else tokens
+        return super().read(spoken, seconds)
+
+
+class GlmAsr(InstructedTranscriber):
+    """GLM-ASR: it detects the language."""
+
+    form = "<|user|>\n<|begin_of_audio|><|pad|><|end_of_audio|><|user|>\n{words}<|assistant|>\n"
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
+        {"transcribe": "Please transcribe this audio into text"}
+    )
+    without_language = instructions
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"en": "english", "zh": "chinese", "yue": "cantonese"}
+    )
 
 
 class Flamingo(InstructedTranscriber):

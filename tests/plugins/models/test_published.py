@@ -1,0 +1,151 @@
+"""Formats that models are published in: what transformers computes with its own format of them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
+from tests.plugins.models.test_images import INTERNVL, QWEN, internvl, qwen
+
+import modulm
+from modulm.errors import CheckpointError
+from modulm.nn import read_config
+from modulm.plugins import manager
+from modulm_media.reader import load_processor
+from modulm_towers.testing import ImageFamily, images, processor_of, write_family
+
+CPU = {"device": "cpu", "dtype": "float32"}
+
+
+def driver(name):
+    return manager.current().load("models", name)
+
+
+def rewrite(folder, config, rename):
+    """Give the checkpoint of a folder another config.json, and its weights other names."""
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: tensor
+        for old, stored in load_file(folder / "model.safetensors").items()
+        for name, tensor in rename(old, stored)
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    load_processor.cache_clear()
+
+
+def replaced(name, pairs):
+    for pattern, text in pairs:
+        name = re.sub(pattern, text, name)
+    return name
+
+
+#: transformers' names of InternVL's weights, and OpenGVLab's.
+INTERN = (
+    (r"^model\.(?=vision_tower|multi_modal|language_model)", ""),
+    (r"^language_model\.(?!model\.|lm_head)", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^vision_tower\.", "vision_model."),
+    (r"\.cls_token$", ".class_embedding"),
+    (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
+    (r"\.position_embeddings$", ".position_embedding"),
+    (r"\.encoder\.layer\.", ".encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.lambda_", ".ls"),
+    (r"^multi_modal_projector\.layer_norm\.", "mlp1.0."),
+    (r"^multi_modal_projector\.linear_1\.", "mlp1.1."),
+    (r"^multi_modal_projector\.linear_2\.", "mlp1.3."),
+)
+
+
+def test_internvl_as_opengvlab_publishes_it(tmp_path):
+    """Without the processor's files, which name code."""
+    architecture = "InternVLForConditionalGeneration"
+    bias = {**driver(architecture).tiny()["vision_config"], "attention_bias": True}
+    family = ImageFamily(driver(architecture), INTERNVL, internvl, changes={"vision_config": bias})
+    write_family(family, tmp_path)
+    theirs = getattr(hf, architecture).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    pictures, text = images(((56, 42), (28, 28))), "The <IMG_CONTEXT> of <IMG_CONTEXT> is"
+    inputs = processor_of(architecture, tmp_path)(
+        text=[text], images=pictures, add_special_tokens=False, return_tensors="pt",
+        image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225),
+    )  # fmt: skip
+    with torch.inference_mode():
+        expected = theirs(**inputs).logits[0].log_softmax(-1)
+    held = {}
+
+    def rename(name, tensor):
+        part = re.search(r"vision_tower\.(.*)\.attention\.([qkv])_proj\.(.*)$", name)
+        if part is None:
+            return [(replaced(name, INTERN), tensor)]
+        held[part[1], part[3], part[2]] = tensor
+        three = [held.get((part[1], part[3], letter)) for letter in "qkv"]
+        if any(one is None for one in three):
+            return []
+        layer = part[1].replace("encoder.layer.", "encoder.layers.")
+        return [(f"vision_model.{layer}.attn.qkv.{part[3]}", torch.cat(three))]
+
+    rewrite(tmp_path, driver("InternVLChatModel").tiny(), rename)
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        (tmp_path / file).unlink()
+    with modulm.LLM(str(tmp_path), max_logprobs=-1, **CPU) as llm:
+        prompt = {"prompt": text, "multi_modal_data": {"image": pictures}}
+        params = modulm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
+        (answer,) = llm.generate([prompt], params, use_tqdm=False)
+    assert answer.prompt_token_ids == inputs["input_ids"][0].tolist()
+    rows = [[entry[i].logprob for i in range(512)] for entry in answer.prompt_logprobs[1:]]
+    assert (torch.tensor(rows) - expected[:-1]).abs().max() < 1e-3
+
+
+def test_what_internvl_says_that_is_not_read_so_is_refused():
+    table, config = driver("InternVLChatModel").tiny(), driver("InternVLChatModel").config_type
+    for wrong in ({"select_layer": -4}, {"ps_version": "v1"}, {"llm_config": None}):
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            read_config({**table, **wrong}, config, "config.json")
+
+
+#: Architecture -> (what is around it, the width's name, the new layer's, other renamed weights).
+RETRIEVERS = {
+    "ColQwen3": (
+        "Qwen3VLForConditionalGeneration", "embed_dim", "embedding_proj_layer",
+        ((r"^(?=model\.|lm_head\.)", "vlm."),),
+    ),
+    "OpsColQwen3Model": (
+        "Qwen3VLForConditionalGeneration", "dims", "custom_text_proj", ((r"^model\.", ""),),
+    ),
+    "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", "dim", "custom_text_proj", ()),
+}  # fmt: skip
+
+
+@parametrize_sample("name", RETRIEVERS, every=3)
+def test_colqwens_have_vectors_of_the_model_inside(name, tmp_path):
+    """Of a page between texts, whatever the files call the parts."""
+    inside, width, layer, names = RETRIEVERS[name]
+    write_family(ImageFamily(driver(inside), QWEN, qwen("Qwen3VLProcessor")), tmp_path)
+    model = getattr(hf, inside).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, model.config.text_config.hidden_size) / 8, torch.randn(24)
+    (page,) = images([(56, 42)])
+    text = "A <|vision_start|><|image_pad|><|vision_end|> of Paris"
+    inputs = processor_of(inside, tmp_path)(text=[text], images=[page], return_tensors="pt")
+    with torch.inference_mode():
+        hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    expected = torch.nn.functional.normalize(hidden @ weight.T + bias, dim=-1)
+    table = json.loads((tmp_path / "config.json").read_text())
+    changes = {"architectures": [name], "model_type": name.lower(), width: 24}
+    rewrite(tmp_path, {**table, **changes}, lambda old, t: [(replaced(old, names), t)])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "ColQwen3Processor"}')
+    with modulm.LLM(str(tmp_path), **CPU) as llm:
+        request = {"prompt": text, "multi_modal_data": {"image": page}}
+        (output,) = llm.encode(request, pooling_task="token_embed", use_tqdm=False)
+    assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+    assert (torch.from_numpy(output.outputs.data) - expected).abs().max() < 1e-4
