@@ -104,6 +104,22 @@ def test_the_server_may_tell_every_request_and_each_step(live) -> None:
     assert sum(metrics["per_step_drafted"]) == metrics["num_draft_tokens"]
 
 
+def test_the_server_may_tell_how_long_each_step_of_a_request_took(live) -> None:
+    config = EngineConfig.from_keywords(**SMALL, enable_per_request_metrics=True)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with serve_in_thread(live.engine, config) as server:
+        for path, ask in (("/v1/completions", ASK), ("/v1/chat/completions", CHAT)):
+            assert "metrics" not in sent(server, path, ask)
+            for more in ({}, usage):
+                body = sent(server, path, {**ask, **more, "include_metrics": True})
+                times, tokens = body["metrics"], body["usage"]["completion_tokens"]
+                assert 0 <= times["queue_time_ms"] <= times["time_to_first_token_ms"]
+                assert times["mean_itl_ms"] * (tokens - 1) == pytest.approx(
+                    times["generation_time_ms"]
+                )
+                assert times["tokens_per_second"] * times["mean_itl_ms"] == pytest.approx(1000)
+
+
 def test_bench_reports_it(live, tmp_path) -> None:
     before, file = counted(live), tmp_path / "result.json"
     items = [

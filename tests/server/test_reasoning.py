@@ -39,6 +39,7 @@ def plain(make_server: ServerMaker) -> Live:
         reasoning_parser="qwen3",
         chat_template=TEMPLATE,
         default_chat_template_kwargs={"enable_thinking": True},
+        reasoning_effort_map={"minimal": "low"},
     )
 
 
@@ -174,7 +175,9 @@ def test_nothing_is_counted_where_nothing_reads_thoughts(deaf: Live) -> None:
 
 def test_effort_reaches_the_template(plain: Live) -> None:
     for path, field in ((CHAT, "reasoning_effort"), (RESPONSES, "reasoning")):
-        for effort, expected in (("none", "none;False;False"), ("low", "low;True;True")):
+        for effort, expected in (
+            ("none", "none;False;False"), ("low", "low;True;True"), ("minimal", "low;True;True")
+        ):  # fmt: skip
             arguments = {field: effort if path == CHAT else {"effort": effort}}
             assert prompt_of(plain, path, **ASKED[path], **arguments).endswith(f"]{expected}")
         assert prompt_of(plain, path, **ASKED[path]).endswith("];True;")

@@ -29,6 +29,7 @@ from modulm.plugins.drivers import import_driver, installed
 from modulm.plugins.files import load_file, loaded_files
 from modulm.plugins.index import install_hint, is_first_party
 from modulm.plugins.kinds import Kind, find_kind, kind_names
+from modulm.plugins.moved import driver_name
 from modulm.plugins.selection import Selection, check_terms
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class PluginManager:
         if known.hook is not None:
             self.load_hooks()
         offers = [d for d in self.names(kind) if d.name == name]
+        if not offers and (here := driver_name(kind, name)) != name:
+            return self.find(kind, here)
         if not offers:
             raise self._not_found(known, name)
         highest = max(d.priority for d in offers)

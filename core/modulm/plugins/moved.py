@@ -10,15 +10,24 @@ from typing import Any
 
 from modulm.plugins.index import to_install
 
-__all__ = ["moved", "new_home", "public_name"]
+__all__ = ["driver_name", "moved", "new_home", "public_name"]
 
 _MISSING = re.compile(r"No module named '([\w.]+)'|cannot import name '(\w+)' from '([\w.]+)'")
 
 
-@cache
 def moved() -> dict[str, str]:
     """Return dotted names of the last release -> their current names, from `moved.txt`."""
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    return _table("moved.txt")
+
+
+def driver_name(kind: str, name: str) -> str:
+    """Return what a driver is called here, given its name in vLLM, from `driver_names.txt`."""
+    return _table("driver_names.txt").get(f"{kind}.{name}", name)
+
+
+@cache
+def _table(file: str) -> dict[str, str]:
+    lines = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 

@@ -389,7 +389,7 @@ BAD = {
     not_a_number: r"q_proj\.lora_B\.weight contains NaN",
     no_layer: r"layers\.7\.self_attn\.q_proj\.lora_A\.weight: the model has no layer",
     no_pair: r"model\.layers\.0\.self_attn\.q_proj has no lora_B",
-    a_norm: r"model\.norm\.weight: the model has no layer model\.norm",
+    a_norm: r"model\.norm\.weight: a norm in modules_to_save: .* merge_and_unload",
     other_tensor: r"boft_R is not a known part of a LoRA adapter",
     other_head: r"lm_head\.weight: is for \[600, 64\], the model's layer is \[512, 64\]",
 }

@@ -16,6 +16,7 @@ from modulm.config.schema import Flag, FlagGroup, Kind, catalog, flag, flag_grou
 from modulm.config.schema.known import known_flags
 from modulm.contracts.flags import flags_of
 from modulm.errors import ConfigError, PluginConflict
+from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
 from modulm_adapters.flags import LoRAConfig
@@ -290,6 +291,32 @@ def test_an_unknown_key_of_a_table_is_named(table: str) -> None:
     assert caught.value.field == f"{table}.bakend"
     keys = [spec.key for spec in flags_of(catalog().tables[table].cls)]
     assert ("backend" in str(caught.value)) is ("backend" in keys)
+
+
+def test_keys_that_vllm_knows_are_notes_or_say_what_is_missing() -> None:
+    keys = {"cache_dir": "/x", "cudagraph_copy_inputs": True}
+    notes = {
+        n.flag: n.message for n in EngineConfig.from_keywords(compilation_config=keys).notices()
+    }
+    assert len(notes) == 2
+    assert all(message.startswith("no effect") for message in notes.values())
+    for table, key in (
+        ({"attention_config": {"indexer_kv_dtype": "fp8"}}, "indexer_kv_dtype"),
+        ({"compilation_config": {"cudagraph_mm_encoder": True}}, "cudagraph_mm_encoder"),
+        ({"profiler_config": {"proton_mode": "x"}}, "proton_mode"),
+    ):
+        with pytest.raises(ConfigError, match="ot supported yet") as caught:
+            EngineConfig.from_keywords(**table)
+        assert key in caught.value.field
+
+
+def test_drivers_may_be_named_as_in_vllm() -> None:
+    plugins = manager.current()
+    for kind, theirs, ours in (
+        ("attention", "FLASH_ATTN", "flash_attn"), ("grammars", "guidance", "llguidance"),
+        ("loaders", "hf", "safetensors"),
+    ):  # fmt: skip
+        assert plugins.find(kind, theirs) == plugins.find(kind, ours)
 
 
 def test_a_key_of_a_table_is_no_flag_of_its_own() -> None:

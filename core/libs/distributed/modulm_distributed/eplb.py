@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
 
 __all__ = ["EplbConfig", "balance_of", "eplb_config"]
+
+log = logging.getLogger("modulm.engine")
+
+_BETWEEN = "experts move between two steps"
+#: Keys of vLLM that need not be set.
+_NO_EFFECT = {
+    "communicator": _BETWEEN,
+    "enable_migration_batching": _BETWEEN,
+    "use_async": _BETWEEN,
+}
 
 
 @frozen
@@ -35,8 +46,12 @@ class EplbConfig:
 
 def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
     """Parse the configuration. Raises ConfigError, which names the key."""
+    for key in [key for key in table if key in _NO_EFFECT]:
+        log.info("--eplb-config.%s has no effect: %s", key, _NO_EFFECT[key])
     try:
-        return structure_table(table, EplbConfig)
+        return structure_table(
+            {key: value for key, value in table.items() if key not in _NO_EFFECT}, EplbConfig
+        )
     except Problem as problem:
         raise ConfigError("eplb_config", str(problem)) from problem
 

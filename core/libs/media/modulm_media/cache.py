@@ -43,5 +43,11 @@ class ProcessedCache:
                 _, (_, freed) = self._entries.popitem(last=False)
                 self._used -= freed
 
+    def clear(self) -> None:
+        """Remove all entries."""
+        with self._lock:
+            self._entries.clear()
+            self._used = 0
+
     def __len__(self) -> int:
         return len(self._entries)

@@ -306,6 +306,10 @@ class MediaReader:
         self.hits += processed is not None
         return processed
 
+    def clear(self) -> None:
+        """Empty the cache of processor outputs."""
+        self._cache.clear()
+
     def _keywords(self, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {**self.flags.mm_processor_kwargs, **(options or {})}
 

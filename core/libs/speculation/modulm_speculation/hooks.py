@@ -19,6 +19,8 @@ __all__ = ["modulm_config_final", "modulm_drafter", "requested_method"]
 
 log = logging.getLogger("modulm.engine")
 
+#: Keys of vLLM that need not be set.
+_NO_EFFECT = {"disable_padded_drafter_batch": "each row has as many drafts as it needs"}
 #: Methods for which `model` names a class instead of a speculator.
 _CUSTOM = ("custom", "custom_class")
 
@@ -36,6 +38,9 @@ def requested_method(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | N
             raise ConfigError("speculative_config", f"{key}: {table[key]!r} or {value!r}?")
     if not table:
         return None
+    for key in [key for key in table if key in _NO_EFFECT]:
+        log.info("--speculative-config.%s has no effect: %s", key, _NO_EFFECT[key])
+        del table[key]
     method = table.pop("method", "draft_model" if "model" in table else None)
     if not isinstance(method, str):
         raise ConfigError("speculative_config", "method: must be the name of a drafter")

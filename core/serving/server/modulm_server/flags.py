@@ -156,6 +156,12 @@ class ServerConfig(FlagGroup):
     metrics_prefix: tuple[str, ...] = flag(
         ("modulm",), "Prefixes of the engine's metrics; each metric is shown under all of them."
     )
+    enable_per_request_metrics: bool = flag(
+        False, "Add timings to the metrics of responses to requests with include_metrics."
+    )
+    reasoning_effort_map: Mapping[str, Any] | None = flag(
+        None, "Reasoning effort of requests -> the one to use instead, such as minimal: low."
+    )
     enable_force_include_usage: bool = flag(False, "Always include usage in streams.")
     sse_keep_alive_interval: float = flag(
         0, "Idle time after which a stream sends a keep-alive comment; 0: never.", unit="s", least=0
@@ -181,10 +187,19 @@ class ServerConfig(FlagGroup):
     def __attrs_post_init__(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_certfile", "must be set together with ssl_keyfile")
+        for name, effort in (self.reasoning_effort_map or {}).items():
+            if not isinstance(effort, str):
+                raise ConfigError("reasoning_effort_map", f"{name}: must be a string")
         bucket_bounds(self.custom_histogram_buckets)
         wrong = [p for p in self.metrics_prefix if not _PREFIX.fullmatch(p)]
         if wrong or not self.metrics_prefix:
             raise ConfigError("metrics_prefix", "letters, digits and _ only, such as vllm")
+
+    def effort(self, requested: str | None) -> str | None:
+        """The reasoning effort to use for a requested one (`--reasoning-effort-map`)."""
+        if requested is None or self.reasoning_effort_map is None:
+            return requested
+        return str(self.reasoning_effort_map.get(requested, requested))
 
 
 @flag_group

@@ -67,6 +67,12 @@ class MediaService:
         reader = self.__dict__.get("reader")
         return (0, 0) if reader is None else (reader.queries, reader.hits)
 
+    def clear_cache(self) -> None:
+        """Empty the cache of processed media."""
+        reader = self.__dict__.get("reader")
+        if reader is not None:
+            reader.clear()
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of media that the model takes."""

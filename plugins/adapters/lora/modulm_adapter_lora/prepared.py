@@ -26,6 +26,12 @@ __all__ = ["LayerChange", "Prepared", "Preparer"]
 
 log = logging.getLogger("modulm.adapters")
 
+#: Why an adapter cannot bring a norm of its own.
+_ONE_FOR_ALL = (
+    "a norm in modules_to_save: kernels read one weight for all requests of a step, so requests "
+    "cannot have norms of their own. Merge the adapter into the model (PEFT's merge_and_unload) "
+    "and serve that"
+)
 #: Name of the LM head in running models, whatever the checkpoint calls it.
 _HEAD = "lm_head"
 
@@ -392,6 +398,8 @@ class _One:
     # Replacements of the base model's tensors.
 
     def _take_weight(self, change: Change, weight: Tensor) -> None:
+        if weight.dim() == 1:
+            raise self._fail(change.name, _ONE_FOR_ALL)
         for name, piece in self._replacing(change, ".weight", weight):
             target = self.by.target(name, change.name, self.file)
             self._fits(change.name, tuple(piece.shape), self._shape(target))

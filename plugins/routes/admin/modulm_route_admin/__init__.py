@@ -51,8 +51,9 @@ class Call(msgspec.Struct):
 
 
 class Admin(RouteFamily):
-    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`,
-    `/collective_rpc`. With it or with --profiler-config: `/start_profile`, `/stop_profile`.
+    """With --server-dev-mode: `/reset_prefix_cache`, `/reset_mm_cache`, `/reset_encoder_cache`,
+    `/sleep`, `/wake_up`, `/is_sleeping`, `/collective_rpc`. With it or with --profiler-config:
+    `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
@@ -83,6 +84,11 @@ class Admin(RouteFamily):
             methods=["POST"],
             responses=response_docs(Success),
         )
+        for path, cache in (
+            ("/reset_mm_cache", self.reset_mm_cache),
+            ("/reset_encoder_cache", self.reset_encoder_cache),
+        ):
+            router.add_api_route(path, cache, methods=["POST"], responses=response_docs(Success))
         router.add_api_route(
             "/is_sleeping", self.is_sleeping, methods=["GET"], responses=response_docs(Sleeping)
         )
@@ -111,6 +117,15 @@ class Admin(RouteFamily):
         """Clear the prefix cache."""
         answer: Success = {"success": await self.context.engine.reset_prefix_cache()}
         return json_response(answer)
+
+    async def reset_mm_cache(self) -> Response:
+        """Clear this server process's cache of processed images, audio and video."""
+        self.context.generation.media.clear_cache()
+        return json_response(Success(success=True))
+
+    async def reset_encoder_cache(self) -> Response:
+        """Clear the outputs of encoders, and with them the prefix cache."""
+        return await self.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> Response:
         """Free memory. Level 0 only pauses, 1 frees the KV cache, 2 the weights as well."""

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from modulm.contracts.outputs import RequestOutput
+    from modulm.contracts.outputs import RequestMetrics, RequestOutput
     from modulm_route_openai.objects import (
         ChatLogprobs,
         CompletionLogprobs,
         Measured,
+        Metrics,
         PromptLogprob,
         Transferred,
         Usage,
     )
+    from modulm_route_openai.scoring import ScoringRequest
     from modulm_server.sampling import SamplingFields
 
 __all__ = [
@@ -58,7 +60,7 @@ async def paced(
         yield show(each)
 
 
-def answer_id(prefix: str, request: Request, body: SamplingFields) -> str:
+def answer_id(prefix: str, request: Request, body: SamplingFields | ScoringRequest) -> str:
     """The id of a response: from the client's request id, or a new one."""
     return f"{prefix}-{safe_id(body.request_id or '') or request.scope['modulm.id']}"
 
@@ -101,9 +103,12 @@ def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None
     return counted
 
 
-def draft_metrics(body: SamplingFields, config: Any, single: RequestOutput | None) -> Measured:
+def draft_metrics(
+    body: SamplingFields, config: Any, single: RequestOutput | None, generated: int
+) -> Measured:
     """`metrics` of a response, if the server or the request enables it: speculative decoding
-    metrics, null without a drafter. single: the last output of a response with one choice.
+    metrics, null without a drafter, and timings. single: the last output of a response with one
+    choice. generated: its tokens.
     """
     level = config.group(ServerConfig).per_request_spec_decode_metrics
     if level == "none" and not body.include_metrics:
@@ -111,7 +116,26 @@ def draft_metrics(body: SamplingFields, config: Any, single: RequestOutput | Non
     choices = () if single is None else single.outputs
     metrics = choices[0].spec_decode_metrics if choices else None
     report = None if metrics is None else metrics.to_dict(detailed=level == "detailed")
-    return {"metrics": {"speculative_decoding": report}}
+    figures: Metrics = {"speculative_decoding": report}
+    timed = body.include_metrics and config.group(ServerConfig).enable_per_request_metrics
+    if timed and single is not None and single.metrics is not None and len(choices) == 1:
+        _add_times(figures, single.metrics, generated)
+    return {"metrics": figures}
+
+
+def _add_times(figures: Metrics, times: RequestMetrics, tokens: int) -> None:
+    """Add a request's times in milliseconds. tokens: of its only choice."""
+
+    def between(begin: float | None, end: float | None) -> float | None:
+        return None if begin is None or end is None else (end - begin) * 1000
+
+    generation = between(times.first_token_time, times.last_token_time)
+    gaps = tokens - 1
+    figures["time_to_first_token_ms"] = between(times.arrival_time, times.first_token_time)
+    figures["generation_time_ms"] = generation
+    figures["queue_time_ms"] = between(times.arrival_time, times.first_scheduled_time)
+    figures["mean_itl_ms"] = generation / gaps if generation is not None and gaps > 0 else None
+    figures["tokens_per_second"] = gaps * 1000 / generation if generation and gaps > 0 else None
 
 
 def cached_tokens(body: SamplingFields, config: Any, *outputs: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from functools import partial
@@ -24,6 +25,7 @@ from modulm_route_openai.answers import (
     usage,
 )
 from modulm_route_openai.rendering import rendered
+from modulm_route_openai.schema import ChatRequest
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
 from modulm_server.constraints import (
     allowed_tools,
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
         FunctionDelta,
         ToolCallDelta,
     )
-    from modulm_route_openai.schema import ChatRequest
+    from modulm_route_openai.schema import ChatBatchRequest
     from modulm_server.route import RouteContext
 
 __all__ = ["Chat"]
@@ -100,6 +102,47 @@ class Chat:
             quiet = self._context.config.group(ServerConfig).sse_keep_alive_interval
             return EventStream(self._frames(job, started), quiet=quiet)
         return json_response(await self._whole(job, started))
+
+    async def batch(self, request: Request, body: ChatBatchRequest) -> Response:
+        """Answer several conversations in one response, each with one choice."""
+        conversations: Sequence[Any] = body.messages
+        for name, others in (("stream", (None, False)), ("n", (None, 1)), ("best_of", (None, 1))):
+            if getattr(body, name) not in others:
+                raise bad_field(name, f"{name} is not supported for several conversations")
+        most = self._context.config.group(ServerConfig).max_request_sequences
+        if len(conversations) > most:
+            raise bad_field("messages", f"messages: at most {most} (--max-request-sequences)")
+        table = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
+
+        async def one(index: int) -> ChatCompletion:
+            if not conversations[index]:
+                raise bad_field("messages", f"messages: conversation {index} is empty")
+            job = await self._job(
+                request, ChatRequest(**{**table, "messages": conversations[index]})
+            )
+            answer = await self._whole(job, await job.turn.start())
+            answer["choices"][0]["index"] = index
+            return answer
+
+        tasks = [asyncio.ensure_future(one(index)) for index in range(len(conversations))]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        usages = [answer["usage"] for answer in answers]
+        cached = [u["prompt_tokens_details"]["cached_tokens"] for u in usages
+                  if "prompt_tokens_details" in u]  # fmt: skip
+        whole: ChatCompletion = {
+            **answers[0],
+            "choices": [choice for answer in answers for choice in answer["choices"]],
+            "usage": usage(
+                sum(each["prompt_tokens"] for each in usages),
+                sum(each["completion_tokens"] for each in usages),
+                sum(cached) if cached else None,
+            ),
+        }
+        return json_response(whole)
 
     async def rendered(self, request: Request, body: ChatRequest) -> Response:
         """Render the request as an engine request."""
@@ -200,7 +243,8 @@ class Chat:
         return (None if constraint is None else constraint[0]), params
 
     def _variables(self, body: ChatRequest) -> dict[str, Any]:
-        variables = thinking_variables(self._parsers.reasoning, body.reasoning_effort)
+        effort = self._context.config.group(ServerConfig).effort(body.reasoning_effort)
+        variables = thinking_variables(self._parsers.reasoning, effort)
         return {**variables, **(body.chat_template_kwargs or {})}
 
     def _options(
@@ -242,7 +286,8 @@ class Chat:
             ),
         }
         single = output if job.turn.params.n == 1 else None
-        if measured := draft_metrics(job.body, self._context.config, single):
+        made = body["usage"]["completion_tokens"]
+        if measured := draft_metrics(job.body, self._context.config, single, made):
             body["metrics"] = measured["metrics"]
         if job.body.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -320,7 +365,8 @@ class Chat:
                         yield frame(body)
         if counted.last:
             total = counted.total(await started.reasoning_tokens())
-            metrics = draft_metrics(job.body, self._context.config, last)
+            made = total["completion_tokens"]
+            metrics = draft_metrics(job.body, self._context.config, last, made)
             yield frame({**head, "usage": total, **metrics})
         yield DONE
 

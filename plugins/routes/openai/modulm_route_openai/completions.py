@@ -241,7 +241,7 @@ class Completions:
             **self._head(job),
             "choices": choices,
             "usage": usage(tokens, generated, cached),
-            **draft_metrics(job.body, self._context.config, single),
+            **draft_metrics(job.body, self._context.config, single, generated),
             **transferred(outputs[0]),
         }
 
@@ -330,8 +330,10 @@ class Completions:
                     for data in chunks(prompt_index, output):
                         yield data
         if counted.last:
-            metrics = draft_metrics(job.body, self._context.config, last)
-            yield frame({**head, "usage": counted.total(), **metrics})
+            total = counted.total()
+            made = total["completion_tokens"]
+            metrics = draft_metrics(job.body, self._context.config, last, made)
+            yield frame({**head, "usage": total, **metrics})
         yield DONE
 
     def _piece(

@@ -21,7 +21,8 @@ from modulm_route_openai.objects import (
     ModelPage,
     Rendered,
 )
-from modulm_route_openai.schema import ChatRequest, CompletionRequest
+from modulm_route_openai.schema import ChatBatchRequest, ChatRequest, CompletionRequest
+from modulm_route_openai.scoring import ScoringAnswer, ScoringRequest, score
 from modulm_server.json_body import json_response, read, request_docs
 from modulm_server.openapi import ErrorAnswer, response_docs
 from modulm_server.route import RouteFamily
@@ -36,13 +37,14 @@ class _Refusal(ErrorAnswer):
 
 
 class OpenAI(RouteFamily):
-    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
+    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/generative_scoring`."""
 
     name = "openai"
     api = 2
     shared_paths = ("/v1/models", "/v1/models/{model:path}")
 
     def router(self) -> APIRouter:
+        without_prefix = APIRouter(tags=["OpenAI"])
         router = APIRouter(prefix="/v1", tags=["OpenAI"])
         completions, chat = Completions(self.context), Chat(self.context)
 
@@ -102,4 +104,26 @@ class OpenAI(RouteFamily):
             """Render a chat request into an engine request, without running it."""
             return await chat.rendered(request, await read(request, ChatRequest))
 
+        @router.post(
+            "/chat/completions/batch",
+            openapi_extra=request_docs(ChatBatchRequest),
+            responses=response_docs(ChatCompletion),
+        )
+        async def converse_several(request: Request) -> Response:
+            """Generate the next message of several conversations, as the choices of one response.
+
+            The choice with index i answers the conversation with index i.
+            """
+            return await chat.batch(request, await read(request, ChatBatchRequest))
+
+        @without_prefix.post(
+            "/generative_scoring",
+            openapi_extra=request_docs(ScoringRequest),
+            responses=response_docs(ScoringAnswer),
+        )
+        async def generative_scoring(request: Request) -> Response:
+            """Score items by the probability that the model continues with a label."""
+            return await score(self.context, request, await read(request, ScoringRequest))
+
+        router.routes.extend(without_prefix.routes)
         return router

@@ -59,9 +59,16 @@ class Usage(TypedDict):
 
 
 class Metrics(TypedDict):
-    """Metrics of a response with one choice; null without a drafter."""
+    """Metrics of a response with one choice. speculative_decoding: null without a drafter. The
+    times are those of a server with --enable-per-request-metrics; null below two tokens.
+    """
 
     speculative_decoding: SpecDecodeFigures | None
+    time_to_first_token_ms: NotRequired[float | None]
+    generation_time_ms: NotRequired[float | None]
+    queue_time_ms: NotRequired[float | None]
+    mean_itl_ms: NotRequired[float | None]
+    tokens_per_second: NotRequired[float | None]
 
 
 class Measured(TypedDict, total=False):

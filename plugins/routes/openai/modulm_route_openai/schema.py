@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from modulm_server.sampling import LIMITS, SamplingFields
 
-__all__ = ["ChatRequest", "CompletionRequest"]
+__all__ = ["ChatBatchRequest", "ChatRequest", "CompletionRequest"]
 
 Metadata = Annotated[
     dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
@@ -58,3 +58,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     verbosity: Name | None = None
     safety_identifier: Name | None = None
+
+
+class ChatBatchRequest(ChatRequest, kw_only=True):
+    """`POST /v1/chat/completions/batch`. messages: one list for each conversation."""
+
+    messages: Annotated[list[list[dict[str, Any]]], Meta(min_length=1)]  # type: ignore[assignment]

@@ -271,7 +271,11 @@ class Responses(RouteFamily):
         )
         constraint = constraint_of(body, forced_calls)
         variables = {
-            **thinking_variables(self._parsers.reasoning, effort_of(body), field="reasoning"),
+            **thinking_variables(
+                self._parsers.reasoning,
+                self.context.config.group(ServerConfig).effort(effort_of(body)),
+                field="reasoning",
+            ),
             **(body.chat_template_kwargs or {}),
         }
         grammar = None if constraint is None else constraint[1]
