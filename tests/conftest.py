@@ -163,9 +163,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Engines collect garbage when they are made and closed: not through all tests and modules."""
+    """Engines collect garbage when they are made and closed: not through all tests and modules.
+    Between them it is collected more rarely than Python would, which takes 7 % of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 from click.testing import CliRunner
 from huggingface_hub.errors import LocalEntryNotFoundError
+from samples import parametrize_sample
 from tests.plugins.models.test_contract import ARCHITECTURES
 from tests.plugins.quantization import test_published as formats
 
@@ -98,7 +99,7 @@ def wide(tmp_path_factory):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
+@parametrize_sample("quantization", [None, "int4"], every=2)
 def test_parts_stand_for_large_layers(wide, quantization):
     check(wide, quantization=quantization)
 

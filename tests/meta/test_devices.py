@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ FILES = [
 ]
 _KINDS = frozenset({"cuda", "xpu", "hip", "mps", "npu"})
 _FLAGS = frozenset({"is_cuda", "is_cpu", "is_xpu", "is_mps"})
+#: A file without any of these words does not ask and is not parsed.
+WORDS = re.compile(rf"\.(type|{'|'.join([*_KINDS, *_FLAGS])})\b")
 
 
 def asked(tree: ast.AST) -> Iterator[str]:
@@ -35,7 +38,11 @@ def asked(tree: ast.AST) -> Iterator[str]:
 
 def test_nobody_asks_which_device_it_is_on() -> None:
     assert len(FILES) > 300
-    asks = {str(path.relative_to(ROOT)): list(asked(ast.parse(path.read_text()))) for path in FILES}
+    asks = {
+        str(path.relative_to(ROOT)): list(asked(ast.parse(text)))
+        for path in FILES
+        if WORDS.search(text := path.read_text())
+    }
     assert {path: found for path, found in asks.items() if found} == {}
 
 

@@ -6,6 +6,7 @@ Calls by which others have been broken into are named nowhere; who needs one say
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ RUNNERS = {"eval", "exec", "compile"}
 LOADERS = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
 #: Keywords with the value that switches a protection off.
 SWITCHES = {"trust_remote_code": True, "weights_only": False, "shell": True, "allow_pickle": True}
+#: A file without any of these words has nothing of it and is not parsed.
+WORDS = re.compile(rf"(?<![.\w])({'|'.join(RUNNERS)})\b|\b({'|'.join([*LOADERS, *SWITCHES])})\b")
 #: "file: what", each with its reason beside it.
 ALLOWED: set[str] = set()
 
@@ -43,7 +46,8 @@ def test_nothing_unsafe_is_called():
     found = {
         f"{file.relative_to(ROOT)}: {what}"
         for file in FILES
-        for what in unsafe(ast.parse(file.read_text(encoding="utf-8")))
+        if WORDS.search(text := file.read_text(encoding="utf-8"))
+        for what in unsafe(ast.parse(text))
     }
     assert found == ALLOWED
 
@@ -61,4 +65,5 @@ def test_nothing_unsafe_is_called():
     ],
 )
 def test_each_kind_is_seen(line):
+    assert WORDS.search(line)
     assert list(unsafe(ast.parse(line)))

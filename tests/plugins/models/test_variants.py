@@ -176,7 +176,7 @@ VARIANTS = {
 }
 
 
-@parametrize_sample("name", VARIANTS, every=2)
+@parametrize_sample("name", VARIANTS, every=4)
 def test_variant_equals_transformers(name, tmp_path):
     architecture, settings = VARIANTS[name]
     folder = make_tiny(tmp_path, architecture, **settings)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from attrs import evolve, field, frozen
 from safetensors.torch import load_file, save_file
+from samples import sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
@@ -193,7 +194,7 @@ class Reference:
         return drafted
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=sample(LAYOUTS, every=2))
 def draft_layer(request, tmp_path_factory):
     layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
     folder = str(make_tiny(path, layout.written or request.param, **layout.config))

@@ -110,7 +110,7 @@ def test_a_scale_per_output(ops, shape, name, activations):
 
 @pytest.mark.parametrize("group", [0, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 37])
+@parametrize_sample("rows", [1, 5, 37], every=2)
 @pytest.mark.parametrize("name", ["int4", "int8"])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_groups(ops, name, group, zeros, rows, activations):

@@ -104,7 +104,7 @@ def test_bf16(ops, size, tokens, dtype):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 70])
+@parametrize_sample("tokens", [0, 1, 2, 7, 70], every=2)
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_wide_floats(ops, size, tokens, form, dtype):
@@ -157,7 +157,7 @@ def test_gates_and_biases(ops, act, tokens, bias):
 
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("size", [(4, 64, 64), (5, 96, 160), (3, 320, 32)])
-@pytest.mark.parametrize("tokens", [1, 3, 45])
+@parametrize_sample("tokens", [1, 3, 45], every=2)
 def test_quantized(ops, form, size, tokens):
     experts, hidden, inner = size
     gate_up, wide_gate_up = stack(ops, form, experts, 2, inner, hidden)

@@ -7,7 +7,6 @@ every place is known exactly. 20,000 draws, compared by Pearson's chi-squared te
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from samples import parametrize_sample
 
@@ -74,7 +73,7 @@ def probabilities(last: int, params: SamplingParams) -> np.ndarray:
 
 
 @parametrize_sample("draft", [most_probable, least_probable, random_one, sampled_one], every=4)
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("more", "history"),
     [
         ({}, False),
@@ -82,6 +81,7 @@ def probabilities(last: int, params: SamplingParams) -> np.ndarray:
         ({"temperature": 0.6, "top_p": 0.8}, False),
         ({"temperature": 1.5, "top_k": 6}, False),
     ],
+    every=2,
 )
 def test_the_distribution_stays(draft, more, history) -> None:
     params = SamplingParams(**{"temperature": 1.0, **more})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import parametrize_sample
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
@@ -19,7 +19,7 @@ from modulm.testing.workloads import Arrival, outcomes, random_workload, run_wor
 from modulm_adapters.step.planner import AdapterSlots
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@parametrize_sample("depth", [2, 1], every=2)
 def test_adapters_change_no_token_and_are_in_slots_when_they_run(depth: int) -> None:
     """FakeExecutor fails a step with a row whose adapter is in no slot."""
     for seed in range(20):

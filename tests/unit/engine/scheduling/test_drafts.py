@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from samples import parametrize_sample
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
@@ -56,7 +57,7 @@ MEMORIES = [
 ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@parametrize_sample("depth", [2, 1], every=2)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("groups", MEMORIES, ids=range(len(MEMORIES)))
 def test_drafts_change_nothing(groups, drafter, depth) -> None:

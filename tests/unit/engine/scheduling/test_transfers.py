@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.contracts.connector import TransferPlan
 from modulm.contracts.requests import Request
@@ -37,7 +38,7 @@ def finish(engine):
     check_empty(engine)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@parametrize_sample("depth", [2, 1], every=2)
 @pytest.mark.parametrize("groups", MEMORIES, ids=range(len(MEMORIES)))
 def test_transfers_change_nothing(groups, depth) -> None:
     """Two engines on one store; delays, failures, an index that hesitates; aborts, preemption."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import StructuredOutputs
@@ -111,13 +112,14 @@ def process(compiler: ConstraintCompiler, flag: bool = False) -> int:
     return int(re.sub(r"\D", "", str(error)))
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("compiler", "regex", "words"),
     [
         (2.0, "for ever", "more than 2 s"),
         (60.0, "memory", "memory"),
         (60.0, "crash", "compiling takes more"),
     ],
+    every=2,
     indirect=["compiler"],
 )
 def test_what_takes_too_much_is_refused_and_ends(
