@@ -11,10 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-import torchax
-from torchax.ops.mappings import j2t_dtype, t2j_dtype
 
-__all__ = ["array_of", "assign", "is_array", "numpy_of", "tensor_of", "to_host"]
+from modulm_kernels_pallas.torchax_import import torchax
+
+j2t_dtype = torchax.ops.mappings.j2t_dtype
+t2j_dtype = torchax.ops.mappings.t2j_dtype
+
+__all__ = [
+    "array_of", "assign", "is_array", "j2t_dtype", "numpy_of", "t2j_dtype", "tensor_of", "to_host",
+]  # fmt: skip
 
 
 def is_array(tensor: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from torch import Tensor
 
 from modulm.errors import UnsupportedError
-from modulm.ops import twins
+from modulm.ops import sampling_twins, twins
 from modulm_kernels_pallas.bridge import array_of, is_array, tensor_of
 from modulm_kernels_pallas.experts import group_rows, grouped_matmul, grouped_plain
 
@@ -70,7 +70,17 @@ def fused_experts(
     return tensor_of(total.astype(out.dtype))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The op `argmax`, on the device unless something has moved the logits to the host."""
+    on_device = getattr(logits, "argmax_on_device", None)
+    if on_device is None or logits.on_host:
+        return sampling_twins.argmax(logits)
+    tokens: Tensor = on_device()
+    return tokens
+
+
 OPS: Mapping[str, Callable[..., Any]] = {
+    "argmax": argmax,
     "fused_experts": fused_experts,
     "pack_experts": pack_experts,
 }

@@ -1,0 +1,1 @@
+"""Attention with Pallas kernels for modulm."""

@@ -1,0 +1,1 @@
+"""TPUs as a platform for modulm, through JAX. Importing this package does not import JAX."""
