@@ -447,7 +447,7 @@ class ModelRunner:
         plan, sample = self._padded(plan, np.zeros(1, dtype=np.int64), self._direct)
         with self.platform.queue():
             batch = self.builder.build(plan, sample)
-            output = self._in_stages(self._forward, batch)
+            output = self._in_stages(self._forward if self._sizes else self._direct, batch)
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             if not self._mesh.pipeline.last:
                 return hidden.shape[-1]
