@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
+from modulm.errors import UnsupportedError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     import numpy as np
@@ -127,6 +129,14 @@ class AdapterBank(ABC):
 
     def prepare(self, name: str) -> None:
         """Reload an added adapter into host memory if it was evicted. Otherwise like `add`."""
+
+    def replace(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Check new tensors, by the names of its files, for all added versions `NAME@...`.
+
+        The returned function puts them in place, between two steps. Settings stay. Raises
+        CheckpointError naming what does not fit, UnsupportedError if the bank cannot.
+        """
+        raise UnsupportedError(f"adapters of {self.name}: new tensors are not supported yet")
 
     @abstractmethod
     def remove(self, name: str) -> None:

@@ -43,8 +43,8 @@ API = 2
 
 #: The part of each dimension of a tensor: a slice, or indices.
 Region = tuple[slice | tuple[int, ...], ...]
-#: Overwrites a region of a layer's tensor.
-Writer: TypeAlias = "Callable[[Region, torch.Tensor], None]"
+#: `write(region, values, sparse=False)` overwrites a region of a layer's tensor.
+Writer: TypeAlias = "Callable[..., None]"
 
 
 @frozen
@@ -335,7 +335,8 @@ class QuantizationMethod(ABC):
     def writer(self, layer: torch.nn.Module, spec: LinearSpec, name: str) -> Writer | None:
         """Return a function that overwrites a region of the tensor `name` of a finished layer.
 
-        It converts the values to the layer's form in place; updates of weights call it. name: of
+        It converts the values to the layer's form in place; updates of weights call it. Its keyword
+        `sparse` says that values which are NaN leave those of the layer as they are. name: of
         `create`, or "bias". None: the tensor only changes when the layer is loaded again.
         """
         return None

@@ -329,14 +329,16 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
     return unpack_linear
 
 
-def _overwrite_linear(library: Library) -> Callable[[PackedLinear, int, Tensor], None]:
+def _overwrite_linear(library: Library) -> Callable[..., None]:
     size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
     pack, unpack = library.call("pack", "pnpnni"), library.call("unpack", "ppnni")
 
-    def overwrite_linear(packed: PackedLinear, first: int, weight: Tensor) -> None:
+    def overwrite_linear(
+        packed: PackedLinear, first: int, weight: Tensor, sparse: bool = False
+    ) -> None:
         """Overwrite rows of a packed weight of floats in place, from row `first` on.
 
-        weight: [n, K], in any float dtype.
+        weight: [n, K], in any float dtype. sparse: values that are NaN change nothing.
         """
         outputs, inputs, form = packed.outputs, packed.inputs, FORMATS[packed.format]
         need(packed.scales is None and packed.format in _FLOATS.values(), "packed must be floats")
@@ -355,17 +357,23 @@ def _overwrite_linear(library: Library) -> Callable[[PackedLinear, int, Tensor],
         while at < stop:
             panel = at // _PANEL * _PANEL
             whole = min(stop if stop == outputs else stop // _PANEL * _PANEL, at + _OVERWRITTEN)
-            if at == panel and whole > at:
+            if at == panel and whole > at and not sparse:
                 rows = weight[at - first : whole - first].detach().to(dtype)
                 put(at, rows if rows.stride(1) == 1 else rows.contiguous())
                 at = whole
                 continue
             end = min(panel + _PANEL, outputs)  # this panel has other rows as well
-            rows, until = torch.empty(end - panel, inputs, dtype=dtype), min(stop, end)
+            until = min(stop, end)
+            new = weight[at - first : until - first].detach().to(dtype)
+            at_panel, at = at - panel, until
+            unchanged = new.isnan() if sparse else None
+            if unchanged is not None and unchanged.all():
+                continue
+            rows = torch.empty(end - panel, inputs, dtype=dtype)
             unpack(base + panel * row_bytes, rows.data_ptr(), len(rows), inputs, form)
-            rows[at - panel : until - panel] = weight[at - first : until - first]
+            old = rows[at_panel : until - panel]
+            old.copy_(new if unchanged is None else old.where(unchanged, new))
             put(panel, rows)
-            at = until
 
     return overwrite_linear
 

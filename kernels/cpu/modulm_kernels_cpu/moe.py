@@ -116,6 +116,19 @@ class PackedExperts:
         whole = self.whole
         self._hold(self._like(whole.data, whole.scales, whole.zeros), self.experts)
 
+    def overwrite(
+        self, write: Callable[..., None], expert: int, first: int, weight: Tensor, sparse: bool
+    ) -> None:
+        """Overwrite an expert's rows from `first` on; weight: [n, K]. write: `overwrite_linear`."""
+        need(0 <= expert < self.experts, f"expert {expert} is not one of {self.experts}")
+        at, stop = first, first + len(weight)
+        while at < stop:
+            part, row = divmod(at, self.outputs)
+            until = min(stop, (part + 1) * self.outputs)
+            matrix = self._matrix(expert * self.parts + part)
+            write(matrix, row, weight[at - first : until - first], sparse)
+            at = until
+
     def _like(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> PackedLinear:
         """Return a PackedLinear over this memory, with the format of the current one."""
         old = self.whole
@@ -151,6 +164,7 @@ def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "moe_route": _moe_route(library),
         "fused_experts": _fused_experts(library),
         "pack_experts": _pack_experts(library),
+        "overwrite_experts": _overwrite_experts(library),
         "pack_quantized_experts": _pack_quantized(library),
         "pack_block_experts": _pack_blocks(library),
     }
@@ -200,6 +214,22 @@ def _pack_experts(library: Library) -> Callable[..., PackedExperts]:
         return PackedExperts(whole, experts, parts, packer.unpack)
 
     return pack_experts
+
+
+def _overwrite_experts(library: Library) -> Callable[..., None]:
+    overwrite = linear_ops(library)["overwrite_linear"]
+
+    def overwrite_experts(
+        packed: PackedExperts, expert: int, first: int, weight: Tensor, sparse: bool = False
+    ) -> None:
+        """Overwrite rows of packed floats in place, as `overwrite_linear` does.
+
+        expert, first: the first expert and the first of its rows. weight: [experts, n, K].
+        """
+        for at, matrix in enumerate(weight, expert):
+            packed.overwrite(overwrite, at, first, matrix, sparse)
+
+    return overwrite_experts
 
 
 def _pack_quantized(library: Library) -> Callable[..., PackedExperts]:

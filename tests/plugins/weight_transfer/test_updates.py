@@ -17,6 +17,7 @@ from modulm import LLM, LoRARequest, SamplingParams
 from modulm.errors import ConfigError, EngineError, EngineStalled, RequestError, UnsupportedError
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_weight_transfer.deltas import changed_values
 from modulm_weight_transfer.receiver import receiver_of
 from modulm_weights_gloo import WeightBroadcaster
 from modulm_weights_shared_memory import SharedWeights
@@ -58,6 +59,7 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
         ("Qwen2ForCausalLM", {"dtype": "bfloat16", "quantization": "int4"}),
         ("Qwen2ForCausalLM", {"dtype": "bfloat16"}),  # with biases
         ("MixtralForCausalLM", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("MixtralForCausalLM", {"dtype": "bfloat16"}),
         ("DeepseekV2ForCausalLM", {"dtype": "bfloat16"}),
         ("Gemma2ForCausalLM", {}),
         ("ApertusForCausalLM", {}),
@@ -166,10 +168,86 @@ def test_an_update_in_pieces_of_some_tensors(
     assert answer(llm) == expected
     update(llm, {"model.norm.weight": old["model.norm.weight"]}, partial=True)
     assert answer(llm) not in (expected, first)
-    with pytest.raises(RequestError, match="missing weights.*up_proj"):
-        update(llm, {n: t for n, t in old.items() if n.endswith("gate_proj.weight")}, partial=True)
-    update(llm, old)
+    gates = {n: t for n, t in old.items() if n.endswith("gate_proj.weight")}
+    update(llm, gates, partial=True)  # parts of a fused layer
+    update(llm, {n: t for n, t in old.items() if n not in gates}, partial=True)
     assert answer(llm) == first
+
+
+def sparse(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The same tensors, some of whose values are others."""
+    draw = torch.Generator().manual_seed(seed)
+    changed = {}
+    for name, tensor in tensors.items():
+        mask = torch.rand(tensor.shape, generator=draw) < 0.02
+        changed[name] = torch.where(mask, torch.randn(tensor.shape, generator=draw) / 4, tensor)
+        changed[name] = changed[name].to(tensor.dtype)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [("Qwen3ForCausalLM", {}), ("MixtralForCausalLM", {"dtype": "bfloat16"})],
+)
+def test_changed_values_alone(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """As if the whole tensors had come: fused layers, norms, tied heads, experts."""
+    folder = make_tiny(tmp_path, architecture, seed=1)
+    old = tensors_of(folder)
+    new = sparse(old, 1)
+    tensors, shapes = changed_values(old, new)
+    with LLM(str(folder), **{**FLAGS, **flags}, **SHARED) as llm:
+        llm.init_weight_transfer_engine()
+        before = answer(llm)
+        update(llm, new)
+        expected = answer(llm)
+        update(llm, old)
+        with SharedWeights(tensors) as shared:
+            llm.start_weight_update(partial=True)
+            llm.update_weights({**shared.info, "deltas": shapes})
+            llm.finish_weight_update()
+        assert answer(llm) == expected != before
+
+
+def test_changed_values_that_do_not_fit(
+    llm: LLM, folders: tuple[Path, Path], first: Answer, tmp_path: Path
+) -> None:
+    name = "model.norm.weight"
+
+    def send(
+        llm: LLM, indices: list[int], values: list[float], shape: list[int], to: str = name
+    ) -> None:
+        tensors = {f"{to}.indices": torch.tensor(indices), f"{to}.values": torch.tensor(values)}
+        with SharedWeights(tensors) as shared:
+            llm.start_weight_update(partial=True)
+            llm.update_weights({**shared.info, "deltas": {to: shape}})
+            llm.finish_weight_update()
+
+    for arguments, message in (
+        (([64], [1.0], [64]), r"model\.norm\.weight: index 64 is outside the 64 values"),
+        (([-1], [1.0], [64]), "index -1 is outside"),
+        (([3, 3], [1.0, 2.0], [64]), r"model\.norm\.weight: an index occurs twice"),
+        (([3], [1.0, 2.0], [64]), "of one length"),
+        (([3], [torch.nan], [64]), r"model\.norm\.weight\.values has NaN"),
+        (([3], [1.0], [65]), r"wrong shapes: model\.norm\.weight .* is \[65\]"),
+        (([3], [1.0], [64], "model.nothing.weight"), r"unexpected weights: model\.nothing"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            send(llm, *arguments)
+    llm.start_weight_update(partial=True)
+    with (
+        SharedWeights({f"{name}.values": torch.ones(1)}) as shared,
+        pytest.raises(RequestError, match=r"a delta needs model\.norm\.weight\.indices"),
+    ):
+        llm.update_weights({**shared.info, "deltas": {name: [64]}})
+    assert answer(llm) == first
+    flags = {**FLAGS, "dtype": "bfloat16", "quantization": "int8"}
+    layer = "model.layers.0.mlp.down_proj.weight"
+    shape = list(tensors_of(folders[0])[layer].shape)
+    with LLM(str(folders[0]), **flags, **SHARED) as other:
+        other.init_weight_transfer_engine()
+        with pytest.raises(RequestError, match=r"down_proj\.weight: its layer keeps other values"):
+            send(other, [3], [1.0], shape, layer)
+        send(other, [3], [1.5], [64])  # a norm is not quantized
 
 
 def test_memory_stays_where_it_is(llm: LLM, folders: tuple[Path, Path]) -> None:
@@ -255,6 +333,46 @@ def test_adapters_stay(folders: tuple[Path, Path], tmp_path: Path) -> None:
         update(llm, tensors_of(folders[1]))
         assert [answer(llm, lora) for lora in loras] == expected
     assert before != expected
+
+
+def test_an_adapter_alone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """New tensors of a loaded adapter, as if its files had been other ones; DoRA as well."""
+    modules = {f"model.layers.{i}.self_attn.q_proj": (64, 96) for i in range(2)}
+    old, new = (write_lora(tmp_path / str(i), modules, 4, i) for i in (1, 2))
+    tensors = load_file(new / "adapter_model.safetensors")
+    lora = LoRARequest("policy", 1, old)
+    flags = {**FLAGS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 2}
+
+    def send(llm: LLM, tensors: dict[str, Tensor], name: str = "policy") -> None:
+        with SharedWeights(tensors) as shared:
+            llm.start_weight_update(partial=True)
+            llm.update_weights({**shared.info, "adapter": name})
+            llm.finish_weight_update()
+
+    with LLM(str(folders[0]), **flags, **SHARED) as llm:
+        expected = answer(llm, LoRARequest("expected", 2, new))
+        before, plain = answer(llm, lora), answer(llm)
+        llm.init_weight_transfer_engine()
+        first, *_ = tensors
+        for change, name, message in (
+            ({}, "nobody", "there is no adapter 'nobody'"),
+            ({first: torch.full_like(tensors[first], torch.nan)}, "policy", f"{first} has NaN"),
+            ({first: torch.zeros(3, 3)}, "policy", r"policy, the update: .*q_proj"),
+            ({"base_model.model.nothing.lora_A.weight": torch.ones(4, 4)}, "policy", "nothing"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                send(llm, {**tensors, **change}, name)
+        llm.reset_prefix_cache()
+        assert answer(llm, lora) == before
+        send(llm, tensors)
+        assert answer(llm, lora) == expected != before
+        assert answer(llm) == plain
+        llm.start_weight_update(partial=True)
+        with (
+            SharedWeights(tensors) as shared,
+            pytest.raises(UnsupportedError, match="weights of 'draft' cannot be updated yet"),
+        ):
+            llm.update_weights({**shared.info, "target": "draft"})
 
 
 def free_port() -> int:

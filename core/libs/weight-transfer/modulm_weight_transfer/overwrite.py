@@ -90,8 +90,11 @@ def _slot_writer(unit: Unit, slot: Slot) -> Writer | None:
     return partial(_copy, parameter) if same else None
 
 
-def _copy(parameter: Tensor, region: Region, values: Tensor) -> None:
-    parameter[region].copy_(values)
+def _copy(parameter: Tensor, region: Region, values: Tensor, sparse: bool = False) -> None:
+    target = parameter[region]
+    if sparse:
+        values = torch.where(values.isnan(), target, values.to(target.device, target.dtype))
+    target.copy_(values)
 
 
 @frozen(eq=False)
@@ -123,13 +126,18 @@ def split_plan(
 
 
 class OverwritingLoader(WeightLoader):
-    """Reads tensors, writes those of `routes` into the running model, and passes all on."""
+    """Reads tensors, writes those of `routes` into the running model, and passes all on.
+
+    sparse: stored names of tensors whose NaN stand for unchanged values.
+    """
 
     name = "update"
     api = 1
 
-    def __init__(self, loader: WeightLoader, routes: _Routes) -> None:
-        self._loader, self._routes = loader, routes
+    def __init__(
+        self, loader: WeightLoader, routes: _Routes, sparse: frozenset[str] = frozenset()
+    ) -> None:
+        self._loader, self._routes, self._sparse = loader, routes, sparse
 
     @classmethod
     def opens(cls, path: object) -> str | None:
@@ -146,6 +154,7 @@ class OverwritingLoader(WeightLoader):
 
     @torch.inference_mode()
     def _write(self, stored: str, tensor: Tensor) -> None:
+        sparse = stored in self._sparse
         for name, piece in self._routes.plan.names(stored, tensor):
             for writer, part in self._routes.parts.get(name, ()):
-                writer(part.target, part.take(piece))
+                writer(part.target, part.take(piece), sparse=sparse)

@@ -24,6 +24,7 @@ from modulm.loading import open_checkpoint
 from modulm.loading.model import build_model, model_names, plan_checkpoint
 from modulm.loading.weights import fill
 from modulm_weight_transfer.choice import chosen_backend
+from modulm_weight_transfer.deltas import DeltaSource
 from modulm_weight_transfer.finite import FiniteCheck, FiniteSource
 from modulm_weight_transfer.overwrite import (
     OverwritingLoader,
@@ -69,6 +70,12 @@ class _Arrived(WeightLoader):
     def __init__(self, sources: Sequence[TensorSource]) -> None:
         self.sources = sources
 
+    @property
+    def sparse(self) -> frozenset[str]:
+        """Names of tensors whose NaN stand for unchanged values."""
+        deltas = (source.sparse for source in self.sources if isinstance(source, DeltaSource))
+        return frozenset[str]().union(*deltas)
+
     @classmethod
     def opens(cls, path: object) -> str | None:
         return None
@@ -112,6 +119,8 @@ class _BlankModel:
         self._running = {id(unit): other for unit, other in zip(self.units, live, strict=True)}
         #: The units that are overwritten instead of loaded again.
         self._writers = writers_of(zip(self.units, live, strict=True))
+        #: By id, units of the last plan with some of their tensors: the whole units.
+        self._reduced_units: dict[int, Unit] = {}
         self._baselines: dict[int, Baseline] = {}
         #: Groups of units that are applied together, keyed by the one that the others wait for:
         #: the units, how many are not loaded yet, and the modules loaded so far.
@@ -145,20 +154,56 @@ class _BlankModel:
             names |= {name: stored.name for name, _ in pieces}
         return names
 
-    def plan(self, loader: _Arrived, wanted: Callable[[Unit, set[str]], bool] | None) -> WeightPlan:
+    def plan(
+        self,
+        loader: _Arrived,
+        wanted: Callable[[Unit, set[str]], bool] | None,
+        in_parts: bool = False,
+    ) -> WeightPlan:
         """Match tensors with all modules, or with those that `wanted` selects by their names.
 
-        Raises CheckpointError naming missing, unknown and mismatched tensors.
+        in_parts: modules that are overwritten need not be complete. Raises CheckpointError naming
+        missing, unknown and mismatched tensors.
         """
-        shared, units = self.built.shared, self.units
+        shared, units, own = self.built.shared, self.units, {id(unit) for unit in self.units}
+        self._reduced_units.clear()
         if wanted is not None:
             names = set(self.named(loader.index()))
             chosen = {id(unit) for unit in units if unit.slots and wanted(unit, names)}
             units = [unit for unit in units if id(first_unit(unit)) in chosen]
+            if in_parts:
+                units = [self._reduced(unit, names) for unit in units]
         taken = {id(unit) for unit in units}
+        taken |= {id(self._reduced_units[id(unit)]) for unit in units if id(unit) not in own}
         rest = [unit for unit in self.units if id(unit) not in taken]
         shared = evolve(shared, units=units, elsewhere=[*shared.elsewhere, *rest])
         return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
+
+    def _reduced(self, unit: Unit, names: set[str]) -> Unit:
+        """Return a module without the tensors that `names` lacks, if it can be overwritten."""
+        writers = self._writers.get(id(unit))
+        if not writers:
+            return unit
+        slots = []
+        for slot in unit.slots:
+            ways = [tuple(part for part in way if part.name in names) for way in slot.ways]
+            if any(ways):
+                slots.append(evolve(slot, ways=(max(ways, key=len),)))
+        reduced = evolve(unit, slots=slots)
+        self._reduced_units[id(reduced)] = unit
+        return reduced
+
+    def refuse_sparse(self, plan: WeightPlan, sparse: frozenset[str]) -> None:
+        """Raise RequestError if a delta is for a module that has to be loaded again."""
+        for name, stored in plan.stored.items():
+            for unit, _, _ in plan.routes[name] if stored.name in sparse else ():
+                if id(self._reduced_units.get(id(unit), unit)) not in self._writers:
+                    message = (
+                        f"{stored.name}: its layer keeps other values than the checkpoint's (it is "
+                        "quantized or rearranged), so changed values alone cannot update it; send "
+                        "the whole tensor"
+                    )
+                    raise RequestError(message, "deltas")
 
     def fill(self, plan: WeightPlan, loader: _Arrived) -> None:
         """Overwrite or load the planned modules one by one."""
@@ -168,13 +213,16 @@ class _BlankModel:
             for slot in unit.slots
             if slot.optional and not _given(slot.ways, plan.routes)
         }
-        loads, writes = split_plan(plan, self._writers)
+        writers = dict(self._writers)
+        writers |= {new: writers[id(unit)] for new, unit in self._reduced_units.items()}
+        loads, writes = split_plan(plan, writers)
         self.changed |= bool(writes.parts)
-        overwriting = OverwritingLoader(loader, writes)
+        overwriting = OverwritingLoader(loader, writes, loader.sparse)
         fill(loads, overwriting, device=self.worker.platform.device, progress=False)
         for unit in plan.units:
-            if id(unit) in self._writers:
-                _renew_adapters(self._running[id(unit)])
+            whole = self._reduced_units.get(id(unit), unit)
+            if id(whole) in self._writers:
+                _renew_adapters(self._running[id(whole)])
 
     def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
         """Finish a module as loading does; refill the running one after all that wait for it."""
@@ -229,6 +277,8 @@ class WeightReceiver:
         self._worker, self._backend = worker, backend
         self._sources: dict[int, TensorSource] = {}
         self._checks: dict[int, FiniteCheck] = {}
+        #: By the number of `update_weights`, functions that put an adapter's tensors in place.
+        self._adapters: dict[int, Callable[[], None]] = {}
         self._blank: _BlankModel | None = None
         #: The model of the last update, which the next one uses again.
         self._spare: _BlankModel | None = None
@@ -282,7 +332,7 @@ class WeightReceiver:
 
     def cancel(self) -> None:
         """Discard an unfinished update."""
-        for number in list(self._sources):
+        for number in (*self._sources, *self._adapters):
             self.drop(number)
         self._blank = None
 
@@ -291,6 +341,7 @@ class WeightReceiver:
         check = self._checks.pop(number, None)
         if check is not None:
             check.stop()
+        self._adapters.pop(number, None)
         source = self._sources.pop(number, None)
         if source is not None:
             source.close()
@@ -311,17 +362,34 @@ class WeightReceiver:
         """
         blank, source = self._model, self._backend.open(info)
         try:
+            if "adapter" in info:
+                self._adapters[number] = self._replace_adapter(info["adapter"], source)
+                source.close()
+                return False
+            if info.get("target", "model") != "model":
+                raise UnsupportedError(
+                    f"target: the weights of {info['target']!r} cannot be updated yet, only those "
+                    "of the model and of adapters; restart the engine with other drafters"
+                )
+            if "deltas" in info:
+                source = DeltaSource(source, info["deltas"])
+                if not self._partial:
+                    message = "needs start_weight_update(partial=True)"
+                    raise RequestError(message, "deltas")
             known = {name for earlier in self._sources.values() for name in earlier.index()}
             twice = known & set(source.index())
             if twice:
                 raise RequestError(f"{min(twice)} occurs twice in one update", "update_info")
             streams = self._backend.streams
             if streams:
-                blank.plan(_Arrived([source]), _touched if self._partial else None)
+                self._plan(_Arrived([source]))
             else:
                 blank.plan(_Arrived([*self._sources.values(), source]), _complete)
-                world = self._worker.mesh.world
-                self._checks[number] = FiniteCheck(source.read(), world.rank, world.size)
+                world, stored = self._worker.mesh.world, source.read
+                if isinstance(source, DeltaSource):
+                    source.check()
+                    stored = source.stored
+                self._checks[number] = FiniteCheck(stored(), world.rank, world.size)
         except CheckpointError as error:
             source.close()
             raise RequestError(str(error), "update_info") from error
@@ -332,6 +400,27 @@ class WeightReceiver:
         dtype = blank.built.dtype
         self._converted |= any(stored.dtype != dtype for stored in source.index().values())
         return streams
+
+    def _replace_adapter(self, name: object, source: TensorSource) -> Callable[[], None]:
+        """Return a function that puts an adapter's tensors in place. Raises RequestError."""
+        loaded = self._worker.loaded
+        bank = None if loaded is None else loaded.adapters
+        if bank is None:
+            raise RequestError("the engine runs without adapters", "adapter")
+        if not isinstance(name, str):
+            raise RequestError("must be the name of a loaded adapter", "adapter")
+        tensors = {stored: tensor.clone() for stored, tensor in FiniteSource(source).read()}
+        try:
+            return bank.replace(name, tensors)
+        except CheckpointError as error:
+            raise RequestError(str(error), "adapter") from error
+
+    def _plan(self, loader: _Arrived) -> WeightPlan:
+        """Plan the update. Raises CheckpointError and RequestError."""
+        wanted = _touched if self._partial else None
+        plan = self._model.plan(loader, wanted, in_parts=self._partial)
+        self._model.refuse_sparse(plan, loader.sparse)
+        return plan
 
     def verify(self, number: int, wait: bool) -> bool:
         """Return whether the values of an `update_weights` have been checked.
@@ -349,8 +438,9 @@ class WeightReceiver:
     def receive(self) -> None:
         """Apply tensors as they arrive from a stream."""
         _, source = self._sources.popitem()
-        loader, blank = _Arrived([FiniteSource(source)]), self._model
-        plan = blank.plan(_Arrived([source]), _touched if self._partial else None)
+        deltas = isinstance(source, DeltaSource)  # which check their values themselves
+        loader, blank = _Arrived([source if deltas else FiniteSource(source)]), self._model
+        plan = self._plan(loader)
         try:
             blank.fill(plan, loader)
         finally:
@@ -359,12 +449,14 @@ class WeightReceiver:
     def complete(self) -> bool:
         """Check for missing tensors; returns whether there is an update. Raises RequestError."""
         if self._backend.streams:
-            return self._model.changed
+            return self._model.changed or bool(self._adapters)
         loader = _Arrived(list(self._sources.values()))
+        if self._adapters and not self._sources:
+            return True
         if not self._sources:
             raise RequestError("no weights were received: call update_weights first", "update_info")
         try:
-            self._model.plan(loader, _touched if self._partial else None)
+            self._plan(loader)
         except CheckpointError as error:
             raise RequestError(str(error), "update_info") from error
         return True
@@ -377,7 +469,9 @@ class WeightReceiver:
         """
         blank, loader = self._model, _Arrived(list(self._sources.values()))
         if self._sources:
-            blank.fill(blank.plan(loader, _touched if self._partial else None), loader)
+            blank.fill(self._plan(loader), loader)
+        for replace in self._adapters.values():
+            replace()
         self.cancel()
         self._spare = blank
         runner = self._worker.runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,13 @@ from torch import Tensor
 from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
 from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError, EngineError
-from modulm_adapter_lora.files import read_adapter, stamp_of
+from modulm_adapter_lora.files import (
+    AdapterFiles,
+    read_adapter,
+    read_settings,
+    sort_tensors,
+    stamp_of,
+)
 from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
 from modulm_adapter_lora.options import LoraOptions
 from modulm_adapter_lora.prepared import Prepared, Preparer
@@ -36,12 +42,13 @@ __all__ = ["LoraBank"]
 @mutable(eq=False)
 class _Added:
     """An added adapter. `held`: its weights, None while not in host memory. stamp: of the files
-    that were read.
+    that were read. sent: the tensors that have replaced those of the files, if any.
     """
 
     path: Path
     held: Prepared | None
     stamp: tuple[tuple[str, int, int, int], ...]
+    sent: AdapterFiles | None = None
 
 
 class LoraBank(AdapterBank):
@@ -144,19 +151,48 @@ class LoraBank(AdapterBank):
         with self._guard:
             self._added[name] = _Added(path, prepared, stamp)
             self._added.move_to_end(name)
-            self._renewed |= {
-                slot: (name, prepared)
-                for slot, (held, _) in {**self._slots, **self._renewed}.items()
-                if held == name
-            }
+            self._renew_slots(name, prepared)
             self._make_room(name)
+
+    def replace(self, name: str, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        with self._guard:
+            paths = {n: a.path for n, a in self._added.items() if n.startswith(f"{name}@")}
+        if not paths:
+            raise CheckpointError(f"there is no adapter {name!r}")
+        if self._preparer is None:
+            raise EngineError("adapters cannot be replaced before the model is loaded")
+        ready: dict[str, tuple[AdapterFiles, Prepared]] = {}
+        for key, path in paths.items():
+            settings = read_settings(path if path.is_dir() else path.parent)
+            files = sort_tensors(Path(f"{name}, the update"), settings, tensors)
+            ready[key] = files, self._preparer(files)
+        return partial(self._replace, ready)
+
+    def _replace(self, ready: Mapping[str, tuple[AdapterFiles, Prepared]]) -> None:
+        """Put replaced tensors in place, in slots from the next step on."""
+        with self._guard:
+            for key, (files, prepared) in ready.items():
+                added = self._added.get(key)
+                if added is not None:
+                    added.held, added.sent = prepared, files
+                    self._renew_slots(key, prepared)
+
+    def _renew_slots(self, name: str, prepared: Prepared) -> None:
+        self._renewed |= {
+            slot: (name, prepared)
+            for slot, (held, _) in {**self._slots, **self._renewed}.items()
+            if held == name
+        }
 
     def renew(self) -> None:
         with self._guard:
-            special = [n for n, a in self._added.items() if a.held is not None and a.held.special]
-            paths = {name: self._added[name].path for name in special}
-        for name, path in paths.items():
-            self.add(name, path)
+            held = [(name, added, added.held) for name, added in self._added.items()]
+            special = [(n, added) for n, added, one in held if one is not None and one.special]
+        for name, added in special:
+            if added.sent is None:
+                self.add(name, added.path)
+            elif self._preparer is not None:
+                self._replace({name: (added.sent, self._preparer(added.sent))})
 
     def prepare(self, name: str) -> None:
         with self._guard:
@@ -194,15 +230,15 @@ class LoraBank(AdapterBank):
         return self._preparer(read_adapter(path))
 
     def _make_room(self, kept: str) -> None:
-        """Evict the least recently used adapters beyond the limit of host memory; slots keep
-        theirs.
+        """Evict the least recently used adapters beyond the limit of host memory, except those
+        whose tensors are not those of their files; slots keep theirs.
         """
         in_slots = {name for name, _ in self._slots.values()}
         held = [name for name, added in self._added.items() if added.held is not None]
         for name in held:
             if len(held) <= self.config.host_adapters:
                 return
-            if name != kept and name not in in_slots:
+            if name != kept and name not in in_slots and self._added[name].sent is None:
                 self._added[name].held = None
                 held = [other for other in held if other != name]
 

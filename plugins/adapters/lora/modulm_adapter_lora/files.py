@@ -114,7 +114,11 @@ def read_adapter(folder: Path) -> AdapterFiles:
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise CheckpointError(f"{folder}: there is no {' or '.join(WEIGHTS)}")
-    tensors = _only(_read_tensors(file), part, file)
+    return sort_tensors(file, settings, _only(_read_tensors(file), part, file))
+
+
+def sort_tensors(file: Path, settings: Settings, tensors: Mapping[str, Tensor]) -> AdapterFiles:
+    """Sort an adapter's tensors by module. file: for messages. Raises CheckpointError."""
     changes: dict[tuple[str, int], Change] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():

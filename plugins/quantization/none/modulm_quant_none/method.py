@@ -71,16 +71,20 @@ class Plain(QuantizationMethod):
     def writer(self, layer: torch.nn.Module, spec: LinearSpec, name: str) -> Writer | None:
         keeper: Any = layer
         stored, packed = layer._parameters.get(name), getattr(keeper, "packed", None)
-        overwrite = self.ops.find("overwrite_linear" if name == "weight" else "overwrite_bias")
         if isinstance(packed, torch.Tensor | None) and stored is not None:
             return partial(_copy, stored)
-        if spec.kind is LinearKind.EXPERT or overwrite is None:
-            return None
-        if self.ops.providers["linear"] != self.ops.providers["overwrite_linear"]:
+        experts = spec.kind is LinearKind.EXPERT
+        op, product = ("overwrite_linear", "linear")
+        if experts:
+            op, product = ("overwrite_experts", "fused_experts")
+        write, providers = self.ops.find(op), self.ops.providers
+        if write is None or providers[op] != providers[product]:
             return None
         if name == "weight":
-            return partial(_overwrite, overwrite, packed)
-        return None if stored is None else partial(_copy_bias, overwrite, packed, stored)
+            return partial(_overwrite_experts if experts else _overwrite, write, packed)
+        if stored is None or experts:
+            return None
+        return partial(_copy_bias, self.ops.find("overwrite_bias"), packed, stored)
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         if self.ops.supports("embedding_packed") and head.packed is not table.weight:
@@ -113,18 +117,43 @@ class Plain(QuantizationMethod):
         return weight
 
 
-def _copy(parameter: torch.Tensor, region: Region, values: torch.Tensor) -> None:
-    parameter[region].copy_(values)
+def _copy(
+    parameter: torch.Tensor, region: Region, values: torch.Tensor, sparse: bool = False
+) -> None:
+    target = parameter[region]
+    if sparse:
+        values = torch.where(values.isnan(), target, values.to(target.device, target.dtype))
+    target.copy_(values)
 
 
 def _copy_bias(
-    overwrite: Op, packed: object, bias: torch.Tensor, region: Region, values: torch.Tensor
+    overwrite: Any,
+    packed: object,
+    bias: torch.Tensor,
+    region: Region,
+    values: torch.Tensor,
+    sparse: bool = False,
 ) -> None:
-    _copy(bias, region, values)
+    _copy(bias, region, values, sparse)
     overwrite(packed, bias)
 
 
-def _overwrite(overwrite: Op, packed: object, region: Region, values: torch.Tensor) -> None:
+def _overwrite(
+    overwrite: Op, packed: object, region: Region, values: torch.Tensor, sparse: bool = False
+) -> None:
     """Overwrite rows of a packed weight; regions have all columns."""
-    rows = region[0] if region else slice(None)
-    overwrite(packed, rows.start or 0, values)
+    overwrite(packed, _first(region, 0), values, sparse=sparse)
+
+
+def _overwrite_experts(
+    overwrite: Op, packed: object, region: Region, values: torch.Tensor, sparse: bool = False
+) -> None:
+    """Overwrite rows of packed experts; regions have all columns."""
+    stack = values if values.dim() == len(region) else values.unsqueeze(0)
+    overwrite(packed, _first(region, 0), _first(region, 1), stack, sparse=sparse)
+
+
+def _first(region: Region, dim: int) -> int:
+    """Return where a region begins; the regions of a packed weight are slices."""
+    entries = region[dim] if len(region) > dim else slice(None)
+    return (entries.start or 0) if isinstance(entries, slice) else entries[0]
