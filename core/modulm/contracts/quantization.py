@@ -22,22 +22,9 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
 
 __all__ = [
-    "API",
-    "INPUTS",
-    "OUTPUTS",
-    "PARTS",
-    "Axis",
-    "CheckpointInfo",
-    "LinearKind",
-    "LinearSpec",
-    "MovableStack",
-    "ParamSpec",
-    "QuantizationMethod",
-    "Region",
-    "Shard",
-    "Writer",
-    "fixed",
-]
+    "API", "INPUTS", "OUTPUTS", "PARTS", "Axis", "CheckpointInfo", "LinearKind", "LinearSpec",
+    "MovableStack", "ParamSpec", "QuantizationMethod", "Region", "Shard", "Writer", "fixed",
+]  # fmt: skip
 
 API = 2
 
