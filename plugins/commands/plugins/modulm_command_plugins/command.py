@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
@@ -94,6 +96,11 @@ def show(name: str, as_json: bool) -> None:
     show_default=True,
     help="Timeout of a contract kit, in seconds.",
 )
+@click.option(
+    "--against",
+    metavar="VERSION|FOLDER",
+    help="Compare with another modulm instead: read its source and the plugins', import neither.",
+)
 @click.pass_context
 def doctor(
     ctx: click.Context,
@@ -101,6 +108,7 @@ def doctor(
     as_json: bool,
     kit: bool,
     third_party: bool,
+    against: str | None,
     **how: Any,
 ) -> None:
     """Import each plugin in a separate process and run its contract kit.
@@ -115,6 +123,9 @@ def doctor(
     unique = list(dict.fromkeys(declarations))
     if third_party:
         unique = [d for d in unique if not is_first_party(d.distribution)]
+    if against is not None:
+        _compare(ctx, unique, against, as_json)
+        return
     reports = []
     for report in examine(unique, kit=kit, **how):
         reports.append(report)
@@ -124,6 +135,34 @@ def doctor(
     if as_json:
         click.echo(json.dumps([report.as_data() for report in reports], indent=2))
     ctx.exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _compare(
+    ctx: click.Context, declarations: Sequence[Declaration], against: str, as_json: bool
+) -> None:
+    """Print what plugins must change for another modulm; exits with 1 if that is anything."""
+    from modulm_command_plugins.against import packages_of_contracts, problems_against
+    from modulm_command_plugins.installer import install_command, run
+
+    with tempfile.TemporaryDirectory(prefix="modulm-against-") as name:
+        folder = Path(against)
+        if not folder.is_dir():
+            folder = Path(name)
+            wanted = [f"{package}=={against}" for package in packages_of_contracts()]
+            more = ["--no-deps", "--target", name, "--quiet"]
+            if run(install_command(wanted, None, sys.executable, more)):
+                raise ConfigError("against", f"modulm {against} could not be fetched")
+        problems = problems_against(declarations, folder)
+    for declaration, found in problems.items():
+        if not as_json:
+            click.echo(
+                f"{'FAIL' if found else 'ok  '} {declaration}: {'; '.join(found)}".rstrip(": ")
+            )
+    if as_json:
+        rows = [{"plugin": f"{d.kind}/{d.name}", "distribution": d.distribution, "problems": found}
+                for d, found in problems.items()]  # fmt: skip
+        click.echo(json.dumps(rows, indent=2))
+    ctx.exit(any(problems.values()))
 
 
 @command.command()

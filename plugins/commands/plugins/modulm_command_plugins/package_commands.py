@@ -1,4 +1,4 @@
-"""`modulm plugins install`, `uninstall`, `search`, `outdated` and `index`."""
+"""`modulm plugins install`, `uninstall`, `search`, `outdated`, `index` and `migrate`."""
 
 from __future__ import annotations
 
@@ -270,4 +270,39 @@ def _show(rows: list[dict[str, str]], as_json: bool, columns: Sequence[str]) -> 
         table(rows, columns)
 
 
-COMMANDS: tuple[Any, ...] = (install, uninstall, search, outdated, make_index)
+@click.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Print the differences and write nothing.")
+@click.pass_context
+def migrate(ctx: click.Context, path: Path, dry_run: bool) -> None:
+    """Rewrite imports of names that have moved in this modulm.
+
+    PATH is a Python file or a folder. Exits with 1 if something is left to change by hand.
+    """
+    from difflib import unified_diff
+
+    from modulm.plugins.moved import moved
+    from modulm_command_plugins.migrate import migrated, sources
+
+    remarks = 0
+    for file in sources(path):
+        before = file.read_text(encoding="utf-8")
+        try:
+            result = migrated(before, moved())
+        except SyntaxError as error:
+            raise ConfigError("path", f"{file} is no Python: {error}") from error
+        remarks += len(result.remarks)
+        for remark in result.remarks:
+            click.echo(f"{file}, {remark}", err=True)
+        if result.text == before:
+            continue
+        if dry_run:
+            lines = before.splitlines(keepends=True), result.text.splitlines(keepends=True)
+            click.echo("".join(unified_diff(*lines, str(file), str(file))), nl=False)
+        else:
+            file.write_text(result.text, encoding="utf-8")
+            click.echo(f"rewrote {file}")
+    ctx.exit(bool(remarks))
+
+
+COMMANDS: tuple[Any, ...] = (install, uninstall, search, outdated, make_index, migrate)

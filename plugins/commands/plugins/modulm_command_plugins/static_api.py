@@ -16,7 +16,7 @@ from modulm.errors import PluginError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.kinds import find_kind
 
-__all__ = ["contract_version", "stale"]
+__all__ = ["api_in", "contract_version", "fits", "module_file", "stale", "stated_api"]
 
 #: Maximum number of imports and base classes that are followed.
 _DEPTH = 6
@@ -27,18 +27,35 @@ def stale(declaration: Declaration) -> str:
 
     Imports no plugin, but the module of a kind that a package adds.
     """
-    version = contract_version(declaration.kind)
+    version, stated = contract_version(declaration.kind), stated_api(declaration)
+    if version is None or stated is None or fits(stated, version):
+        return ""
+    written = f"{stated[0]} to {stated[1]}" if isinstance(stated, tuple) else f"{stated}"
+    return f"for contract {written}, not {version}"
+
+
+def stated_api(declaration: Declaration) -> int | tuple[int, int] | None:
+    """Return the version that a driver states in its source or declaration; None if unknown."""
     stated = declaration.api
     if stated is None:
         module, _, name = declaration.target.partition(":")
         stated = _class_api(module, name, _DEPTH)
-    if version is None or not isinstance(stated, int | tuple):
-        return ""
-    lowest, highest = stated if isinstance(stated, tuple) and len(stated) == 2 else (stated, stated)
-    if not isinstance(lowest, int) or not isinstance(highest, int) or lowest <= version <= highest:
-        return ""
-    written = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-    return f"for contract {written}, not {version}"
+    if isinstance(stated, tuple):
+        several = len(stated) == 2 and all(isinstance(item, int) for item in stated)
+        return stated if several else None
+    return stated if isinstance(stated, int) else None
+
+
+def fits(stated: int | tuple[int, int], version: int) -> bool:
+    """Whether a stated version or range includes a version."""
+    lowest, highest = stated if isinstance(stated, tuple) else (stated, stated)
+    return lowest <= version <= highest
+
+
+def api_in(file: Path) -> int | None:
+    """Return the `API` of a contract's module, given by its file; None if it has none."""
+    version = _assigned(_parsed(file), "API")
+    return version if isinstance(version, int) else None
 
 
 @cache
@@ -54,7 +71,7 @@ def contract_version(kind: str) -> int | None:
 
 def _body(module: str) -> list[ast.stmt]:
     """Parse a module; [] if there is no source. Imports nothing."""
-    file = _file(module)
+    file = module_file(module)
     return [] if file is None else _parsed(file)
 
 
@@ -66,7 +83,8 @@ def _parsed(file: Path) -> list[ast.stmt]:
         return []
 
 
-def _file(module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
+    """Return the file of a module, without importing its package; None if there is none."""
     top, *rest = module.split(".")
     try:
         spec = find_spec(top)
@@ -122,7 +140,7 @@ def _source(module: str, node: ast.ImportFrom) -> str:
     """The absolute name of the module that a statement imports from."""
     if node.level == 0:
         return node.module or ""
-    file = _file(module)
+    file = module_file(module)
     package = (
         module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
     )
