@@ -190,6 +190,9 @@ class Statistics(Protocol):
     def step(self, stats: StepStats) -> None:
         """Record a step."""
 
+    def parts(self, counts: Mapping[str, float]) -> None:
+        """Record what step parts counted in a step, by name."""
+
     def gaps(self, seconds: Sequence[float]) -> None:
         """Record inter-token latencies of all sequences that got a token in a step."""
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from modulm.contracts.outputs import Statistics
 from modulm.contracts.policy import Scheduler
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, ContextLengthExceeded, EngineDead, EngineError, RequestError
@@ -275,14 +276,9 @@ def test_a_step_that_does_not_end_is_interrupted_by_the_third_ctrl_c(
 
 
 def test_statistics_that_raise_are_removed(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
+    class Broken(Statistics):
         def step(self, stats: object) -> None:
             raise OSError("disk full")
-
-        def gaps(self, gaps: object) -> None:
-            """Not counted."""
-
-        finished = gaps
 
     llm.count_by(Broken())
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished

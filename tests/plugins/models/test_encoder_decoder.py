@@ -13,6 +13,7 @@ from samples import parametrize_sample
 import modulm
 from modulm import BeamSearchParams, SamplingParams
 from modulm.config.sources import keywords
+from modulm.contracts.outputs import Statistics
 from modulm.errors import ModulmError, RequestError
 from modulm.testing.checkpoints import make_tiny
 from modulm_server.engine.async_llm import AsyncLLM
@@ -101,15 +102,11 @@ def greedily(most, **options):
     return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **options)
 
 
-class Counted:
+class Counted(Statistics):
     preempted = 0
 
     def step(self, stats):
         self.preempted += stats.preempted
-
-    def gaps(self, seconds): ...
-
-    def finished(self, request): ...
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -94,10 +94,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     so in host memory two integer maxima suffice, three times as fast as torch's check of floats.
     """
     layout = _INFINITY.get(tensor.dtype)
-    if layout is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if layout is None or not tensor.is_contiguous():
         return bool(torch.isfinite(tensor).all())
     integers, unsigned, infinity = layout
-    bits = tensor.view(-1).view(integers).numpy()
+    try:
+        bits = tensor.view(-1).view(integers).numpy()
+    except TypeError:  # in a device's memory
+        return bool(torch.isfinite(tensor).all())
     sign = 1 << (8 * bits.itemsize - 1)
     for start in range(0, len(bits), _CHUNK):
         chunk = bits[start : start + _CHUNK]

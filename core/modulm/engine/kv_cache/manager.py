@@ -55,8 +55,6 @@ class BlockTables(ABC):
         """Undo one `pin` of each block."""
         self.pool.release(blocks)
 
-    hold, drop = pin, unpin  # the former names
-
     def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
         """Report blocks that enter and leave the prefix cache; see `BlockGroup.watch`."""
         self.index.watchers.append(watcher)

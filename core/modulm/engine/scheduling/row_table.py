@@ -42,9 +42,6 @@ class RowTable:
         self.paused: set[int] = set()
         self._free = list(range(rows - 1, -1, -1))
 
-    #: The former name of `length`.
-    known = property(lambda self: self.length)
-
     @property
     def free(self) -> int:
         """Number of free rows."""

@@ -455,7 +455,7 @@ class OutputProcessor:
         for state in news.values():
             if state.finished:
                 self._finish(state)
-        if events.counts and hasattr(self.statistics, "parts"):
+        if self.statistics is not None and events.counts:
             self._count(self.statistics, "parts", events.counts)
         if self.statistics is not None and events.stats is not None:
             self._count(self.statistics, "step", events.stats)
