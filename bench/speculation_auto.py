@@ -10,9 +10,11 @@
   summary that quotes, an unrelated page, a text in which each word is replaced. Steps, drafts and
   verification are real; only the choice of the token is not the model's.
 
-Both engines are in one process and take turns, in changing order. For each kind: steps, accepted
-of drafted tokens, plain / auto of CPU seconds and of seconds (median and quartiles of the rounds),
-and whether all tokens are the same. On a loaded machine only steps and CPU seconds mean something.
+Both engines are in one process and take turns, in changing order. Each round has a cache salt of
+its own, so that no answer is drafted from the same answer in an earlier round. For each kind:
+steps, accepted of drafted tokens, plain / auto of CPU seconds and of seconds (median and quartiles
+of the rounds), and whether all tokens are the same. On a loaded machine only steps and CPU seconds
+mean something.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import random
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +149,8 @@ def compare(
     results: dict[str, Any] = {}
     for turn in range(rounds + 1):
         for name in sorted(engines, reverse=bool(turn % 2)):
-            results[name] = answer(engines[name], prompts, params, streams)
+            salted = [{**prompt, "cache_salt": str(turn)} for prompt in prompts]
+            results[name] = answer(engines[name], salted, params, streams)
         plain, auto = results["plain"], results["auto"]
         if turn:
             ratios.append((plain[3] / auto[3], plain[4] / auto[4]))
@@ -158,31 +162,35 @@ def compare(
     }  # fmt: skip
 
 
-def work(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def work(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the measurements and yield their figures."""
     common = {"max_model_len": 2048, "enable_prefix_caching": False, "max_num_seqs": 32}
     variants = {"plain": {}, "auto": {"speculative": "auto"}}
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens)
     tokenizer = AutoTokenizer.from_pretrained(Demo.source())
     if "demo" in arguments.part:
-        engines = {name: LLM("demo", **common, **more) for name, more in variants.items()}
+        engines = {
+            name: stack.enter_context(LLM("demo", **common, **more))
+            for name, more in variants.items()
+        }
         for kind, category in DEMO.items():
             prompts = [
-                tokenizer.apply_chat_template(
+                {"prompt": tokenizer.apply_chat_template(
                     [dict(message) for message in example.messages[:-1]],
                     add_generation_prompt=True, tokenize=False,
-                )
+                )}
                 for example in heldout(7, category, 4 * arguments.prompts)
             ]  # fmt: skip
             figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
             yield f"demo, {kind}", figures
-        for llm in engines.values():
-            llm.close()
     if "replay" in arguments.part:
         folder = arguments.folder / "replayed"
         if not (folder / "config.json").exists():
             make_tiny(folder, "Qwen3ForCausalLM", dtype="bfloat16", **SHAPE)
-        engines = {name: LLM(str(folder), **common, **more) for name, more in variants.items()}
+        engines = {
+            name: stack.enter_context(LLM(str(folder), **common, **more))
+            for name, more in variants.items()
+        }
         replay = {name: Replay(llm) for name, llm in engines.items()}
         params = params.with_(ignore_eos=True)
         for kind, pairs in replays(tokenizer.encode, arguments.prompts, arguments.tokens):
@@ -191,8 +199,16 @@ def work(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
             prompts = [{"prompt_token_ids": prompt} for prompt, _ in pairs]
             figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
             yield f"replay, {kind}", figures
-        for llm in engines.values():
-            llm.close()
+
+
+def line(kind: str, figures: Mapping[str, Any]) -> str:
+    """Return a line of the table."""
+    ratios = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")]
+    return (
+        f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
+        f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
+        f"{'yes' if figures['same'] else 'NO'} |"
+    )
 
 
 def main() -> None:
@@ -208,17 +224,18 @@ def main() -> None:
     table = {}
     print("| work | tokens | steps | with auto | accepted / drafted | CPU | seconds | same |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind, figures in work(arguments):
-        table[kind] = figures
-        ratios = [
-            "{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")
-        ]
-        print(
-            f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
-            f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
-            f"{'yes' if figures['same'] else 'NO'} |",
-            flush=True,
-        )
+    with ExitStack() as stack:
+        for kind, figures in work(arguments, stack):
+            table[kind] = figures
+            ratios = [
+                "{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")
+            ]
+            print(
+                f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
+                f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
+                f"{'yes' if figures['same'] else 'NO'} |",
+                flush=True,
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(table, indent=1))
 

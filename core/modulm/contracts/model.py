@@ -82,6 +82,7 @@ class Batch(Recordable):
     adapters: torch.Tensor | None = None
     carried: tuple[torch.Tensor, ...] = ()
     encoded: torch.Tensor | None = None
+    only_sampled: bool = False
 
     def plan(self, cache: int) -> Any:
         """Return the plan for the layer of cache `cache`: attention or state, by its spec."""
@@ -90,7 +91,8 @@ class Batch(Recordable):
     def key(self) -> Hashable | None:
         keys = tuple([plan.key() for plan in self.plans])
         inputs = (self.embeds, self.axis_positions, self.encoded)
-        unrecordable = self.carried or any(tensor is not None for tensor in inputs)
+        whole = not (self.carried or self.only_sampled)
+        unrecordable = not whole or any(tensor is not None for tensor in inputs)
         return None if None in keys or unrecordable else (keys, tuple(self._own()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -111,6 +111,8 @@ class DecoderForCausalLM(Module, Model):
         return self._caches
 
     def forward(self, batch: Batch) -> Tensor:
+        if batch.only_sampled and type(self).forward is not DecoderForCausalLM.forward:
+            batch = evolve(batch, only_sampled=False)
         return self.norm.add(*self._run(batch))[0]
 
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
@@ -141,7 +143,10 @@ class DecoderForCausalLM(Module, Model):
         """Run the layers of this stage; store the residual stream after each `selected` layer."""
         x: Tensor = batch.carried[0] if batch.carried else self.embed(batch)
         residual: Tensor | None = batch.carried[1] if len(batch.carried) > 1 else None
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            if batch.only_sampled and index == last and isinstance(layer, PreNormLayer):
+                return layer.sampled(x, residual, batch)
             x, residual = layer(x, residual, batch)
             if index in selected and captured is not None:
                 captured[index] = x if residual is None else self.norm.ops.add(x, residual)
@@ -170,6 +175,25 @@ class PreNormLayer(Module):
         """x, residual: [tokens, hidden]."""
         x, residual = self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
+        return self.mlp(x), residual
+
+    def sampled(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the last layer for the tokens in `batch.sample` only: [n, hidden].
+
+        The other tokens go through the attention, whose keys and values are cached, but not through
+        the feed-forward part. Without samples, or in a layer that computes something else, this
+        returns all tokens.
+        """
+        if type(self).forward is not PreNormLayer.forward:
+            return self(x, residual, batch)
+        x, residual = self.attn_norm.add(x, residual)
+        x = self.attn(x, batch)
+        if not len(batch.sample):
+            return x, residual
+        x, residual = x[batch.sample], residual[batch.sample]
+        x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 
 

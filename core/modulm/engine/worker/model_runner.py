@@ -84,8 +84,7 @@ class ModelRunner:
         self.forget_recordings()
         #: Hidden states of single layers for step parts, of the last step.
         self._layers: tuple[torch.Tensor, ...] = ()
-        self.platform = platform
-        self._staging = platform.staging()
+        self.platform, self._staging = platform, platform.staging()
         specs, groups = _with_parts(loaded, self.parts.values())
         measure = partial(step_memory, loaded, specs, groups, platform, self._forward, rows, tokens)
         self._mesh = mesh = mesh or Mesh()
@@ -139,6 +138,10 @@ class ModelRunner:
         self._invariant = config.model.batch_invariant
         # Bidirectional attention, or a model without caches, cannot run token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
+        #: Whether only the scorer reads hidden states of tokens that are not sampled.
+        self._narrow = not (
+            self.hooks.reads or self._sizes or self._invariant or mesh.world.size > 1
+        )
         self._scorer = PromptScorer(self.sampler, self._logits, self._tensor)
         self._failed: dict[int, RowFailure] = {}
         # The step in which each row was admitted; earlier results belong to other requests.
@@ -326,6 +329,8 @@ class ModelRunner:
         batch = self.builder.build(whole, places)
         for amend in self.hooks.amend_batch:
             batch = amend(whole, batch)
+        if self._narrow and len(sample) < len(plan.tokens) and not self._scorer.busy:
+            batch = evolve(batch, only_sampled=True)
         output = self._in_stages(forward, batch)
         hidden, *layers = (output,) if isinstance(output, torch.Tensor) else output
         if whole is not plan:

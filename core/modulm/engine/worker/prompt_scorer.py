@@ -43,6 +43,11 @@ class PromptScorer:
         """Forget the row; unknown rows are ignored."""
         self._prompts.pop(row, None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a row's prompt is being scored."""
+        return bool(self._prompts)
+
     def scores(self, plan: Plan, hidden: torch.Tensor) -> dict[int, list[Best]]:
         """Score, for each row, the prompt tokens that follow those computed in the step.
 

@@ -40,6 +40,8 @@ class RunnerHooks:
             if type(runner).tokenless != () or "tokenless" in vars(runner)
         )
         self.layers = tuple(layer for runner in runners for layer in runner.layers)
+        # Whether a part reads the hidden states of all tokens, or the batch's shape at each layer.
+        self.reads = any((self.collect, self.after, self.watch, self.focus, self.layers))
         self.drafts = max((runner.drafts for runner in runners), default=0)
         self.ahead = max((runner.ahead for runner in runners), default=0)
         self.every = any(runner.every for runner in runners)
