@@ -164,7 +164,10 @@ def prefixes(size: int) -> float:
     for index in range(max(size // 32, 1)):
         made.add(request(f"p{index}", length, index, new=1))
         step(made)
-    more = [request(f"m{index}", length, index if index % 2 else -index, 1) for index in range(60)]
+    more = [
+        request(f"m{index}", length, index if index % 2 else 10**6 + index, 1)
+        for index in range(60)
+    ]
     began = time.process_time()
     for each in more:
         made.add(each)
