@@ -187,7 +187,8 @@ class PreNormLayer(Module):
         returns all tokens.
         """
         if type(self).forward is not PreNormLayer.forward:
-            return self(x, residual, batch)
+            whole: tuple[Tensor, Tensor | None] = self(x, residual, batch)
+            return whole
         x, residual = self.attn_norm.add(x, residual)
         x = self.attn(x, batch)
         if not len(batch.sample):
