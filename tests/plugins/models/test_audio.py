@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
+from tests.plugins.models.test_images import GEMMA4, Gemma4Unified
 
 import modulm
 from modulm.errors import CheckpointError, RequestError
@@ -53,7 +54,13 @@ def apart(processor, text, sounds):
     ids, processed = tokenizer(first, add_special_tokens=False)["input_ids"], []
     for sound, rest in zip(sounds, others, strict=True):
         processed.append(
-            processor(text=[processor.audio_token], audio=[sound], add_special_tokens=False)
+            processor(
+                text=[processor.audio_token],
+                audio=[sound],
+                add_special_tokens=False,
+                return_tensors="pt",
+                sampling_rate=16000,
+            )
         )
         ids += np.asarray(processed[-1].pop("input_ids")[0]).tolist()
         ids += tokenizer(rest, add_special_tokens=False)["input_ids"]
@@ -132,6 +139,11 @@ def glm_asr(tokenizer):
     return hf.GlmAsrProcessor(mel(2), tokenizer, audio_token="<|pad|>")
 
 
+def moss(tokenizer):
+    extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=16, chunk_length=2)
+    return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer)
+
+
 def qwen3_asr(tokenizer):
     extractor = importlib.import_module(
         "transformers.models.qwen3_asr.feature_extraction_qwen3_asr"
@@ -186,6 +198,14 @@ FAMILIES = {
     ),
     "GraniteSpeechPlusForConditionalGeneration": (
         {"audio_token": "<|audio|>"}, lambda tokenizer: Granite(), {"seconds": (0.4, 0.4, 0.25)}
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        GEMMA4, lambda tokenizer: Gemma4Unified(), {"seconds": (0.4, 0.4, 0.25)}
+    ),
+    "MossTranscribeDiarizeForConditionalGeneration": (
+        {"audio_token": "<|audio_pad|>", "audio_bos_token": "<|audio_start|>",
+         "audio_eos_token": "<|audio_end|>"},
+        moss, {"seconds": (0.32, 2.3, 0.45), "inputs": apart},
     ),
     "GlmAsrForConditionalGeneration": (
         {"audio_token": "<|pad|>"}, glm_asr, {"seconds": (0.32, 2.3, 0.45), "inputs": apart},

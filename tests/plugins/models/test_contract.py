@@ -32,7 +32,8 @@ ARCHITECTURES = [
 
 #: Have another family's layers with settings of their own: `make test` checks that family.
 ALIKE = {
-    "BailingMoeForCausalLM", "PanguEmbeddedForCausalLM", "Param2MoEForCausalLM",
+    "BailingMoeForCausalLM", "Gemma4UnifiedForCausalLM", "PanguEmbeddedForCausalLM",
+    "Param2MoEForCausalLM",
     "SarvamMLAForCausalLM", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
     "LlamaBidirectionalForSequenceClassification",
 }  # fmt: skip

@@ -244,6 +244,20 @@ def gemma4(tokenizer):
     return Files("Gemma4Processor", image, feature_extractor=sound)
 
 
+class Gemma4Unified:
+    """The files of a processor that needs torchvision."""
+
+    def save_pretrained(self, folder):
+        sizes = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+        table = {
+            "processor_class": "Gemma4UnifiedProcessor",
+            "image_processor": {"image_processor_type": "Gemma4UnifiedImageProcessor", **sizes},
+            "video_processor": {"video_processor_type": "Gemma4UnifiedVideoProcessor", **sizes},
+            "feature_extractor": {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor"},
+        }
+        (folder / "processor_config.json").write_text(json.dumps(table))
+
+
 def tiled(kind, **settings):
     """One of our own image processors, where transformers' needs torchvision."""
     return kind(size={"height": 28, "width": 28}, **settings)
@@ -305,6 +319,13 @@ class LookedAt(ImageFamily):
         if prompt.items:
             return super().model_inputs(processor, prompt)
         return processor.tokenizer([prompt.text], add_special_tokens=False, return_tensors="pt")
+
+
+class Leading(ImageFamily):
+    """Images of a prompt without placeholders come first, and its text then."""
+
+    def further(self, mark):
+        return [Prompt("caption en", self.items()[:1])]
 
 
 class Clips(ImageFamily):
@@ -425,6 +446,8 @@ GEMMA4 = {
     "0": "<|video|>", "audio_token": "<|audio|>", "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }  # fmt: skip
+#: Each frame has some 66 tokens.
+GEMMA4_CHUNKS = {"chunk": 80, "videos": ((2, 44, 30), (2, 30, 44)), "video_mark": "<|video|>"}
 COMMAND_A = {
     "image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>",
     "eoi_token": "<|END_OF_IMG|>", "img_line_break_token": "<|IMG_LINE_BREAK|>",
@@ -499,6 +522,8 @@ FAMILIES = {
     "Glm4vForConditionalGeneration": (GLM, glm("glm4v"), GLM_SEEN),
     "Glm4vMoeForConditionalGeneration": (GLM, glm("glm4v"), GLM_SEEN),
     "Glm46VForConditionalGeneration": (GLM, glm("glm46v"), GLM_SEEN),
+    "GlmOcrForConditionalGeneration": (GLM, glm("glm46v"), GLM_SEEN),
+    "Exaone4_5_ForConditionalGeneration": (QWEN, qwen("Exaone4_5_Processor"), {}),
     "Qwen2VLForConditionalGeneration": (QWEN, qwen("Qwen2VLProcessor"), {}),
     "Qwen2_5_VLForConditionalGeneration": (QWEN, qwen("Qwen2_5_VLProcessor"), {}),
     "Qwen3VLForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
@@ -539,7 +564,12 @@ FAMILIES = {
     "Phi4MultimodalForCausalLM": (PHI, phi, {"loads": "", "sizes": ((56, 42), (19, 60), (44, 44))}),
     "MllamaForConditionalGeneration": (MLLAMA, mllama, {"reuses": False}),
     "PaliGemmaForConditionalGeneration": (PALIGEMMA, paligemma, {"chunk": 60, "prefix": True}),
-    "Gemma4ForConditionalGeneration": (GEMMA4, gemma4, {"chunk": 80}),
+    "Gemma4ForConditionalGeneration": (GEMMA4, gemma4, GEMMA4_CHUNKS),
+    "Gemma4UnifiedForConditionalGeneration": (
+        GEMMA4,
+        lambda tokenizer: Gemma4Unified(),
+        GEMMA4_CHUNKS,
+    ),
 }
 #: Those whose prompts are more.
 OTHERS = {
@@ -547,6 +577,7 @@ OTHERS = {
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Omni,
     "MllamaForConditionalGeneration": LookedAt,
+    "PaliGemmaForConditionalGeneration": Leading,
 }
 #: Further names of checkpoints of these.
 ALIASES = {

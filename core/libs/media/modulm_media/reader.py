@@ -229,7 +229,7 @@ class MediaReader:
                 count = _count(tokens, self._encoded(kind))
                 raise RequestError(
                     f"the prompt has {count} placeholders {mark!r} for "
-                    f"{len(processed_items)} {kind} items",
+                    f"{len(processed_items)} {kind} items: write one where each item belongs",
                     "prompt",
                 )
             placeholders += [

@@ -62,16 +62,18 @@ _SMOOTH = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationM
 def resize(
     image: Tensor,
     size: Sequence[int] | int,
-    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    interpolation: InterpolationMode | int = InterpolationMode.BILINEAR,
     antialias: bool = True,
 ) -> Tensor:
-    """[..., height, width] -> [..., *size]; bytes stay bytes.
+    """[..., height, width] -> [..., *size]; bytes stay bytes. interpolation: or Pillow's number.
 
     Raises ValueError for modes that torch does not have.
     """
     height, width = size if isinstance(size, Sequence) else (size, size)
     if tuple(image.shape[-2:]) == (height, width):
         return image
+    if isinstance(interpolation, int):
+        interpolation = _BY_NUMBER[interpolation]
     smooth = interpolation in _SMOOTH
     if not smooth and not interpolation.value.startswith("nearest"):
         raise ValueError(f"torch does not resize by {interpolation.value}")

@@ -42,8 +42,9 @@ class BlockShape:
 
     rms: RMS norms instead of layer norms. gated: gated feed-forward. bias, out_bias, mlp_bias:
     biases of queries, keys and values, of the output projection, of the feed-forward block. scales:
-    names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms over all heads
-    of queries and keys, called q_norm and k_norm. causal: causal attention.
+    names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms of queries and
+    keys, called q_norm and k_norm; over all heads, or over each with head_norm. kv_heads: heads of
+    keys and values, 0 for as many as of queries. causal: causal attention.
     """
 
     hidden: int
@@ -60,6 +61,8 @@ class BlockShape:
     neox: bool = True
     scales: tuple[str, str] | None = None
     qk_norm: bool = False
+    head_norm: bool = False
+    kv_heads: int = 0
     causal: bool = False
     names: BlockNames = field(factory=BlockNames)
 
@@ -71,16 +74,21 @@ class VisionAttention(Module):
         super().__init__()
         names, hidden = shape.names.projections, shape.hidden
         self.head_dim = shape.head_dim or hidden // shape.heads
-        self.heads = b.shared.mesh.tensor.part(shape.heads, f"attention heads of {b.prefix}")
+        part, kv_heads = b.shared.mesh.tensor.part, shape.kv_heads or shape.heads
+        self.heads = part(shape.heads, f"attention heads of {b.prefix}")
+        self.kv_heads = part(kv_heads, f"attention heads of {b.prefix}")
         self.ops, self.neox, self.causal = b.ops, shape.neox, shape.causal
         whole = shape.heads * self.head_dim
-        parts = {names.q: whole, names.k: whole, names.v: whole}
+        narrow = kv_heads * self.head_dim
+        parts = {names.q: whole, names.k: narrow, names.v: narrow}
         self.qkv = b.linear(names.qkv, hidden, parts, bias=shape.bias)
         self.out = b.row_linear(names.out, whole, hidden, bias=shape.out_bias)
-        if shape.qk_norm and self.heads != shape.heads:
+        over_all = shape.qk_norm and not shape.head_norm
+        if over_all and self.heads != shape.heads:
             raise UnsupportedError("tensor parallelism: not supported yet for norms over all heads")
+        self.head_norm, normed = shape.head_norm, self.head_dim if shape.head_norm else whole
         norms = ("q_norm", "k_norm") if shape.qk_norm else ()
-        self.norms = ModuleList(b.rms_norm(name, whole, shape.eps) for name in norms)
+        self.norms = ModuleList(b.rms_norm(name, normed, shape.eps) for name in norms)
 
     def forward(
         self,
@@ -95,8 +103,11 @@ class VisionAttention(Module):
         the rotation. unseen: [patches] bool, patches that are masked as keys; requires images of
         one length.
         """
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
-        if len(self.norms):
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = self.qkv(x).view(len(x), sum(heads), self.head_dim).split(heads, dim=1)
+        if len(self.norms) and self.head_norm:
+            q, k = (norm(t.contiguous()) for norm, t in zip(self.norms, (q, k), strict=True))
+        elif len(self.norms):
             pairs = zip(self.norms, (q, k), strict=True)
             q, k = (norm(t.flatten(1).contiguous()).view(v.shape) for norm, t in pairs)
         if turns is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,10 @@ class Gemma3Family(MediaFamily):
 
 
 class PaliGemmaFamily(MediaFamily):
-    """PaliGemma 1 and 2. The text of a prompt follows the last image and ends with a line feed."""
+    """PaliGemma 1 and 2. The text of a prompt follows the last image and ends with a line feed.
+
+    Images of a prompt without placeholders come before its text, as with transformers' processor.
+    """
 
     prefix = True
 
@@ -60,6 +63,17 @@ class PaliGemmaFamily(MediaFamily):
             return tokens
         line = tokenizer.encode("\n", add_special_tokens=False)
         return np.concatenate([tokens[:end], [tokenizer.bos_token_id], tokens[end:], line])
+
+    def group_media(
+        self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, Sequence[Media]]:
+        """The prompt and its media; images without any placeholder come first."""
+        mark = np.array(self.features("image"), dtype=np.int64)
+        if not media or np.isin(tokens, mark).any():
+            return tokens, media
+        bos = self.processor.tokenizer.bos_token_id
+        text = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
+        return self.complete_prompt(np.concatenate([*[mark] * len(media), text]), mark), media
 
 
 class ColPaliFamily(PaliGemmaFamily):

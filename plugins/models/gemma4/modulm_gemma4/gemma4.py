@@ -130,6 +130,8 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = Gemma4Config
     layer = Gemma4Layer
+    #: Tokens of media inside items; empty if items have no text between them.
+    media_tokens: tuple[int, ...] = ()
 
     def __init__(self, config: Gemma4Config, build: Builder) -> None:
         super().__init__(config, build)
@@ -167,11 +169,16 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return normed
 
     def _layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
-        """Inputs by layer, [tokens, width] each; media tokens use the padding token's row."""
+        """Inputs by layer, [tokens, width] each; media tokens use the padding token's row.
+
+        An item's embeddings may include those of text, such as the times of a video's frames.
+        """
         if self.inputs is None:
             return None
         tokens, media = batch.tokens, batch.embeds_mask
         if media is not None:
+            if self.media_tokens:
+                media = media & torch.isin(tokens, tokens.new_tensor(self.media_tokens))
             tokens = tokens.masked_fill(media, self.config.pad_token_id or 0)
         return self.inputs(x, tokens).unbind(1)
 

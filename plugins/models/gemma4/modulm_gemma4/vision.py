@@ -49,11 +49,18 @@ class _TowerConfig:
             raise ValueError(f"head_dim: {self.head_dim} cannot be rotated in two halves")
 
 
+@frozen(kw_only=True)
+class _Keys:
+    image_token_id: int = size(258880, least=0)
+    video_token_id: int = size(258884, least=0)
+
+
 @frozen(eq=False, kw_only=True)
 class Gemma4VisionConfig(MultimodalConfig):
     """config.json of Gemma 4 with images."""
 
     vision_type: ClassVar[type] = _TowerConfig
+    top_level_type: ClassVar[type | None] = _Keys
 
 
 class _Linear(Module):
@@ -185,10 +192,22 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
     return x * cos + torch.cat([-b, a, -d, c], dim=-1) * sin
 
 
+def patches_of(model: MultimodalModel, item: MediaItem) -> list[tuple[Tensor, Tensor]]:
+    """([patches, values per patch], [patches, 2] columns and rows) of an image or each frame."""
+    names = {
+        "image": ("pixel_values", "image_position_ids"),
+        "video": ("pixel_values_videos", "video_position_ids"),
+    }
+    pixels, coordinates = (model.tensor(item, name) for name in names[item.kind])
+    frames = zip(pixels, coordinates, (coordinates != -1).all(-1), strict=True)
+    return [(patches[inside], at[inside]) for patches, at, inside in frames]
+
+
 class Gemma4ForConditionalGeneration(MultimodalModel):
-    """Gemma 4 with images. Audio is not supported."""
+    """Gemma 4 with images and video. Audio is not supported."""
 
     api = 1
+    media = ("image", "video")
     config_type: ClassVar[type] = Gemma4VisionConfig
     names = WeightNames(
         rename=((r"^model\.(embed_vision)\b", r"\1"),),
@@ -209,21 +228,19 @@ class Gemma4ForConditionalGeneration(MultimodalModel):
     def make_encoders(self, config: Gemma4VisionConfig, b: Builder) -> None:
         vision, at = config.vision, b.at("embed_vision")
         self.takes_embeds = self.text.takes_embeds
+        self.text.media_tokens = (config.top_level.image_token_id, config.top_level.video_token_id)
         self.tower = _Tower(vision, b.at("vision_tower"))
         self.norm = UnitNorm(vision.rms_norm_eps)
         name = "embedding_projection"
         self.projector = at.linear(name, vision.hidden_size, config.hidden_size, split=False)
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        pixels, coordinates = [], []
-        for item in items:
-            at = self.tensor(item, "image_position_ids")[0]
-            inside = (at != -1).all(-1)
-            pixels.append(self.tensor(item, "pixel_values")[0][inside])
-            coordinates.append(at[inside])
-        per_image = yield from self.tower.run(torch.cat(pixels), coordinates)
-        tokens: Tensor = self.projector(self.norm(torch.cat(per_image)))
-        return tokens.split([len(image) for image in per_image])
+        each = [patches_of(self, item) for item in items]
+        pixels, coordinates = zip(*(frame for frames in each for frame in frames), strict=True)
+        per_frame = yield from self.tower.run(torch.cat(pixels), coordinates)
+        tokens: Tensor = self.projector(self.norm(torch.cat(per_frame)))
+        parts = list(tokens.split([len(frame) for frame in per_frame]))
+        return [torch.cat([parts.pop(0) for _ in frames]) for frames in each]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -237,6 +254,7 @@ class Gemma4ForConditionalGeneration(MultimodalModel):
             num_kv_shared_layers=2,
             vocab_size_per_layer_input=512,
             hidden_size_per_layer_input=8,
+            max_position_embeddings=512,
             use_bidirectional_attention="vision",
         )
         return {

@@ -62,21 +62,27 @@ class GlmTowerConfig:
 
 
 class GlmTower(Tower):
-    """Patches of images of any size, with rotary and learned positions."""
+    """Patches of images of any size, with rotary and learned positions.
 
-    def __init__(self, c: GlmTowerConfig, b: Builder) -> None:
+    ocr: GLM-OCR's, which has rotary positions only, and norms of queries and keys.
+    """
+
+    def __init__(self, c: GlmTowerConfig, b: Builder, *, ocr: bool = False) -> None:
         super().__init__()
+        self.ocr = ocr
         self.config, self.dtype, self.device = c, b.shared.dtype, b.shared.device
         width, merged = c.hidden_size, c.out_hidden_size
         pixels = c.in_channels * c.temporal_patch_size * c.patch_size**2
         self.patch = b.linear("patch_embed.proj", pixels, width, bias=True, split=False)
-        self.patch_norm = b.rms_norm("post_conv_layernorm", width, c.rms_norm_eps)
-        learned = ((c.image_size // c.patch_size) ** 2, width)
-        b.parameter("embeddings.position_embedding.weight", self, "positions", learned)
+        if not ocr:
+            self.patch_norm = b.rms_norm("post_conv_layernorm", width, c.rms_norm_eps)
+            learned = ((c.image_size // c.patch_size) ** 2, width)
+            b.parameter("embeddings.position_embedding.weight", self, "positions", learned)
+        biased = ocr and c.attention_bias
         shape = BlockShape(
-            hidden=width, inner=merged, heads=c.num_heads, act=c.hidden_act, eps=c.rms_norm_eps,
-            rms=True, gated=True, bias=c.attention_bias, out_bias=False, mlp_bias=False,
-            names=_NAMES,
+            hidden=width, inner=c.intermediate_size if ocr else merged, heads=c.num_heads,
+            act=c.hidden_act, eps=c.rms_norm_eps, rms=True, gated=True, bias=c.attention_bias,
+            out_bias=biased, mlp_bias=biased, qk_norm=ocr, head_norm=ocr, names=_NAMES,
         )  # fmt: skip
         self.blocks = ModuleList(Block(b.at(f"blocks.{i}"), shape) for i in range(c.depth))
         self.norm = b.rms_norm("post_layernorm", width, c.rms_norm_eps)
@@ -85,7 +91,8 @@ class GlmTower(Tower):
         at = b.at("merger")
         self.proj = at.linear("proj", merged, merged, split=False)
         self.proj_norm = at.layer_norm("post_projection_norm", merged, 1e-5)
-        self.mlp = GatedMLP(at, merged, c.intermediate_size, c.hidden_act)
+        inner = merged * c.in_channels if ocr else c.intermediate_size
+        self.mlp = GatedMLP(at, merged, inner, c.hidden_act)
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
         """pixels: [patches, values per patch] -> [tokens, hidden of the text model]. grids:
@@ -93,12 +100,12 @@ class GlmTower(Tower):
         """
         c = self.config
         coordinates = [grid_coordinates(grid, c.spatial_merge_size) for grid in grids]
-        pairs = zip(grids, coordinates, strict=True)
-        learned = torch.cat(
-            [self._learned(grid, image_coordinates) for grid, image_coordinates in pairs]
-        )
-        x = self.patch_norm(self.patch(pixels.to(self.dtype)))
-        x = x + learned.to(x.dtype)
+        x = self.patch(pixels.to(self.dtype))
+        if not self.ocr:
+            pairs = zip(grids, coordinates, strict=True)
+            learned = torch.cat([self._learned(*pair) for pair in pairs])
+            x = self.patch_norm(x)
+            x = x + learned.to(x.dtype)
         theta = float(str(c.rope_parameters.get("rope_theta", 10000.0)))
         turns = axial_turns(torch.cat(coordinates), c.hidden_size // c.num_heads, theta)
         turns, lengths = turns.to(self.device), lengths_of(grids)

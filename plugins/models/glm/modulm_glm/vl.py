@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.media import MediaItem
@@ -19,6 +19,8 @@ __all__ = [
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Glm46VForConditionalGeneration",
+    "GlmOcrConfig",
+    "GlmOcrForConditionalGeneration",
     "GlmVConfig",
 ]
 
@@ -49,6 +51,18 @@ class GlmVConfig(MultimodalConfig):
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             text.setdefault("head_dim", hidden // heads)
         return super().from_table({**table, "text_config": text}, file)
+
+
+@frozen(eq=False, kw_only=True)
+class GlmOcrConfig(GlmVConfig):
+    """config.json of GLM-OCR, whose text model's attention has no biases."""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        """Parse the table. Raises CheckpointError, UnsupportedError."""
+        config = super().from_table(table, file)
+        text = evolve(config.text.text, attention_bias=False)
+        return evolve(config, text=evolve(config.text, text=text))
 
 
 class Glm4vForConditionalGeneration(MultimodalModel):
@@ -91,6 +105,26 @@ class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return _tiny("Glm46VForConditionalGeneration", "glm46v", tiny_text("glm4v_text"))
+
+
+class GlmOcrForConditionalGeneration(Glm4vForConditionalGeneration):
+    """GLM-OCR: a small text model. The layer behind its last one, which drafts, is left out."""
+
+    config_type = GlmOcrConfig
+
+    def make_encoders(self, config: GlmVConfig, b: Builder) -> None:
+        self.tower = GlmTower(config.vision, b.at("visual"), ocr=True)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names = super().weights(config)
+        behind = rf"^model\.layers\.{config.text.text.num_hidden_layers}\."
+        return evolve(names, ignore=(behind, *names.ignore))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        table = _tiny("GlmOcrForConditionalGeneration", "glm_ocr", tiny_text("glm_ocr_text"))
+        return {**table, "vision_config": {**_TOWER, "attention_bias": True}}
 
 
 class Glm4vMoeForConditionalGeneration(Glm4vForConditionalGeneration):

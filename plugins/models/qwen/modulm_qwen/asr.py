@@ -1,4 +1,4 @@
-"""Qwen3-ASR (arXiv 2601.21337): Qwen3-Omni's hearing before Qwen 3."""
+"""Qwen3-ASR: Qwen3-Omni's hearing before Qwen 3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Qwen2-Audio (arXiv 2407.10759) and Audio Flamingo 3 (arXiv 2507.08128): Whisper's encoder with
-two frames per token, before Qwen 2.
+two frames per token, before Qwen 2. MOSS-Transcribe-Diarize: before Qwen 3.
 """
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.media import MediaItem
 from modulm.nn import Builder, WeightNames
-from modulm_layers import PlainMLP
+from modulm_layers import PlainMLP, size
 from modulm_towers import (
     MultimodalConfig,
     MultimodalModel,
@@ -27,7 +28,11 @@ from modulm_towers import (
     zero_key_biases,
 )
 
-__all__ = ["AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration"]
+__all__ = [
+    "AudioFlamingo3ForConditionalGeneration",
+    "MossTranscribeDiarizeForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+]
 
 
 @frozen(eq=False, kw_only=True)
@@ -108,4 +113,56 @@ class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration)
             "audio_token_id": 480,
             "text_config": tiny_text("qwen2"),
             "audio_config": tiny_audio("audioflamingo3_encoder"),
+        }
+
+
+@frozen(kw_only=True)
+class _Merged(_Projector):
+    """audio_merge_size: frames of the encoder that one token is made of."""
+
+    audio_merge_size: int = size(4)
+
+
+@frozen(eq=False, kw_only=True)
+class MossConfig(Qwen2AudioConfig):
+    """config.json of MOSS-Transcribe-Diarize."""
+
+    top_level_type: ClassVar[type | None] = _Merged
+
+
+class MossTranscribeDiarizeForConditionalGeneration(Qwen2AudioForConditionalGeneration):
+    """MOSS-Transcribe-Diarize: four frames per token, the time in seconds between tokens."""
+
+    config_type = MossConfig
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        keys, at, hidden = config.top_level, b.at("multi_modal_projector"), config.hidden_size
+        self.tower = WhisperTower(config.audio, b.at("audio_tower"))
+        self.projector = PlainMLP(
+            at, keys.audio_merge_size * config.audio.d_model, hidden, keys.projector_hidden_act,
+            bias=keys.projector_bias, up="linear_1", down="linear_2", outputs=hidden,
+        )  # fmt: skip
+        self.norm = at.layer_norm("norm", hidden, config.text.text.rms_norm_eps)
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        mel, windows = stacked(self, items, "input_features")
+        states = yield from self.tower.run(mel)
+        merge, embeddings = self.config.top_level.audio_merge_size, []
+        for item, rows in zip(items, states.split(windows), strict=True):
+            frames = item.tensors["input_features_mask"].reshape(len(rows), -1).sum(-1).tolist()
+            counts = [-(-((n - 1) // 2 + 1) // merge) * merge for n in frames]
+            kept = torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+            tokens: Tensor = self.norm(self.projector(kept.reshape(-1, merge * kept.shape[1])))
+            embeddings.append(tokens)
+        return embeddings
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            "architectures": ["MossTranscribeDiarizeForConditionalGeneration"],
+            "model_type": "moss_transcribe_diarize",
+            "audio_token_id": 480,
+            "tie_word_embeddings": False,
+            "text_config": tiny_text("qwen3", head_dim=16),
+            "audio_config": tiny_audio("moss_transcribe_diarize_audio", max_source_positions=100),
         }

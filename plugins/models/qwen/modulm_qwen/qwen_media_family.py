@@ -21,6 +21,7 @@ __all__ = [
     "AsrFamily",
     "ColQwen3Family",
     "ColQwenFamily",
+    "ExaoneFamily",
     "HearingFamily",
     "JinaFamily",
     "OmniFamily",
@@ -38,6 +39,13 @@ class QwenVLFamily(GridFamily):
 
     def document(self, kind: str, is_only_item: bool) -> str:
         return _between(self.mark(kind))
+
+
+class ExaoneFamily(MediaFamily):
+    """EXAONE 4.5: grids of patches, whose tokens are counted one after another."""
+
+    kinds = ("image", "video")
+    video_processor = "Qwen2VLVideoProcessor"
 
 
 class Qwen25VLFamily(QwenVLFamily):

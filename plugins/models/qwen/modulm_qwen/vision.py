@@ -46,6 +46,7 @@ class QwenTowerConfig:
     intermediate_size: int | None = size(None)
     mlp_ratio: float = 4
     num_heads: int = size()
+    num_key_value_heads: int = size(0, least=0)
     in_channels: int = size(3)
     patch_size: int = size(14)
     spatial_merge_size: int = size(2)
@@ -103,7 +104,7 @@ class QwenTower(Tower):
         up, down = ("up_proj", "down_proj") if gated else (up, down)
         shape_of = BlockShape(
             hidden=c.width, inner=c.inner, heads=c.num_heads, act=c.hidden_act, eps=_EPS,
-            rms=gated, gated=gated,
+            rms=gated, gated=gated, kv_heads=c.num_key_value_heads,
             names=BlockNames("norm1", "attn", _PROJECTIONS, "norm2", "mlp", up, down),
         )  # fmt: skip
         self.blocks = ModuleList(Block(b.at(f"blocks.{i}"), shape_of) for i in range(c.depth))

@@ -68,7 +68,7 @@ class Qwen3Omni(QwenOmni):
 
 
 class Qwen3Asr(InstructedTranscriber):
-    """Qwen3-ASR (arXiv 2601.21337): thirty languages.
+    """Qwen3-ASR: thirty languages.
 
     The answer names the language and goes on after `<asr_text>`; a known language is written in the
     prompt. The client's prompt is the system message.
