@@ -11,11 +11,13 @@ from modulm_server.json_body import bad_field
 from modulm_server.prompt_caching import creation_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from modulm.contracts.sampling import SamplingParams
     from modulm_route_responses.objects import ResponseObject, Usage
     from modulm_route_responses.schema import ResponsesRequest
 
-__all__ = ["refuse", "response", "usage"]
+__all__ = ["refuse", "response", "summed", "usage"]
 
 #: Supported values of `include`. Reasoning is never encrypted; items include it as text.
 _INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
@@ -38,11 +40,7 @@ def refuse(body: ResponsesRequest) -> None:
 
 
 def response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
-    """Create the response object, without output.
-
-    `max_tool_calls` limits tools that the server runs itself. There are none, so it is only
-    returned.
-    """
+    """Create the response object, without output."""
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",
@@ -87,4 +85,22 @@ def usage(output: Any, generated: int, reasoning: int) -> Usage:
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
         "total_tokens": prompt + generated,
+    }
+
+
+def summed(usages: Sequence[Usage]) -> Usage:
+    """The usage of a response with several turns: between them, the server called tools."""
+    read = sum(each["input_tokens"] for each in usages)
+    written = sum(each["output_tokens"] for each in usages)
+    before = [each["input_tokens_details"] for each in usages]
+    thoughts = [each["output_tokens_details"]["reasoning_tokens"] for each in usages]
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {
+            "cached_tokens": sum(each["cached_tokens"] for each in before),
+            "cache_write_tokens": sum(each["cache_write_tokens"] for each in before),
+        },
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": sum(thoughts)},
+        "total_tokens": read + written,
     }

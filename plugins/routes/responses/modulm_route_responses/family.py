@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from fastapi import APIRouter, Request
+from msgspec import structs
 from starlette.responses import Response
 
 from modulm_parsing import thinking_variables
-from modulm_route_responses.body import refuse, response, usage
+from modulm_route_responses.body import refuse, response, summed, usage
 from modulm_route_responses.conversations import Conversation, Conversations
 from modulm_route_responses.events import Log
 from modulm_route_responses.flags import ResponsesConfig
+from modulm_route_responses.hosted_tools import HostedTools, approvals, declined, hosted_tools
 from modulm_route_responses.objects import Deleted, Event, InputTokens, ResponseObject
 from modulm_route_responses.output import LogprobsOf, Output
 from modulm_route_responses.prompts import StoredPrompts
@@ -35,6 +37,7 @@ from modulm_route_responses.schema import (
     wants_logprobs,
 )
 from modulm_route_responses.store import Store, Stored
+from modulm_route_responses.tool_servers import ToolServers
 from modulm_server.auth import owner_of
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import tool_names
@@ -42,6 +45,7 @@ from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import force_calls
 from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
+from modulm_server.key_limits import current_key
 from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
@@ -50,9 +54,10 @@ from modulm_server.sampling import check_priority
 from modulm_server.sse import EventStream, event
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from modulm.contracts.sampling import SamplingParams
+    from modulm_route_responses.objects import Usage
     from modulm_server.chat_turn import RunningTurn
     from modulm_server.generation import ServedModel
 
@@ -64,7 +69,8 @@ log = logging.getLogger("modulm_server")
 @frozen
 class _Job:
     """A validated request. `stored.body` is the response so far. pieces: the engine's outputs are
-    deltas. request_items: the input items of this request.
+    deltas. request_items: the input items of this request. hosted: the tools that the server runs;
+    request, model: for the prompts after their calls. usages: of the turns so far.
     """
 
     turn: ChatTurn
@@ -73,6 +79,10 @@ class _Job:
     keep: bool = True
     pieces: bool = False
     conversation: Conversation | None = None
+    hosted: HostedTools = field(factory=HostedTools)
+    request: ResponsesRequest | None = None
+    model: ServedModel | None = None
+    usages: list[Usage] = field(factory=list)
     request_items: Sequence[dict[str, Any]] = ()
     numbers: Iterator[int] = field(factory=count)
 
@@ -113,7 +123,9 @@ class Responses(RouteFamily):
         stores = self.context.stores
         self._store: Store = stores.setdefault("responses", Store())
         self._conversations: Conversations = stores.setdefault("conversations", Conversations())
-        self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
+        flags = self.context.config.group(ResponsesConfig)
+        self._prompts = StoredPrompts.of(flags)
+        self._tool_servers, self._most_calls = ToolServers.of(flags), flags.tool_calls
         router = APIRouter(prefix="/v1", tags=["Responses"])
         stream_docs = response_docs(ResponseObject, events=Event)
         for path, endpoint, answers in (
@@ -139,6 +151,7 @@ class Responses(RouteFamily):
         return router
 
     async def stop(self) -> None:
+        await self._tool_servers.close()
         if self.context.front:
             await self._store.stop()
 
@@ -156,7 +169,7 @@ class Responses(RouteFamily):
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of a request's input. Generates and stores nothing."""
-        job, _ = await self._job(request, await read(request, ResponsesRequest))
+        job, _ = await self._job(request, await read(request, ResponsesRequest), runs=False)
         tokens = len(job.turn.prompt.ids)
         counted: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
         return json_response(counted)
@@ -200,8 +213,13 @@ class Responses(RouteFamily):
 
     # Reading the request.
 
-    async def _job(self, request: Request, body: ResponsesRequest) -> tuple[_Job, ResponsesRequest]:
-        """Validate and render a request; returns it with its stored prompt applied."""
+    async def _job(
+        self, request: Request, body: ResponsesRequest, runs: bool = True
+    ) -> tuple[_Job, ResponsesRequest]:
+        """Validate and render a request; returns it with its stored prompt applied.
+
+        Calls that the client has approved are made first, if it `runs`.
+        """
         generation = self.context.generation
         model = await generation.find_model(body.model)
         generation.check_open()
@@ -229,7 +247,17 @@ class Responses(RouteFamily):
         input_items = [*items_of(prompt_messages), *await convert(request, items_of, body.input)]
         earlier_items: list[Any] = [*before.items, *before.body["output"]] if before else []
         items = [*earlier_items, *earlier, *input_items]
-        turn, params = await self._turn(body, messages, model)
+        hosted = await hosted_tools(body.tools or (), self._tool_servers, current_key())
+        calls = []
+        responses = [item for item in input_items if item["type"] == "mcp_approval_response"]
+        for call, approved in approvals(responses, items):
+            if not approved:
+                declined(call)
+            elif runs:
+                await hosted.run(call)
+            calls.append(call)
+        messages += messages_of(calls, needed=False)
+        turn, params = await self._turn(body, messages, model, hosted)
         stored = Stored(owner, response(body, model.name, params), messages, items)
         if conversation is not None:
             stored.body["conversation"] = {"id": conversation.id}
@@ -238,7 +266,11 @@ class Responses(RouteFamily):
             logprobs=LogprobsOf(self._generation_tokens, body.top_logprobs or 0)
             if wants_logprobs(body)
             else None,
+            hosted=hosted.by_name,
         )
+        seen = {i["server_label"] for i in earlier_items if i["type"] == "mcp_list_tools"}
+        output.items += [item for item in hosted.listed if item["server_label"] not in seen]
+        output.items += calls
         job = _Job(
             turn,
             stored,
@@ -247,6 +279,9 @@ class Responses(RouteFamily):
             pieces=in_pieces(body),
             conversation=conversation,
             request_items=input_items,
+            hosted=hosted,
+            request=body,
+            model=model,
         )
         return job, body
 
@@ -256,9 +291,13 @@ class Responses(RouteFamily):
         return frozenset(self.context.generation.tokenizer.special_ids)
 
     async def _turn(
-        self, body: ResponsesRequest, messages: list[dict[str, Any]], model: ServedModel
+        self,
+        body: ResponsesRequest,
+        messages: list[dict[str, Any]],
+        model: ServedModel,
+        hosted: HostedTools,
     ) -> tuple[ChatTurn, SamplingParams]:
-        tools = tools_of(body)
+        tools = tools_of(body, hosted.functions)
         choice, allowed = choice_of(body, tools)
         fewer = len(allowed) < len(tools)
         forced_calls = force_calls(
@@ -380,7 +419,7 @@ class Responses(RouteFamily):
                 self._store.trim()
 
     async def _whole(self, job: _Job, started: RunningTurn) -> None:
-        if job.pieces:
+        if job.pieces or job.output.items or job.hosted.by_name:
             async for _ in self._frames(job, started):
                 pass
             return
@@ -397,16 +436,18 @@ class Responses(RouteFamily):
 
         counts: generated tokens, and thinking tokens among them.
         """
-        cut = reason == "length"
+        cut = reason in ("length", _TOO_MANY)
         status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
         last = list(job.output.close(status))
         body = job.body
         body["status"] = status
         body["completed_at"] = int(time.time())
-        body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        body["incomplete_details"] = None
+        if cut:
+            body["incomplete_details"] = {"reason": _REASONS.get(reason, reason)}
         body["output"] = job.output.items
-        body["usage"] = usage(output, *counts)
-        job.stored.messages += messages_of(job.output.items) if job.output.items else []
+        body["usage"] = summed([*job.usages, usage(output, *counts)])
+        job.stored.messages += messages_of(job.output.items, needed=False)
         if job.keep:
             self._store.put(job.stored)
         if job.conversation is not None:
@@ -418,17 +459,82 @@ class Responses(RouteFamily):
             yield job.state("created")
         job.body["status"] = "in_progress"
         yield job.state("in_progress")
-        async with aclosing(started.running) as outputs:
-            async for output in outputs:
-                for delta in started.deltas(output):
-                    for value in job.output.feed(delta.events, delta):
-                        yield job.frame(value)
-                    if delta.finish_reason is None:
-                        continue
-                    counts = delta.generated, await started.reasoning_tokens() or 0
-                    for value in self._finish(job, output, delta.finish_reason, counts):
-                        yield job.frame(value)
-                    yield job.state(job.body["status"])
+        for index in range(len(job.output.items)):
+            for value in job.output.shown(index):
+                yield job.frame(value)
+        while True:
+            first = len(job.output.items)
+            async with aclosing(started.running) as outputs:
+                async for output in outputs:
+                    for delta in started.deltas(output):
+                        for value in job.output.feed(delta.events, delta):
+                            yield job.frame(value)
+                        if delta.finish_reason is None:
+                            continue
+                        reason = delta.finish_reason
+                        counts = delta.generated, await started.reasoning_tokens() or 0
+            if reason != "length" and job.hosted.by_name:
+                for value in job.output.close():
+                    yield job.frame(value)
+                async for value in self._run_calls(job):
+                    yield job.frame(value)
+                if not _stays_with_server(job.output.items[first:]):
+                    pass
+                elif _calls_made(job) < self._limit(job):
+                    job.usages.append(usage(output, *counts))
+                    started = await self._go_on(job)
+                    continue
+                else:
+                    reason = _TOO_MANY
+            for value in self._finish(job, output, reason, counts):
+                yield job.frame(value)
+            yield job.state(job.body["status"])
+            return
+
+    def _limit(self, job: _Job) -> int:
+        """The number of calls of tool servers after which the response ends."""
+        requested = None if job.request is None else job.request.max_tool_calls
+        return min(self._most_calls, requested or self._most_calls)
+
+    async def _run_calls(self, job: _Job) -> AsyncGenerator[dict[str, Any], None]:
+        """Make the calls that wait, and yield their events; none beyond the limit."""
+        for index in job.output.waiting():
+            item = job.output.items[index]
+            place = {"output_index": index, "item_id": item["id"]}
+            yield {"type": "response.mcp_call.in_progress", **place}
+            if _calls_made(job) < self._limit(job):
+                await job.hosted.run(item)
+            else:
+                item |= {"status": "failed", "error": "too many tool calls"}
+            yield {"type": f"response.mcp_call.{item['status']}", **place}
+            yield {"type": "response.output_item.done", "output_index": index, "item": dict(item)}
+
+    async def _go_on(self, job: _Job) -> RunningTurn:
+        """Start the turn after the server's calls."""
+        if job.request is None or job.model is None:
+            raise ApiError(500, "this response cannot go on")
+        body = structs.replace(job.request, tool_choice=None)
+        messages = [*job.stored.messages, *messages_of(job.output.items, needed=False)]
+        turn, _ = await self._turn(body, messages, job.model, job.hosted)
+        return await turn.start()
+
+
+#: The end of a response whose model called too many tools.
+_TOO_MANY = "max_tool_calls"
+_REASONS = {"length": "max_output_tokens"}
+
+
+def _calls_made(job: _Job) -> int:
+    """The number of calls of tool servers that this response has made."""
+    ended = ("completed", "failed")
+    items = job.output.items
+    return sum(item["type"] == "mcp_call" and item["status"] in ended for item in items)
+
+
+def _stays_with_server(items: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the model called tools of the server, and nothing that the client must answer."""
+    kinds = {item["type"] for item in items}
+    return "mcp_call" in kinds and not kinds & {"function_call", "mcp_approval_request"}
 
 
 def _system(text: str) -> dict[str, Any]:

@@ -69,7 +69,53 @@ class FunctionCallItem(TypedDict):
     status: Status
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem
+class ListedTool(TypedDict):
+    """A tool of a tool server. input_schema: of its arguments."""
+
+    name: str
+    description: str
+    input_schema: dict[str, Any]
+    annotations: None
+
+
+class ListedToolsItem(TypedDict):
+    """The tools of a tool server that the model may call."""
+
+    id: str
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    tools: list[ListedTool]
+    error: str | None
+
+
+class HostedCallItem(TypedDict):
+    """A call that this server made; its arguments are JSON in a text. error: instead of output."""
+
+    id: str
+    type: Literal["mcp_call"]
+    server_label: str
+    name: str
+    arguments: str
+    approval_request_id: str | None
+    output: str | None
+    error: str | None
+    status: Status
+
+
+class ApprovalItem(TypedDict):
+    """A call that the client must approve, with an item of type mcp_approval_response."""
+
+    id: str
+    type: Literal["mcp_approval_request"]
+    server_label: str
+    name: str
+    arguments: str
+    status: Status
+
+
+Item = (
+    MessageItem | ReasoningItem | FunctionCallItem | ListedToolsItem | HostedCallItem | ApprovalItem
+)
 
 
 class InputDetails(TypedDict):
@@ -254,7 +300,7 @@ class ReasoningDone(Within):
 class ArgumentsGrow(Within):
     """More of a call's arguments."""
 
-    type: Literal["response.function_call_arguments.delta"]
+    type: Literal["response.function_call_arguments.delta", "response.mcp_call_arguments.delta"]
     delta: str
 
 
@@ -264,6 +310,21 @@ class ArgumentsDone(Within):
     type: Literal["response.function_call_arguments.done"]
     name: str
     arguments: str
+
+
+class HostedArgumentsDone(Within):
+    """All arguments of a call that this server makes."""
+
+    type: Literal["response.mcp_call_arguments.done"]
+    arguments: str
+
+
+class HostedCallEvent(Within):
+    """A call of a tool server begins or ends."""
+
+    type: Literal[
+        "response.mcp_call.in_progress", "response.mcp_call.completed", "response.mcp_call.failed"
+    ]
 
 
 class FailedEvent(Numbered):
@@ -285,5 +346,7 @@ Event = (
     | ReasoningDone
     | ArgumentsGrow
     | ArgumentsDone
+    | HostedArgumentsDone
+    | HostedCallEvent
     | FailedEvent
 )

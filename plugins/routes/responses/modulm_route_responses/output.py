@@ -10,10 +10,11 @@ from modulm_parsing import new_call_id
 from modulm_server.logprobs import TokenLogprob, token_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from modulm.contracts.outputs import Position
     from modulm.contracts.parser import Event
+    from modulm_route_responses.hosted_tools import HostedTool
     from modulm_server.chat_turn import Delta
 
 __all__ = ["LogprobsOf", "Output"]
@@ -69,11 +70,18 @@ def _last_spelling(tokens: Sequence[str], text: str) -> int:
 class Output:
     """The output items of a response. `feed` converts parser events to stream events.
 
-    single: keep only the first tool call. logprobs: finds log probabilities, if requested.
+    single: keep only the first tool call. logprobs: finds log probabilities, if requested. hosted:
+    the tools that the server calls, by the model's names.
     """
 
-    def __init__(self, single: bool = False, logprobs: LogprobsOf | None = None) -> None:
+    def __init__(
+        self,
+        single: bool = False,
+        logprobs: LogprobsOf | None = None,
+        hosted: Mapping[str, HostedTool] | None = None,
+    ) -> None:
         self.items: list[Any] = []
+        self._hosted = hosted or {}
         self._single = single
         self._logprobs = logprobs
         self._open: str | None = None
@@ -98,7 +106,8 @@ class Output:
                     yield from self._call(index, name, call_id or new_call_id())
                 case ToolArguments(index, text) if self._includes(index):
                     self.items[-1]["arguments"] += text
-                    yield self._about("response.function_call_arguments.delta", delta=text)
+                    if prefix := _ARGUMENTS.get(self.items[-1]["type"]):
+                        yield self._about(f"{prefix}.delta", delta=text)
                 case ToolEnd(index) if self._includes(index):
                     yield from self.close()
 
@@ -108,6 +117,10 @@ class Output:
         if kind is None:
             return
         item = self.items[-1]
+        if item["type"] == "mcp_call":  # its end is the end of the call
+            item["status"] = "in_progress" if status == "completed" else status
+            yield self._about("response.mcp_call_arguments.done", arguments=item["arguments"])
+            return
         item["status"] = status
         if kind == "message":
             part = item["content"][0]
@@ -117,7 +130,7 @@ class Output:
         elif kind == "reasoning":
             text = item["content"][0]["text"]
             yield self._about("response.reasoning_text.done", content_index=0, text=text)
-        else:
+        elif item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._about("response.function_call_arguments.done", **done)
         yield {**self._item_position("response.output_item.done"), "item": _copy(item)}
@@ -144,7 +157,27 @@ class Output:
         yield from self._begin("reasoning", item)
         self.items[-1]["content"].append({"type": "reasoning_text", "text": ""})
 
+    def waiting(self) -> list[int]:
+        """The indices of complete calls that the server must make."""
+        return [
+            index
+            for index, item in enumerate(self.items)
+            if item["type"] == "mcp_call" and item["status"] == "in_progress"
+        ]
+
+    def shown(self, index: int) -> Iterator[dict[str, Any]]:
+        """The events of an item that is complete from the start."""
+        for kind in ("added", "done"):
+            yield {
+                "type": f"response.output_item.{kind}",
+                "output_index": index,
+                "item": _copy(self.items[index]),
+            }
+
     def _call(self, index: int, name: str, call_id: str) -> Iterator[dict[str, Any]]:
+        if (tool := self._hosted.get(name)) is not None:
+            yield from self._begin(f"call {index}", _hosted_item(tool))
+            return
         yield from self._begin(
             f"call {index}",
             {
@@ -171,6 +204,22 @@ class Output:
 
     def _item_position(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "output_index": len(self.items) - 1}
+
+
+#: Type of an item -> the beginning of the names of its arguments' events.
+_ARGUMENTS = {
+    "function_call": "response.function_call_arguments",
+    "mcp_call": "response.mcp_call_arguments",
+}
+
+
+def _hosted_item(tool: HostedTool) -> dict[str, Any]:
+    """The item of a call that the server makes, or that the client must approve first."""
+    call = {"server_label": tool.label, "name": tool.name, "arguments": ""}
+    if tool.approval:
+        return {"id": _id("mcpr"), "type": "mcp_approval_request", **call}
+    none = {"approval_request_id": None, "output": None, "error": None}
+    return {"id": _id("mcp"), "type": "mcp_call", **call, **none}
 
 
 def _id(prefix: str) -> str:

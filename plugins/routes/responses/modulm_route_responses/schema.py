@@ -157,6 +157,10 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         call_id = _check_strings(index, item, "call_id")["call_id"]
         content = _content(index, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "mcp_call":
+        _add_hosted_call(messages, index, item)
+    elif kind in _WITHOUT_MESSAGE:
+        pass
     elif kind == "reasoning":
         thought = _text(index, item.get("content") or item.get("summary") or [])
         if thought:
@@ -165,6 +169,18 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         raise bad_field(
             "input", f"input[{index}]: items of type {str(kind)[:64]!r} are not supported"
         )
+
+
+def _add_hosted_call(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
+    """Add a call that the server made, and its result."""
+    call = _check_strings(index, item, "id", "name", "arguments")
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    calls = _assistant(messages).setdefault("tool_calls", [])
+    calls.append({"id": call["id"], "type": "function", "function": function})
+    error = item.get("error")
+    result = item.get("output") if error is None else f"Error: {error}"
+    content = result if isinstance(result, str) else ""
+    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
 
 def items_of(request_input: Any) -> list[dict[str, Any]]:
@@ -191,9 +207,17 @@ def _item(item: Mapping[str, Any]) -> dict[str, Any]:
 _PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcprs",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
     "message": "msg",
     "reasoning": "rs",
 }
+
+
+#: Items that the model does not see.
+_WITHOUT_MESSAGE = ("mcp_approval_request", "mcp_approval_response", "mcp_list_tools")
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -277,16 +301,22 @@ def _text(index: int, content: Any) -> str:
     return "".join(texts)
 
 
-def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
-    """Convert tools to the form of the chat API."""
-    chat_tools = []
+def tools_of(
+    body: ResponsesRequest, hosted: Sequence[dict[str, Any]] = ()
+) -> tuple[dict[str, Any], ...]:
+    """Convert tools to the form of the chat API. hosted: those of tool servers, in that form."""
+    chat_tools = [*hosted]
     for index, tool in enumerate(body.tools or ()):
+        if tool.get("type") == "mcp":
+            continue
         if tool.get("type") != "function":
-            raise bad_field("tools", f"tools[{index}]: only tools of type function are supported")
+            raise bad_field(
+                "tools", f"tools[{index}]: only tools of type function and mcp are supported"
+            )
         known = ("name", "description", "parameters", "strict")
         function = {key: tool[key] for key in known if tool.get(key) is not None}
         chat_tools.append({"type": "function", "function": function})
-    return check_tools(chat_tools, "parameters")
+    return check_tools(chat_tools)
 
 
 def choice_of(

@@ -1,0 +1,248 @@
+"""Responses whose tools this server runs, with a real tool server over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import tool_server
+import uvicorn
+import yaml
+
+from modulm.config import EngineConfig
+from modulm.errors import ConfigError
+from modulm_route_responses.flags import ResponsesConfig
+from modulm_route_responses.tool_servers import ToolServers, read_servers
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
+from modulm_server.testing import Live, error_of, serve_in_thread
+
+URL = "/v1/responses"
+SCRIPT = str(Path(tool_server.__file__))
+
+
+def call(name: str, **arguments: Any) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+CALLS = {
+    "weather": call("get_weather", city="Paris"),
+    "both": call("get_weather", city="Paris") + "\n" + call("get_weather", city="Rome"),
+    "shout": call("shout", text="a"),
+    "fail": call("fail"),
+    "leave": call("leave"),
+    "variables": call("variables"),
+    "mine": call("get_time"),
+}
+
+
+def reply(prompt: str, params: Any) -> Reply:
+    """Call the tool that the question names, until there is a result; "again" never stops."""
+    for word, text in CALLS.items():
+        if f"use {word}" in prompt and ("again" in prompt or "<tool_response>" not in prompt):
+            return Reply(text)
+    return Reply("Done.")
+
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.role == 'tool' %}<tool_response>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def http_server() -> Iterator[str]:
+    app = tool_server.make().streamable_http_app()
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}/mcp"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def live(tokenizer, watched, http_server, tmp_path_factory) -> Iterator[Live]:
+    file = tmp_path_factory.mktemp("tools") / "servers.yaml"
+    local = {"command": [sys.executable, SCRIPT]}
+    servers = {
+        "local": local,
+        "careful": {**local, "approval": "always", "tools": ["get_weather"]},
+        "web": {"url": http_server, "tools": ["get_weather"]},
+        "private": {**local, "keys": ["somebody"]},
+        "broken": {"command": ["/nonexistent"]},
+    }
+    file.write_text(yaml.safe_dump({"servers": servers}))
+    config = EngineConfig.from_keywords(
+        model="M", disable_uvicorn_access_log=True, enable_auto_tool_choice=True,
+        tool_call_parser="hermes", chat_template=TEMPLATE, tool_server=str(file),
+        tool_result_bytes=100,
+    )  # fmt: skip
+    engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, config=config))
+    with serve_in_thread(engine, config, watched) as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def tool(label: str = "local", **more: Any) -> dict[str, Any]:
+    return {"type": "mcp", "server_label": label, "require_approval": "never", **more}
+
+
+@pytest.mark.parametrize("label", ["local", "web"])
+def test_the_server_calls_the_tool_and_the_model_goes_on(client, live, label) -> None:
+    options: Any = {"model": "M", "input": "use weather", "tools": [tool(label)]}
+    answer = client.responses.create(**options)
+    listed, made, _ = answer.output
+    assert (listed.type, listed.server_label) == ("mcp_list_tools", label)
+    assert (made.type, made.status, made.error) == ("mcp_call", "completed", None)
+    assert json.loads(made.arguments) == {"city": "Paris"}
+    assert made.output == "It rains in Paris."
+    assert (answer.status, answer.output_text) == ("completed", "Done.")
+    prompt = live.engine.seen[-1][0]["prompt"]
+    assert "<tool_response>It rains in Paris." in prompt
+    assert answer.usage.input_tokens > len(live.engine.seen[-1][0]["prompt_token_ids"])
+    more = client.responses.create(
+        model="M", input="thanks", previous_response_id=answer.id, tools=[tool(label)]
+    )
+    assert [item.type for item in more.output] == ["message"]  # the list is known
+    assert "It rains in Paris." in live.engine.seen[-1][0]["prompt"]
+
+
+def test_a_stream_tells_what_is_called(client) -> None:
+    options: Any = {"model": "M", "input": "use both", "tools": [tool()], "stream": True}
+    kinds, items, final = [], [], None
+    for event in client.responses.create(**options):
+        kinds.append(event.type)
+        if event.type == "response.output_item.done":
+            items.append(event.item)
+        final = event
+    assert kinds.count("response.mcp_call.in_progress") == 2
+    assert kinds.count("response.mcp_call.completed") == 2
+    assert kinds.count("response.mcp_call_arguments.done") == 2
+    assert final.type == "response.completed"
+    assert final.response.output == items
+    assert [item.output for item in items[1:3]] == ["It rains in Paris.", "It rains in Rome."]
+
+
+def test_calls_wait_for_approval(client, live) -> None:
+    for label, approval in (("local", "always"), ("careful", "never")):
+        tools: Any = [tool(label, require_approval=approval)]
+        answer = client.responses.create(model="M", input="use weather", tools=tools)
+        request = answer.output[-1]
+        assert request.type == "mcp_approval_request"
+        said: Any = {"type": "mcp_approval_response", "approval_request_id": request.id}
+        for approve, result in ((False, "did not approve"), (True, "It rains in Paris.")):
+            after = client.responses.create(
+                model="M", input=[{**said, "approve": approve}], tools=tools,
+                previous_response_id=answer.id,
+            )  # fmt: skip
+            made = after.output[0]
+            assert (made.type, made.approval_request_id) == ("mcp_call", request.id)
+            assert after.output_text == "Done."
+            assert result in live.engine.seen[-1][0]["prompt"]
+    wrong = live.client().post(
+        URL, json={"model": "M", "input": [{**said, "approve": True}], "tools": tools}
+    )
+    assert error_of(wrong)["param"] == "input"
+
+
+def test_only_some_tools_need_approval(client) -> None:
+    tools: Any = [tool(require_approval={"never": {"tool_names": ["get_weather"]}})]
+    answer = client.responses.create(model="M", input="use weather", tools=tools)
+    assert answer.output[-1].type == "message"
+    answer = client.responses.create(model="M", input="use shout", tools=tools)
+    assert answer.output[-1].type == "mcp_approval_request"
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "text"),
+    [
+        ("use shout", "completed", "cut: the result was longer"),
+        ("use fail", "failed", "out of order"),
+        ("use leave", "failed", "tool server local"),
+        ("use weather", "completed", "It rains"),  # a new process
+    ],
+)
+def test_results_are_limited_and_errors_reach_the_model(client, question, status, text) -> None:
+    answer = client.responses.create(model="M", input=question, tools=[tool()])
+    made = answer.output[1]
+    assert made.status == status
+    assert text in (made.output or made.error)
+    assert len(made.output or "") < 200
+    assert answer.output_text == "Done."
+
+
+def test_the_servers_variables_stay_here(client, monkeypatch) -> None:
+    monkeypatch.setenv("MODULM_SECRET_OF_THE_TEST", "x")
+    answer = client.responses.create(model="M", input="use variables", tools=[tool()])
+    assert "MODULM" not in answer.output[1].output
+
+
+def test_a_response_ends_after_too_many_calls(client) -> None:
+    answer = client.responses.create(
+        model="M", input="use weather again", tools=[tool()], max_tool_calls=2
+    )
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_tool_calls"
+    assert [item.type for item in answer.output].count("mcp_call") == 2
+
+
+def test_calls_of_the_clients_tools_end_the_turn(client) -> None:
+    mine: Any = {"type": "function", "name": "get_time", "parameters": {"type": "object"}}
+    answer = client.responses.create(model="M", input="use mine", tools=[tool(), mine])
+    assert answer.output[-1].type == "function_call"
+
+
+@pytest.mark.parametrize(
+    ("entry", "status", "message"),
+    [
+        (tool("nobody"), 400, "no tool server 'nobody'"),
+        (tool("private"), 400, "no tool server 'private'"),
+        (tool("broken"), 502, "tool server broken"),
+        (tool(server_url="http://x"), 400, "server_url is not supported"),
+        (tool(require_approval="maybe"), 400, "require_approval"),
+        (tool(allowed_tools=5), 400, "allowed_tools"),
+        ({"type": "web_search"}, 400, "only tools of type function and mcp"),
+    ],
+)
+def test_wrong_tools_name_the_field(live: Live, entry, status, message) -> None:
+    with live.client() as http:
+        answer = http.post(URL, json={"model": "M", "input": "hi", "tools": [entry]})
+    assert answer.status_code == status
+    assert message in error_of(answer)["message"]
+    assert error_of(answer)["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        (None, "needs a table"), ({"a": {}}, "either command or url"), ({"a": 5}, "a table"),
+        ({"a": {"command": "x"}}, "a list of strings"), ({"a": {"url": "x", "b": 1}}, "'b'"),
+        ({"a": {"url": "x", "approval": "no"}}, "approval"),
+    ],
+)  # fmt: skip
+def test_wrong_files_name_the_entry(tmp_path: Path, servers: Any, message: str) -> None:
+    file = tmp_path / "servers.yaml"
+    file.write_text(yaml.safe_dump({"servers": servers}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_servers(str(file))
+    assert caught.value.field == "tool_server"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ToolServers.of(ResponsesConfig(tool_server=str(tmp_path / "none.yaml")))
