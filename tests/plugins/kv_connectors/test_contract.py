@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from modulm.errors import ConfigError
 from modulm.testing.kv_connectors import block_names, check_bounded, check_connector, open_tier
 from modulm_command_kv.command import command
 from modulm_kv_disk.connector import DiskConnector, DiskOptions, _Index
 from modulm_kv_host.connector import HostConnector, HostOptions
+from modulm_kv_multi.connector import MultiConnector, MultiOptions
 from modulm_kv_transfer import block_files
 from modulm_kv_transfer.copies import BlockCopier
 
@@ -37,6 +39,36 @@ def test_files(tmp_path: Path) -> None:
     check_connector(lambda: disk(tmp_path / "all"), durable=True)
     few = tmp_path / "few"
     check_bounded(lambda: disk(few, 6000), lambda: used(few), 6000)
+
+
+def test_several_tiers(tmp_path: Path) -> None:
+    def tiers() -> MultiConnector:
+        tables = (
+            {"kv_connector": "host", "kv_connector_extra_config": {"cpu_bytes_to_use": 4000}},
+            {
+                "kv_connector": "disk",
+                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+            },
+        )
+        return MultiConnector(MultiOptions(tables))
+
+    check_connector(tiers, durable=True)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ((), "at least one table"),
+        (({"kv_connector": 1},), r"connectors\[0\]: kv_connector: must be the name"),
+        (({"kv_connector": "host", "port": 1},), r"connectors\[0\]: port is unknown"),
+        (({"kv_connector": "host", "kv_role": "kv_producer"},), "kv_role"),
+        (({"kv_connector": "MultiConnector"},), "multi cannot be combined"),
+        (({"kv_connector": "host", "kv_connector_extra_config": {"x": 1}},), "x"),
+    ],
+)
+def test_wrong_tables_of_tiers(tables: tuple[dict[str, object], ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MultiConnector(MultiOptions(tables))
 
 
 class _SwapsBlocks(BlockCopier):

@@ -50,6 +50,21 @@ def disk(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def multi(folder: Path, *names: str) -> dict[str, Any]:
+    """Several tiers; by default a small one in host memory before files."""
+    options = {"host": {"cpu_bytes_to_use": 1 << 20}, "disk": {"shared_storage_path": str(folder)}}
+    connectors = [
+        {"kv_connector": name, "kv_connector_extra_config": options.get(name, {})}
+        for name in names or ("host", "disk")
+    ]
+    extra = {"connectors": connectors}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector", "kv_connector_extra_config": extra,
+        },
+    }  # fmt: skip
+
+
 TIERS = {"host": host, "disk": disk}
 
 
@@ -140,6 +155,25 @@ def test_files_outlive_the_engine(model: Callable[[str], str], tmp_path: Path) -
         assert generate(llm)[1] == [0] * 4
 
 
+def test_several_tiers(model: Callable[[str], str], tmp_path: Path) -> None:
+    """From host memory while it has them, else from files."""
+    flags = FLAGS | multi(tmp_path)
+    with LLM(model("dense"), **flags) as llm:
+        expected, _ = generate(llm)
+        files = sorted(tmp_path.rglob("*.kv"))
+        assert files
+        for file in files:
+            file.write_bytes(b"")  # only host memory has the blocks
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+        for file in files:
+            file.unlink()
+    with LLM(model("dense"), **flags) as llm:
+        assert generate(llm) == (expected, [0] * 4)
+    with LLM(model("dense"), **flags) as llm:  # only files have them
+        assert generate(llm) == (expected, [STORED] * 4)
+
+
 @pytest.mark.parametrize("damage", ["torn", "changed", "empty", "version"])
 def test_bad_files_are_computed_and_said_once(
     damage: str, model: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -177,6 +211,8 @@ def test_bad_files_are_computed_and_said_once(
         ({"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector": "disk"}}, "only one"),
         ({"kv_offloading_size": 1, "prefix_caching_hash_algo": "builtin"}, "sha256"),
         ({"kv_offloading_size": 1e-9}, "too small for a block"),
+        (multi(Path("x"), "host", "peer"), r"connectors\[1\]: peer cannot be combined"),
+        (multi(Path("x"), "host", "Redis"), "Redis' is not one of .*disk, host"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "prefix caching"),
     ],
 )

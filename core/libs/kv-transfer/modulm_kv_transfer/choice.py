@@ -10,11 +10,12 @@ from modulm.contracts.decision import Decision
 from modulm.errors import ConfigError
 from modulm_kv_transfer.flags import KVTransferConfig
 
-__all__ = ["CONNECTORS", "connector_decision", "connector_tables"]
+__all__ = ["CONNECTORS", "connector_decision", "connector_tables", "driver_name"]
 
 #: vLLM's connector names -> the corresponding drivers.
 CONNECTORS: Mapping[str, str] = {
     "OffloadingConnector": "host",
+    "MultiConnector": "multi",
     "ExampleConnector": "disk",
     "NixlConnector": "peer",
     "SharedStorageConnector": "disk",
@@ -40,7 +41,7 @@ def connector_tables(config: Any) -> Mapping[str, Any]:
         own = {key: table[key] for key in ("engine_id", "kv_ip", "kv_port") if key in table}
         if table.get("kv_role", "kv_both") != "kv_both":
             own["kv_role"] = table["kv_role"]
-        named[_driver(table["kv_connector"])] = {
+        named[driver_name(table["kv_connector"])] = {
             **table.get("kv_connector_extra_config", {}), **own,
         }  # fmt: skip
     if len(sources) > 1:
@@ -65,7 +66,7 @@ def connector_decision(config: Any, connector: KVConnector) -> Decision:
     return Decision("KV connector", (), connector.name, f"{set_by}; {described or 'defaults'}")
 
 
-def _driver(name: str) -> str:
+def driver_name(name: str) -> str:
     """Return the driver of a connector name. Raises ConfigError listing the valid names."""
     from modulm.plugins import manager
 
