@@ -164,14 +164,18 @@ def _start(limits: RenderLimits) -> subprocess.Popen[bytes]:
     from modulm.config.environ import isolated
 
     arguments = map(str, (limits.memory, limits.output))
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", "modulm_chat.sandbox_worker", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        env={name: value for name, value in isolated().items() if name in _VARIABLES},
-    )
+    try:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", "modulm_chat.sandbox_worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={name: value for name, value in isolated().items() if name in _VARIABLES},
+        )
+    except OSError as error:  # the machine has no room for a process now
+        reason = error.strerror
+        raise QueueFull(f"no process can be started to render chat templates: {reason}") from error
     if worker.stdin is not None:
         os.set_blocking(worker.stdin.fileno(), False)
     return worker

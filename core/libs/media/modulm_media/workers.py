@@ -63,7 +63,7 @@ class DecodeWorkers:
         limits: Limits = LIMITS,
         reserve: Callable[[int], None] | None = None,
     ) -> Image.Image | Sound | Video:
-        """Like `modulm_media.decode.decode`. Raises Undecodable.
+        """Like `modulm_media.decode.decode`. Raises Undecodable, QueueFull.
 
         reserve: called with the decoded size in bytes, for images and videos before they are
         decoded, for sound before it leaves the process. May raise QueueFull.
@@ -109,13 +109,18 @@ class _Worker:
     """One process."""
 
     def __init__(self, memory: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "modulm_media.decode_worker", str(memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        """Raises QueueFull if the machine has no room for a process now."""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "modulm_media.decode_worker", str(memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            reason = error.strerror
+            raise QueueFull(f"no process can be started to decode media: {reason}") from error
         self._files_sent = 0
 
     @property

@@ -24,7 +24,7 @@ import attrs
 
 from modulm.contracts.grammar import GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.errors import ModulmError, RequestError
+from modulm.errors import ModulmError, QueueFull, RequestError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm_structured_output.backends import as_request_error, compile_by, open_backends
@@ -107,20 +107,34 @@ class _Process:
     """A process connected by a socket."""
 
     def __init__(self, told: tuple[Any, ...]) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        """Raises QueueFull if the machine has no room for a process now."""
+        try:
+            self._start()
+        except OSError as error:
+            raise QueueFull(
+                f"no process can be started to compile a constraint: {error.strerror}",
+                "structured_outputs",
+            ) from error
         self._stream = self._socket.makefile("rb")
         reply = self.ask(_STARTING, *told)
         error = None if reply is None else frames.unpack_error(reply[0])
         if reply is None or error is not None:
             self.end()
             raise error or ModulmError("the process that compiles constraints does not start")
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except BaseException:
+                self._socket.close()
+                raise
 
     def ask(self, seconds: float, *frame: Any) -> list[Any] | None:
         """Wait for the reply; None on timeout, or if the process ended."""

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from modulm.config.environ import isolated
+from modulm.errors import EngineError
 from modulm_server.output import forward
 
 __all__ = ["Workers"]
@@ -30,7 +31,10 @@ _WINDOW, _DEATHS = 60.0, 3
 
 
 class Workers:
-    """`count` additional server processes, which end with the context."""
+    """`count` additional server processes, which end with the context.
+
+    Raises EngineError if the machine has no room for them.
+    """
 
     def __init__(self, count: int, sock: socket.socket, address: str, patience: float) -> None:
         self._patience = patience
@@ -38,7 +42,16 @@ class Workers:
         self._address = address
         self._deaths: list[float] = []
         self._ending: float | None = None
-        self._processes = [self._start() for _ in range(count)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for _ in range(count):
+                self._processes.append(self._start())
+        except OSError as error:
+            self._kill()
+            raise EngineError(
+                f"only {len(self._processes)} of {count} further server processes can be started "
+                f"({error.strerror}): lower --api-server-count"
+            ) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "modulm_server.api_worker"]
@@ -68,8 +81,17 @@ class Workers:
                 log.error("Server processes keep dying, the last with exit code %d", code)
                 return False
             log.error("Server process %d ended with exit code %d: restarting it", process.pid, code)
-            self._processes[index] = self._start()
+            try:
+                self._processes[index] = self._start()
+            except OSError as error:  # tried again at the next check
+                self._deaths.pop()
+                log.error("A server process cannot be started now: %s", error.strerror)
         return True
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     def end(self) -> None:
         """Ask all workers to finish their requests and exit. May be called twice."""

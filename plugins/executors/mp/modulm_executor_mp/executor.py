@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from modulm.config.environ import isolated
+from modulm.errors import EngineError
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import RankSpec
@@ -59,20 +60,35 @@ class MpExecutor(WorkersExecutor):
         seconds = config.group(DistributedConfig).distributed_timeout_seconds
         store = f"file:{Path(self._folder) / 'store'}-{parallel.data_parallel_rank_local}"
         specs = RankSpec.all_ranks(parallel, store, seconds=seconds)
-        return [(self._spawn(), spec) for spec in specs]
+        connected: list[tuple[FrameStream, RankSpec]] = []
+        try:
+            connected.extend((self._spawn(), spec) for spec in specs)
+        except OSError as error:
+            for stream, _ in connected:
+                stream.close()
+            for process in self._processes:
+                process.kill()
+            raise EngineError(
+                f"only {len(connected)} of {len(specs)} processes of ranks can be started: "
+                f"{error.strerror}"
+            ) from error
+        return connected
 
     def _spawn(self) -> FrameStream:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "modulm_distributed.worker_process"]
-            self._processes.append(
-                subprocess.Popen(
+            try:
+                process = subprocess.Popen(
                     [*command, str(theirs.fileno()), *filter(None, (self._folder,))],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=isolated(),
                 )
-            )
+            except BaseException:
+                ours.close()
+                raise
+        self._processes.append(process)
         return FrameStream(ours)
 
     def ending(self, rank: int) -> str:

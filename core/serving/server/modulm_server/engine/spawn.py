@@ -42,6 +42,8 @@ class EngineProcess:
     The process imports what it needs and waits for `start`, which it accepts only on `connection`,
     an inherited socket. Nothing here blocks; `ProcessCoreClient` waits until the model is loaded.
 
+    Raises EngineError if the machine has no room for a process.
+
     address: of a process that this one replaces. listener: a TCP socket to serve instead of a local
     one, for front ends of other machines that know the secret in `secret_file`.
     """
@@ -61,9 +63,9 @@ class EngineProcess:
                 raise EngineError("an engine on TCP requires a secret")
             listener = listener.dup()
         self.address = address_of(listener)
-        ours, theirs = socket.socketpair()
-        self.connection = Connection(ours)
+        sockets: tuple[socket.socket, ...] = ()
         try:
+            sockets = ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", "modulm_server.engine.engine_process"]
             self._process = subprocess.Popen(
                 [
@@ -78,13 +80,18 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 env=isolated(),
             )
-        except BaseException:
-            ours.close()
+        except BaseException as error:
+            for one in sockets:
+                one.close()
             self._remove_folder()
+            if isinstance(error, OSError):
+                reason = error.strerror
+                raise EngineError(f"the engine's process cannot be started: {reason}") from error
             raise
         finally:
             listener.close()
-            theirs.close()
+        theirs.close()
+        self.connection = Connection(ours)
         if self._process.stdout is not None:
             self._printing = forward(self._process.stdout)
 
@@ -176,7 +183,11 @@ def connect(address: str, secret_file: str | None = None) -> Connection:
     try:
         if address.startswith("/"):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            peer.connect(address)
+            try:
+                peer.connect(address)
+            except BaseException:
+                peer.close()
+                raise
             return Connection(peer)
         if secret_file is None:
             raise EngineError("an engine on TCP requires a secret")

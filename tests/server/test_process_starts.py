@@ -1,0 +1,123 @@
+"""Processes that cannot be started: no room for a fork, no memory, no descriptors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tests.media.files import image_file
+
+from modulm.config import EngineConfig
+from modulm.errors import EngineError, ModulmError, QueueFull
+from modulm_chat.sandbox import SandboxedRenderer
+from modulm_executor_mp.executor import MpExecutor
+from modulm_media.workers import DecodeWorkers
+from modulm_server.api_workers import Workers
+from modulm_server.engine.spawn import EngineProcess
+from modulm_structured_output.compile_process import _Process
+
+#: Open files of this process.
+OPEN = Path("/proc/self/fd")
+ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
+START = subprocess.Popen
+
+
+class Machine:
+    """A machine with room for so many more processes, which only sleep."""
+
+    def __init__(self, room: int, code: int) -> None:
+        self.room, self.code = room, code
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if not self.room:
+            raise OSError(self.code, os.strerror(self.code))
+        self.room -= 1
+        self.processes.append(START(["sleep", "600"], **options))
+        return self.processes[-1]
+
+
+def decode() -> None:
+    workers = DecodeWorkers(1)
+    for _ in range(2):  # the place of the one that failed is free again
+        with pytest.raises(QueueFull, match="no process can be started to decode"):
+            workers.decode("image", image_file(Image.new("RGB", (6, 4))), {})
+    assert workers.running == 0
+    workers.close()
+    raise QueueFull("told")
+
+
+def ranks() -> None:
+    config = EngineConfig.from_keywords(model="M", tensor_parallel_size=2)
+    MpExecutor().start(config)
+
+
+def serve() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Workers(2, listener, "/no/engine", 0.0)
+
+
+#: What starts a process: how, how many it starts before the one that fails, and the error.
+PLACES: dict[str, tuple[Callable[[], object], int, type[ModulmError]]] = {
+    "compile a constraint": (lambda: _Process(()), 0, QueueFull),
+    "render a template": (lambda: SandboxedRenderer().render("x", {}), 0, QueueFull),
+    "decode a file": (decode, 0, QueueFull),
+    "the engine": (EngineProcess, 0, EngineError),
+    "further server processes": (serve, 1, EngineError),
+    "ranks": (ranks, 1, EngineError),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_process_that_cannot_be_started(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clear error that can be tried again; no process, file or descriptor is left."""
+    start, before, kind = PLACES[place]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for code in ERRORS:
+        machine = Machine(before, code)
+        descriptors = {one.name for one in OPEN.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", machine.start)
+            with pytest.raises(kind) as caught:
+                start()
+        if place != "decode a file":
+            assert os.strerror(code) in str(caught.value)
+        for process in machine.processes:
+            assert process.poll() is not None
+        del caught
+        end = time.monotonic() + 60  # a thread closes the output of a server process
+        while left := {one for one in OPEN.iterdir() if one.name not in descriptors}:
+            if not any(one.exists() for one in left):
+                break
+            assert time.monotonic() < end, [os.readlink(one) for one in left if one.exists()]
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_server_process_is_restarted_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts that fail do not count as deaths, which would end the service."""
+    machine = Machine(1, errno.EAGAIN)
+    monkeypatch.setattr(subprocess, "Popen", machine.start)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Workers(1, listener, "/no/engine", 0.0) as workers,
+    ):
+        machine.processes[0].kill()
+        machine.processes[0].wait()
+        for _ in range(10):
+            assert workers.check()
+        assert len(machine.processes) == 1
+        machine.room = 1
+        assert workers.check()
+        assert machine.processes[1].poll() is None
+        machine.processes[1].terminate()
+    assert machine.processes[1].poll() is not None
