@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.errors import ConfigError, EngineDead, EngineError
+from modulm_distributed.accepting import accepted
 from modulm_distributed.tls import tls_contexts
 from modulm_fleet.flags import FleetConfig
 from modulm_fleet.secret import keep_alive, read_secret, secret_file
@@ -108,6 +109,7 @@ class Announcements:
         self._elsewhere = placement.elsewhere
         self._hosts: dict[int, str] = {}
         self._changed = threading.Condition()
+        self._closed = threading.Event()
         self._listener = _bound(host, self._port)
         self._listener.listen(16)
         thread = threading.Thread(target=self._serve, name="modulm-announced", daemon=True)
@@ -128,20 +130,24 @@ class Announcements:
 
     def close(self) -> None:
         """Stop accepting announcements."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                peer, _ = self._listener.accept()
+        for peer in accepted(self._listener, self._closed):
+            try:
                 threading.Thread(target=self._receive, args=(peer,), daemon=True).start()
+            except RuntimeError as error:  # no room for a thread; the machine tries again
+                log.error("an announcement cannot be read: %s", error)
+                peer.close()
 
     def _receive(self, stranger: socket.socket) -> None:
         """Handle one machine's announcement. Runs on a thread until the machine disconnects."""
-        host = stranger.getpeername()[0]
+        host = "an unknown address"
         try:
+            host = stranger.getpeername()[0]
             stranger.settimeout(_TIMEOUT)
             keep_alive(stranger)
             with stranger, self._tls.accept(stranger) as peer:
@@ -156,6 +162,8 @@ class Announcements:
                 peer.recv(1)
         except Exception as error:
             log.error("announcement from %s failed: %s", host, error)
+        finally:
+            stranger.close()
 
     def _add(self, host: str, ranks: Iterable[int]) -> None:
         with self._changed:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from modulm.errors import ConfigError
+from modulm_distributed.accepting import accepted
 from modulm_distributed.tls import TlsContexts
 from modulm_kv_peer.layout import Layout
 from modulm_kv_peer.memory import SharedMemory
@@ -52,7 +53,7 @@ class PeerServer:
         self._layout, self._size, self._memory = layout, size, memory
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._closed = False
+        self._closed, self._ending = False, threading.Event()
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -66,6 +67,7 @@ class PeerServer:
         self._store.close()
         with self._lock:
             self._closed = True
+            self._ending.set()
             sockets = [self._listener, *self._open]
         for one in sockets:
             with suppress(OSError):
@@ -76,19 +78,21 @@ class PeerServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
+        for peer in accepted(self._listener, self._ending):
             with self._lock:
                 if self._closed or len(self._open) >= _MAX_CONNECTIONS:
                     peer.close()
                     continue
-                self._open.add(peer)
                 thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
-                self._threads.add(thread)
-                thread.start()
+                try:
+                    self._open.add(peer)
+                    self._threads.add(thread)
+                    thread.start()
+                except RuntimeError as error:  # no room for a thread; the peer computes the prompt
+                    log.warning("a KV peer is refused: %s", error)
+                    self._open.discard(peer)
+                    self._threads.discard(thread)
+                    peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
