@@ -65,7 +65,9 @@ def test_what_cannot_be_decoded_is_told_and_the_process_goes_on(workers):
 
 
 def test_pixels_are_reserved_before_they_are_decoded(workers):
-    """By headers alone: the rest of these files is missing, so decoding them is an error."""
+    """By headers alone: the rest of these files is missing, so decoding them is an error. Sound too
+    is reserved by its header; what says nothing of its length, or lies, in pieces.
+    """
     sizes = []
     noise = np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8)
     image = image_file(Image.fromarray(noise))
@@ -74,16 +76,23 @@ def test_pixels_are_reserved_before_they_are_decoded(workers):
     assert sizes == [3 * 64 * 80]
     video = workers.decode("video", video_file(12), {"num_frames": 3}, Limits(), sizes.append)
     assert sizes[1:] == [video.frames.nbytes]
-    workers.decode(
-        "audio", sound_file(tone(), 16000, "FLAC"), {"rate": 8000}, Limits(), sizes.append
-    )
-    assert len(sizes) == 3
+    sizes.clear()
+    sound = sound_file(tone(), 16000, "FLAC")
+    value = workers.decode("audio", sound, {"rate": 8000}, Limits(), sizes.append)
+    assert sizes == [value.samples.nbytes]
+    sizes.clear()
+    long = sound_file(np.zeros(3 << 18, np.float32), 16000, "WAV")
+    silent = long[:40] + (1 << 12).to_bytes(4, "little") + long[44:]  # "I have 1,024 samples"
+    for data in (long, silent):
+        value = workers.decode("audio", data, {}, Limits(), sizes.append)
+        assert value.samples.nbytes <= sum(sizes) <= value.samples.nbytes + (1 << 20)
+        sizes.clear()
     before = set(workers._all)
 
     def full(size):
         raise QueueFull("no room")
 
-    for kind, data in (("image", image), ("video", video_file(12))):
+    for kind, data in (("image", image), ("video", video_file(12)), ("audio", sound)):
         with pytest.raises(QueueFull, match="no room"):
             workers.decode(kind, data, {}, Limits(), full)
     assert workers.decode("image", RED, {}).size == (6, 4)

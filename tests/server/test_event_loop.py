@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_turns import BOUND, Beat
 from samples import parametrize_sample
 
 from modulm_route_files.batch import Batch
@@ -25,8 +26,6 @@ from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 CHAT = "/v1/chat/completions"
-#: CPU seconds of one turn: twice what is allowed, for machines that do more.
-BOUND = 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -35,37 +34,6 @@ def no_collections() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-class Beat:
-    """CPU seconds that a loop's thread spends between two beats, at most.
-
-    A beat is due every few milliseconds, so this is the longest turn, whatever the loop is made
-    of: libuv's callbacks pass no Python code that could be replaced.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.longest = 0.0
-        self._loop, self._last, self._over = loop, 0.0, False
-        loop.call_soon_threadsafe(self._start)
-
-    def _start(self) -> None:
-        self._last = time.thread_time()
-        self._beat()
-
-    def _beat(self) -> None:
-        self.longest = max(self.longest, time.thread_time() - self._last)
-        self._last = time.thread_time()
-        if not self._over:
-            self._loop.call_later(0.005, self._beat)
-
-    def end(self) -> float:
-        """Stop; returns the seconds of the longest turn."""
-        done = threading.Event()
-        self._over = True
-        self._loop.call_soon_threadsafe(lambda: (self._beat(), done.set()))
-        done.wait(60)
-        return self.longest
 
 
 def test_a_turn_that_is_too_long_is_noticed(live: Live) -> None:

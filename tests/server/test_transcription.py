@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from loop_turns import BOUND, Beat
 from tests.server.hearing import LEVELS, serve_ears, sound, wav
 
 from modulm.contracts.sampling import OutputKind
@@ -55,6 +56,23 @@ def long() -> tuple[str, bytes]:
     """66 s: three voices with pauses between them, so that it is cut at 28.1 and 55.3 s."""
     parts = sound((1, 28.0), (0, 0.2), (2, 27.0), (0, 0.2), (3, 10.6))
     return ("long.wav", wav(parts))
+
+
+@pytest.mark.parametrize("minutes", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_a_long_sound_holds_no_turn_of_the_loop(
+    http: httpx.Client, live: Live, minutes: int
+) -> None:
+    """It is decoded in another process, and cut and prepared in threads."""
+    minute = np.tile(sound((1, 9.0), (0, 1.0), rate=8000), 6)
+    data = wav(np.tile(minute, minutes), 8000, "FLAC")
+    beat = Beat(live.loop)
+    answer = http.post(
+        PATH, files={"file": ("a.flac", data)}, data={"model": "M", "language": "en"}, timeout=300
+    )
+    longest = beat.end()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["seconds"] == 60 * minutes
+    assert longest < BOUND
 
 
 def test_json_and_text(sdk: openai.OpenAI) -> None:

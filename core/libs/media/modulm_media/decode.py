@@ -31,15 +31,16 @@ def decode(
     """Decode a file.
 
     io: the options of `--media-io-kwargs` for its kind, and `rate`, the target sample rate of
-    sound. announce: called with the decoded size in bytes, as the headers of an image or video tell
-    it, before any pixel is decoded. Raises Undecodable, and what `announce` raises.
+    sound. announce: called with the decoded size in bytes, as the file's headers tell it, before
+    any pixel or sample is decoded; for sound again if it is longer than that. Raises Undecodable,
+    and what `announce` raises.
     """
     if not data:
         raise Undecodable("it is empty")
     if kind == "image":
         return decode_image(data, io, limits, announce)
     if kind == "audio":
-        return decode_sound(data, io, limits)
+        return decode_sound(data, io, limits, announce)
     return decode_video(data, io, limits, announce)
 
 

@@ -1,9 +1,9 @@
 """The process that decodes untrusted files, one request at a time, over pipes.
 
 It runs with limited memory and time and writes no files. A request is a JSON header followed by the
-file; a response is a header followed by the numbers. Before pixels are decoded, a header with the
-bytes that they `need` asks for permission, which a header answers. The reader never executes
-anything from a response.
+file; a response is a header followed by the numbers. Before pixels or samples are decoded, a header
+with the bytes that they `need` asks for permission, which a header answers; sound may need more
+several times. The reader never executes anything from a response.
 """
 
 from __future__ import annotations

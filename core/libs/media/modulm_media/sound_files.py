@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io as streams
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,31 @@ __all__ = ["decode_sound"]
 _BLOCK = 1 << 16
 _CHANNELS = 16
 _FASTEST = 400_000
+#: Samples announced at once where the header does not tell the length, or is wrong.
+_MORE = 1 << 18
+#: libsndfile's number of samples for an unknown length is near 2**63.
+_UNKNOWN = 1 << 62
 
 
-def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
+def decode_sound(
+    data: bytes,
+    io: Mapping[str, Any],
+    limits: Limits,
+    announce: Callable[[int], None] = lambda size: None,
+) -> Sound:
     """Decode a sound file to one channel.
 
-    io: `rate`, the target sample rate in Hz. Raises Undecodable. Source: libsndfile, FFmpeg.
+    io: `rate`, the target sample rate in Hz. announce: called with the bytes of the samples before
+    they are decoded, as the header tells their number; where it tells none, or fewer than there
+    are, again for each further mebibyte. Raises Undecodable. Source: libsndfile, FFmpeg.
     """
     import soundfile
 
     try:
         with soundfile.SoundFile(streams.BytesIO(data)) as file:
-            return _gathered(file.samplerate, file.channels, _read(file), io, limits)
+            length = file.frames if 0 < file.frames < _UNKNOWN else None
+            facts = file.samplerate, file.channels, length
+            return _gathered(*facts, _read(file), io, limits, announce)
     except soundfile.LibsndfileError:
         pass
     except (RuntimeError, TypeError, OSError) as error:
@@ -38,7 +52,20 @@ def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
             raise Undecodable("it has no audio")
         context = container.streams.audio[0].codec_context
         rate, channels = int(context.sample_rate or 0), int(context.layout.nb_channels)
-        return _gathered(rate, channels, _decoded(container, rate), io, limits)
+        length = _length(container, rate)
+        pieces = _decoded(container, rate)
+        return _gathered(rate, channels, length, pieces, io, limits, announce)
+
+
+def _length(container: Any, rate: int) -> int | None:
+    """The number of samples that the header tells, or None."""
+    stream = container.streams.audio[0]
+    seconds = 0.0
+    if stream.duration is not None and stream.time_base is not None:
+        seconds = float(stream.duration * stream.time_base)
+    elif container.duration is not None:
+        seconds = container.duration / 1e6
+    return math.ceil(seconds * rate) if seconds > 0 else None
 
 
 def _read(file: Any) -> Iterator[np.ndarray]:
@@ -60,9 +87,18 @@ def _decoded(container: Any, rate: int) -> Iterator[np.ndarray]:
 
 
 def _gathered(
-    rate: int, channels: int, pieces: Iterator[np.ndarray], io: Mapping[str, Any], limits: Limits
+    rate: int,
+    channels: int,
+    length: int | None,
+    pieces: Iterator[np.ndarray],
+    io: Mapping[str, Any],
+    limits: Limits,
+    announce: Callable[[int], None],
 ) -> Sound:
-    """Mix to one channel and resample to the rate in `io`, piece by piece."""
+    """Mix to one channel and resample to the rate in `io`, piece by piece.
+
+    length: the number of samples by the header, None if unknown.
+    """
     if not 0 < channels <= _CHANNELS or not 0 < rate <= _FASTEST:
         raise Undecodable(f"not supported: {channels} channels at {rate} samples per second")
     target_rate = int(io.get("rate") or rate)
@@ -72,6 +108,8 @@ def _gathered(
 
         stream = ResampleStream(rate, target_rate, 1, dtype="float32")
     most, count, chunks = int(limits.seconds * rate), 0, []
+    announced = min(_MORE if length is None else length, most)
+    announce(_bytes(announced, rate, target_rate))
     for piece in pieces:
         mono = piece.mean(axis=1, dtype=np.float32) if piece.shape[1] > 1 else piece[:, 0]
         if not np.isfinite(mono).all():
@@ -79,9 +117,18 @@ def _gathered(
         count += len(mono)
         if count > most:
             raise Undecodable(f"more than {limits.seconds:g} seconds of audio")
+        if count > announced:
+            more = max(_MORE, count - announced)
+            announce(_bytes(more, rate, target_rate))
+            announced += more
         chunks.append(mono if stream is None else stream.resample_chunk(mono))
     if not count:
         raise Undecodable("it has no audio")
     if stream is not None:
         chunks.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
     return Sound(np.concatenate(chunks), target_rate)
+
+
+def _bytes(samples: int, rate: int, target_rate: int) -> int:
+    """Bytes of samples after resampling."""
+    return 4 * math.ceil(samples * target_rate / rate)

@@ -65,8 +65,8 @@ class DecodeWorkers:
     ) -> Image.Image | Sound | Video:
         """Like `modulm_media.decode.decode`. Raises Undecodable, QueueFull.
 
-        reserve: called with the decoded size in bytes, for images and videos before they are
-        decoded, for sound before it leaves the process. May raise QueueFull.
+        reserve: called with the decoded size in bytes before a file is decoded, by its header; for
+        sound again when it is longer. May raise QueueFull.
         """
         worker = self._idle.get()
         try:
@@ -179,13 +179,14 @@ class _Worker:
         stdin.write(data)
         stdin.flush()
         head, reserved, full = read_head(stdout), 0, None
-        if head is not None and "needs" in head:
-            reserved = int(head["needs"])
-            if not 0 <= reserved <= 8 * limits.room:
+        while head is not None and "needs" in head and full is None:
+            needed = int(head["needs"])
+            reserved += needed
+            if needed < 0 or reserved > 8 * limits.room:
                 raise ValueError("unexpected size in the response")
             try:
                 if reserve is not None:
-                    reserve(reserved)
+                    reserve(needed)
             except QueueFull as error:
                 full = error
             write_head(stdin, {"granted": full is None})
