@@ -3,13 +3,14 @@
     wheels.py [FOLDER] [--kernels all|built|none] [--extras cpu,ray-serve]
 
 Also writes `modulm.txt`, this project's wheels that the extras need, with hashes; `third-party.txt`
-and `constraints.txt`, their other requirements and the tested versions; `locks`, hashes of what the
-extra `cpu` needs (tools/lock.py); and `sbom.cdx.json`, all of them as a CycloneDX document.
+and `constraints.txt`, their other requirements and the tested versions; `locks`, hashes of these if
+all are locked, as those of the extras `cpu` and `cuda` are (tools/lock.py); and `sbom.cdx.json`,
+all of them as a CycloneDX document.
 Installing in two steps (`commands`) ensures that no other package replaces one of these.
 
 Pure packages build in parallel, in a few hundredths of a second each. The wheel of the kernels
 contains all levels and takes minutes to build; `built` packs those that setup has compiled for this
-machine instead, and `none` omits that package.
+machine instead, and `none` omits that package, which GPUs do not need.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 UV = str(Path(sys.executable).with_name("uv"))
 COMPILED = ROOT / "kernels/cpu"
+LOCKS = ROOT / "tools/locks"
+#: Name of the distribution there.
+KERNELS = "modulm-kernels-cpu"
 #: The part of a marker that names an extra; build backends write it last.
 _EXTRA = r"(?: and )?extra == ['\"]([^'\"]+)['\"]"
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
@@ -113,10 +117,13 @@ def requirements(wheel: Path) -> list[Requirement]:
     return [Requirement(line) for line in headers.get_all("Requires-Dist", ())]
 
 
-def needed(wheels: list[Path], extras: list[str]) -> tuple[list[Path], list[str]]:
+def needed(
+    wheels: list[Path], extras: list[str], omitted: str = ""
+) -> tuple[list[Path], list[str]]:
     """Return the wheels that `modulm` with these extras needs, and others' requirements.
 
-    Raises SystemExit if an own distribution is missing, or for an unknown extra.
+    omitted: an own distribution to leave out. Raises SystemExit if an own distribution is missing,
+    or for an unknown extra.
     """
     own = {canonicalize_name(wheel.name.split("-")[0]): wheel for wheel in wheels}
     todo = [Requirement(f"modulm[{','.join(extras)}]")]
@@ -125,6 +132,8 @@ def needed(wheels: list[Path], extras: list[str]) -> tuple[list[Path], list[str]
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
+        if name == omitted:
+            continue
         if name not in own:
             if re.match(r"modulm\b", name):
                 raise SystemExit(f"wheels: there is no wheel of {name}")
@@ -146,9 +155,18 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return (asked.group(1) if asked else "") == extra
 
 
-def write_requirements(folder: Path, wheels: list[Path], extras: list[str]) -> None:
+def locked() -> set[str]:
+    """Return the names of packages with hashes in `tools/locks`."""
+    texts = [path.read_text() for path in LOCKS.iterdir()]
+    names = (re.findall(r"^([\w.-]+)(?:\[[^]]*\])?==", text, re.M) for text in texts)
+    return {canonicalize_name(name) for found in names for name in found}
+
+
+def write_requirements(
+    folder: Path, wheels: list[Path], extras: list[str], omitted: str = ""
+) -> None:
     """Write `modulm.txt`, `third-party.txt` and `sbom.cdx.json`."""
-    own, others = needed(wheels, extras)
+    own, others = needed(wheels, extras, omitted)
     parts = []
     lines = []
     for wheel in own:
@@ -161,8 +179,8 @@ def write_requirements(folder: Path, wheels: list[Path], extras: list[str]) -> N
     (folder / "modulm.txt").write_text("\n".join(lines) + "\n")
     shutil.copy(ROOT / "constraints.txt", folder)
     shutil.rmtree(folder / "locks", ignore_errors=True)
-    if extras == ["cpu"]:
-        shutil.copytree(ROOT / "tools/locks", folder / "locks")
+    if {canonicalize_name(Requirement(line).name) for line in others} <= locked():
+        shutil.copytree(LOCKS, folder / "locks")
     (folder / "third-party.txt").write_text("\n".join(others) + "\n")
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
     for name in sorted({canonicalize_name(Requirement(line).name) for line in others}):
@@ -182,7 +200,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     started = time.monotonic()
     wheels = build_all(options.folder.resolve(), options.kernels)
-    write_requirements(options.folder.resolve(), wheels, options.extras.split(","))
+    omitted = KERNELS if options.kernels == "none" else ""
+    write_requirements(options.folder.resolve(), wheels, options.extras.split(","), omitted)
     size = sum(path.stat().st_size for path in wheels) / 1e6
     seconds = time.monotonic() - started
     print(f"wheels: {len(wheels)} in {options.folder}, {size:.1f} MB, {seconds:.0f} s")

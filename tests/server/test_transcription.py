@@ -60,7 +60,7 @@ def long() -> tuple[str, bytes]:
 
 def test_a_long_sound_holds_no_turn_of_the_loop(http: httpx.Client, live: Live) -> None:
     """It is decoded in another process, and cut and prepared in threads."""
-    minutes = 4
+    minutes = 2
     minute = np.tile(sound((1, 9.0), (0, 1.0), rate=8000), 6)
     data = wav(np.tile(minute, minutes), 8000, "FLAC")
     beat = Beat(live.loop)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import click
 import crossplane
@@ -121,6 +122,10 @@ def test_an_image_is_made_of_what_is_there(name: str) -> None:
     # Own packages come from their wheels alone, by hash; others' lists name none of them.
     assert "--no-index --no-deps --require-hashes" in text
     assert text.count("--find-links") == 1
+    # Others' packages by hash, too, where the extra is locked; in the GPU image also torch.
+    assert "--require-hashes \\\n        -r /wheels/locks/third-party.txt" in text
+    if name.endswith("cuda"):
+        assert "--require-hashes \\\n        -r tools/locks/torch.txt" in text
     (default,) = re.findall(r"^ARG EXTRAS=([\w-]+)$", text, re.M)
     assert default in extras.split()
     (options,) = re.findall(r"tools/wheels\.py /wheels(.*)\\$", text, re.M)
@@ -459,6 +464,37 @@ def test_the_page_names_every_file() -> None:
         if path.is_file() and path.name not in ("keys", "datasource.yml", "dashboards.yml"):
             name = path.relative_to(DEPLOY).as_posix()
             assert f"(../deploy/{name})" in text, name
+
+
+def wheel(folder: Path, name: str, *requirements: str) -> Path:
+    """An empty wheel with requirements."""
+    path = folder / f"{name.replace('-', '_')}-0.1.0-py3-none-any.whl"
+    lines = [f"Name: {name}", "Version: 0.1.0", *(f"Requires-Dist: {one}" for one in requirements)]
+    with ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}.dist-info/METADATA", "\n".join(lines) + "\n")
+    return path
+
+
+def test_requirement_files_of_wheels_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tools/wheels.py --kernels none`; hashes where everything is locked."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from wheels import KERNELS, commands, write_requirements
+
+    extras = (f"{KERNELS}>=0.1 ; extra == 'cpu'", "torch>=2.9 ; extra == 'cpu'",
+              "ray ; extra == 'ray'")  # fmt: skip
+    own = [wheel(tmp_path, "modulm", "numpy>=1.26", *extras)]
+    with pytest.raises(SystemExit, match=f"there is no wheel of {KERNELS}"):
+        write_requirements(tmp_path, own, ["cpu"])
+    write_requirements(tmp_path, own, ["cpu"], KERNELS)
+    assert (tmp_path / "modulm.txt").read_text().startswith("modulm==0.1.0 --hash=sha256:")
+    assert (tmp_path / "third-party.txt").read_text() == "numpy>=1.26\ntorch>=2.9\n"
+    assert (tmp_path / "locks/torch.txt").exists()
+    assert "--no-deps --require-hashes" in commands(tmp_path)[0]
+    write_requirements(tmp_path, own, ["cpu", "ray"], KERNELS)
+    assert not (tmp_path / "locks").exists()
+    assert "constraints.txt" in commands(tmp_path)[0]
 
 
 def test_locks_have_the_tested_versions_and_hashes() -> None:

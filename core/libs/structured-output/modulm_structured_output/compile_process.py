@@ -110,11 +110,11 @@ class _Process:
         """Raises QueueFull if the machine has no room for a process now."""
         try:
             self._start()
-        except OSError as error:
+        except OSError as failed:
             raise QueueFull(
-                f"no process can be started to compile a constraint: {error.strerror}",
+                f"no process can be started to compile a constraint: {failed.strerror}",
                 "structured_outputs",
-            ) from error
+            ) from failed
         self._stream = self._socket.makefile("rb")
         reply = self.ask(_STARTING, *told)
         error = None if reply is None else frames.unpack_error(reply[0])
