@@ -1,14 +1,14 @@
 """KV cache tiers: what a prefix costs from each tier, and what saving costs.
 
-    python bench/kv_tiers.py [--layers 28] [--times 5] [--conversations 100] [--turns 3]
+    python bench/kv_tiers.py [--layers 28] [--times 5] [--conversations 100] [--pool 20] [--turns 3]
 
 A model of Qwen3-0.6B's shape with random weights, in one process. Prints, as ratios within the run:
 
 prefix         time to the first token of a prompt of 2,048 stored tokens and 16 new ones, over that
                of computing it: from host memory, from files, from files after a restart
 saving         tokens per second of new prompts with saving on, over those without a tier
-conversations  tokens per second of conversations of 4,096 tokens that take turns in a pool for 20
-               of them, over those without a tier
+conversations  tokens per second of conversations of 4,096 tokens that take turns in a pool for a
+               fifth of them, over those without a tier
 
 Exits with 1 if a ratio is beyond its limit.
 """
@@ -34,7 +34,7 @@ from modulm.testing.checkpoints import make_tiny
 #: Limits: at most these parts of computing a prefix, at least these parts of the tokens per second.
 HOST, FILES, RESTART = 0.05, 0.08, 0.12
 SAVING, CONVERSATIONS = 0.97, 5.0
-PREFIX, NEW, CONVERSATION, POOL = 2048, 16, 4096, 20
+PREFIX, NEW, CONVERSATION = 2048, 16, 4096
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 SOME = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 MODEL: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "max_model_len": CONVERSATION + 512}
@@ -50,8 +50,9 @@ def files(folder: str) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(model: str, tier: dict[str, Any], conversations: int = POOL) -> Iterator[LLM]:
-    blocks = conversations * (CONVERSATION + 64) // MODEL["block_size"] + 1
+def engine(model: str, tier: dict[str, Any], pool: int = 3) -> Iterator[LLM]:
+    """An engine whose pool has room for that many conversations."""
+    blocks = pool * (CONVERSATION + 64) // MODEL["block_size"] + 1
     with LLM(model, **MODEL, **tier, num_gpu_blocks_override=blocks) as llm:
         run(llm, [tokens(0, 64)])  # the first step allocates
         yield llm
@@ -128,11 +129,13 @@ def measure_saving(model: str, times: int) -> Iterator[tuple[str, float, float]]
             yield name, median(seconds["none"]) / median(seconds[name]), SAVING
 
 
-def measure_conversations(model: str, count: int, turns: int) -> Iterator[tuple[str, float, float]]:
+def measure_conversations(
+    model: str, count: int, pool: int, turns: int
+) -> Iterator[tuple[str, float, float]]:
     """Conversations take turns: each adds 32 tokens to all before it, and gets 16."""
     rates = {}
     for name, tier in (("none", {}), ("host memory", host(12 << 30))):
-        with engine(model, tier) as llm:
+        with engine(model, tier, pool) as llm:
             texts = [tokens(number, CONVERSATION - 48 * turns) for number in range(count)]
             for text in texts:
                 run(llm, [text])
@@ -154,13 +157,16 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--conversations", type=int, default=100)
+    parser.add_argument("--pool", type=int, default=20)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     parts: dict[str, tuple[Callable[[str], Iterator[tuple[str, float, float]]], bool]] = {
         "prefix": (lambda model: measure_prefix(model, options.times), True),
         "saving": (lambda model: measure_saving(model, options.times), False),
         "conversations": (
-            lambda model: measure_conversations(model, options.conversations, options.turns),
+            lambda model: measure_conversations(
+                model, options.conversations, options.pool, options.turns
+            ),
             False,
         ),
     }
