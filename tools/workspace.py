@@ -149,6 +149,8 @@ def check() -> Iterator[str]:
 
 def distribution(folder: Path) -> str:
     """Return the required name of the distribution in a folder."""
+    if folder.parent.name == COMPAT and folder.name == "pytest":
+        return "pytest-modulm"  # as pytest's plugins are called
     prefix = FOLDERS.get(folder.parent.name, ("", set()))[0]
     return f"modulm-{prefix}{folder.name}".replace("_", "-")
 
@@ -210,6 +212,7 @@ def check_points(folder: Path, project: dict[str, Any], kinds: set[str]) -> Iter
     """Check entry points: groups must exist and fit the kind, targets must be in the package."""
     where = f"{display(folder)}/pyproject.toml"
     known = {kind.group for kind in ALL_KINDS.values()} | {HOOKS_GROUP, KINDS_GROUP}
+    known |= {"pytest11"} if folder.parent.name == COMPAT else set()
     expected_groups = {ALL_KINDS[kind].group for kind in kinds}
     groups = project.get("entry-points", {})
     if not groups and not project.get("scripts"):

@@ -56,6 +56,7 @@ def index() -> str:
             f"{group.partition('.')[2] or 'hooks'}/{name}"
             for group, points in groups.items()
             for name in points
+            if group.partition(".")[0] == "modulm"
         ]
         if path.is_relative_to(ROOT / "core"):
             offers.append("library")

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -396,3 +398,44 @@ def test_what_new_prints_is_what_show_knows(tmp_path: Path) -> None:
         kind_shown = CliRunner().invoke(main.cli, arguments).output.split()[-1]
         text = next(tmp_path.glob(f"modulm*{name.lower()}*/pyproject.toml")).read_text()
         assert f"\n{kind_shown} = " in text, (kind, kind_shown)
+
+
+def test_add_puts_further_drivers_into_a_package(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(main.cli, ["plugins", *arguments])
+
+    assert run("new", "schedulers", "shortly", "--into", str(tmp_path)).exit_code == 0
+    folder = tmp_path / "modulm-scheduler-shortly"
+    for kind, name in (("schedulers", "longly"), ("tool_parsers", "one"), ("tool_parsers", "two")):
+        done = run("add", kind, name, "--to", str(folder))
+        assert done.exit_code == 0, done.output
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {
+        "modulm.schedulers": {
+            "shortly": "modulm_scheduler_shortly:ShortlyPolicy",
+            "longly": "modulm_scheduler_shortly.longly:LonglyPolicy",
+        },
+        "modulm.tool_parsers": {
+            "one": "modulm_scheduler_shortly.one:OneToolParser",
+            "two": "modulm_scheduler_shortly.two:TwoToolParser",
+        },
+    }
+    assert [line.partition(">")[0] for line in project["dependencies"]] == [
+        "modulm-parsing",
+        "modulm",
+    ]
+    fits = tomllib.loads((folder / "modulm_scheduler_shortly/fits.toml").read_text())
+    assert set(fits["tool_parsers"]) == {"one", "two"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert "4 passed" in done.stdout, done.stdout
+    before = (folder / "pyproject.toml").read_text()
+    again = run("add", "schedulers", "longly", "--to", str(folder))
+    assert "longly.py already exists" in str(again.exception)
+    (folder / "modulm_scheduler_shortly/longly.py").unlink()
+    (folder / "tests/test_longly.py").unlink()
+    again = run("add", "schedulers", "longly", "--to", str(folder))
+    assert "already has 'longly' in 'modulm.schedulers'" in str(again.exception)
+    assert (folder / "pyproject.toml").read_text() == before
+    assert not (folder / "tests/test_longly.py").exists()
+    assert "has no pyproject.toml" in str(run("add", "hooks", "x", "--to", str(tmp_path)).exception)

@@ -247,10 +247,32 @@ def new(kind: str, name: str, into: Path) -> None:
     folder = render(kind, name, into)
     click.echo(
         f"wrote {folder}\n\n"
-        f"  pip install -e {folder}      the driver is now found by name\n"
-        f"  pytest {folder}              its contract holds\n"
+        f"  pip install -e {folder} pytest-modulm      the driver is now found by name\n"
+        f"  pytest {folder}                            its contract holds\n"
         f"  modulm plugins show {names_of(kind, name).driver}"
     )
+
+
+@command.command()
+@click.argument("kind")
+@click.argument("name")
+@click.option(
+    "--to",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    help="Folder of the package. Default: the current folder.",
+)
+def add(kind: str, name: str, folder: Path) -> None:
+    """Write a further driver of KIND, called NAME, into a plugin package.
+
+    Adds a module, its test, the entry point and missing dependencies.
+    """
+    from modulm_command_plugins.template import add as add_driver
+
+    for path in add_driver(kind, name, folder):
+        click.echo(f"wrote {path}")
+    click.echo(f"\nInstall it again: its entry points have changed.\n  pip install -e {folder}")
 
 
 def _of_kind(kind: str | None) -> list[Declaration]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import modulm
 from modulm.errors import ConfigError, UnsupportedError
+from modulm.plugins.index import normalized
 from modulm.plugins.kinds import HOOKS_GROUP, Kind, find_kind, kind_names
 
-__all__ = ["Names", "names_of", "render", "rendered", "templates"]
+__all__ = ["Names", "add", "names_of", "render", "rendered", "templates"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 _HOOKS = Kind("hooks", "hook plugin", "hooks")
@@ -139,6 +142,7 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
         "package": names.package,
         "target": names.package + attribute,
         "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
+        "groups": f'\n[dependency-groups]\ntest = ["pytest-modulm{_range()}"]\n' if common else "",
         "more": table + line if more_group else "",
         "name": names.driver.replace("-", "_"),
         "flag": f"{names.driver.replace('_', '-')}-table",
@@ -155,6 +159,78 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
     if fits.is_file():
         sources[f"{names.package}/fits.toml"] = fits
     return {path: _fill(source, values) for path, source in sources.items()}
+
+
+def add(kind: str, name: str, folder: Path) -> list[Path]:
+    """Write a further driver into the package in `folder`: a module, a test, an entry point.
+
+    Returns the files that were written or changed. Raises ConfigError if the folder is no plugin
+    package, or has the module or the entry point already; then nothing is written.
+    """
+    project = folder / "pyproject.toml"
+    if not project.is_file():
+        raise ConfigError(
+            "into", f"{folder} has no pyproject.toml; `modulm plugins new` writes one"
+        )
+    text = project.read_text(encoding="utf-8")
+    package = str(tomllib.loads(text)["project"]["name"]).replace("-", "_")
+    if not (folder / package / "__init__.py").is_file():
+        raise ConfigError("into", f"{folder} has no package {package}")
+    names = names_of(kind, name)
+    module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
+    names = evolve(names, package=f"{package}.{module}")
+    files = rendered(names, common=False)
+    written = {
+        folder / package / f"{module}.py": files[f"{names.package}/__init__.py"],
+        folder / "tests" / f"test_{module}.py": files[f"tests/test_{names.package}.py"],
+    }
+    for path in written:
+        if path.exists():
+            raise ConfigError("name", f"{path} already exists")
+    points = tomllib.loads(files["pyproject.toml"])["project"]
+    for group, targets in points["entry-points"].items():
+        for driver, target in targets.items():
+            text = _with_entry_point(text, group, driver, target)
+    written[project] = _with_dependencies(text, points["dependencies"])
+    if fits := files.get(f"{names.package}/fits.toml"):
+        table = folder / package / "fits.toml"
+        known = table.read_text(encoding="utf-8").rstrip() + "\n\n" if table.is_file() else ""
+        written[table] = known + fits
+    for path, content in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return list(written)
+
+
+def _with_entry_point(text: str, group: str, name: str, target: str) -> str:
+    """Add an entry point to a pyproject.toml. Raises ConfigError if the name is there."""
+    known = tomllib.loads(text)["project"].get("entry-points", {}).get(group)
+    if known is None:
+        return f'{text.rstrip()}\n\n[project.entry-points."{group}"]\n{name} = "{target}"\n'
+    if name in known:
+        raise ConfigError("name", f"the package already has {name!r} in {group!r}")
+    header = re.search(rf'^\[project\.entry-points\."?{re.escape(group)}"?\][ \t]*\n', text, re.M)
+    if header is None:
+        raise ConfigError("into", f"pyproject.toml: [project.entry-points.{group!r}] was not found")
+    return f'{text[: header.end()]}{name} = "{target}"\n{text[header.end() :]}'
+
+
+def _with_dependencies(text: str, needed: Sequence[str]) -> str:
+    """Add missing dependencies to a pyproject.toml."""
+    known = {_requirement(line) for line in tomllib.loads(text)["project"].get("dependencies", [])}
+    missing = [f'"{line}"' for line in needed if _requirement(line) not in known]
+    start = re.search(r"^dependencies = \[[ \t]*", text, re.M)
+    if not missing:
+        return text
+    if start is None:
+        raise ConfigError("into", f"pyproject.toml: add the dependencies {', '.join(missing)}")
+    comma = ", " if known else ""
+    return text[: start.end()] + ", ".join(missing) + comma + text[start.end() :]
+
+
+def _requirement(line: str) -> str:
+    match = re.match(r"[\w.-]+", line)
+    return normalized(match.group()) if match else line
 
 
 def _fill(source: Traversable, values: dict[str, str]) -> str:
