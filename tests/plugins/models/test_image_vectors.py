@@ -89,7 +89,7 @@ def opened(request, tmp_path_factory):
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     with modulm.LLM(str(folder), device="cpu", dtype="float32") as llm:
-        yield llm, model, hf.AutoProcessor.from_pretrained(folder), folder
+        yield llm, model, processor_of(name, folder), folder
 
 
 def vectors(outputs):

@@ -17,8 +17,6 @@ import modulm
 from modulm.errors import CheckpointError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
-from modulm_cohere.tiles import Cohere2VisionImageProcessorPil
-from modulm_llama.tiles import Llama4ImageProcessorPil
 from modulm_phi.tiles import Phi4MultimodalImageProcessorPil
 from modulm_towers import tiny_text
 from modulm_towers.testing import (
@@ -258,18 +256,23 @@ class Gemma4Unified:
         (folder / "processor_config.json").write_text(json.dumps(table))
 
 
-def tiled(kind, **settings):
-    """One of our own image processors, where transformers' needs torchvision."""
-    return kind(size={"height": 28, "width": 28}, **settings)
+class Tiled:
+    """The file of an image processor that needs torchvision."""
+
+    def __init__(self, kind, **settings):
+        self.table = {"image_processor_type": kind, "size": SQUARE, **settings}
+
+    def save_pretrained(self, folder):
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.table))
 
 
 def command_a(tokenizer):
-    image = tiled(Cohere2VisionImageProcessorPil, patch_size=2, max_patches=4)
+    image = Tiled("Cohere2VisionImageProcessorFast", patch_size=2, max_patches=4)
     return Files("Cohere2VisionProcessor", image)
 
 
 def phi(tokenizer):
-    image = tiled(Phi4MultimodalImageProcessorPil, patch_size=7, dynamic_hd=4)
+    image = Phi4MultimodalImageProcessorPil(size=SQUARE, patch_size=7, dynamic_hd=4)
     sound = {"feature_extractor_type": "Phi4MultimodalFeatureExtractor", "feature_size": 16}
     return Files("Phi4MultimodalProcessor", image, audio_processor=sound)
 
@@ -299,7 +302,7 @@ def kimi(tokenizer):
 
 
 def llama4(tokenizer):
-    return Files("Llama4Processor", tiled(Llama4ImageProcessorPil, max_patches=4), patch_size=7)
+    return Files("Llama4Processor", Tiled("Llama4ImageProcessorFast", max_patches=4), patch_size=7)
 
 
 def mllama(tokenizer):
@@ -319,6 +322,15 @@ class LookedAt(ImageFamily):
         if prompt.items:
             return super().model_inputs(processor, prompt)
         return processor.tokenizer([prompt.text], add_special_tokens=False, return_tensors="pt")
+
+
+class Halves(ImageFamily):
+    """Transformers' processor makes pixels of bfloat16, whatever the model's type."""
+
+    def model_inputs(self, processor, prompt):
+        inputs = super().model_inputs(processor, prompt)
+        pixels = {k: t.float() for k, t in inputs.items() if k == "pixel_values"}
+        return {**inputs, **pixels}
 
 
 class Leading(ImageFamily):
@@ -573,6 +585,7 @@ FAMILIES = {
 }
 #: Those whose prompts are more.
 OTHERS = {
+    "Llama4ForConditionalGeneration": Halves,
     "Kimi_K25ForConditionalGeneration": Clips,
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Omni,

@@ -77,7 +77,7 @@ class ProcessorFiles:
         if processor_class is None:
             return AutoProcessor.from_pretrained(self.path, **self._options)
         replacement = None if takes_video() else (images or {}).get(self._images)
-        plain = replacement is None and (takes_video() or self._torch_only_class() is None)
+        plain = replacement is None and self._torch_class is None
         if "video_processor" not in processor_class.get_attributes() and plain:
             return processor_class.from_pretrained(self.path, **self._options)
         return self._from_parts(processor_class, replacement, video).from_pretrained(
@@ -94,8 +94,7 @@ class ProcessorFiles:
         if name == "tokenizer":
             return AutoTokenizer.from_pretrained(self.tokenizer, **self._options)
         if name == "image_processor":
-            image_class = None if takes_video() else self._torch_only_class()
-            image_class = image_class or AutoImageProcessor
+            image_class = self._torch_class or AutoImageProcessor
             return image_class.from_pretrained(self.path, **self._options)
         if name in ("feature_extractor", "audio_processor"):
             return AutoFeatureExtractor.from_pretrained(self.path, **self._options)
@@ -141,15 +140,18 @@ class ProcessorFiles:
         kind = self.settings("image_processor").get("image_processor_type")
         return str(kind).removesuffix("Fast")
 
-    def _torch_only_class(self) -> Any:
-        """The image processor's class if transformers has it for torchvision only, else None."""
-        import transformers
+    @property
+    def _torch_class(self) -> Any:
+        """The image processor's class for torchvision; None with torchvision, or without one."""
+        from modulm_media.images import image_processor_class, processor_name
 
-        from modulm_media.images import image_processor_class
-
-        if self._images == "None" or hasattr(transformers, f"{self._images}Pil"):
+        if takes_video():
             return None
-        return image_processor_class(self._images)
+        settings, model_type = (
+            self.settings("image_processor"),
+            self.table("config").get("model_type"),
+        )
+        return image_processor_class(processor_name(settings, model_type))
 
     def _from_parts(self, processor_class: Any, images: str | None, video: str | None) -> Any:
         """Create a subclass of the processor class whose parts are built here."""

@@ -114,9 +114,20 @@ def normalize(
 
 
 def pad(
-    image: Tensor, padding: Sequence[int], fill: float = 0, padding_mode: str = "constant"
+    image: Tensor,
+    padding: Sequence[int],
+    fill: float | Sequence[float] = 0,
+    padding_mode: str = "constant",
 ) -> Tensor:
-    """Pad [..., height, width]; padding: left, top, right, bottom."""
+    """Pad [..., channels, height, width]; padding: left, top, right, bottom.
+
+    fill: a value, or one for each channel.
+    """
+    if isinstance(fill, Sequence):
+        channels = zip(
+            image.split(1, dim=-3), [*fill] * (image.shape[-3] // len(fill)), strict=True
+        )
+        return torch.cat([pad(channel, padding, value) for channel, value in channels], dim=-3)
     left, top, right, bottom = padding
     return F.pad(image, (left, right, top, bottom), mode=padding_mode, value=fill)
 

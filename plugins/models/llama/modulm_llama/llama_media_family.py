@@ -1,7 +1,7 @@
 """Media families of Llama 3.2 and 4, Mistral Small 3, LightOnOCR and Voxtral."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,6 @@ class MistralFamily(RowsFamily):
 
 class Llama4Family(MediaFamily):
     """Llama 4: tiles, with separator tokens that show their layout."""
-
-    image_processors: ClassVar = {
-        "Llama4ImageProcessor": "modulm_llama.tiles:Llama4ImageProcessorPil"
-    }
 
     def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         return {"pixel_values": np.asarray(outputs["pixel_values"].float())}
