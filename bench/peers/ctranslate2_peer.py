@@ -2,7 +2,8 @@
 
     pip install ctranslate2 transformers torch
 
-Its converter for transformers reads the checkpoint; weights are int8 or bfloat16, and computed so.
+Its converter for transformers reads the checkpoint. Weights are int8 or bfloat16; where its build
+cannot compute in bfloat16 on this processor it computes, and holds bfloat16 weights, in float32.
 """
 
 import json
@@ -11,7 +12,11 @@ from pathlib import Path
 from cases import Engine, main
 from conversions import converted
 
-FORMATS = {"bf16": "bfloat16", "int8": "int8_bfloat16"}
+#: Format -> (stored type, types to compute in, the best that the build supports first).
+FORMATS = {
+    "bf16": ("bfloat16", ("bfloat16", "float32")),
+    "int8": ("int8", ("int8_bfloat16", "int8_float32")),
+}
 
 
 def load(checkpoint: str, weights: str) -> Engine:
@@ -19,14 +24,17 @@ def load(checkpoint: str, weights: str) -> Engine:
 
     if weights not in FORMATS:
         raise SystemExit(f"CTranslate2 has no {weights} weights on a CPU")
+    stored, types = FORMATS[weights]
+    able = ctranslate2.get_supported_compute_types("cpu")
 
     def convert(folder: str) -> None:
         converter = ctranslate2.converters.TransformersConverter(checkpoint)
-        converter.convert(folder, quantization=FORMATS[weights])
+        converter.convert(folder, quantization=stored)
 
     folder = converted(checkpoint, "ctranslate2", weights, convert)
     vocabulary = json.loads((Path(folder) / "vocabulary.json").read_text())
-    generator = ctranslate2.Generator(folder, device="cpu", compute_type=FORMATS[weights])
+    compute = next(each for each in types if each in able)
+    generator = ctranslate2.Generator(folder, device="cpu", compute_type=compute)
 
     def generate(prompts: list[list[int]], new: int) -> None:
         answers = generator.generate_batch(

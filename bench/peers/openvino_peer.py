@@ -9,7 +9,6 @@ the same type, not OpenVINO's default of 8 bits, unless the weights are quantize
 
 import subprocess
 import sys
-from pathlib import Path
 
 from cases import LONGEST, MOST, Engine, main
 from conversions import converted
@@ -26,8 +25,8 @@ def load(checkpoint: str, weights: str) -> Engine:
         raise SystemExit(f"OpenVINO has no {weights} weights on a CPU")
 
     def convert(folder: str) -> None:
-        program = Path(sys.executable).with_name("optimum-cli")
-        command = [program, "export", "openvino", "--model", checkpoint]
+        command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+        command += ["--model", checkpoint]
         command += ["--task", "text-generation-with-past", "--weight-format", FORMATS[weights]]
         subprocess.run([*command, folder], check=True)
 
