@@ -49,6 +49,13 @@ Inline $e^{i\pi}+1=0$, costs $5 and $10, broken $\frac{$.
 
 $$\int_0^1 x\,dx = \tfrac12$$
 """
+#: What a preview shows: it runs scripts, and must not reach this page or a network.
+PAGE = """<style>p { color: rgb(1, 2, 3) }</style><p>shown</p><script>
+const tell = (text) => parent.postMessage(text, "*");
+try { parent.document.title = "taken"; tell("reached"); } catch { tell("apart"); }
+fetch("/v1/models").then(() => tell("reached"), () => tell("offline"));
+tell(getComputedStyle(document.querySelector("p")).color);
+</script>"""
 #: A call of which nothing can be told before its end, so that all of it comes at once.
 LATE_NAME = '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>'
 #: What is answered to a question that begins with these words.
@@ -63,6 +70,8 @@ REPLIES = {
     "fail late": Reply("one two three four", error_at=3),
     "fail": Reply(error_at=0),
     "markdown": Reply(MARKDOWN),
+    "draw": Reply(f"```html\n{PAGE}\n```"),
+    "Give this conversation a title": Reply('"Rain in Paris".\nIt is about rain.'),
 }
 
 
@@ -306,12 +315,12 @@ def test_conversations_are_kept(tab: Browser) -> None:
     assert tab.text("#conversations .open") in ("Fruit", "hello about pears")
     assert "Fruit" in tab.text("#conversations")
     tab.click("#conversations .more")
-    tab.click("#menu button", 3)
+    tab.click("#menu button", 4)
     assert tab.count("#conversations li") == 1
     tab.reload()
     assert tab.count("#conversations li") == 1
     tab.click("#conversations .more")
-    tab.click("#menu button", 3)
+    tab.click("#menu button", 4)
     assert "No conversations" in tab.text("#conversations")
     tab.click(".toast button")
     assert tab.count("#conversations li .open") == 1
@@ -338,7 +347,7 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     setting(tab, "temperature", "0.3")
     tab.call("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     tab.click("#conversations .more")
-    for index, ending in ((1, "md"), (2, "json")):
+    for index, ending in ((2, "md"), (3, "json")):
         tab.run("document.querySelector('#menu').showPopover()")
         tab.click("#menu button", index)
         end = time.monotonic() + 300
@@ -349,7 +358,7 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     assert "## Answer\n\nIt is 4." in markdown.read_text()
     assert "Let me see." in markdown.read_text()
     tab.click("#conversations .more")
-    tab.click("#menu button", 3)
+    tab.click("#menu button", 4)
     (stored,) = tmp_path.glob("*.json")
     foreign = tmp_path / "openai.json"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "from elsewhere"}]
@@ -907,6 +916,55 @@ def test_the_docs_need_no_network(browser: Browser, page: Live) -> None:
     assert browser.run("faults") == []
 
 
+@needs_browser
+def test_html_of_an_answer_is_shown_in_a_frame_of_its_own(tab: Browser) -> None:
+    tab.run("window.told = []; addEventListener('message', ({ data }) => told.push(data))")
+    say(tab, "draw")
+    preview = (
+        "[...document.querySelectorAll('.code button')].find((b) => b.innerText === 'Preview')"
+    )
+    tab.run(f"{preview}.click()")
+    tab.wait("told.length === 4")
+    assert set(tab.run("told")) == {"ready", "apart", "offline", "rgb(1, 2, 3)"}
+    assert tab.run("document.title") != "taken"
+    assert tab.run("document.querySelector('iframe.preview').sandbox.value") == "allow-scripts"
+    tab.run(f"{preview}.click()")
+    assert tab.count("iframe.preview") == 0
+
+
+@needs_browser
+def test_an_answer_is_read_aloud_with_voices_of_this_machine(tab: Browser) -> None:
+    tab.run(
+        "window.said = []; speechSynthesis.getVoices = () => window.voices;"
+        "speechSynthesis.speak = (utterance) => said.push(utterance.text);"
+        "window.voices = [{localService: false, lang: 'en'}]"
+    )
+    say(tab, "hi")
+    read = "document.querySelector('article.assistant button[aria-label=\"Read aloud\"]').click()"
+    tab.run(read)
+    tab.wait("document.querySelector('#toasts').innerText.includes('no voice of its own')")
+    assert tab.run("said") == []
+    tab.run("voices = [...voices, {localService: true, lang: 'en'}]")
+    # A voice that is only described cannot be given to a real utterance.
+    tab.run(
+        "Object.defineProperty(SpeechSynthesisUtterance.prototype, 'voice', {writable: true}); 0"
+    )
+    tab.run(read)
+    tab.wait("said.length === 1")
+    assert tab.run("said") == ["Hello there."]
+
+
+@needs_browser
+def test_the_model_names_a_conversation(tab: Browser) -> None:
+    say(tab, "hi")
+    tab.run("document.querySelector('#conversations .more').click()")
+    tab.run("[...document.querySelectorAll('#menu button')]"
+        ".find((b) => b.textContent === 'Name by the model').click()")  # fmt: skip
+    tab.wait("document.querySelector('#title').textContent === 'Rain in Paris'")
+    tab.reload()
+    tab.wait("document.querySelector('#conversations .name').textContent === 'Rain in Paris'")
+
+
 # Without a browser.
 
 
@@ -932,6 +990,10 @@ def test_the_files_and_their_policy(page: Live) -> None:
         assert plain.text == module.text
         for name in ("../__init__.py", "js", "", "js/none.js", "%2e%2e/flags.py", "..%2fflags.py"):
             assert http.get(f"/page/{name}").status_code == 404, name
+        frame = http.get("/page/preview.html").headers["content-security-policy"]
+        assert "sandbox allow-scripts;" in frame
+        assert "default-src 'none'" in frame
+        assert "connect-src" not in frame
         assert http.get("/redoc", follow_redirects=True).url.path == "/docs"
 
 
@@ -945,7 +1007,9 @@ def test_our_modules_set_no_html() -> None:
     ours = [path for path in folder.rglob("*.js") if "vendor" not in path.parts]
     assert len(ours) > 15
     for path in ours:
-        assert not HTML.search(path.read_text()), path
+        # The frame of previews has an origin of its own, and shows what others wrote.
+        if path.name != "preview_frame.js":
+            assert not HTML.search(path.read_text()), path
 
 
 def test_the_libraries_are_as_they_were_published() -> None:

@@ -18,6 +18,18 @@ from modulm_server.route import RouteFamily
 __all__ = ["ChatPage"]
 
 
+#: Policy of the frame that shows HTML and SVG of answers: an origin of its own, without network.
+_PREVIEW = content_policy(
+    sandbox="allow-scripts",
+    script_src="'self' 'unsafe-inline'",
+    style_src="'unsafe-inline'",
+    img_src="data:",
+    font_src="data:",
+    media_src="data:",
+    frame_ancestors="'self'",
+)
+
+
 class ChatPage(RouteFamily):
     """The page. It uses the public API and asks for a key if the server needs one."""
 
@@ -33,11 +45,14 @@ class ChatPage(RouteFamily):
             img_src="'self' data:",
             media_src="data:",
             font_src="'self'",
+            frame_src="'self'",
             connect_src=" ".join(["'self'", *self._origins]),
             require_trusted_types_for="'script'",
             trusted_types="dompurify",
         )
-        self._files = PageFiles(files(__package__).joinpath("files"), policy)
+        folder = files(__package__).joinpath("files")
+        self._files = PageFiles(folder, policy)
+        self._preview = PageFiles(folder, _PREVIEW)
         router = APIRouter()
         for method in ("GET", "HEAD"):
             router.add_api_route("/", self.page, methods=[method], include_in_schema=False)
@@ -55,6 +70,8 @@ class ChatPage(RouteFamily):
         """Serve a file of the page."""
         if file == "about.json":
             return json_response(self._about())
+        if file == "preview.html":
+            return self._preview.response(request, file)
         return self._files.response(request, file)
 
     def _about(self) -> dict[str, object]:

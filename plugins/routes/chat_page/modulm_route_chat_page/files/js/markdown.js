@@ -6,6 +6,7 @@ import { Marked } from "../vendor/marked/marked.js";
 import { copyBy } from "./copy.js";
 import { make } from "./dom.js";
 import { mathExtensions, setMath } from "./math.js";
+import { previewButton, previewable } from "./preview.js";
 
 const escape = (text) => text.replace(/[&<>"']/g, (c) => (
   { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[c]);
@@ -90,7 +91,8 @@ function dressCode(pre, coming) {
   const copy = make("button", { type: "button", onclick: () => copyBy(copy, code.textContent) }, "Copy");
   pre.replaceWith(box);
   pre.tabIndex = 0;
-  box.append(make("div", { class: "row" }, make("span", { class: "faint" }, language), copy), pre);
+  const preview = !coming && previewable(language, code.textContent) && previewButton(box, () => code.textContent);
+  box.append(make("div", { class: "row" }, make("span", { class: "faint" }, language), make("span", {}, preview, copy)), pre);
   if (language && !(coming && code.textContent.length > 4000)) colour(code, language);
 }
 

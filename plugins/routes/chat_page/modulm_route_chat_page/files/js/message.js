@@ -6,6 +6,7 @@ import { copyBy } from "./copy.js";
 import { icon, iconButton, make } from "./dom.js";
 import { described, duration } from "./figures.js";
 import { Markdown } from "./markdown.js";
+import { canSpeak, speak } from "./speak.js";
 import { tokensView } from "./tokens.js";
 
 /**
@@ -99,6 +100,7 @@ export class MessageView {
     this.foot.replaceChildren(...[this.versions(), copy, iconButton("edit", "Edit", () => this.edit()),
       answer && iconButton("again", "Answer again", () => act.again(message)),
       answer && this.canGoOn() && iconButton("go", "Continue", () => act.goOn(message)),
+      answer && canSpeak && message.content && iconButton("speak", "Read aloud", () => speak(this.markdown.node.innerText)),
       answer && message.logprobs?.length && iconButton("tokens", "Tokens", () => this.toggleTokens(), { "aria-pressed": String(this.tokens) }),
       answer && make("span", { class: "figures" }, [described(message.figures), ended].filter(Boolean).join(" · ")),
     ].filter(Boolean));

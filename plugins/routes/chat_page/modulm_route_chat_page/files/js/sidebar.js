@@ -2,6 +2,7 @@
 
 import { byId, icon, make, toast } from "./dom.js";
 import { download, fromText, toJson, toMarkdown } from "./export.js";
+import { nameOf } from "./naming.js";
 import { textOf } from "./tree.js";
 
 export class Sidebar {
@@ -50,12 +51,13 @@ export class Sidebar {
     const name = conversation.title || "conversation";
     menu.replaceChildren(
       item("Rename", () => this.rename(conversation)),
+      item("Name by the model", () => this.nameByModel(conversation)),
       item("Export as Markdown", () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
       item("Export as JSON", () => download(`${name}.json`, toJson([conversation]), "application/json")),
       item("Delete", () => this.delete(conversation)));
     const place = button.getBoundingClientRect();
     menu.style.left = `${Math.min(place.left, innerWidth - 200)}px`;
-    menu.style.top = `${Math.min(place.bottom, innerHeight - 190)}px`;
+    menu.style.top = `${Math.min(place.bottom, innerHeight - 230)}px`;
     menu.showPopover();
     menu.firstChild.focus();
   }
@@ -77,6 +79,18 @@ export class Sidebar {
     field.addEventListener("blur", () => { if (field.isConnected) end(true); });
     row.replaceChildren(field);
     field.select();
+  }
+
+  async nameByModel(conversation) {
+    try {
+      const title = await nameOf(conversation);
+      if (!title) return;
+      Object.assign(conversation, { title, named: true });
+      this.app.put(conversation);
+      this.app.show();
+    } catch (error) {
+      toast(error.message);
+    }
   }
 
   delete(conversation) {
