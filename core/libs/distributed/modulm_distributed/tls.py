@@ -168,7 +168,9 @@ class TlsSession:
                 self._flush(peer)
                 piece = peer.recv(_PIECE)
                 if not piece:
-                    raise ConnectionRefusedError("the secrets differ") from None
+                    raise ConnectionRefusedError(
+                        "the secrets differ, or the peer did not wait for the handshake"
+                    ) from None
                 self._received.write(piece)
             except ssl.SSLError as error:
                 with suppress(OSError):  # the peer learns why

@@ -74,9 +74,9 @@ def _connect(address: str, secret: bytes, rank: int) -> FrameStream:
         peer.connect(address)
         stream = FrameStream(peer)
     else:
+        session = TlsSession(tls_contexts(secret))  # takes time, for which no peer should wait
         host, _, port = address.rpartition(":")
         peer = socket.create_connection((host, int(port)))
-        session = TlsSession(tls_contexts(secret))
         session.handshake(peer)
         stream, secret = FrameStream(peer, session), b""
     stream.send(frames.pack("rank", rank, secret))

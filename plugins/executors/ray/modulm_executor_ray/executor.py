@@ -135,6 +135,8 @@ class RayExecutor(WorkersExecutor):
         """
         self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
         secret = secrets.token_bytes(_SECRET_BYTES)
+        if not all(local):
+            tls_contexts(secret)  # kept; a rank's greeting does not wait for it
         path = str(Path(self._folder) / "executor")
         streams: dict[int, FrameStream] = {}
         with socket.socket(socket.AF_UNIX) as near:
