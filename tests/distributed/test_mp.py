@@ -10,13 +10,17 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm.config import EngineConfig
 from modulm.config.environ import isolated
 from modulm.errors import EngineDead, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_executor_mp import executor as mp_executor
+from modulm_server.engine.heartbeat import interval_of
 
 FLAGS = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 16, "dtype": "float32"}
 #: What no ring has room for, so that the plan goes another way.
@@ -93,6 +97,60 @@ def test_nothing_is_left_when_the_engine_is_shut_down(folder, tmp_path, monkeypa
     llm.shutdown()
     assert not any(map(alive, pids))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_rank_is_told_within_five_seconds_of_looks(monkeypatch):
+    """The engine looks at every heartbeat: three of these see a rank that stays stopped. One that
+    is stopped for a moment, as by a debugger that attaches, is not told.
+    """
+    seconds = [0.0]
+    interval = interval_of(EngineConfig())
+    monkeypatch.setattr(mp_executor, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    executor = mp_executor.MpExecutor()
+    executor._processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+
+    def looks_until_told(number):
+        for look in range(1, number + 1):
+            seconds[0] += interval
+            told = executor.trouble()
+            if told is not None:
+                assert told == "the process of worker 1 is stopped (SIGSTOP)"
+                return look
+        return None
+
+    def send(number):
+        os.kill(executor._processes[1].pid, number)
+        os.waitpid(executor._processes[1].pid, os.WUNTRACED | os.WCONTINUED)
+
+    try:
+        assert looks_until_told(20) is None
+        send(signal.SIGSTOP)
+        assert looks_until_told(1) is None
+        send(signal.SIGCONT)
+        assert looks_until_told(20) is None
+        send(signal.SIGSTOP)
+        looks = looks_until_told(20)
+        assert looks is not None
+        assert looks <= 3
+        assert looks * interval <= 5
+    finally:
+        for process in executor._processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_dead_rank_ends_the_engine_without_a_look(monkeypatch):
+    """Its connection ends with it, and its exit code is asked for one second at most."""
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **options: start(["sleep", "600"], **options)
+    )
+    executor = mp_executor.MpExecutor()
+    stream = executor._spawn()
+    executor._processes[0].kill()
+    assert stream.receive() is None
+    assert executor.ending(0) == "its process was killed by SIGKILL"
+    stream.close()
 
 
 def test_what_does_not_load_is_the_workers_error(tmp_path):
