@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
 from modulm_command_models import commands
 from modulm_server.models.flags import parse_duration, parse_size
+from modulm_server.models.pool import _is_expired
 from modulm_server.models.serve import make_pool
 from modulm_server.scripted import Reply
 from modulm_server.testing import error_of
@@ -74,6 +76,20 @@ def test_the_longest_unused_model_makes_room(several: Several) -> None:
     assert answer.status_code == 503
     assert "pinned" in answer.text
     assert several.states()["two"] == "loaded"
+
+
+def test_no_jump_of_the_clock_unloads_a_model(
+    several: Several, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long a model stays is monotonic time; the time of day is only shown."""
+    answer = post(several, "/api/generate", {"model": "one", "keep_alive": "10m"})
+    assert answer.is_success
+    model, now = several.model("one"), time.time()
+    for jump in (1e9, -1e9):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        assert not _is_expired(model, time.monotonic())
+        assert model.status().expires_at == pytest.approx(now + jump + 600, abs=300)
+    assert _is_expired(model, time.monotonic() + 601)
 
 
 def test_a_running_stream_ends_before_its_model_makes_room(several: Several) -> None:

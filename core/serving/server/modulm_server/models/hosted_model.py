@@ -48,7 +48,8 @@ class HostedModel:
     before it is unloaded again. memory: bytes that count as in use: the estimate while it loads,
     then as measured. needed: bytes that it needs when loaded, as known so far. estimate: what it
     was expected to need before it was loaded. loading: the load in progress. leaving: the end of
-    its use that is in progress; no request starts meanwhile. info: facts of its last engine.
+    its use that is in progress; no request starts meanwhile. last_used, expires: monotonic seconds,
+    which no jump of the clock changes. info: facts of its last engine.
     """
 
     settings: ModelSettings
@@ -62,7 +63,7 @@ class HostedModel:
     needed: int = 0
     estimate: Needs | None = None
     last_used: float | None = None
-    expires_at: float | None = None
+    expires: float | None = None
     error: str | None = None
     info: EngineInfo | None = None
     loading: asyncio.Task[None] | None = None
@@ -102,8 +103,8 @@ class HostedModel:
     def release(self, keep_alive: float | None) -> None:
         """Note the end of a request. keep_alive: seconds until it expires; None: never."""
         self.in_flight -= 1
-        self.last_used = now = time.time()
-        self.expires_at = None if keep_alive is None else now + keep_alive
+        self.last_used = now = time.monotonic()
+        self.expires = None if keep_alive is None else now + keep_alive
         if self.leaving is not None:
             self._freed.set()
 
@@ -172,9 +173,9 @@ class HostedModel:
 
     def _note_use(self) -> None:
         self.state, self.error = "loaded", None
-        self.last_used = now = time.time()
+        self.last_used = now = time.monotonic()
         keep_alive = self.settings.keep_alive
-        self.expires_at = None if keep_alive is None else now + keep_alive
+        self.expires = None if keep_alive is None else now + keep_alive
 
     async def sleep(self, level: int) -> None:
         """Put the engine to sleep. Raises EngineError, UnsupportedError."""
@@ -242,8 +243,8 @@ class HostedModel:
             aliases=settings.aliases,
             error="its engine has died; the next request loads it" if dead else self.error,
             memory=self.memory or self.needed,
-            last_used=self.last_used,
-            expires_at=None if settings.pinned else self.expires_at,
+            last_used=_unix_time(self.last_used),
+            expires_at=None if settings.pinned else _unix_time(self.expires),
             active=self.in_flight,
             waiting=len(self.waiters),
             pinned=settings.pinned,
@@ -256,3 +257,8 @@ class HostedModel:
                 if adapter.owner is None
             },
         )
+
+
+def _unix_time(moment: float | None) -> float | None:
+    """The time of day of a moment in monotonic seconds."""
+    return None if moment is None else moment + time.time() - time.monotonic()

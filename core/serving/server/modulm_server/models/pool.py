@@ -323,7 +323,7 @@ class ModelPool(ModelDirectory):
         """Unload models whose time is over, and keep measured memory within the budget."""
         while True:
             self._expiring.clear()
-            now = time.time()
+            now = time.monotonic()
             for model in self.models:
                 if _is_expired(model, now):
                     self._spawn(self._leave(model, evicted=True))
@@ -335,11 +335,11 @@ class ModelPool(ModelDirectory):
 
     def _pause(self) -> float | None:
         """Seconds until a model expires or memory is measured; None: neither will happen."""
-        now = time.time()
+        now = time.monotonic()
         pauses = [
-            max(0.1, model.expires_at - now)
+            max(0.1, model.expires - now)
             for model in self.models
-            if model.state == "loaded" and model.expires_at is not None
+            if model.state == "loaded" and model.expires is not None
             and not model.settings.pinned
         ]  # fmt: skip
         if self.budget is not None and any(model.engine is not None for model in self.models):
@@ -467,8 +467,8 @@ def _is_expired(model: HostedModel, now: float) -> bool:
     return (
         model.state == "loaded"
         and model.leaving is None
-        and model.expires_at is not None
-        and model.expires_at <= now
+        and model.expires is not None
+        and model.expires <= now
         and not model.settings.pinned
         and not model.busy
         and not model.waiters
