@@ -172,9 +172,11 @@ def test_checkpoints_added_to_the_folder_are_served_without_reload(
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
 
-    add("first")
     monkeypatch.setattr("modulm_server.models.pool._LOOK_AGAIN", 0.0)
     with several_models(tokenizer, monkeypatch, models_dir=str(tmp_path)) as several:
+        assert httpx.get(f"{several.live.url}/v1/models").json()["data"] == []
+        assert "there is no model yet" in error_of(post(several, CHAT, ask("first")))["message"]
+        add("first")
         assert post(several, CHAT, ask("second")).status_code == 404
         add("second")
         assert post(several, CHAT, ask("second")).is_success

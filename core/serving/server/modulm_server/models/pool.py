@@ -104,10 +104,11 @@ class ModelPool(ModelDirectory):
     def _unknown(self, name: str, owner: str) -> ApiError:
         names = [model.name for model in self._models if _permits(model, owner)]
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        listed = ", ".join(names[:_LISTED]) or "no model for this key"
+        nothing = "no model for this key" if self._models else "there is no model yet"
+        listed = "only " + ", ".join(names[:_LISTED]) if names else nothing
         return ApiError(
             404,
-            f"model {name[:256]!r} is not served here, only {listed}{more}",
+            f"model {name[:256]!r} is not served here, {listed}{more}",
             param="model",
             code="model_not_found",
         )

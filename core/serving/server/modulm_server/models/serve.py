@@ -71,8 +71,9 @@ def serve_models(
 def _banner(pool: ModelPool, url: str) -> str:
     """The text that the server prints when it is ready."""
     statuses = pool.all_statuses()
-    width = max(len(status.name) for status in statuses)
-    lines = [f"{len(statuses)} models are served at {url}"]
+    width = max((len(status.name) for status in statuses), default=0)
+    number = f"{len(statuses)} models are" if statuses else "No models are there yet to be"
+    lines = [f"{number} served at {url}"]
     for status in statuses:
         error = f" ({status.error})" if status.error else ""
         lines.append(f"  {status.name:{width}}  {status.state}{error}")

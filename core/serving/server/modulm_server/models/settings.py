@@ -81,8 +81,6 @@ def read_settings(config: EngineConfig, models: Iterable[str]) -> tuple[ModelSet
         for name, path in _checkpoints(Path(flags.models_dir)):
             tables.setdefault(name, {"model": str(path)})
     settings = tuple(_settings(config, name, table) for name, table in tables.items())
-    if not settings:
-        raise ConfigError("models_dir", f"{flags.models_dir}: there is no checkpoint in it yet")
     _check_names(settings)
     return settings
 
