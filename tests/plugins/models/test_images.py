@@ -285,6 +285,23 @@ def minicpm(tokenizer):
     return Files("MiniCPMV4_6Processor", image, video)
 
 
+class MiniCPMOcr:
+    """The files of a processor that needs torchvision."""
+
+    def save_pretrained(self, folder):
+        sizes = {"patch_size": 4, "scale_resolution": 32}
+        table = {
+            "processor_class": "MiniCPMOcrProcessor",
+            "image_processor": {
+                "image_processor_type": "MiniCPMOcrImageProcessor", "max_slice_nums": 4, **sizes,
+            },
+            "video_processor": {
+                "video_processor_type": "MiniCPMOcrVideoProcessor", "max_slice_nums": 1, **sizes,
+            },
+        }  # fmt: skip
+        (folder / "processor_config.json").write_text(json.dumps(table))
+
+
 class Kimi:
     """The files of a processor of Kimi K2.5, as transformers has them."""
 
@@ -573,6 +590,7 @@ FAMILIES = {
     "Llama4ForConditionalGeneration": (LLAMA4, llama4, {}),
     "Kimi_K25ForConditionalGeneration": (KIMI, kimi, {"videos": ((4, 44, 30), (8, 30, 44))}),
     "MiniCPMV4_6ForConditionalGeneration": (MINICPM, minicpm, STATES),
+    "MiniCPMOcrForConditionalGeneration": (MINICPM, lambda tokenizer: MiniCPMOcr(), STATES),
     "Phi4MultimodalForCausalLM": (PHI, phi, {"loads": "", "sizes": ((56, 42), (19, 60), (44, 44))}),
     "MllamaForConditionalGeneration": (MLLAMA, mllama, {"reuses": False}),
     "PaliGemmaForConditionalGeneration": (PALIGEMMA, paligemma, {"chunk": 60, "prefix": True}),
@@ -594,6 +612,7 @@ OTHERS = {
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "DotsOCRForCausalLM",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
     "SkyworkR1VChatModel",

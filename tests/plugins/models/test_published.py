@@ -149,3 +149,95 @@ def test_colqwens_have_vectors_of_the_model_inside(name, tmp_path):
         (output,) = llm.encode(request, pooling_task="token_embed", use_tqdm=False)
     assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
     assert (torch.from_numpy(output.outputs.data) - expected).abs().max() < 1e-4
+
+
+def turned(x, coordinates):
+    """Rotate heads [patches, heads, size]: rows turn the first half of the angles."""
+    size = x.shape[-1] // 2
+    waves = 10000.0 ** -(torch.arange(0, size, 2).float() / size)
+    angles = (coordinates[:, :, None] * waves).flatten(1)
+    cos, sin = (t.repeat(1, 2)[:, None] for t in (angles.cos(), angles.sin()))
+    return x * cos + torch.cat([-x[..., size:], x[..., :size]], dim=-1) * sin
+
+
+def dots_features(tensors, pixels, grid):
+    """The tokens of one image, by the tensors of the encoder alone."""
+    functional, (_, rows, columns) = torch.nn.functional, grid
+    square = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    order = square.view(2, rows // 2, 2, columns // 2, 2).transpose(2, 3).flatten(1).T
+    x = pixels @ tensors["patch_embed.patchifier.proj.weight"].flatten(1).T
+    x = x + tensors["patch_embed.patchifier.proj.bias"]
+
+    def norm(x, name):
+        return functional.rms_norm(x, (32,), tensors[f"{name}.weight"], 1e-5)
+
+    x = norm(x, "patch_embed.patchifier.norm")
+    for at in ("blocks.0", "blocks.1"):
+        qkv = norm(x, f"{at}.norm1") @ tensors[f"{at}.attn.qkv.weight"].T
+        q, k, v = qkv.view(len(x), 3, 2, 16).unbind(1)
+        q, k, v = (t.transpose(0, 1) for t in (turned(q, order), turned(k, order), v))
+        seen = functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+        x = x + seen @ tensors[f"{at}.attn.proj.weight"].T
+        one, two, three = (tensors[f"{at}.mlp.fc{i}.weight"].T for i in (1, 2, 3))
+        inner = norm(x, f"{at}.norm2")
+        x = x + (functional.silu(inner @ one) * (inner @ three)) @ two
+    x = norm(x, "post_trunk_norm")
+    x = functional.layer_norm(
+        x, (32,), tensors["merger.ln_q.weight"], tensors["merger.ln_q.bias"], 1e-6
+    )
+    for index, act in ((0, functional.gelu), (2, lambda t: t)):
+        weight, bias = (tensors[f"merger.mlp.{index}.{part}"] for part in ("weight", "bias"))
+        x = act(x.reshape(-1, 128) @ weight.T + bias)
+    return x
+
+
+def test_dots_ocr_is_qwen_2_behind_its_encoder(tmp_path):
+    table = driver("DotsOCRForCausalLM").tiny()
+    write_family(
+        ImageFamily(
+            driver("Qwen2VLForConditionalGeneration"), {"image_token": "<|imgpad|>"},
+            qwen("Qwen2VLProcessor"),
+        ),
+        tmp_path,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    text = hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**table, "model_type": "qwen2"})).eval()
+    hidden = table["hidden_size"]
+    shapes = {
+        "patch_embed.patchifier.proj.weight": (32, 3, 4, 4),
+        "patch_embed.patchifier.proj.bias": (32,),
+        "patch_embed.patchifier.norm.weight": (32,), "post_trunk_norm.weight": (32,),
+        "merger.ln_q.weight": (32,), "merger.ln_q.bias": (32,),
+        "merger.mlp.0.weight": (128, 128), "merger.mlp.0.bias": (128,),
+        "merger.mlp.2.weight": (hidden, 128), "merger.mlp.2.bias": (hidden,),
+        **{f"blocks.{i}.norm{j}.weight": (32,) for i in (0, 1) for j in (1, 2)},
+        **{f"blocks.{i}.attn.qkv.weight": (96, 32) for i in (0, 1)},
+        **{f"blocks.{i}.attn.proj.weight": (32, 32) for i in (0, 1)},
+        **{f"blocks.{i}.mlp.fc{j}.weight": (48, 32) for i in (0, 1) for j in (1, 3)},
+        **{f"blocks.{i}.mlp.fc2.weight": (32, 48) for i in (0, 1)},
+    }  # fmt: skip
+    encoder = {name: torch.randn(shape) / 5 for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "temporal_patch_size": 1}))
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "DotsVLProcessor"}')
+    stored = {f"vision_tower.{name}": tensor for name, tensor in encoder.items()}
+    stored |= {name: t.clone().contiguous() for name, t in text.state_dict().items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    load_processor.cache_clear()
+    (page,), prompt = images([(56, 42)]), "A <|imgpad|> of Paris"
+    inputs = processor_of("DotsOCRForCausalLM", tmp_path)(
+        text=[prompt], images=[page], add_special_tokens=False, return_tensors="pt"
+    )
+    ids, grid = inputs["input_ids"], inputs["image_grid_thw"][0].tolist()
+    with torch.inference_mode():
+        embeds = text.get_input_embeddings()(ids)
+        embeds[ids == 480] = dots_features(encoder, inputs["pixel_values"], grid)
+        expected = text(inputs_embeds=embeds).logits[0].log_softmax(-1)
+    with modulm.LLM(str(tmp_path), max_logprobs=-1, **CPU) as llm:
+        request = {"prompt": prompt, "multi_modal_data": {"image": page}}
+        params = modulm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
+        (answer,) = llm.generate([request], params, use_tqdm=False)
+    assert answer.prompt_token_ids == ids[0].tolist()
+    rows = [[entry[i].logprob for i in range(512)] for entry in answer.prompt_logprobs[1:]]
+    assert (torch.tensor(rows) - expected[:-1]).abs().max() < 1e-3

@@ -25,6 +25,7 @@ _KINDS = (
     "clip_vision_model",
     "siglip_vision_model",
     "idefics3_vision",
+    "minicpm_ocr_vision",
     "minicpmv4_6_vision",
     "phi4_multimodal_vision",
     "smolvlm_vision",

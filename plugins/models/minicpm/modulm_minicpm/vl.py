@@ -30,7 +30,11 @@ from modulm_towers import (
     windows,
 )
 
-__all__ = ["MiniCPMV46Config", "MiniCPMV46ForConditionalGeneration"]
+__all__ = [
+    "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV46Config",
+    "MiniCPMV46ForConditionalGeneration",
+]
 
 #: (rows, columns) of patches.
 Grid = Sequence[int]
@@ -224,6 +228,20 @@ class MiniCPMV46ForConditionalGeneration(MultimodalModel):
                 "image_size": 28,
                 "patch_size": 4,
             },
+        }
+
+
+class MiniCPMOcrForConditionalGeneration(MiniCPMV46ForConditionalGeneration):
+    """MiniCPM-OCR: MiniCPM-V 4.6 for documents, with a token per 4 patches."""
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        table = super().tiny()
+        return {
+            **table,
+            "architectures": ["MiniCPMOcrForConditionalGeneration"],
+            "model_type": "minicpm_ocr",
+            "vision_config": {**table["vision_config"], "model_type": "minicpm_ocr_vision"},
         }
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "AsrFamily",
     "ColQwen3Family",
     "ColQwenFamily",
+    "DotsOcrFamily",
     "ExaoneFamily",
     "HearingFamily",
     "JinaFamily",
@@ -46,6 +47,28 @@ class ExaoneFamily(MediaFamily):
 
     kinds = ("image", "video")
     video_processor = "Qwen2VLVideoProcessor"
+
+
+class DotsOcrFamily(MediaFamily):
+    """dots.ocr: images, with Qwen2.5-VL's processor and a placeholder of its own."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        tokenizer, token = files.part("tokenizer"), "<|imgpad|>"
+        number = tokenizer.convert_tokens_to_ids(token)
+        if number is None or number == tokenizer.unk_token_id:
+            raise ValueError(f"its tokenizer has no token {token}")
+        for name, value in (("image_token", token), ("image_token_id", number)):
+            object.__setattr__(tokenizer, name, value)
+        parts = {
+            "image_processor": files.part("image_processor"),
+            "tokenizer": tokenizer,
+            "video_processor": None,
+        }
+        return files.from_parts("qwen2_5_vl", "Qwen2_5_VLProcessor", parts)
+
+    def document(self, kind: str, is_only_item: bool) -> str:
+        return f"<|img|>{self.mark(kind)}<|endofimg|>"
 
 
 class Qwen25VLFamily(QwenVLFamily):
