@@ -55,7 +55,8 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
         whole = [{**row, **digest} for row, digest in zip(rows, digests, strict=True)]
         click.echo(json.dumps(whole, indent=2))
     elif rows:
-        table(rows, ("kind", "name", "distribution", "version", "state"))
+        needs = ("needs",) if any(row["needs"] for row in rows) else ()
+        table(rows, ("kind", "name", "distribution", "version", "state", *needs))
     else:
         click.echo(f"No plugin of kind {kind} is installed.", err=True)
 
@@ -321,8 +322,22 @@ def _row(declaration: Declaration) -> dict[str, str]:
         "distribution": declaration.distribution,
         "version": declaration.version,
         "state": _state(declaration),
+        "needs": _needs(declaration),
         "target": declaration.target,
     }
+
+
+def _needs(declaration: Declaration) -> str:
+    """What the package of a third party states that it needs; "?" if its manifest is wrong."""
+    if is_first_party(declaration.distribution):
+        return ""
+    from modulm_command_plugins.manifest import read_manifest
+
+    try:
+        manifest = read_manifest(declaration)
+    except ConfigError:
+        return "?"
+    return "" if manifest is None else manifest.needs.text()
 
 
 def _state(declaration: Declaration) -> str:

@@ -27,6 +27,7 @@ from modulm.errors import ModulmError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.selection import Selection
+from modulm_command_plugins.manifest import manifest_problems
 from modulm_command_plugins.process_state import changes, process_state
 
 __all__ = ["Report", "examine"]
@@ -212,6 +213,9 @@ def _child(
     title, origin = f"{declaration.kind}/{declaration.name}", declaration.origin
     if not manager.selection.permits(declaration):
         answers.send(Report(title, origin, True, error="switched off"))
+        return
+    if wrong := "; ".join(manifest_problems(declaration)):
+        answers.send(Report(title, origin, False, error=wrong))
         return
     try:
         if declaration.kind == "hooks":

@@ -16,6 +16,7 @@ import modulm
 from modulm.errors import ConfigError, UnsupportedError
 from modulm.plugins.index import normalized
 from modulm.plugins.kinds import HOOKS_GROUP, Kind, find_kind, kind_names
+from modulm_command_plugins.static_api import contract_version
 
 __all__ = ["Names", "add", "names_of", "render", "rendered", "templates"]
 
@@ -117,6 +118,12 @@ def names_of(kind: str, name: str) -> Names:
     return Names(kind, group, driver, stem, distribution, distribution.replace("-", "_"))
 
 
+def _contracts(kind: str) -> str:
+    """The line of a manifest about the contract of a kind; "" if it has none."""
+    version = contract_version(kind)
+    return "" if version is None else f"{kind} = [{version}, {version}]\n"
+
+
 def _range() -> str:
     """The range of modulm versions that a new package depends on."""
     major, minor = modulm.__version__.split(".")[:2]
@@ -142,6 +149,8 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
         "package": names.package,
         "target": names.package + attribute,
         "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
+        "modulm_version": ".".join(modulm.__version__.split(".")[:2]),
+        "contracts": _contracts(names.kind),
         "groups": f'\n[dependency-groups]\ntest = ["pytest-modulm{_range()}"]\n' if common else "",
         "more": table + line if more_group else "",
         "name": names.driver.replace("-", "_"),
@@ -155,6 +164,8 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
     }
     shared = _COMMON if common else ()
     sources |= {path: folder.joinpath("common", f"{Path(path).name}.txt") for path in shared}
+    if common:
+        sources[f"{names.package}/modulm.toml"] = folder.joinpath("common", "modulm.toml.txt")
     fits = folder.joinpath(names.kind, "fits.toml.txt")
     if fits.is_file():
         sources[f"{names.package}/fits.toml"] = fits
@@ -196,6 +207,12 @@ def add(kind: str, name: str, folder: Path) -> list[Path]:
         table = folder / package / "fits.toml"
         known = table.read_text(encoding="utf-8").rstrip() + "\n\n" if table.is_file() else ""
         written[table] = known + fits
+    manifest = folder / package / "modulm.toml"
+    if manifest.is_file() and (line := _contracts(kind)):
+        stated = manifest.read_text(encoding="utf-8")
+        table = "[contracts]\n"
+        if table in stated and kind not in tomllib.loads(stated)["contracts"]:
+            written[manifest] = stated.replace(table, table + line, 1)
     for path, content in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
