@@ -33,6 +33,7 @@ _GUESS = 0.6
 _PAUSE = 64
 #: Steps that took this many times the usual time are ignored.
 _OUTLIER = 4.0
+_NOTHING = np.zeros(0, dtype=np.int64)
 #: A size that did not run in this many steps may be forgotten, after twice as many it is.
 _AGE = 1024
 
@@ -138,6 +139,10 @@ class Adaptive(Drafter):
                 self._learn(row, history)
         if self._cheap:
             proposed = self.speculator.propose(step)
+            if not any(map(len, proposed)):
+                for row in rows:
+                    row.proposed = _NOTHING
+                return proposed
             limits = self._limits(rows, [len(each) for each in proposed])
         else:
             limits = self._limits(rows, step.most)

@@ -508,10 +508,11 @@ class BudgetScheduler(Scheduler):
         table.computed[runs.owners] = runs.places
         self.cache.settle(runs.rows, runs.ends)
         table.waiting[runs.sampled] = False
-        rows, starts = runs.unfinished(plan, unfinished)
-        table.length[rows] -= 1
-        table.computed[rows] = starts
-        self._prefilling.update(rows[table.length[rows] - starts > 1].tolist())
+        if unfinished:
+            rows, starts = runs.unfinished(plan, unfinished)
+            table.length[rows] -= 1
+            table.computed[rows] = starts
+            self._prefilling.update(rows[table.length[rows] - starts > 1].tolist())
 
     def _end_silent(self, runs: TokenRuns, unfinished: Sequence[int]) -> list[Finish]:
         """End the rows that got no token, unless they are unfinished."""
