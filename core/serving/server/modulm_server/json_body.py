@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
+from modulm_server.absent_fields import absent_of
 from modulm_server.errors import ApiError, escape
 from modulm_server.request_guard import RequestLimits
 
@@ -240,7 +241,18 @@ def _fields(schema: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _report_unknown(value: Mapping[str, Any], schema: type[msgspec.Struct]) -> None:
+    """Log unknown fields. Raises ApiError(400) for a field of vLLM that asks for what is absent."""
     unknown = value.keys() - _fields(schema)
+    absent = absent_of(schema)
+    for name in sorted(unknown & absent.refused.keys()):
+        if absent.asks(name, value[name]):
+            raise bad_field(
+                name, f"Not supported yet: {name}. Leave it out: {absent.refused[name]}.",
+                "unsupported",
+            )  # fmt: skip
+    for name in sorted(unknown & absent.no_effect.keys()):
+        log.info("Request field %s has no effect: %s", name, absent.no_effect[name])
+    unknown -= absent.no_effect.keys() | absent.refused.keys()
     if unknown:
         names = ", ".join(sorted(escape(name, 64) for name in list(unknown)[:8]))
         log.info("Ignored unknown request fields: %s", names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_samplers import SAMPLERS, sampler_arguments
+from modulm_server.absent_fields import GENERATION, Absent
 from modulm_server.json_body import bad_field
 from modulm_server.prompt_caching import held_prompt, with_held
 from modulm_server.request_guard import RequestLimits
@@ -107,6 +108,8 @@ class SamplerFields(Struct, kw_only=True):
 
 class SamplingFields(SamplerFields, kw_only=True):
     """The common fields of completions and chat: OpenAI's, and vLLM's additional ones."""
+
+    absent: ClassVar[Absent] = GENERATION
 
     model: str | UnsetType = UNSET
     n: Annotated[int, Meta(ge=1, le=LIMITS.n)] | None = None

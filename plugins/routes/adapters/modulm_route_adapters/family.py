@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from msgspec import Struct
@@ -19,6 +19,7 @@ from modulm.loading.hub import download, is_hub_id
 from modulm.plugins import manager
 from modulm_adapters.places import inside, name_fault, read_modules
 from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_server.absent_fields import LORA, Absent
 from modulm_server.auth import current_owner
 from modulm_server.engine.adapters import Adapter
 from modulm_server.errors import ApiError
@@ -37,6 +38,8 @@ __all__ = ["Adapters"]
 
 class LoadRequest(Struct, kw_only=True):
     """`POST /v1/load_lora_adapter`."""
+
+    absent: ClassVar[Absent] = LORA
 
     lora_name: str = ""
     lora_path: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from attrs import evolve
@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables
+from modulm_server.absent_fields import MESSAGES, Absent
 from modulm_server.constraints import (
     check_tools,
     from_response_format,
@@ -36,6 +37,8 @@ __all__ = [
 
 
 class _Conversation(SamplerFields, kw_only=True):
+    absent: ClassVar[Absent] = MESSAGES
+
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=LIMITS.messages)]
     model: str | UnsetType = UNSET
     system: str | list[dict[str, Any]] | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from modulm_server.absent_fields import POOLING, Absent
 from modulm_server.sampling import LIMITS
 
 __all__ = [
@@ -21,6 +22,8 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class _Common(Struct, kw_only=True):
+    absent: ClassVar[Absent] = POOLING
+
     model: str | UnsetType = UNSET
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from uuid import uuid4
 
 from msgspec import UNSET, Meta, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource, part_kind, source_of
+from modulm_server.absent_fields import RESPONSES, Absent
 from modulm_server.constraints import (
     allowed_tools,
     check_tools,
@@ -58,6 +59,8 @@ Name = Annotated[str, Meta(max_length=LIMITS.name)]
 
 class ResponsesRequest(SamplerFields, kw_only=True):
     """`POST /v1/responses`: OpenAI's fields, and vLLM's additional ones."""
+
+    absent: ClassVar[Absent] = RESPONSES
 
     input: Any = None
     model: str | UnsetType = UNSET
@@ -316,7 +319,7 @@ def tools_of(
         known = ("name", "description", "parameters", "strict")
         function = {key: tool[key] for key in known if tool.get(key) is not None}
         chat_tools.append({"type": "function", "function": function})
-    return check_tools(chat_tools)
+    return check_tools(chat_tools, "parameters")
 
 
 def choice_of(

@@ -1,0 +1,87 @@
+"""Request fields of vLLM that this server does not have, and why.
+
+A schema names its table in `absent`. A field of REFUSED asks for something that would not happen,
+so it is an error; one of NO_EFFECT changes no answer, so it is named in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    import msgspec
+
+__all__ = ["GENERATION", "LORA", "MESSAGES", "POOLING", "RESPONSES", "Absent", "absent_of"]
+
+
+@frozen
+class Absent:
+    """The absent fields of a schema, with what to do instead. neutral: values that ask for nothing,
+    in addition to null, false and empty ones.
+    """
+
+    refused: Mapping[str, str] = field(factory=dict, converter=MappingProxyType)
+    no_effect: Mapping[str, str] = field(factory=dict, converter=MappingProxyType)
+    neutral: Mapping[str, tuple[Any, ...]] = field(factory=dict, converter=MappingProxyType)
+
+    def asks(self, name: str, value: Any) -> bool:
+        """Whether a value of a refused field asks for something."""
+        return bool(value) and value not in self.neutral.get(name, ())
+
+
+_COMMON = {
+    "watermarking": "text is not watermarked",
+    "mm_payload": "send images, audio and video in the messages",
+    "return_mm_kwargs": "processed media stay in the server",
+    "ec_transfer_params": "encoder outputs are not exchanged between engines",
+}
+_SESSION = {"session_id": "cache_salt separates cached prefixes"}
+
+GENERATION = Absent(
+    refused={
+        **_COMMON,
+        "routed_experts_prompt_start": "responses do not have routed experts",
+        "stream_interval": "--stream-interval is for all requests",
+        "truncation_side": "truncate_prompt_tokens keeps the last tokens; shorten the prompt "
+        "itself to keep the first",
+        "return_token_offsets": "/tokenize returns tokens with their text",
+        "return_prompt_text": "/v1/chat/completions/render shows the prompt",
+    },
+    no_effect=_SESSION,
+    neutral={"truncation_side": ("left",)},
+)
+RESPONSES = Absent(
+    refused={
+        **_COMMON,
+        "enable_response_messages": "/v1/chat/completions/render shows the prompt",
+        "previous_input_messages": "send earlier messages in input, or previous_response_id",
+        "kv_transfer_params": "use /v1/chat/completions",
+    },
+    no_effect={
+        **_SESSION,
+        "request_id": "the header X-Request-Id is logged",
+        "prompt_cache_options": "all prefixes are cached",
+    },
+)
+MESSAGES = Absent(refused={**_COMMON, "kv_transfer_params": "use /v1/chat/completions"})
+POOLING = Absent(
+    refused={
+        "cache_salt": "prompts of different keys are separate; use a key for each tenant",
+        "chat_template": "--chat-template sets one for all requests",
+        "instruction": "put it into the text of the query",
+    },
+    no_effect={"padding": "texts of a batch keep their own length"},
+)
+LORA = Absent(refused={"is_3d_lora_weight": "save the adapter of each expert by itself"})
+
+_NONE = Absent()
+
+
+def absent_of(schema: type[msgspec.Struct]) -> Absent:
+    """The absent fields of a schema."""
+    found: Absent = getattr(schema, "absent", _NONE)
+    return found
