@@ -13,6 +13,7 @@ ModulmError
 ├── RequestError              one request is invalid; others are not affected
 │   ├── ContextLengthExceeded prompt and output do not fit into the model's context
 │   ├── QueueFull             try again later
+│   │   └── EngineAsleep      the engine sleeps: wake it up
 │   └── NotFound              the request names something that does not exist
 └── EngineError               the engine failed a step
     ├── RowError              one row of a step failed; others are not affected
@@ -25,27 +26,11 @@ Messages say what is wrong, name the field or file, and say what to do.
 """
 
 __all__ = [
-    "ArchitectureNotFound",
-    "CheckpointError",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "EngineDead",
-    "EngineError",
-    "EngineStalled",
-    "EngineTimeout",
-    "ModulmError",
-    "NotFound",
-    "PluginBroken",
-    "PluginConflict",
-    "PluginError",
-    "PluginIncompatible",
-    "PluginNotFound",
-    "QueueFull",
-    "ReplicaDied",
-    "RequestError",
-    "RowError",
-    "UnsupportedError",
-]
+    "ArchitectureNotFound", "CheckpointError", "ConfigError", "ContextLengthExceeded",
+    "EngineAsleep", "EngineDead", "EngineError", "EngineStalled", "EngineTimeout", "ModulmError",
+    "NotFound", "PluginBroken", "PluginConflict", "PluginError", "PluginIncompatible",
+    "PluginNotFound", "QueueFull", "ReplicaDied", "RequestError", "RowError", "UnsupportedError",
+]  # fmt: skip
 
 
 class ModulmError(Exception):
@@ -116,6 +101,10 @@ class QueueFull(RequestError):
     """The waiting queue is full; `retry_after` is a hint in seconds."""
 
     retry_after: float = 1.0
+
+
+class EngineAsleep(QueueFull):
+    """The engine sleeps and takes no requests."""
 
 
 class NotFound(RequestError):

@@ -225,7 +225,14 @@ def test_a_release_of_the_weights_brings_the_checkpoints_back(
         await llm.sleep(2)
         await llm.wake_up()
         assert await tokens(llm, "released") == expected[0]
-        return version
+        await llm.sleep(2)
+        await llm.wake_up(["weights"])
+        assert await llm.is_sleeping()
+        await update(llm, weights[1])
+        await llm.wake_up(["kv_cache"])
+        assert await tokens(llm, "updated") == expected[1]
+        await update(llm, weights[0])
+        return version + 3
 
     version = engine.run(release())
     assert llm.weight_version == version + 1

@@ -104,3 +104,33 @@ def test_nothing_is_done_before_it_is_waited_for() -> None:
         found = platform.fetch((y,))
     assert y.isnan().all()
     assert found.wait()[0].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("folder", FAMILIES[:1], indirect=True)
+def test_weights_leave_a_sleeping_device(folder):
+    """At level 1 their memory on the device is released, and filled again when it wakes up."""
+
+    def memory(model):
+        return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+    prompt = [{"prompt_token_ids": PROMPTS[0]}]
+    with manager.using(PluginManager()) as plugins:
+        plugins.register("platforms", "queued", QueuedPlatform)
+        with LLM(
+            folder,
+            device="queued",
+            num_gpu_blocks_override=60,
+            dtype="float32",
+            enable_sleep_mode=True,
+        ) as llm:
+            (before,) = llm.generate(prompt, FREE[0], use_tqdm=False)
+            (held,) = llm.apply_model(memory)
+            for tags in (["weights"], None):
+                llm.sleep(1)
+                assert llm.apply_model(memory) == [0]
+                llm.wake_up(tags)
+                assert llm.apply_model(memory) == [held]
+                llm.wake_up()
+                (after,) = llm.generate(prompt, FREE[0], use_tqdm=False)
+                assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert held

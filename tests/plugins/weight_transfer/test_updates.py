@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modulm import LLM, LoRARequest, SamplingParams
-from modulm.errors import ConfigError, EngineError, EngineStalled, RequestError, UnsupportedError
+from modulm.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineError,
+    EngineStalled,
+    RequestError,
+    UnsupportedError,
+)
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm_weight_transfer.deltas import changed_values
@@ -285,6 +292,27 @@ def test_weights_that_were_released_are_the_checkpoints(
     assert answer(llm) == first
     llm.update_weight_version(70)
     assert llm.get_weight_version() == 70
+
+
+def test_weights_wake_up_before_the_caches(
+    llm: LLM, folders: tuple[Path, Path], expected: Answer, first: Answer
+) -> None:
+    """As trainers do: all memory is given back, weights come, and then the caches."""
+    for level in (2, 1):
+        llm.sleep(level)
+        if level == 2:
+            with pytest.raises(RequestError, match="wake up weights before kv_cache"):
+                llm.wake_up(["kv_cache"])
+        with pytest.raises(RequestError, match="must be some of weights, kv_cache, scheduling"):
+            llm.wake_up(["cuda_graphs"])
+        llm.wake_up(["weights"])
+        update(llm, tensors_of(folders[1]))
+        with pytest.raises(EngineAsleep, match="wake it up first"):
+            answer(llm)
+        llm.wake_up(["kv_cache"])
+        assert answer(llm) == expected
+        update(llm, tensors_of(folders[0]))
+        assert answer(llm) == first
 
 
 def test_ranks_and_files(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from modulm_weight_transfer.pause import hold, release
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
 
-__all__ = ["OPERATIONS", "PAUSES", "EngineWeights", "WeightState"]
+__all__ = ["OPERATIONS", "PAUSES", "TAGS", "EngineWeights", "WeightState", "wakes_weights_alone"]
 
 log = logging.getLogger("modulm.weights")
 
@@ -158,8 +158,12 @@ class EngineWeights:
         self._set(updating=False)
 
     def release(self, level: int) -> None:
-        """Called when the engine goes to sleep. Level 2 discards weights and an open update."""
+        """Called when the engine goes to sleep. Level 1 moves weights to host memory, level 2
+        discards them, and an open update.
+        """
         self._released |= level > 1
+        if level == 1:
+            self._call(functions.suspend)
         if level > 1:
             self._checking = None
             self._call(functions.release)
@@ -170,13 +174,26 @@ class EngineWeights:
         hold(self._core)
         self._set(asleep=0)
 
-    def reload(self) -> None:
-        """Called when the engine wakes up. Discarded weights are the checkpoint's again."""
+    def restore(self) -> None:
+        """Bring the weights back while the engine sleeps, so that they can be updated; its caches
+        stay released. Weights that were discarded are the checkpoint's.
+        """
+        if self.state.asleep:
+            self._call(functions.restore)
+            self._count_discarded()
+            self._set(asleep=1)
+
+    def _count_discarded(self) -> None:
+        """Raise the version if the checkpoint's weights have taken the place of others."""
         if self._released and (self.state.weight_version or self.state.broken):
             log.info("restored the checkpoint's weights")
             self._core.reset_prefix_cache(b"")
             self._set(weight_version=self.state.weight_version + 1, broken=None)
         self._released = False
+
+    def reload(self) -> None:
+        """Called when the engine wakes up. Discarded weights are the checkpoint's again."""
+        self._count_discarded()
         if self.state.paused != "keep":
             release(self._core)
         self._set(asleep=None)
@@ -214,10 +231,16 @@ class EngineWeights:
         return [functions.value_of(each) for each in self._core.executor.call(function, arguments)]
 
     def _change(self, function: Callable[..., Any]) -> None:
-        """Call a function that changes weights. If it fails, the weights are marked as broken."""
+        """Call a function that changes weights. If it fails after the first change, the weights are
+        marked as broken.
+        """
         try:
             self._call(function)
         except ModulmError as error:
+            if self.state.broken is None and not self._has_changed():
+                self.cancel()
+                message = f"the update failed, the old weights remain in use: {error}"
+                raise EngineError(message) from error
             reason = (
                 f"an update of the weights failed half way ({error}): send a complete update, or "
                 "restart the engine"
@@ -227,6 +250,13 @@ class EngineWeights:
             self._set(updating=False, broken=reason)
             raise EngineError(reason) from error
 
+    def _has_changed(self) -> bool:
+        """Return whether a worker has changed weights since the update began."""
+        try:
+            return any(self._call(functions.changed))
+        except ModulmError:
+            return True
+
     def _set(self, **values: Any) -> None:
         self.state = WeightState(**{**asdict(self.state), **values})
         self._changed(self.state)
@@ -235,7 +265,24 @@ class EngineWeights:
 #: Operations that front ends may request, by method name.
 OPERATIONS = (
     "info", "init", "shutdown", "start", "update", "verify", "finish", "cancel", "set_version",
-    "pause", "resume", "doze",
+    "pause", "resume", "doze", "restore",
 )  # fmt: skip
+#: What can wake up on its own, by vLLM's names.
+TAGS = ("weights", "kv_cache", "scheduling")
 #: Pause modes: what happens to running requests.
 PAUSES = ("abort", "wait", "keep")
+
+
+def wakes_weights_alone(tags: Sequence[str] | None, asleep: int | None) -> bool:
+    """Whether `wake_up` brings only the weights back. asleep: the sleep level.
+
+    Raises RequestError for unknown tags, and for caches before weights that were discarded.
+    """
+    if tags is None:
+        return False
+    unknown = [tag for tag in tags if tag not in TAGS]
+    if unknown or not tags:
+        raise RequestError(f"must be some of {', '.join(TAGS)}", "tags")
+    if asleep == 2 and "weights" not in tags:
+        raise RequestError("wake up weights before kv_cache: level 2 has discarded both", "tags")
+    return bool(asleep) and "kv_cache" not in tags

@@ -14,6 +14,7 @@ from modulm.errors import ModulmError, RequestError, UnsupportedError
 
 __all__ = [
     "cancel",
+    "changed",
     "check",
     "complete",
     "connect",
@@ -22,6 +23,8 @@ __all__ = [
     "finish",
     "receive",
     "release",
+    "restore",
+    "suspend",
     "start",
     "value_of",
     "verify",
@@ -109,6 +112,12 @@ def receive(worker: Any) -> None:
 
 
 @_answers
+def changed(worker: Any) -> bool:
+    """See `WeightReceiver.changed`."""
+    return _receiver(worker).changed()
+
+
+@_answers
 def complete(worker: Any) -> bool:
     """See `WeightReceiver.complete`."""
     return _receiver(worker).complete()
@@ -132,3 +141,19 @@ def release(worker: Any) -> None:
     from modulm_weight_transfer.receiver import WeightReceiver
 
     WeightReceiver.release(worker)
+
+
+@_answers
+def suspend(worker: Any) -> None:
+    """Move a sleeping worker's weights from its device to host memory."""
+    from modulm_weight_transfer.suspension import suspend_weights
+
+    suspend_weights(worker)
+
+
+@_answers
+def restore(worker: Any) -> None:
+    """Bring back the weights of a sleeping worker: from host memory, or from the checkpoint."""
+    from modulm_weight_transfer.suspension import restore_weights
+
+    restore_weights(worker)

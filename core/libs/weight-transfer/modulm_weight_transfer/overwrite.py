@@ -138,6 +138,8 @@ class OverwritingLoader(WeightLoader):
         self, loader: WeightLoader, routes: _Routes, sparse: frozenset[str] = frozenset()
     ) -> None:
         self._loader, self._routes, self._sparse = loader, routes, sparse
+        #: Whether a tensor has been written.
+        self.written = False
 
     @classmethod
     def opens(cls, path: object) -> str | None:
@@ -149,6 +151,7 @@ class OverwritingLoader(WeightLoader):
     def read(self) -> Iterator[tuple[str, Tensor]]:
         for stored, tensor in self._loader.read():
             if stored in self._routes.read:
+                self.written = True
                 self._write(stored, tensor)
             yield stored, tensor
 

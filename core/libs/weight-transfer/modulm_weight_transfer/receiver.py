@@ -216,9 +216,11 @@ class _BlankModel:
         writers = dict(self._writers)
         writers |= {new: writers[id(unit)] for new, unit in self._reduced_units.items()}
         loads, writes = split_plan(plan, writers)
-        self.changed |= bool(writes.parts)
         overwriting = OverwritingLoader(loader, writes, loader.sparse)
-        fill(loads, overwriting, device=self.worker.platform.device, progress=False)
+        try:
+            fill(loads, overwriting, device=self.worker.platform.device, progress=False)
+        finally:
+            self.changed |= overwriting.written
         for unit in plan.units:
             whole = self._reduced_units.get(id(unit), unit)
             if id(whole) in self._writers:
@@ -446,6 +448,11 @@ class WeightReceiver:
         finally:
             source.close()
 
+    def changed(self) -> bool:
+        """Return whether the last update has changed weights."""
+        blank = self._blank or self._spare
+        return blank is not None and blank.changed
+
     def complete(self) -> bool:
         """Check for missing tensors; returns whether there is an update. Raises RequestError."""
         if self._backend.streams:
@@ -474,15 +481,16 @@ class WeightReceiver:
             replace()
         self.cancel()
         self._spare = blank
-        runner = self._worker.runner
+        runner = self._worker._runner
+        if runner is None:
+            return  # the worker sleeps; it records and checks when it wakes up
         if blank.replaced:
             runner.forget_recordings()
             runner.record()
         if self._converted:
             runner.check()
-        loaded = self._worker.loaded
-        if loaded is not None and loaded.adapters is not None:
-            loaded.adapters.renew()
+        if blank.loaded.adapters is not None:
+            blank.loaded.adapters.renew()
 
 
 def _touched(unit: Unit, names: set[str]) -> bool:

@@ -7,7 +7,7 @@ one and steps must be recorded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Baseline", "loaded_memory", "modules_of", "refill"]
+__all__ = ["Baseline", "loaded_memory", "loaded_tensors", "modules_of", "refill"]
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _SCALARS = (int, float, str, bool, bytes, torch.dtype, torch.device)
@@ -89,21 +89,28 @@ def loaded_memory(blank: Module, module: Module) -> set[int]:
     blank: the same module as it was built.
     """
     built = _tables(blank)
-    addresses: set[int] = set()
-    for table, values in _tables(module).items():
-        for name, value in values.items():
-            if name not in built[table] or table != "__dict__":
-                _collect(value, addresses, _DEEP)
-    return addresses
+    return {
+        tensor.data_ptr()
+        for table, values in _tables(module).items()
+        for name, value in values.items()
+        if name not in built[table] or table != "__dict__"
+        for tensor in _tensors(value, (), _DEEP)
+    }
 
 
-def _collect(value: Any, addresses: set[int], deep: int) -> None:
+def loaded_tensors(module: Module, *omitted: type) -> Iterator[Tensor]:
+    """Yield a module's tensors, and those of its values other than modules and `omitted` types."""
+    for values in _tables(module).values():
+        for value in values.values():
+            yield from _tensors(value, omitted, _DEEP)
+
+
+def _tensors(value: Any, omitted: tuple[type, ...], deep: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        addresses.add(value.data_ptr())
-    elif deep and not isinstance(value, (*_FUNCTIONS, *_SCALARS, Module, type(None))):
-        fields = value if isinstance(value, list | tuple) else _fields(value).values()
-        for each in fields:
-            _collect(each, addresses, deep - 1)
+        yield value
+    elif deep and not isinstance(value, (*_FUNCTIONS, *_SCALARS, *omitted, Module, type(None))):
+        for each in value if isinstance(value, list | tuple) else _fields(value).values():
+            yield from _tensors(each, omitted, deep - 1)
 
 
 def _tables(module: Module) -> dict[str, dict[str, Any]]:

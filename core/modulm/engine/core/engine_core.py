@@ -24,7 +24,7 @@ from modulm.engine.sampling.end_ids import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
-from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
+from modulm.errors import ConfigError, EngineAsleep, RequestError, UnsupportedError
 from modulm.loading import resolve_checkpoint
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class EngineCore:
         self._notify("modulm_engine_started", config=self.config)
 
     def submit(self, *requests: Request) -> None:
-        """Submit requests. Raises QueueFull, also while the engine sleeps."""
+        """Submit requests. Raises QueueFull, EngineAsleep while the engine sleeps."""
         if self._asleep:
-            raise QueueFull("the engine is asleep; wake it up first")
+            raise EngineAsleep("the engine is asleep; wake it up first")
         self.loop.submit(*requests)
 
     # Call these between steps, through `EngineLoop.call`.

@@ -123,14 +123,19 @@ class Worker:
         """The capacity of its caches."""
         return self.runner.capacity
 
+    def load(self) -> Loaded:
+        """Load the model unless it is loaded, without caches."""
+        if self.loaded is None:
+            checkpoint = open_checkpoint(self.config, self.plugins)
+            masks = any(part.masks for part in self.parts)
+            self.loaded = load_model(
+                self.config, checkpoint, self.platform, self.plugins, self.mesh, masks=masks
+            )
+        return self.loaded
+
     def _build(self) -> ModelDescription:
         """Load the model if necessary, and allocate caches, with their former sizes if any."""
-        loaded = self.loaded
-        if loaded is None:
-            checkpoint = open_checkpoint(self.config, self.plugins)
-            platform, plugins = self.platform, self.plugins
-            masks = any(part.masks for part in self.parts)
-            loaded = load_model(self.config, checkpoint, platform, plugins, self.mesh, masks=masks)
+        loaded = self.load()
         built = BuiltModel(
             config=self.config,
             loaded=loaded,
@@ -149,7 +154,7 @@ class Worker:
         )
         width = runner.check()
         runner.record()
-        self.loaded, self._runner, self._sizing = loaded, runner, runner.sizing
+        self._runner, self._sizing = runner, runner.sizing
         return ModelDescription(
             dtype=loaded.dtype,
             tasks=loaded.tasks,

@@ -48,7 +48,7 @@ from modulm_frontend.thoughts import ThoughtReader
 from modulm_frontend.weight_updates import WeightUpdates
 from modulm_frontend.worker_calls import check_call, run_on_model
 from modulm_tokenizers.tokenizer import open_tokenizer
-from modulm_weight_transfer.engine import EngineWeights
+from modulm_weight_transfer.engine import EngineWeights, wakes_weights_alone
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -453,15 +453,27 @@ class LLM(WeightUpdates):
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the KV cache, and at level 2 that of the weights too.
+        """Free the memory of the KV cache, and at level 2 that of the weights too. At level 1 the
+        weights of devices go to host memory. Level 0 frees nothing.
 
         Raises UnsupportedError without enable_sleep_mode.
         """
+        if level == 0:
+            self._weights.doze()
+            return
         self._core.sleep(level)
         self._weights.release(level)
 
-    def wake_up(self) -> None:
-        """Allocate the memory again, and reload weights that were freed."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory again, and reload weights that were freed.
+
+        tags: "weights" alone brings the weights back while the engine sleeps, to update them;
+        "kv_cache" and None wake it up. Raises RequestError.
+        """
+        if wakes_weights_alone(tags, self._weights.state.asleep):
+            self._weights.restore()
+            return
+        self._weights.restore()
         self._core.wake_up()
         self._weights.reload()
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from modulm.errors import (
     ContextLengthExceeded,
+    EngineAsleep,
     EngineDead,
     EngineError,
     EngineStalled,
@@ -117,6 +118,7 @@ class _Context:
 
 
 _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
+    (EngineAsleep, _Context(503, "engine_asleep", 1.0)),
     (QueueFull, _Context(429, "overloaded", 1.0)),
     (NotFound, _Context(404, "not_found")),
     (ContextLengthExceeded, _Context(400, "context_length_exceeded")),

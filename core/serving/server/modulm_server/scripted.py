@@ -169,7 +169,7 @@ class ScriptedEngine(EngineClient):
     async def is_sleeping(self) -> bool:
         return False
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         raise UnsupportedError("a scripted engine cannot sleep")
 
     async def collective_rpc(

@@ -210,9 +210,9 @@ class AsyncLLMEngine:
             await self._engine.sleep(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate all memory again."""
-        refuse(tags=tags)
-        await self._engine.wake_up()
+        """Allocate memory again; `["weights"]` only that of the weights."""
+        with as_vllm():
+            await self._engine.wake_up(tags)
 
     async def collective_rpc(
         self,

@@ -235,10 +235,9 @@ class LLM(frontend.LLM):
             return super().apply_model(func)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate all memory again."""
-        if tags is not None and set(tags) != {"weights", "kv_cache"}:
-            raise ValueError("tags: weights and cache are taken together")
-        super().wake_up()
+        """Allocate memory again; `["weights"]` only that of the weights."""
+        with as_vllm():
+            super().wake_up(tags)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:

@@ -19,6 +19,7 @@ from modulm.contracts.attention import PLAIN, AttentionSpec
 from modulm.contracts.model import Batch
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, RMSNorm
+from modulm.nn.weight_slots import Unit
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -74,6 +75,9 @@ class DifferentialAttention(Module):
         self.norm = RMSNorm(b.ops, c.rms_norm_eps)
         for name in _WEIGHTS:
             b.parameter(name, self, name, (self.size,), dtype=torch.float32)
+        units = b.shared.units
+        slots = [slot for unit in units[-len(_WEIGHTS) :] for slot in unit.slots]
+        units[-len(_WEIGHTS) :] = [Unit(b.name("lambda"), self, slots, self._set_weight)]
         spec = AttentionSpec(
             heads=c.heads,
             kv_heads=c.kv_heads,
@@ -84,8 +88,8 @@ class DifferentialAttention(Module):
             kv_dtype=b.shared.kv_dtype,
         )
         self.cache, self.backend = b.attention_cache(spec)
-        #: Computed in the first step, because weights are loaded after the layer is built.
-        self._weight: float | None = None
+        #: Lambda: the weight of the head that is subtracted.
+        self.weight = self.start
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -98,16 +102,13 @@ class DifferentialAttention(Module):
         plan = batch.plan(self.cache)
         self.backend.forward(q, k, pairs, batch.caches[self.cache], plan, out, PLAIN)
         first, second = out.chunk(2, dim=1)
-        difference = self.norm(first - self.weight() * second)
+        difference = self.norm(first - self.weight * second)
         attended: Tensor = self.out((1 - self.start) * difference.flatten(1))
         return attended
 
-    def weight(self) -> float:
-        """Lambda: the weight of the head that is subtracted."""
-        if self._weight is None:
-            grown, shrunk = self.lambda_q1 @ self.lambda_k1, self.lambda_q2 @ self.lambda_k2
-            self._weight = float(grown.exp() - shrunk.exp()) + self.start
-        return self._weight
+    def _set_weight(self) -> None:
+        grown, shrunk = self.lambda_q1 @ self.lambda_k1, self.lambda_q2 @ self.lambda_k2
+        self.weight = float(grown.exp() - shrunk.exp()) + self.start
 
 
 class DiffLlamaLayer(PreNormLayer):

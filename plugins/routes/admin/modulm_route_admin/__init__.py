@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -128,15 +128,17 @@ class Admin(RouteFamily):
         return await self.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> Response:
-        """Free memory. Level 0 only pauses, 1 frees the KV cache, 2 the weights as well."""
+        """Free memory. Level 0 only pauses, 1 frees the KV cache and moves weights of devices to
+        host memory, 2 discards both.
+        """
         with self._operations.measure("sleep"):
             await self.context.engine.sleep(level)
         return Response(status_code=200)
 
-    async def wake_up(self) -> Response:
-        """Wake up: allocate the memory that /sleep freed."""
+    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Wake up: allocate the memory that /sleep freed. `tags=weights`: only the weights'."""
         with self._operations.measure("wake_up"):
-            await self.context.engine.wake_up()
+            await self.context.engine.wake_up(tags)
         return Response(status_code=200)
 
     async def is_sleeping(self) -> Response:

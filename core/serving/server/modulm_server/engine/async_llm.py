@@ -51,7 +51,7 @@ from modulm_server.engine.restarts import Restarts
 from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import ServerConfig, WatchdogConfig
-from modulm_weight_transfer.engine import WeightState
+from modulm_weight_transfer.engine import WeightState, wakes_weights_alone
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -330,8 +330,9 @@ class AsyncLLM(EngineClient):
         else:
             await asyncio.wrap_future(self._core.sleep(level))
 
-    async def wake_up(self) -> None:
-        await asyncio.wrap_future(self._core.wake_up())
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        alone = wakes_weights_alone(tags, self._core.weights.asleep)
+        await (self.run_weights("restore") if alone else asyncio.wrap_future(self._core.wake_up()))
 
     async def is_sleeping(self) -> bool:
         core = self._core

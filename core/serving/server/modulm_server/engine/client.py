@@ -184,16 +184,20 @@ class EngineClient(Training, ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free memory: level 1 the caches, level 2 also the weights; level 0 frees nothing and
-        pauses requests.
+        """Free memory: level 1 the caches, and weights of devices go to host memory; level 2
+        discards both; level 0 frees nothing and pauses requests.
 
         Requests are refused until `wake_up`. Raises UnsupportedError without --enable-sleep-mode,
         RequestError while requests run.
         """
 
     @abstractmethod
-    async def wake_up(self) -> None:
-        """Allocate the memory again, and reload weights that were freed."""
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory again, and reload weights that were freed.
+
+        tags: "weights" alone brings the weights back while the engine sleeps, to update them;
+        "kv_cache" and None wake it up. Raises RequestError.
+        """
 
     @abstractmethod
     async def is_sleeping(self) -> bool:

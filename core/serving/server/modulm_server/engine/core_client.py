@@ -91,6 +91,7 @@ def sleep(registry: AdapterRegistry, weights: EngineWeights, level: int) -> None
 
 def wake_up(core: EngineCore, weights: EngineWeights) -> None:
     """Wake an engine up; call between two steps."""
+    weights.restore()
     core.wake_up()
     weights.reload()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -74,7 +74,7 @@ class FrontEngine(EngineClient):
     async def sleep(self, level: int = 1) -> NoReturn:
         raise _without_model()
 
-    async def wake_up(self) -> NoReturn:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> NoReturn:
         raise _without_model()
 
     async def is_sleeping(self) -> bool:
