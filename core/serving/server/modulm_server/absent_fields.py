@@ -7,7 +7,6 @@ so it is an error; one of NO_EFFECT changes no answer, so it is named in the log
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -24,9 +23,9 @@ class Absent:
     in addition to null, false and empty ones.
     """
 
-    refused: Mapping[str, str] = field(factory=dict, converter=MappingProxyType)
-    no_effect: Mapping[str, str] = field(factory=dict, converter=MappingProxyType)
-    neutral: Mapping[str, tuple[Any, ...]] = field(factory=dict, converter=MappingProxyType)
+    refused: Mapping[str, str] = field(factory=dict)
+    no_effect: Mapping[str, str] = field(factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(factory=dict)
 
     def asks(self, name: str, value: Any) -> bool:
         """Whether a value of a refused field asks for something."""

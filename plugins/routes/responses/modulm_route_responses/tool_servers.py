@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 from attrs.validators import instance_of
 
 from modulm.errors import ConfigError
+from modulm.plugins.index import to_install
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ __all__ = ["Outcome", "ServerSettings", "ToolServer", "ToolServers", "read_serve
 log = logging.getLogger("modulm_server")
 
 _KEYS = ("command", "env", "cwd", "url", "headers", "tools", "keys", "approval")
-_MISSING = "tool servers need the package mcp: pip install 'modulm-route-responses[tools]'"
 
 
 @frozen(kw_only=True)
@@ -258,7 +258,8 @@ class ToolServers:
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            raise ConfigError("tool_server", _MISSING) from error
+            hint = to_install("modulm-route-responses[tools]")
+            raise ConfigError("tool_server", f"tool servers need the package mcp{hint}") from error
         return cls(
             [
                 ToolServer(settings, flags.tool_timeout, flags.tool_result_bytes)
