@@ -57,8 +57,8 @@ NEEDS = {name: set() if name == "modulm" else needs(name) for name in PACKAGES}
 LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name == "libs"}
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
-    ("directory", "engine", "first_request", "flags", "heap", "kinds", "openapi", "output",
-     "prompts"),
+    ("absent_fields", "directory", "engine", "first_request", "flags", "heap", "kinds", "openapi",
+     "output", "prompts"),
     ("api_keys", "auth", "constraints", "errors", "hosts", "json_body", "key_limits", "logprobs",
      "logs", "loopback",
      "media_service", "metrics", "pacing", "page_files", "paging", "prompt_caching",
