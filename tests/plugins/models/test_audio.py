@@ -218,6 +218,7 @@ FAMILIES = {
 }  # fmt: skip
 #: Further names of checkpoints of these.
 ALIASES = {
+    "Qwen3ASRRealtimeGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",
     "Qwen3OmniMoeForConditionalGeneration",

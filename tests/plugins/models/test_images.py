@@ -341,6 +341,28 @@ class LookedAt(ImageFamily):
         return processor.tokenizer([prompt.text], add_special_tokens=False, return_tensors="pt")
 
 
+def blip2(tokenizer):
+    image = pil("blip", "BlipImageProcessorPil", size={"height": 28, "width": 28})
+    return hf.Blip2Processor(image, tokenizer, num_query_tokens=4)
+
+
+class Queries(ImageFamily):
+    """Transformers' processor takes one image, before the text."""
+
+    def model_inputs(self, processor, prompt):
+        image, tokenizer = str(processor.image_token), processor.tokenizer
+        text = prompt.text if image in prompt.text else image * len(prompt.items) + prompt.text
+        ids = tokenizer([text.replace(image, image * 4)], add_special_tokens=False,
+                        return_tensors="pt")  # fmt: skip
+        ids.pop("token_type_ids", None)
+        # It reads an image for every prompt, also if no token is replaced.
+        pictures = list(prompt.items or self.items()[:1])
+        return {**ids, **processor.image_processor(pictures, return_tensors="pt")}
+
+    def further(self, mark):
+        return [Prompt("a photo of", self.items()[:1])]
+
+
 class Halves(ImageFamily):
     """Transformers' processor makes pixels of bfloat16, whatever the model's type."""
 
@@ -592,6 +614,7 @@ FAMILIES = {
     "MiniCPMV4_6ForConditionalGeneration": (MINICPM, minicpm, STATES),
     "MiniCPMOcrForConditionalGeneration": (MINICPM, lambda tokenizer: MiniCPMOcr(), STATES),
     "Phi4MultimodalForCausalLM": (PHI, phi, {"loads": "", "sizes": ((56, 42), (19, 60), (44, 44))}),
+    "Blip2ForConditionalGeneration": (IMAGE, blip2, {}),
     "MllamaForConditionalGeneration": (MLLAMA, mllama, {"reuses": False}),
     "PaliGemmaForConditionalGeneration": (PALIGEMMA, paligemma, {"chunk": 60, "prefix": True}),
     "Gemma4ForConditionalGeneration": (GEMMA4, gemma4, GEMMA4_CHUNKS),
@@ -603,6 +626,7 @@ FAMILIES = {
 }
 #: Those whose prompts are more.
 OTHERS = {
+    "Blip2ForConditionalGeneration": Queries,
     "Llama4ForConditionalGeneration": Halves,
     "Kimi_K25ForConditionalGeneration": Clips,
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,

@@ -124,10 +124,9 @@ def pad(
     fill: a value, or one for each channel.
     """
     if isinstance(fill, Sequence):
-        channels = zip(
-            image.split(1, dim=-3), [*fill] * (image.shape[-3] // len(fill)), strict=True
-        )
-        return torch.cat([pad(channel, padding, value) for channel, value in channels], dim=-3)
+        fills = [*fill] * (image.shape[-3] // len(fill))
+        channels = zip(image.unbind(-3), fills, strict=True)
+        return torch.stack([pad(channel, padding, value) for channel, value in channels], dim=-3)
     left, top, right, bottom = padding
     return F.pad(image, (left, right, top, bottom), mode=padding_mode, value=fill)
 

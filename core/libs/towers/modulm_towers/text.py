@@ -44,6 +44,7 @@ _TEXT: Mapping[str, str] = {
     "mistral": "MistralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
     "modernbert": "ModernBertModel",
+    "opt": "OPTForCausalLM",
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "phi4_multimodal": "Phi3ForCausalLM",
