@@ -236,6 +236,9 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes:
         """Read `size` bytes; fewer at the end. Raises OSError, ValueError."""
 
+    def close(self) -> None:
+        """Give up the file's part of the socket, which stays open until then."""
+
 
 class _SessionReader:
     """Reads a peer's data in a session. Not thread-safe."""
@@ -243,6 +246,9 @@ class _SessionReader:
     def __init__(self, peer: socket.socket, session: TlsSession) -> None:
         self._socket, self._session = peer, session
         self._opened, self._start = session.open(b""), 0
+
+    def close(self) -> None:
+        """See `Readable`: the socket has no other part."""
 
     def read(self, size: int, /) -> bytes:
         """See `Readable`."""

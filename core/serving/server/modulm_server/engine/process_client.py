@@ -190,6 +190,7 @@ class ProcessCoreClient(EngineCoreClient):
         with suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
+        self._stream.close()
         if self._owned is not None:
             self._owned.close()
 
