@@ -54,7 +54,7 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
     """Return a host tensor as numpy array, with ml_dtypes for what numpy lacks."""
     plain = tensor.detach().contiguous()
     dtype = np.dtype(t2j_dtype(plain.dtype))
-    if dtype.kind in "fiub" and dtype.name in np.sctypeDict:
+    if dtype.isbuiltin == 1:
         host: np.ndarray = plain.numpy()
         return host
     bits: np.ndarray = plain.view(_bits(plain.element_size())).numpy()
@@ -64,7 +64,7 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
 def to_host(array: jax.Array) -> torch.Tensor:
     """Wait for an array and copy it to a host tensor."""
     host = np.array(array)
-    if host.dtype.name in np.sctypeDict:
+    if host.dtype.isbuiltin == 1:
         return torch.from_numpy(host)
     wanted: torch.dtype = j2t_dtype(host.dtype)
     flat = host.view(f"i{host.dtype.itemsize}")

@@ -14,6 +14,7 @@ from modulm.errors import UnsupportedError
 from modulm.ops import sampling_twins, twins
 from modulm_kernels_pallas.bridge import array_of, is_array, tensor_of
 from modulm_kernels_pallas.experts import group_rows, grouped_matmul, grouped_plain
+from modulm_kernels_pallas.recurrence import causal_conv, delta_rule, selective_scan
 
 __all__ = ["OPS"]
 
@@ -81,6 +82,9 @@ def argmax(logits: Tensor) -> Tensor:
 
 OPS: Mapping[str, Callable[..., Any]] = {
     "argmax": argmax,
+    "causal_conv": causal_conv,
+    "delta_rule": delta_rule,
     "fused_experts": fused_experts,
     "pack_experts": pack_experts,
+    "selective_scan": selective_scan,
 }

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch._ops import OpOverloadPacket
 
 __all__ = ["torchax"]
@@ -40,7 +41,15 @@ def _removed_overloads() -> Iterator[None]:
 def _load() -> Any:
     with _removed_overloads():
         loaded = import_module("torchax")
-        loaded.default_env()
+        environment = loaded.default_env()
+
+    def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
+        array = x.jax()
+        parts = (array.take(index, dim) for index in range(array.shape[dim]))
+        return tuple(loaded.tensor.Tensor(part, environment) for part in parts)
+
+    # Operations that models use and torchax has no lowering of.
+    environment.override_op_definition(torch.ops.aten.unbind.int, unbind)
     return loaded
 
 

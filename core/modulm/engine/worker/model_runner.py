@@ -355,9 +355,7 @@ class ModelRunner:
     def _forward_of(self, plan: Plan) -> Forward:
         """Return the forward pass for a plan. Steps with separate recordings have their own."""
         names = {name for recording in self.hooks.recording if (name := recording(plan))}
-        if DIRECT in names:
-            return self._direct
-        key = "+".join(sorted(names)) or None
+        key = DIRECT if DIRECT in names else "+".join(sorted(names)) or None
         if key not in self._recordings:
             self._recordings[key] = self._record(self._direct)
         return self._recordings[key]
@@ -430,8 +428,9 @@ class ModelRunner:
     def forget_recordings(self) -> None:
         """Drop recorded steps, which refer to the addresses of weights; `record` may follow."""
         self._forward = self._record(self._direct)
+        direct = self._forward if self._sizes else self._direct
         #: Forward passes by name of `PartRunner.recording`; None is the default.
-        self._recordings: dict[str | None, Forward] = {None: self._forward, DIRECT: self._direct}
+        self._recordings: dict[str | None, Forward] = {None: self._forward, DIRECT: direct}
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -452,7 +451,7 @@ class ModelRunner:
         plan, sample = self._padded(plan, np.zeros(1, dtype=np.int64), self._direct)
         with self.platform.queue():
             batch = self.builder.build(plan, sample)
-            output = self._in_stages(self._forward if self._sizes else self._direct, batch)
+            output = self._in_stages(self._recordings[DIRECT], batch)
             hidden = output if isinstance(output, torch.Tensor) else output[0]
             if not self._mesh.pipeline.last:
                 return hidden.shape[-1]

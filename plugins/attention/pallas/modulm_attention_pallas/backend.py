@@ -80,6 +80,7 @@ class PallasAttention(AttentionBackend):
         from modulm_kernels_pallas.paged_attention import Look
 
         self.on_tpu = jax.default_backend() == "tpu"
+        self._compiled = jax.jit(self._run)
         values = spec.latent or spec.value_dim or spec.head_dim
         self.look = Look(
             spec.head_dim, values, spec.scale, spec.causal, spec.window or 0, spec.softcap,
@@ -143,7 +144,7 @@ class PallasAttention(AttentionBackend):
 
         *tiles, slots = (bridge.array_of(array) for array in plan.arrays)
         work = Work(bridge.array_of(plan.table), *tiles)
-        result, written = self._run(
+        result, written = self._compiled(
             bridge.array_of(q), bridge.array_of(k), bridge.array_of(v), bridge.array_of(cache),
             work, slots, optional(inputs.sinks), optional(inputs.k_scale), optional(inputs.v_scale),
         )  # fmt: skip

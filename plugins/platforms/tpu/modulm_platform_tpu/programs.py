@@ -13,12 +13,14 @@ import torch
 from attrs import evolve
 
 from modulm.contracts.kernels import RecordedForward
+from modulm.contracts.state import StatePlan
 from modulm.errors import UnsupportedError
 from modulm_kernels_pallas.bridge import array_of, numpy_of, tensor_of
+from modulm_kernels_pallas.recurrence import ScanPlan
 from modulm_kernels_pallas.torchax_import import torchax
 from modulm_platform_tpu.compilations import COMPILATIONS
 from modulm_platform_tpu.sizes import steps_of
-from modulm_platform_tpu.tensors import Cache, DeviceTensor, Hidden, Logits
+from modulm_platform_tpu.tensors import DeviceTensor, Hidden, Logits
 from modulm_platform_tpu.weights import move_weights
 
 if TYPE_CHECKING:
@@ -41,7 +43,12 @@ class CompiledForward(RecordedForward):
         self._forward, self._sizes = forward, sizes
         self._model: Any = getattr(forward, "__self__", None)
         if not isinstance(self._model, torch.nn.Module):
-            raise UnsupportedError("device tpu: needs the model's own forward pass")
+            raise UnsupportedError("device tpu: states of single layers are not supported yet")
+        name = type(self._model).__name__
+        if self._model.media:
+            raise UnsupportedError(f"device tpu: {name}: images and audio are not supported yet")
+        if not self._model.caches:
+            raise UnsupportedError(f"device tpu: {name}: encoders are not supported yet")
         self._weights = move_weights(self._model)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self._head = jax.jit(self._run_head)
@@ -77,8 +84,8 @@ class CompiledForward(RecordedForward):
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        if not all(isinstance(cache, Cache) for cache in batch.caches):
-            raise UnsupportedError("device tpu: recurrent states are not supported yet")
+        plans = (ScanPlan.of(p) if isinstance(p, StatePlan) else p for p in batch.plans)
+        batch = evolve(batch, plans=tuple(plans))
         key = batch.key()
         if key is None or batch.adapters is not None:
             raise UnsupportedError(
@@ -91,19 +98,22 @@ class CompiledForward(RecordedForward):
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = jax.jit(self._traced(batch), donate_argnums=1)
-        caches = [cache.array for cache in batch.caches]
-        hidden, changed = program(_arrays(self._weights), caches, tensors, tables)
-        for cache, array in zip(batch.caches, changed, strict=True):
+        caches = jax.tree.leaves(batch.caches)
+        arrays = [cache.array for cache in caches]
+        hidden, changed = program(_arrays(self._weights), arrays, tensors, tables)
+        for cache, array in zip(caches, changed, strict=True):
             cache.array = array
         return Hidden(hidden)
 
     def _traced(self, batch: Batch) -> Callable[..., Any]:
         """Return the function of arrays that the forward pass of such batches is."""
 
+        structure = jax.tree.structure(batch.caches)
+
         def run(weights: Any, caches: Any, tensors: Any, tables: Any) -> Any:
-            held = tuple(map(tensor_of, caches))
+            held = list(map(tensor_of, caches))
             step = batch.over(list(map(tensor_of, tensors)), list(map(tensor_of, tables)))
-            step = evolve(step, caches=held)
+            step = evolve(step, caches=jax.tree.unflatten(structure, held))
             hidden = self._with_weights(weights, lambda: self._forward(step))
             return array_of(hidden), [array_of(cache) for cache in held]
 
@@ -126,6 +136,11 @@ class CompiledForward(RecordedForward):
                 tensor._elem = array
             with torch.inference_mode(False), torch.no_grad(), torchax.default_env():
                 return call()
+        except (torchax.tensor.OperatorNotFound, jax.errors.JAXTypeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"device tpu: {type(self._model).__name__} is not supported yet: {reason}"
+            ) from error
         finally:
             for tensor, array in zip(self._weights, before, strict=True):
                 tensor._elem = array

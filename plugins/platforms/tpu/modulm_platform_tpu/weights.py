@@ -50,7 +50,8 @@ class _Mover:
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if is_array(tensor):
-            if not any(tensor is known for known in self.moved):
+            if id(tensor) not in self._seen:
+                self._seen[id(tensor)] = tensor
                 self.moved.append(tensor)
             return tensor
         if id(tensor) not in self._by_id:

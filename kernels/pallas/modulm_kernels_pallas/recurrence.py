@@ -1,0 +1,198 @@
+"""Recurrent layers with XLA: states advance token by token, or all rows at once.
+
+Steps of one token per row are single operations over all rows. Other steps loop over their tokens
+on the device, so their shapes do not depend on the lengths of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from modulm.contracts.recording import Recordable
+from modulm.contracts.state import StatePlan
+from modulm_kernels_pallas.bridge import array_of, assign, tensor_of
+
+__all__ = ["ScanPlan", "causal_conv", "delta_rule", "selective_scan"]
+
+#: A slot that no cache has; what is written there is dropped.
+_NOWHERE = np.iinfo(np.int32).max
+
+
+@frozen(eq=False)
+class ScanPlan(Recordable):
+    """A `StatePlan` whose shapes depend only on the rows and tokens of a step.
+
+    sources, slots: [rows] int32, where states are read and written. fresh: [rows] bool. owners:
+    [tokens] int32, row of each token. firsts: [tokens] bool, first tokens of rows. ends, saves:
+    [tokens] int32, slots for the state after a token: after the last ones of rows, and those of
+    `StatePlan.saves`.
+    """
+
+    sources: Tensor
+    slots: Tensor
+    fresh: Tensor
+    owners: Tensor
+    firsts: Tensor
+    ends: Tensor
+    saves: Tensor
+
+    @classmethod
+    def of(cls, plan: StatePlan) -> ScanPlan:
+        """Convert a plan. Its tensors are on the host."""
+        counts = np.array(plan.counts, np.int32)
+        rows, tokens = len(counts), int(counts.sum())
+        starts = np.cumsum(counts) - counts
+        slots = plan.slots.numpy().astype(np.int32)
+        sources = slots if plan.sources is None else plan.sources.numpy().astype(np.int32)
+        ends, saves = (np.full(tokens, _NOWHERE, np.int32) for _ in range(2))
+        ends[starts + counts - 1] = slots
+        for row, before, slot in plan.saves:
+            saves[starts[row] + before - 1] = slot
+        firsts = np.zeros(tokens, bool)
+        firsts[starts] = True
+        owners = np.repeat(np.arange(rows, dtype=np.int32), counts)
+        arrays = sources, slots, plan.fresh.numpy(), owners, firsts, ends, saves
+        return cls(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
+
+    def key(self) -> str:
+        return "scan"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.sources, self.slots, self.fresh, self.owners, self.firsts, self.ends, self.saves,
+        )  # fmt: skip
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> ScanPlan:
+        return ScanPlan(*tensors)
+
+
+#: (states of n rows, inputs of one token of each) -> (their new states, outputs).
+_Advance = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def _scan(states: Tensor, plan: ScanPlan, advance: _Advance, inputs: Any) -> jax.Array:
+    """Advance the states of a step's rows over their tokens; returns the outputs [tokens, ...]."""
+    sources, slots, fresh, owners, firsts, ends, saves = map(array_of, plan.tensors())
+    cache = array_of(states)
+    shape = (-1, *[1] * (cache.ndim - 1))
+    initial = jnp.where(fresh.reshape(shape), jnp.zeros((), cache.dtype), cache[sources])
+    if len(owners) == len(slots):
+        state, outputs = advance(initial, inputs)
+        assign(states, cache.at[slots].set(state.astype(cache.dtype)))
+        return jnp.asarray(outputs)
+
+    def token(carry: Any, now: Any) -> Any:
+        state, cache = carry
+        own, owner, first, end, save = now
+        state = jnp.where(first, initial[owner], state)
+        one = jax.tree.map(lambda part: part[None], own)
+        after, output = advance(state[None], one)
+        state = after[0].astype(cache.dtype)
+        cache = cache.at[save].set(state, mode="drop").at[end].set(state, mode="drop")
+        return (state, cache), output[0]
+
+    per_token = inputs, owners, firsts, ends, saves
+    (_, cache), outputs = jax.lax.scan(token, (initial[0], cache), per_token)
+    assign(states, cache)
+    return jnp.asarray(outputs)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, plan: Any
+) -> Tensor:
+    """The op `causal_conv`."""
+    taps = array_of(weight)[:, 0].astype(jnp.float32).T
+
+    def advance(state: Any, now: Any) -> tuple[Any, Any]:
+        window = jnp.concatenate([state, now[:, None].astype(state.dtype)], axis=1)
+        return window[:, 1:], (window.astype(jnp.float32) * taps).sum(1)
+
+    wide = _scan(states, plan, advance, array_of(x))
+    if bias is not None:
+        wide = wide + array_of(bias).astype(jnp.float32)
+    result = jax.nn.silu(wide) if silu else wide
+    return tensor_of(result.astype(array_of(x).dtype))
+
+
+def selective_scan(
+    x: Tensor,
+    step: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    plan: Any,
+    bias: Tensor | None = None,
+    limit: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """The op `selective_scan`."""
+    inputs = array_of(x).astype(jnp.float32)
+    dt = jnp.clip(_softplus(step, bias), *limit)
+    a = -jnp.exp(array_of(a_log))
+    heads = inputs.shape[1]
+    b_wide, c_wide = (
+        jnp.repeat(part, heads // part.shape[1], axis=1).astype(jnp.float32)
+        for part in map(array_of, (b, c))
+    )
+
+    def advance(state: Any, now: Any) -> tuple[Any, Any]:
+        drive, rate, own_b, own_c = now
+        decay = jnp.exp(rate[..., None] * a)[:, :, None]
+        state = state * decay + drive[..., None] * own_b[:, :, None]
+        return state, (state * own_c[:, :, None]).sum(-1)
+
+    y = _scan(states, plan, advance, (inputs * dt[..., None], dt, b_wide, c_wide))
+    return tensor_of(y + array_of(skip)[:, None] * inputs)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    a_log: Tensor,
+    bias: Tensor,
+    states: Tensor,
+    plan: Any,
+    reach: float = 1.0,
+) -> Tensor:
+    """The op `delta_rule`."""
+    values = array_of(v).astype(jnp.float32)
+    queries, keys = (
+        jnp.repeat(_unit(array_of(part)), values.shape[1] // part.shape[1], axis=1)
+        for part in (q, k)
+    )
+    moved = reach * jax.nn.sigmoid(array_of(beta).astype(jnp.float32))
+    fade = -jnp.exp(array_of(a_log)) * _softplus(step, bias)
+
+    def advance(state: Any, now: Any) -> tuple[Any, Any]:
+        query, key, value, share, decay = now
+        state = state * jnp.exp(decay)[..., None, None]
+        held = (key[..., None] * state).sum(2)
+        change = (value - held) * share[..., None]
+        state = state + key[..., None] * change[:, :, None]
+        return state, (query[..., None] * state).sum(2)
+
+    scaled = queries * q.shape[-1] ** -0.5
+    return tensor_of(_scan(states, plan, advance, (scaled, keys, values, moved, fade)))
+
+
+def _softplus(step: Tensor, bias: Tensor | None) -> jax.Array:
+    wide = array_of(step).astype(jnp.float32)
+    return jax.nn.softplus(wide if bias is None else wide + array_of(bias))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + 1e-6)

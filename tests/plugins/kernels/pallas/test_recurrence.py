@@ -1,0 +1,84 @@
+"""Recurrent ops in XLA against their twins, with intermediate states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.samples import parametrize_sample
+
+from modulm.contracts.state import StatePlan
+from modulm_layers import recurrence as twins
+
+jax = pytest.importorskip("jax", reason="JAX is not installed; make setup installs it")
+
+from modulm_kernels_pallas import recurrence  # noqa: E402
+from modulm_kernels_pallas.bridge import array_of, tensor_of  # noqa: E402
+
+SLOTS = 9
+
+
+def plan_of(counts: tuple[int, ...], saves: tuple[tuple[int, int, int], ...]) -> StatePlan:
+    rows = len(counts)
+    return StatePlan(
+        slots=torch.arange(1, rows + 1),
+        fresh=torch.tensor([row % 2 == 1 for row in range(rows)]),
+        query_starts=torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)),
+        counts=counts,
+        sources=torch.tensor([4, 5, 6][:rows]),
+        saves=saves,
+    )
+
+
+PLANS = [plan_of((2, 5, 1), ((1, 3, 7), (0, 1, 8))), plan_of((1, 1, 1), ())]
+
+
+def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, Any]]:
+    """Tensors before the states, the states, and what follows the plan."""
+    torch.manual_seed(1)
+    draw = torch.randn
+    if op == "causal_conv":
+        return [draw(tokens, 6), draw(6, 1, 4), draw(6), True], draw(SLOTS, 3, 6), {}
+    if op == "selective_scan":
+        tensors = [
+            draw(tokens, 4, 3), draw(tokens, 4), draw(4, 1), draw(tokens, 2, 5),
+            draw(tokens, 2, 5), draw(4),
+        ]  # fmt: skip
+        return tensors, draw(SLOTS, 4, 3, 5), {"bias": draw(4), "limit": (0.1, 2.0)}
+    tensors = [
+        draw(tokens, 2, 4), draw(tokens, 2, 4), draw(tokens, 4, 3), draw(tokens, 4),
+        draw(tokens, 4), draw(4), draw(4),
+    ]  # fmt: skip
+    return tensors, draw(SLOTS, 4, 4, 3), {"reach": 1.5}
+
+
+@parametrize_sample(
+    "op, plan",
+    [(op, plan) for plan in PLANS for op in ("delta_rule", "selective_scan", "causal_conv")],
+    6,
+)
+def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan) -> None:
+    before, states, after = arguments(op, int(plan.query_starts[-1]))
+    scan = recurrence.ScanPlan.of(plan)
+
+    def run(tensors: Any, states: Any, more: Any, planned: Any) -> Any:
+        wrapped = jax.tree.map(lambda x: tensor_of(x) if hasattr(x, "shape") else x, tensors)
+        held = tensor_of(states)
+        options = {name: tensor_of(x) if hasattr(x, "shape") else x for name, x in more.items()}
+        own = scan.over([tensor_of(x) for x in planned])
+        result = getattr(recurrence, op)(*wrapped, held, own, **options)
+        return array_of(result), array_of(held)
+
+    tensors = [x.numpy() for x in before if isinstance(x, torch.Tensor)]
+    constants = [x for x in before if not isinstance(x, torch.Tensor)]
+    fixed = {name: x for name, x in after.items() if not isinstance(x, torch.Tensor)}
+    moved = {name: x.numpy() for name, x in after.items() if isinstance(x, torch.Tensor)}
+    got, changed = jax.jit(lambda t, s, m, p: run([*t, *constants], s, {**m, **fixed}, p))(
+        tensors, states.numpy(), moved, [x.numpy() for x in scan.tensors()]
+    )
+    expected = getattr(twins, op)(*before, states, plan, **after)
+    # fp32, in which segments of the twin sum in another order.
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(changed, states, atol=1e-5, rtol=1e-4)
