@@ -179,7 +179,8 @@ def test_embeddings_and_sleep(tmp_path) -> None:
             prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]
             vectors.append([output.outputs.embedding for output in llm.embed(prompts)])
     np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-4)
-    with LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS) as llm:
+    settings = {**SETTINGS, "dtype": "bfloat16", "enable_sleep_mode": True}
+    with LLM(folder, device="tpu", additional_config=SIZES, **settings) as llm:
         expected = answers(llm, GREEDY)
         for level in (1, 2):
             llm.sleep(level)
