@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ class Faults:
         self, target: Any, method: str, misbehave: Callable[[Any], Callable[..., Any]], after: int
     ) -> None:
         """Replace a method. Static and class methods keep their kind."""
-        stored = vars(target).get(method) if isinstance(target, type) else None
-        wrapped = isinstance(stored, classmethod | staticmethod)
-        original = stored.__func__ if wrapped else getattr(target, method)
+        stored = getattr_static(target, method) if isinstance(target, type) else None
+        wrapper: Any = type(stored) if isinstance(stored, classmethod | staticmethod) else None
+        original = getattr(stored, "__func__", None) or getattr(target, method)
         wrong = misbehave(original)
         seen = 0
 
@@ -99,7 +100,7 @@ class Faults:
             self.calls[method] = self.calls.get(method, 0) + 1
             return wrong(*arguments, **named)
 
-        self._monkeypatch.setattr(target, method, type(stored)(call) if wrapped else call)
+        self._monkeypatch.setattr(target, method, call if wrapper is None else wrapper(call))
 
     def end(self) -> None:
         """Let methods that hang go on."""
