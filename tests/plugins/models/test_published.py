@@ -72,7 +72,9 @@ def test_internvl_as_opengvlab_publishes_it(tmp_path):
     write_family(family, tmp_path)
     theirs = getattr(hf, architecture).from_pretrained(tmp_path, attn_implementation="eager").eval()
     pictures, text = images(((56, 42), (28, 28))), "The <IMG_CONTEXT> of <IMG_CONTEXT> is"
-    inputs = processor_of(architecture, tmp_path)(
+    reader = processor_of(architecture, tmp_path)
+    reader.image_processor = internvl(None).image  # OpenGVLab's code resizes with Pillow
+    inputs = reader(
         text=[text], images=pictures, add_special_tokens=False, return_tensors="pt",
         image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225),
     )  # fmt: skip
