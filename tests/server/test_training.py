@@ -283,6 +283,17 @@ def test_routes(
             metrics = (await http.get("/metrics")).text
             line = next(x for x in metrics.splitlines() if ":weight_version{" in x)
             assert line.endswith(" 70.0")
+            for path in ("/sleep?level=2", "/wake_up?tags=weights"):
+                assert (await http.post(path)).status_code == 200
+            assert await get("/is_sleeping") == {"is_sleeping": True}
+            refused = await http.post("/wake_up?tags=graphs")
+            assert "must be some of weights" in refused.json()["error"]["message"]
+            if engine.name != "thread":  # sleeping_requests
+                asked = {"model": "M", "prompt": PROMPT["prompt_token_ids"]}
+                refused = await http.post("/v1/completions", json=asked)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "engine_asleep"
+            assert (await http.post("/wake_up?tags=kv_cache")).status_code == 200
             await post("/shutdown_weight_transfer_engine")
             refused = await http.post("/start_weight_update")
             assert "init_weight_transfer_engine" in refused.json()["error"]["message"]

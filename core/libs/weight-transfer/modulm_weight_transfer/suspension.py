@@ -32,7 +32,7 @@ def suspend_weights(worker: Worker) -> None:
         return
     copies = []
     for storage in _storages(worker):
-        copy = Storage(storage.nbytes())
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
         copies.append((storage, copy.copy_(storage, non_blocking=False)))
         storage.resize_(0)
     _SUSPENDED[worker] = copies
