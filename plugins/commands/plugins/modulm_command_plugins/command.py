@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from modulm.plugins.index import is_first_party
 from modulm.plugins.kinds import find_kind, kind_names
 from modulm.plugins.records import altered_files, record_digest
 from modulm_command_plugins.package_commands import COMMANDS
+from modulm_command_plugins.tables import print_table
 
-__all__ = ["command", "table"]
+__all__ = ["command"]
 
 #: Default name of a lock file.
 _LOCK = "modulm-plugins.lock"
@@ -56,7 +57,7 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
         click.echo(json.dumps(whole, indent=2))
     elif rows:
         needs = ("needs",) if any(row["needs"] for row in rows) else ()
-        table(rows, ("kind", "name", "distribution", "version", "state", *needs))
+        print_table(rows, ("kind", "name", "distribution", "version", "state", *needs))
     else:
         click.echo(f"No plugin of kind {kind} is installed.", err=True)
 
@@ -198,7 +199,7 @@ def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_part
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        table(rows, ("distribution", "version", "record_sha256", "state"))
+        print_table(rows, ("distribution", "version", "record_sha256", "state"))
     ctx.exit(any(row["state"].startswith("changed") for row in rows))
 
 
@@ -392,15 +393,6 @@ def _inside(declaration: Declaration) -> dict[str, str]:
         "about": (driver.__doc__ or "").strip().partition("\n")[0],
         "options": ", ".join(a.name for a in getattr(config, "__attrs_attrs__", ())),
     }
-
-
-def table(rows: Iterable[dict[str, str]], columns: Sequence[str]) -> None:
-    """Print rows as a table of these columns."""
-    lines = [columns, *([row[column] for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = (f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
 
 
 for _command in COMMANDS:

@@ -16,6 +16,7 @@ import click
 from modulm import plugins
 from modulm.errors import ConfigError, PluginNotFound
 from modulm.plugins.index import is_first_party, normalized
+from modulm_command_plugins.tables import print_table
 
 if TYPE_CHECKING:
     from modulm_command_plugins.package_index import Entry, PackageIndex
@@ -261,13 +262,11 @@ def _row(entry: Entry, installed: str) -> dict[str, str]:
 
 
 def _show(rows: list[dict[str, str]], as_json: bool, columns: Sequence[str]) -> None:
-    from modulm_command_plugins.command import table
-
     rows.sort(key=lambda row: row["name"])
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows:
-        table(rows, columns)
+        print_table(rows, columns)
 
 
 @click.command()

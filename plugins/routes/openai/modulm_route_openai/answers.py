@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         Transferred,
         Usage,
     )
-    from modulm_route_openai.scoring import ScoringRequest
     from modulm_server.sampling import SamplingFields
 
 __all__ = [
@@ -60,9 +59,9 @@ async def paced(
         yield show(each)
 
 
-def answer_id(prefix: str, request: Request, body: SamplingFields | ScoringRequest) -> str:
-    """The id of a response: from the client's request id, or a new one."""
-    return f"{prefix}-{safe_id(body.request_id or '') or request.scope['modulm.id']}"
+def answer_id(prefix: str, request: Request, wished: str | None) -> str:
+    """The id of a response. wished: the body's `request_id`."""
+    return f"{prefix}-{safe_id(wished or '') or request.scope['modulm.id']}"
 
 
 def fingerprint(config: Any, engine: Any) -> str | None:

@@ -197,7 +197,7 @@ class Chat:
         continued = bool(body.continue_final_message)
         server = self._context.config.group(ServerConfig)
         return _Job(
-            id=answer_id("chatcmpl", request, body),
+            id=answer_id("chatcmpl", request, body.request_id),
             created=int(time.time()),
             model=model.name,
             body=body,

@@ -129,7 +129,7 @@ class Completions:
         server = self._context.config.group(ServerConfig)
         check_cost(params, [len(one.ids) for one in prompts], self._context.engine.info, server)
         return _Job(
-            id=answer_id("cmpl", request, body),
+            id=answer_id("cmpl", request, body.request_id),
             created=int(time.time()),
             model=model.name,
             adapter=model.adapter,

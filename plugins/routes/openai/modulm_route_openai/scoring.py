@@ -102,7 +102,7 @@ async def score(context: RouteContext, request: Request, body: ScoringRequest) -
     labels = len(body.label_token_ids)
     rows = [logprobs[first : first + labels] for first in range(0, len(logprobs), labels)]
     answer: ScoringAnswer = {
-        "id": answer_id("generative-scoring", request, body),
+        "id": answer_id("generative-scoring", request, body.request_id),
         "object": "list",
         "created": int(time.time()),
         "model": model.name,
