@@ -42,6 +42,13 @@ def samples_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     }
 
 
+def test_the_drafter_is_a_label() -> None:
+    labels = {"method": "suffix", "num_speculative_tokens": "16"}
+    chosen = samples_of(Metrics("m", drafts=labels), "modulm:spec_decode_info")
+    assert chosen == {("m", "0", "suffix", "16"): 1}
+    assert not samples_of(Metrics("m"), "modulm:spec_decode_info")
+
+
 def ended(adapter: str | None, prompt: int = 5, generated: int = 3) -> Finished:
     times = RequestMetrics(0.0)
     return Finished(times, SamplingParams(), prompt, [generated], ["stop"], adapter)

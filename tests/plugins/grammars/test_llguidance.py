@@ -125,3 +125,19 @@ def test_it_takes_what_the_preferred_backend_rejects(tokenizer, backends) -> Non
     grammar = GrammarCompiler(ordered, workers=1)(StructuredOutputs(json=EVEN)).result(30)
     assert takes(tokenizer, grammar, "6", VOCABULARY)
     assert not takes(tokenizer, grammar, "7", VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_text_that_is_determined_is_known_ahead(tokenizer, backends, name) -> None:
+    grammar = backends[name].compile(StructuredOutputs(choice=["yes, always", "yes, never"]))
+    matcher = grammar.matcher()
+    before = allowed(matcher, VOCABULARY)
+    forced = list(matcher.forced())
+    assert "yes, always".startswith(tokenizer.decode(forced))
+    assert len(tokenizer.decode(forced)) >= 4
+    assert matcher.count_allowed([*forced, tokenizer.stop_ids[0]]) == len(forced)
+    assert allowed(matcher, VOCABULARY) == before
+    for token in tokenizer.encode("yes, never", add_special_tokens=False):
+        assert matcher.accept(token)
+    assert matcher.accept(tokenizer.stop_ids[0])
+    assert list(matcher.forced()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
@@ -66,7 +67,7 @@ RECORD = {
 }
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@parametrize_sample("backend", ["xgrammar", "llguidance"], every=2)
 def test_text_that_a_grammar_determines_takes_few_steps(backend) -> None:
     constraint = StructuredOutputs(json=RECORD, disable_any_whitespace=True)
     params = SamplingParams(temperature=0, max_tokens=100, structured_outputs=constraint)
