@@ -128,7 +128,7 @@ LINEARS = [
 ]
 
 
-@parametrize_sample("case", LINEARS, 4)
+@parametrize_sample("case", LINEARS, 6)
 def test_linears_of_codes_equal_their_twin(case: tuple[int, int, bool, int]) -> None:
     bits, groups, zeros, inputs = case
     rng = np.random.default_rng(1)
@@ -163,6 +163,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         linear.pack(codes + 9, np.ones((8, 1), np.float32), bits=4)
 
 
+@pytest.mark.exhaustive
 def test_products_of_experts_equal_their_twin() -> None:
     rng = np.random.default_rng(2)
     ids = np.stack([rng.permutation(5)[:2] for _ in range(21)])
