@@ -7,8 +7,9 @@
 
 For each kind of layer that the method supports, a layer is created, filled with random numbers in
 the shapes of `create`, finished and applied; the oracle is a plain product with the result of
-`dequantize`. Optional parameters are omitted, as by a checkpoint that lacks them. If random numbers
-are not valid, pass `fill`, which is called for every parameter.
+`dequantize`. If plain weights have a `writer`, half of them are overwritten first. Optional
+parameters are omitted, as by a checkpoint that lacks them. If random numbers are not valid, pass
+`fill`, which is called for every parameter.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
         return
     expected_shape = (*((spec.experts,) if spec.experts else ()), spec.outputs, spec.inputs)
     assert tuple(weight.shape) == expected_shape, f"{what}: dequantize() gives {weight.shape}"
+    _overwrite(method, layer, spec, weight, what)
     if spec.kind is LinearKind.EMBEDDING:
         ids = torch.tensor([0, 5, 5, 511], device=device)
         _close(method.embed(layer, ids), weight[ids], spec.dtype, f"{what}: embed()")
@@ -119,6 +121,25 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
         result = method.apply(layer, x[:rows], bias)
         assert result.dtype == dtype, f"{what}: apply() gives {result.dtype}"
         _close(result, expected[:rows], spec.dtype, f"{what}: apply() on {rows} rows")
+
+
+def _overwrite(
+    method: QuantizationMethod, layer: torch.nn.Module, spec: LinearSpec, weight: Tensor, what: str
+) -> None:
+    """Overwrite the first rows of plain weights, and some values of others; changes `weight`."""
+    stored, write = method.create(spec).get("weight"), method.writer(layer, spec, "weight")
+    if write is None or stored is None or stored.dtype != spec.dtype:
+        return
+    half = spec.outputs // 2
+    for sparse, rows in ((False, slice(0, half)), (True, slice(half, spec.outputs))):
+        region = (*(slice(None),) * bool(spec.experts), rows, slice(None))
+        values = weight[region] / 2
+        if sparse:
+            values[..., ::3] = torch.nan
+        weight[region] = values.where(~values.isnan(), weight[region])
+        write(region, values.to(getattr(torch, spec.dtype)), sparse=sparse)
+    result = method.dequantize(layer, spec).float()
+    _close(result, weight, spec.dtype, f"{what}: dequantize() after writer()")
 
 
 def _random(spec: LinearSpec, name: str, param: ParamSpec) -> Tensor:
