@@ -24,8 +24,8 @@ __all__ = [
     "receive",
     "release",
     "restore",
-    "suspend",
     "start",
+    "suspend",
     "value_of",
     "verify",
 ]
