@@ -43,6 +43,8 @@ def choose_speculator(
         except PluginError as error:
             verdicts.append(Verdict(declared.name, str(error)))
             continue
+        if driver.name != declared.name:
+            continue  # another name of a driver, such as vLLM's of `mtp`
         options: Mapping[str, Any] | str = "used only if it is named"
         if issubclass(driver, Speculator):
             options = driver.automatic(config, checkpoint, family)
