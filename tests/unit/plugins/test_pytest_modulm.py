@@ -43,6 +43,7 @@ class Silent(LogitsProcessor):
         return logits
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_server_answers(modulm_client: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
     answer = modulm_client.post("/v1/completions", json=body)
