@@ -139,9 +139,8 @@ class ModelRunner:
         # Bidirectional attention, or a model without caches, cannot run token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
         #: Whether only the scorer reads hidden states of tokens that are not sampled.
-        self._narrow = not (
-            self.hooks.reads or self._sizes or self._invariant or mesh.world.size > 1
-        )
+        ranks = max(mesh.world.size, mesh.expert.size)
+        self._narrow = not (self.hooks.reads or self._sizes or self._invariant or ranks > 1)
         self._scorer = PromptScorer(self.sampler, self._logits, self._tensor)
         self._failed: dict[int, RowFailure] = {}
         # The step in which each row was admitted; earlier results belong to other requests.
@@ -329,7 +328,8 @@ class ModelRunner:
         batch = self.builder.build(whole, places)
         for amend in self.hooks.amend_batch:
             batch = amend(whole, batch)
-        if self._narrow and len(sample) < len(plan.tokens) and not self._scorer.busy:
+        skips = self._narrow and whole is plan and not self._scorer.busy
+        if skips and len(sample) < len(plan.tokens):
             batch = evolve(batch, only_sampled=True)
         output = self._in_stages(forward, batch)
         hidden, *layers = (output,) if isinstance(output, torch.Tensor) else output
