@@ -26,6 +26,8 @@ MESSAGES = [{"role": "user", "content": SAID}]
 ASKING: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 1},
     "/v1/completions": {"prompt": [SAID, "speak of emoji"], "max_tokens": 1},
+    f"{CHAT}/batch": {"messages": [MESSAGES, MESSAGES], "max_tokens": 1},
+    "/generative_scoring": {"query": SAID, "items": ["b"], "label_token_ids": [5, 6]},
     "/v1/responses": {"input": SAID, "max_output_tokens": 1},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
     "/v1/embeddings": {"input": ["hello", SAID]},

@@ -187,7 +187,7 @@ def test_both_answer_and_each_counts_its_own(serving: Serving) -> None:
 def test_what_is_asked_of_the_engine_reaches_all(serving: Serving) -> None:
     assert serving.post("/sleep").status_code == 200
     assert serving.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert ask(serving, [5, 6, 7]).status_code == 429
+    assert ask(serving, [5, 6, 7]).status_code == 503
     assert serving.post("/wake_up").status_code == 200
     prompts = [[90 + n, *range(20, 70)] for n in range(4)]
     assert all(ask(serving, prompt).status_code == 200 for prompt in prompts)

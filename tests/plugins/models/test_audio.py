@@ -244,7 +244,7 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     read |= set(getattr(config.audio_type, "ALIASES", ()))
     audio = table[config.audio_key]
     numbers = [key for key, value in audio.items() if type(value) is int and key in read]
-    assert len(numbers) > 3
+    assert numbers
     for key in numbers:
         for wrong in ("word", float("nan"), [1], -5):
             with pytest.raises(CheckpointError, match="config.json"):

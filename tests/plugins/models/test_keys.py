@@ -315,6 +315,7 @@ ARCHITECTURES = [
 #: Where modulm gives other numbers, or refuses in other words, and why that is right.
 RIGHT = {
     "HYV3ForCausalLM.first_k_dense_replace": "Tencent's own files have it; transformers has a list",
+    "Gemma3TextModel.sliding_window": "transformers halves it as it reads the file, also a default",
     "Glm4MoeLiteForCausalLM.head_dim": "another name of qk_rope_head_dim: the file contradicts it",
     "MptForCausalLM.expansion_ratio": "transformers' class has 4 whatever the file says",
     "MiniMaxForCausalLM.rotary_dim": "MiniMax's own files have it, and its own code obeys",

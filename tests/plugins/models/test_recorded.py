@@ -23,6 +23,7 @@ CALL_BY_CALL = {
     "DiffLlamaForCausalLM": "values of two heads at once",
     "Gemma3nForCausalLM": "vectors of a layer's own, an average of several streams",
     "Gemma4ForCausalLM": "vectors of a layer's own",
+    "Gemma4UnifiedForCausalLM": "vectors of a layer's own",
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
     "Ministral3ForCausalLM": "queries that grow",
