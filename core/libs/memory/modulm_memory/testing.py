@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses import FakeTensor
 
 from modulm.engine.kv_cache.sizing import allocate
 from modulm.engine.parts import open_parts
@@ -49,5 +50,11 @@ def measured(
 def _live() -> HeldMemory:
     gc.collect()
     held = HeldMemory()
-    held.add(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    kinds = ((each, type(each)) for each in gc.get_objects())
+    # A compiler's fake tensors hold nothing.
+    held.add(
+        each
+        for each, kind in kinds
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)
+    )
     return held
