@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from modulm.errors import UnsupportedError
 from modulm.plugins import hookimpl
-from modulm_platform_tpu.platform import TpuPlatform
+from modulm_platform_tpu.devices import look
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -36,7 +36,7 @@ REFUSED = {
 def modulm_config_final(config: EngineConfig) -> None:
     """Refuse flags. On a machine with a TPU the platform may be chosen without naming it."""
     device = config.device.device
-    if device != "tpu" and (device != "auto" or TpuPlatform.probe().score <= 1):
+    if device != "tpu" and (device != "auto" or look()[0] <= 1):
         return
     for spec, value in config.values():
         if spec.name in REFUSED and value != spec.default and value:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from attrs import frozen
 
-from modulm.config.environ import variables
 from modulm.contracts.platform import Memory, Platform, Probe, StepSizes
 from modulm.errors import ConfigError
+from modulm_platform_tpu.devices import look
 from modulm_platform_tpu.sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -56,13 +54,7 @@ class TpuPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Probe:
-        if find_spec("jax") is None or find_spec("torchax") is None:
-            return Probe(0, "JAX or torchax is not installed")
-        if variables().get("JAX_PLATFORMS") == "cpu":
-            return Probe(1, "JAX_PLATFORMS=cpu: JAX computes on processors")
-        if find_spec("libtpu") is None or not any(Path("/dev").glob("accel*")):
-            return Probe(0, "this machine has no TPU, or libtpu is not installed")
-        return Probe(100, "there are TPU devices and libtpu")
+        return Probe(*look())
 
     @property
     def device(self) -> torch.device:
