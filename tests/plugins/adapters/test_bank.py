@@ -231,6 +231,22 @@ def test_an_adapter_that_is_added_anew_is_the_new_one_in_its_slot(folder, adapte
     assert not torch.equal(again, first)
 
 
+def test_new_tensors_are_those_of_one_adapter_whatever_others_are_called(folder, adapters):
+    session = AdapterSession(folder, max_loras=2, max_lora_rank=8)
+    session.fill(1, "mine@1", adapters[0])
+    session.fill(2, "mine@other@1", adapters[0])
+
+    def answers():
+        return session.run({0: PROMPTS[0], 1: PROMPTS[0]}, {0: 1, 1: 2}).values()
+
+    before, _ = answers()
+    tensors = load_file(adapters[0] / "adapter_model.safetensors")
+    session.bank.replace("mine", {name: 2 * tensor for name, tensor in tensors.items()})()
+    mine, other = answers()
+    assert torch.equal(other, before)
+    assert not torch.equal(mine, before)
+
+
 def test_fewer_in_host_memory_than_in_a_step_is_an_error(folder):
     with pytest.raises(ConfigError, match="max_cpu_loras"):
         AdapterSession(folder, max_loras=3, max_cpu_loras=2)

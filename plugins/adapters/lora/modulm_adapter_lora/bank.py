@@ -156,7 +156,7 @@ class LoraBank(AdapterBank):
 
     def replace(self, name: str, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         with self._guard:
-            paths = {n: a.path for n, a in self._added.items() if n.startswith(f"{name}@")}
+            paths = {n: a.path for n, a in self._added.items() if n.rpartition("@")[0] == name}
         if not paths:
             raise CheckpointError(f"there is no adapter {name!r}")
         if self._preparer is None:
