@@ -207,3 +207,14 @@ def test_attention_keeps_the_contract() -> None:
     platform = plugins.load("platforms", "tpu")()
     backend = plugins.load("attention", "pallas")
     check_attention(backend, platform, only=ATTENTION, quick=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantized_layers_give_the_tokens_of_the_cpu(quantization, tmp_path) -> None:
+    folder = str(make_tiny(tmp_path, "Qwen3ForCausalLM"))
+    tokens = []
+    for device, more in (("cpu", {}), ("tpu", {"additional_config": SIZES})):
+        with LLM(folder, device=device, quantization=quantization, **SETTINGS, **more) as llm:
+            tokens.append([each.token_ids for each in answers(llm, GREEDY)])
+    assert tokens[1] == tokens[0]
