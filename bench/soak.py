@@ -3,12 +3,14 @@
 Streams, disconnecting clients, valid and invalid grammars, tools, several prompts, embeddings,
 images, adapters that are loaded and unloaded, files, batches, stored responses and invalid
 requests, from twice as many clients as there are rows, on a cache with half of the blocks needed.
-Every answer is checked. `--kills` ends the engine of the first server, which has `--restart`, that
-many times. Prints a line per minute and, at the end, the requests, the failures, and the servers'
-resources. `--pause` spares the machine: seconds that a client waits between requests.
+Every answer is checked. `--kills` ends the engines of the first and the last server, which have
+`--restart`, that many times. Prints a line per minute and, at the end, the requests, the failures,
+and the servers' resources. `--pause` spares the machine: seconds that a client waits between
+requests. A request that takes longer than `--patience` seconds counts as wrong: it hangs.
 
 Exits with 0 if nothing acknowledged was lost, memory grew less than --flat per cent after --settle
-of the time, and open files and tasks returned to their initial numbers.
+of the time, open files, processes, temporary files and tasks returned to their initial numbers, and
+nothing of the servers is in /dev/shm or their temporary folder after they have ended.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ ROWS, BLOCKS, QUEUE = 8, 64, 24
 class Tally:
     """Counts of requests and their outcomes."""
 
+    #: Seconds that a request may take.
+    patience: float = 600.0
     done: Counter[str] = field(factory=Counter)
     full: Counter[str] = field(factory=Counter)
     cut: Counter[str] = field(factory=Counter)
@@ -54,8 +58,11 @@ class Tally:
 
     async def count(self, kind: str, work: Awaitable[None]) -> None:
         try:
-            await work
+            async with asyncio.timeout(self.patience):
+                await work
             self.done[kind] += 1
+        except TimeoutError:
+            self._wrong(kind, TimeoutError(f"no end within {self.patience:.0f} s"))
         except Refused as refused:
             if refused.reply.status == 429:
                 self.full[kind] += 1
@@ -90,6 +97,8 @@ class Sample:
     parts: tuple[int, ...]
     tasks: int
     names: tuple[str, ...] = ()
+    #: Files in the server's temporary folder.
+    temporary: int = 0
 
 
 @define(eq=False)
@@ -98,18 +107,29 @@ class Watched:
 
     name: str
     server: Server
+    folder: Path
+    #: Files in /dev/shm that its processes mapped at some time.
+    shared: set[str] = field(factory=set)
     samples: list[Sample] = field(factory=list)
 
     def look(self, began: float) -> Sample:
         """Record the resources. Raises SystemExit if a process is gone."""
-        told = json.loads(self.server.get("/soak", 30.0)[1] or b"{}")
+        told = json.loads(self.server.get("/soak", STARTING)[1] or b"{}")
         if not told:
             raise SystemExit(f"the server of {self.name} does not answer")
         pids = self.server.family()
+        self.shared |= shared_files(pids)
         held, parts = Held.by(pids), tuple(Held.by([pid]).memory for pid in pids)
-        sample = Sample(time.monotonic() - began, held, parts, told["tasks"], tuple(told["names"]))
+        sample = Sample(
+            time.monotonic() - began, held, parts, told["tasks"], tuple(told["names"]),
+            len(self.temporary_files()),
+        )  # fmt: skip
         self.samples.append(sample)
         return sample
+
+    def temporary_files(self) -> list[str]:
+        """The files in the server's temporary folder."""
+        return [str(path) for path in self.folder.rglob("*") if not path.is_dir()]
 
     def grown(self, settled: float) -> float:
         """Growth in per cent of the last tenth after `settled` seconds, compared with the first."""
@@ -162,30 +182,43 @@ async def every_kind(caller: Caller, tally: Tally) -> None:
         await tally.count(kind, ask(caller))
 
 
+def shared_files(pids: Sequence[int]) -> set[str]:
+    """The files in /dev/shm that these processes map."""
+    files = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        files |= {line.split(None, 5)[5] for line in maps.splitlines() if " /dev/shm/" in line}
+    return {file for file in files if not file.endswith(" (deleted)")}
+
+
 async def kill_on(watched: Watched, tally: Tally, minutes: float, kills: int) -> None:
     """Kill the server's engine `kills` times, evenly over the middle of the time."""
     server = watched.server
     for restarts in range(1, kills + 1):
         await asyncio.sleep(60 * minutes / (kills + 1))
-        died = time.monotonic()
+        died, place = time.monotonic(), len(tally.kills)
         tally.kills.append(0.0)
         os.kill(server.part("engine_process"), signal.SIGKILL)
         while True:
-            status, body = await asyncio.to_thread(server.get, "/health")
+            status, body = await asyncio.to_thread(server.get, "/health", 60.0)
             if status == 200 and json.loads(body)["replicas"][0]["restarts"] == restarts:
                 break
             if time.monotonic() - died > STARTING:
-                raise SystemExit("the engine did not come back")
+                raise SystemExit(f"the engine of {watched.name} did not come back")
             await asyncio.sleep(0.1)
-        tally.kills[-1] = time.monotonic() - died
-        print(f"  engine killed; well again after {tally.kills[-1]:.1f} s", flush=True)
+        seconds = time.monotonic() - died
+        tally.kills[place] = seconds
+        print(f"  engine of {watched.name} killed; well after {seconds:.1f} s", flush=True)
 
 
 async def quiet(servers: list[Watched]) -> None:
     """Wait until nothing has been running for a moment; leftover requests end by themselves."""
-    latest = time.monotonic() + 30
+    latest = time.monotonic() + STARTING
     while time.monotonic() < latest:
-        loads = [json.loads(w.server.get("/load", 30)[1])["server_load"] for w in servers]
+        loads = [json.loads(w.server.get("/load", STARTING)[1])["server_load"] for w in servers]
         if not any(loads):
             break
         await asyncio.sleep(0.2)
@@ -196,7 +229,7 @@ async def soak(
     servers: list[Watched], adapters: dict[str, Path], options: argparse.Namespace
 ) -> tuple[Tally, Any]:
     """Run the traffic; returns the counts, and the servers' samples before and after it."""
-    tally, minutes = Tally(), options.minutes
+    tally, minutes = Tally(options.patience), options.minutes
 
     def caller(number: int) -> Caller:
         chat, embed, media = (Client(watched.server.port) for watched in servers)
@@ -214,8 +247,11 @@ async def soak(
         asyncio.create_task(ask_on(caller(n), tally, options.kinds, end, options.pause))
         for n in range(1, options.clients + 1)
     ]
-    asking.append(asyncio.create_task(kill_on(servers[0], tally, minutes, options.kills)))
-    pause, shown = min(5.0, 60 * minutes / 20), 0.0
+    asking += [
+        asyncio.create_task(kill_on(watched, tally, minutes, options.kills))
+        for watched in (servers[0], servers[-1])
+    ]
+    pause, shown = min(15.0, 60 * minutes / 20), 0.0
     head = "  minute  server        MiB  files  threads  tasks  answered  full   cut  wrong"
     print(head, flush=True)
     while time.monotonic() < end:
@@ -269,12 +305,24 @@ def verdict(
             found.append(f"{watched.name}: {before.held.files} open files, then {after.held.files}")
         if len(after.parts) > len(before.parts):
             found.append(f"{watched.name}: {len(before.parts)} processes, {len(after.parts)} later")
+        if after.temporary > before.temporary:
+            found.append(f"{watched.name}: {before.temporary} temporary files, then "
+                         f"{after.temporary}: {watched.temporary_files()[:20]}")  # fmt: skip
         if after.tasks > before.tasks:
             found.append(f"{watched.name}: {before.tasks} tasks, then {after.tasks}: {after.names}")
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             value = watched.server.metric(f"modulm:{gauge}")
             if value:
                 found.append(f"{watched.name}: {gauge} is {value} when nothing runs")
+    return found
+
+
+def left_over(servers: list[Watched]) -> list[str]:
+    """Describe what servers that have ended left in /dev/shm and in their temporary folders."""
+    found = []
+    for watched in servers:
+        shared = sorted(file for file in watched.shared if Path(file).exists())
+        found += [f"{watched.name} left {file}" for file in [*shared, *watched.temporary_files()]]
     return found
 
 
@@ -287,14 +335,44 @@ def table(tally: Tally, ends: list[tuple[Watched, Sample, Sample]], settled: flo
     ]
     lines += ["", f"engine killed {len(tally.kills)} times; seconds until the server was well: "
               + (", ".join(f"{seconds:.1f}" for seconds in tally.kills) or "-")]  # fmt: skip
-    lines += ["", f"{'server':8} {'MiB':>13} {'grown':>8} {'files':>11} {'tasks':>9}"]
+    lines += [
+        "",
+        f"{'server':8} {'MiB':>13} {'grown':>8} {'files':>11} {'processes':>9} {'tasks':>9}",
+    ]
     for watched, before, after in ends:
         memory = f"{before.held.memory // 1024} -> {after.held.memory // 1024}"
         files = f"{before.held.files} -> {after.held.files}"
         tasks = f"{before.tasks} -> {after.tasks}"
         grown = f"{watched.grown(settled):+.2f} %"
-        lines.append(f"{watched.name:8} {memory:>13} {grown:>8} {files:>11} {tasks:>9}")
+        parts = f"{len(before.parts)} -> {len(after.parts)}"
+        line = f"{watched.name:8} {memory:>13} {grown:>8} {files:>11} {parts:>9} {tasks:>9}"
+        lines.append(f"{line}  /dev/shm: {len(watched.shared)} mapped; temporary files: "
+                     f"{before.temporary} -> {after.temporary}")  # fmt: skip
     return "\n".join(lines)
+
+
+def start(stack: ExitStack, folder: Path, llava: Path) -> list[Watched]:
+    """Start the servers for chat, embeddings, and media; each has a temporary folder of its own."""
+    common = ("--middleware", "watched.Tasks", "--cpu-threads", "1")
+    loads = (
+        "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "8", "--restart",
+        "--allow-runtime-lora-updating", "--allowed-lora-path", str(folder),
+        "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", str(BLOCKS),
+    )  # fmt: skip
+    flags: dict[str, tuple[str, tuple[str, ...]]] = {
+        "chat": ("demo", (*loads, "--max-num-queued-reqs", str(QUEUE), "--enable-auto-tool-choice",
+                          "--tool-call-parser", "hermes")),
+        "embed": ("demo", ("--runner", "pooling")),
+        "media": (str(llava), (*loads, "--mm-processor-cache-gb", "0.002")),
+    }  # fmt: skip
+    servers = []
+    for name, (model, more) in flags.items():
+        place = folder / f"tmp-{name}"
+        place.mkdir()
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(place)}
+        server = stack.enter_context(serving(*common, *more, model=model, env=env))
+        servers.append(Watched(name, server, place))
+    return servers
 
 
 def main() -> int:
@@ -305,37 +383,24 @@ def main() -> int:
     parser.add_argument("--flat", type=float, default=1.0, help="per cent of growth (1)")
     parser.add_argument("--clients", type=int, default=2 * (ROWS + QUEUE // 2))
     parser.add_argument("--pause", type=float, default=0.0, help="mean seconds (0)")
-    parser.add_argument("--kills", type=int, default=0, help="of the first server's engine (0)")
+    parser.add_argument("--kills", type=int, default=0, help="of each of two engines (0)")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds per request (600)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     options = parser.parse_args()
-    here = {"env": {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         llava = write_llava(folder / "llava")
         adapters = {"chat": folder / "qwen", "media": folder / "llama"}
         write_adapters(adapters["chat"], layers=6, prefix="model", shape=(256, 256))
         write_adapters(adapters["media"], layers=3, prefix="model.language_model", shape=(64, 64))
-        common = ("--middleware", "watched.Tasks", "--cpu-threads", "1")
-        loads = (
-            "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "8",
-            "--allow-runtime-lora-updating", "--allowed-lora-path", str(folder),
-        )  # fmt: skip
-        chat = stack.enter_context(serving(
-            *common, *loads, "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", str(BLOCKS),
-            "--max-num-queued-reqs", str(QUEUE), "--enable-auto-tool-choice",
-            "--tool-call-parser", "hermes", "--restart", **here,
-        ))  # fmt: skip
-        embed = stack.enter_context(serving(*common, "--runner", "pooling", **here))
-        media = stack.enter_context(serving(
-            *common, *loads, "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", str(BLOCKS),
-            "--mm-processor-cache-gb", "0.002", model=str(llava), **here,
-        ))  # fmt: skip
-        servers = [Watched("chat", chat), Watched("embed", embed), Watched("media", media)]
-        tally, ends = asyncio.run(soak(servers, adapters, options))
-        settled = 60 * options.minutes * options.settle
-        print(table(tally, ends, settled))
-        wrong = verdict(tally, ends, settled, options.flat)
+        with ExitStack() as running:
+            servers = start(running, folder, llava)
+            tally, ends = asyncio.run(soak(servers, adapters, options))
+            settled = 60 * options.minutes * options.settle
+            print(table(tally, ends, settled))
+            wrong = verdict(tally, ends, settled, options.flat)
+        wrong += left_over(servers)
     print("\n".join(["", *wrong] if wrong else ["", "nothing was lost"]))
     return 1 if wrong else 0
 

@@ -263,6 +263,7 @@ class Caller:
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{broken}"}}
         body = {"model": "M", "messages": [{"role": "user", "content": [part]}]}
         reply = await self.media.ask("POST", "/v1/chat/completions", body)
+        cut(reply.body)
         need(reply.status in (400, 429), f"a bad image: {reply.status} {reply.body[:300]!r}")
 
     async def adapter(self) -> None:
