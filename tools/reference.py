@@ -247,6 +247,10 @@ Engine metrics have vLLM's names with the prefix `modulm:`, and the labels `mode
 histogram `x` as `x_bucket`, `x_sum` and `x_count`. Adapter metrics need `--enable-lora`, those of
 sleep and weight updates `--server-dev-mode`; process metrics need Linux.
 
+A [server of several models](many-models.md) has the metrics of each loaded model, with the label
+`model_name`, and `modulm:model_memory_bytes`, `modulm:model_memory_beyond_estimate_bytes` and
+`modulm:model_loads`. HTTP and process metrics are of the server as a whole.
+
 `--metrics-prefix modulm vllm` shows each metric of the engine under both names, for boards made for
 vLLM; the command `vllm` of [modulm-vllm](vllm-scripts.md) does so by default.
 `--custom-histogram-buckets` sets the buckets of a group of histograms:

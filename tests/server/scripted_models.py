@@ -78,9 +78,9 @@ def several_models(
 
     def start(config: EngineConfig, process: Any) -> SleepingEngine:
         longest = config.model.max_model_len or 2048
-        return SleepingEngine(
-            tokenizer, reply, scripted_info(tokenizer, config=config, max_model_len=longest)
-        )
+        models = config.model.served_model_name
+        info = scripted_info(tokenizer, config=config, max_model_len=longest, models=models)
+        return SleepingEngine(tokenizer, reply, info)
 
     monkeypatch.setattr(HostedModel, "prepare", prepare)
     monkeypatch.setattr(HostedModel, "measure", measure)

@@ -13,16 +13,21 @@ import httpx
 import pytest
 from attrs import evolve
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 from tests.server.scripted_models import Several, several_models, write_models
 
 from modulm.config import EngineConfig
+from modulm.config.sources import keywords
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
 from modulm_command_models import commands
+from modulm_server.app import create_app
+from modulm_server.metrics import HttpMetrics
 from modulm_server.models.flags import parse_duration, parse_size
 from modulm_server.models.pool import _is_expired
 from modulm_server.models.serve import make_pool
-from modulm_server.scripted import Reply
+from modulm_server.scripted import Reply, ScriptedEngine
 from modulm_server.testing import error_of
 
 CHAT = "/v1/chat/completions"
@@ -206,6 +211,36 @@ def test_commands_list_load_and_stop_models(several: Several) -> None:
     failed = CliRunner().invoke(commands.load, ["nobody", "--url", several.live.url])
     assert failed.exit_code == 1
     assert "only one, two, three, broken" in failed.output
+
+
+def test_metrics_of_a_server_of_one_model_are_there_for_each_of_several(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    """Those of HTTP and of the process itself are the server's."""
+    flags: dict[str, Any] = {"server_dev_mode": True, "tool_call_parser": "hermes"}
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    one = create_app(ScriptedEngine(tokenizer), keywords(**flags).config)
+    registry = one.families[0].context.registry
+    own = CollectorRegistry(auto_describe=False)
+    HttpMetrics(own)
+    names = {family.name for family in registry.collect()}
+    names -= {family.name for family in own.collect()}
+    flags |= {"models_config": str(file), "api_key": ["a", "b"]}
+    with several_models(tokenizer, monkeypatch, reply=lambda *_: Reply(call), **flags) as server:
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        for name in ("one", "two"):
+            assert post(server, CHAT, ask(name, tools=tools), **KEYS[0]).is_success
+            assert post(server, f"/sleep?model={name}", None, **KEYS[0]).is_success
+        text = httpx.get(f"{server.live.url}/metrics", headers=KEYS[0]).text
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert names <= families.keys()
+    for name in names:
+        labels = [sample.labels for sample in families[name].samples]
+        assert {each["model_name"] for each in labels} in ({"one", "two"}, set()), name
+    for name in ("tool_call_parser_invocations", "sleep_mode_operation_duration_seconds"):
+        assert families[f"modulm:{name}"].samples
 
 
 def test_keys_choose_models(

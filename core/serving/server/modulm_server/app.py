@@ -128,11 +128,8 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
     keys = read_keys(server)
     generation = _generation(engine, config, keys.many)
-    registry.register(generation.tool_calls)
     if host is None:
-        registry.register(
-            MediaCacheMetrics(generation.models[0], lambda: generation.media.cache_counts)
-        )
+        _count_work(generation, registry)
     loopback = LoopbackClient() if host is None else host.loopback
     directory = None if host is None else host.directory
     context = RouteContext(
@@ -181,12 +178,13 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
 @frozen(eq=False)
 class ModelRoutes:
     """The routes of one of a server's models. endpoints: by method ("" for a WebSocket) and path,
-    without authentication, which the front end does.
+    without authentication, which the front end does. registry: the metrics of these routes.
     """
 
     generation: GenerationService
     families: tuple[RouteFamily, ...]
     endpoints: Mapping[tuple[str, str], ASGIApp]
+    registry: CollectorRegistry
 
     async def start(self) -> None:
         """Start the families' background work."""
@@ -210,13 +208,15 @@ def model_routes(
     """Build the routes of one model behind the front end of several. Raises ConfigError."""
     keys = read_keys(config.group(ServerConfig))
     generation = _generation(engine, config, keys.many)
+    registry = CollectorRegistry(auto_describe=False)
+    _count_work(generation, registry)
     context = RouteContext(
         engine=engine,
         config=config,
         models=generation.models,
         created=int(time.time()),
         generation=generation,
-        registry=CollectorRegistry(auto_describe=False),
+        registry=registry,
         loopback=loopback,
         front=False,
         stores=stores,
@@ -228,7 +228,15 @@ def model_routes(
             if isinstance(route, Route | WebSocketRoute) and route.path not in family.shared_paths:
                 for method in _methods(route):
                     endpoints.setdefault((method, route.path), route.app)
-    return ModelRoutes(generation, tuple(families), endpoints)
+    return ModelRoutes(generation, tuple(families), endpoints, registry)
+
+
+def _count_work(generation: GenerationService, registry: CollectorRegistry) -> None:
+    """Register the metrics of a model's front end."""
+    registry.register(generation.tool_calls)
+    registry.register(
+        MediaCacheMetrics(generation.models[0], lambda: generation.media.cache_counts)
+    )
 
 
 def _methods(route: BaseRoute) -> Collection[str]:

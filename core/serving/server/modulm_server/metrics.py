@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HttpMetrics", "MediaCacheMetrics", "OperationMetrics", "ToolCallMetrics", "exposition",
-    "merged", "with_prefixes",
+    "joined", "merged", "of_model", "with_prefixes",
 ]  # fmt: skip
 
 #: Gauges to add up over processes. Of other gauges, the scraped process's value is used.
@@ -188,7 +189,30 @@ class MediaCacheMetrics(Collector):
 
 def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
     """The metrics in Prometheus' text format, and its content type."""
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return _text(joined(registry.collect())), CONTENT_TYPE_LATEST
+
+
+def joined(metrics: Iterable[Metric]) -> Iterable[Metric]:
+    """Metrics of which several may have one name, as one for each name, with all samples."""
+    families: dict[str, Metric] = {}
+    for metric in metrics:
+        if metric.name in families:
+            families[metric.name].samples.extend(metric.samples)
+        else:
+            families[metric.name] = copy(metric)
+            families[metric.name].samples = list(metric.samples)
+    return families.values()
+
+
+def of_model(name: str, metrics: Iterable[Metric]) -> Iterator[Metric]:
+    """Add the label `model_name` to samples that do not have it."""
+    for metric in metrics:
+        labelled = copy(metric)
+        labelled.samples = [
+            sample._replace(labels={"model_name": name, **sample.labels})
+            for sample in metric.samples
+        ]
+        yield labelled
 
 
 def merged(this_process: bytes, others: Sequence[str], shared: Collection[str]) -> bytes:
@@ -204,8 +228,12 @@ def merged(this_process: bytes, others: Sequence[str], shared: Collection[str]) 
                 _add(families[family.name], family, family.name in shared)
             elif family.type != "gauge":
                 families[family.name] = family
+    return _text(families.values())
+
+
+def _text(families: Iterable[Metric]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Ready(families.values()))
+    registry.register(_Ready(families))
     return generate_latest(registry)
 
 

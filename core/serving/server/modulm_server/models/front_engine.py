@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,10 +12,12 @@ from prometheus_client.registry import Collector
 from modulm.contracts.engine_info import EngineInfo
 from modulm.errors import UnsupportedError
 from modulm_server.engine.client import EngineClient
+from modulm_server.metrics import joined, of_model
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.requests import StepStats
+    from modulm_server.models.hosted_model import HostedModel
     from modulm_server.models.pool import ModelPool
 
 __all__ = ["FrontEngine"]
@@ -94,6 +95,14 @@ def _without_model() -> UnsupportedError:
     return UnsupportedError("this server has several models: name one")
 
 
+def _of(model: HostedModel) -> Iterator[Metric]:
+    """The metrics of a model's engine and routes, all with the label of its name."""
+    if model.engine is not None:
+        yield from of_model(model.name, model.engine.metrics.collect())
+    if model.routes is not None:
+        yield from of_model(model.name, model.routes.registry.collect())
+
+
 class _Metrics(Collector):
     """The metrics of all engines, whose labels name their model, and of the pool."""
 
@@ -104,17 +113,7 @@ class _Metrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for model in self._pool.models:
-            if model.engine is None:
-                continue
-            for metric in model.engine.metrics.collect():
-                if metric.name in families:
-                    families[metric.name].samples.extend(metric.samples)
-                else:
-                    families[metric.name] = copy.copy(metric)
-                    families[metric.name].samples = list(metric.samples)
-        yield from families.values()
+        yield from joined(metric for model in self._pool.models for metric in _of(model))
         memory = GaugeMetricFamily(
             "modulm:model_memory_bytes", "Memory of a model's processes.", labels=("model_name",)
         )
