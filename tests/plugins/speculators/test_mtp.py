@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
+from transformers.models.exaone4.modeling_exaone4 import Exaone4DecoderLayer
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrTextDecoderLayer
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
@@ -34,6 +38,8 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm.plugins.defaults import choose_model
 from modulm.testing.checkpoints import make_tiny
+from modulm.testing.oracles import write_tiny
+from modulm_pangu.oracle import AsDeepseekV3, add_norms
 from modulm_speculation.automatic import choose_speculator
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
@@ -47,7 +53,8 @@ DRAFTS = 3
 class Layout:
     """Where a family's files have the layer, and what the layer is. like: the index of the model's
     layer that it is like; {n}: how many layers there are. shared: the norm is the model's own.
-    written: the architecture that transformers makes the model of, if not the file's.
+    written: the architecture that transformers makes the model of, if not the file's. oracle: what
+    makes the model if transformers has none; its experts are chosen without a bias.
     """
 
     layer: Callable[[Any, int], nn.Module]
@@ -62,6 +69,7 @@ class Layout:
     shared: bool = False
     state_first: bool = False
     written: str = ""
+    oracle: Any = None
     config: Mapping[str, Any] = field(factory=dict)
 
 
@@ -88,7 +96,33 @@ def _dense_and_full(config: Any, index: int) -> nn.Module:
     return ExaoneMoeDecoderLayer(changed, index)
 
 
+class NemotronDrafts(nn.Module):
+    """Attention, then experts."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        changed = copy.deepcopy(config)
+        changed.layers_block_type = ["full_attention", "moe"]
+        for at in range(2):
+            self.add_module(str(at), NemotronHBlock(changed, at))
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        del inputs["position_embeddings"]
+        for layer in self.children():
+            x = layer(x, **inputs)
+        return x
+
+
+def _with_norms(config: Any, index: int) -> nn.Module:
+    """openPangu's layer."""
+    layer = DeepseekV3DecoderLayer(config, index)
+    add_norms(layer, config.hidden_size, config.rms_norm_eps)
+    return layer
+
+
 MIMO = "model.mtp_layers.0"
+OCR = "model.language_model.layers.{n}"
+NEMOTRON = "mtp.layers.0"
 LAYOUTS = {
     "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
     "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
@@ -109,6 +143,17 @@ LAYOUTS = {
         written="Qwen2ForCausalLM",
     ),
     "ExaoneMoeForCausalLM": _mtp(_dense_and_full, offset=0.0),
+    "Exaone4ForCausalLM": evolve(_mtp(Exaone4DecoderLayer, offset=0.0), like=0),
+    "GlmOcrForConditionalGeneration": evolve(
+        _nextn(GlmOcrTextDecoderLayer), at=OCR, embedding_norm=f"{OCR}.enorm",
+        hidden_norm=f"{OCR}.hnorm", project=f"{OCR}.eh_proj", norm=f"{OCR}.shared_head.norm",
+        config={},
+    ),
+    "NemotronHForCausalLM": Layout(
+        NemotronDrafts, 0, "mtp.layers", f"{NEMOTRON}.enorm", f"{NEMOTRON}.hnorm",
+        f"{NEMOTRON}.eh_proj", "mtp.layers.1.final_layernorm", normed=True,
+    ),
+    "PanguUltraMoEForCausalLM": _nextn(_with_norms, oracle=AsDeepseekV3),
 }  # fmt: skip
 
 
@@ -118,19 +163,33 @@ def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for index, both in enumerate(tensor):
             for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
                 yield name.replace("gate_up_proj", f"{index}.{part}.weight"), half.clone()
-    elif name.endswith("experts.down_proj"):
+    elif name.endswith(("experts.up_proj", "experts.down_proj")):
+        at, _, part = name.rpartition(".")
         for index, one in enumerate(tensor):
-            yield name.replace("down_proj", f"{index}.down_proj.weight"), one.clone()
+            yield f"{at}.{index}.{part}.weight", one.clone()
     else:
         yield name.replace(".mlp.e_score_correction_bias", ".mlp.expert_bias"), tensor.clone()
+
+
+def transformers_model(folder: str, layout: Layout) -> Any:
+    """The model of a checkpoint."""
+    if layout.oracle is not None:
+        oracle, table = layout.oracle(), json.loads(Path(folder, "config.json").read_text())
+        model = oracle._model(table)
+        oracle._read(table, model, load_file(f"{folder}/model.safetensors"))
+        return model
+    kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    kind = kinds["{n}" in layout.at and "language_model" in layout.at]
+    return kind.from_pretrained(folder, dtype=torch.float32)
 
 
 class Reference:
     """A model of transformers with the layer beside it, in fp32."""
 
     def __init__(self, folder: str, layout: Layout) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = self.model.config
+        self.model = transformers_model(folder, layout)
+        self.text = getattr(self.model.model, "language_model", self.model.model)
+        config = self.config = self.text.config
         config._attn_implementation = "sdpa"
         self.layout = layout
         self.count = config.num_hidden_layers
@@ -142,7 +201,7 @@ class Reference:
             for name in (layout.embedding_norm, layout.hidden_norm, layout.norm)
         }
         if layout.shared:
-            self.maps[layout.norm] = self.model.model.norm.weight.detach()
+            self.maps[layout.norm] = self.text.norm.weight.detach()
         self.maps[layout.project] = torch.randn(width, 2 * width, generator=draw) * 0.2
         with torch.no_grad():
             for name, tensor in self.layer.state_dict().items():
@@ -150,6 +209,8 @@ class Reference:
                 tensor.copy_(torch.randn(tensor.shape, generator=draw) * scale)
                 if "norm" in name:
                     tensor += 1 - layout.offset
+                if layout.oracle is not None and name.endswith("correction_bias"):
+                    tensor.zero_()
 
     def store(self, folder: str) -> None:
         """Put the layer into the checkpoint, with copies of embedding and head beside it."""
@@ -157,34 +218,46 @@ class Reference:
         stored = load_file(file)
         at = self.layout.at
         for name, tensor in self.layer.state_dict().items():
-            stored.update(published(f"{at}.{name}".format(n=self.count), tensor))
+            if self.layout.oracle is None or not name.endswith("correction_bias"):
+                stored.update(published(f"{at}.{name}".format(n=self.count), tensor))
         for name, tensor in self.maps.items():
             if not (self.layout.shared and name == self.layout.norm):
                 stored[f"{name}.weight".format(n=self.count)] = tensor
         if "{n}" in at:
             for name in ("embed_tokens", "shared_head.head"):
-                copy = self.model.model.embed_tokens.weight.detach().clone()
+                copy = self.text.embed_tokens.weight.detach().clone()
                 stored[f"{at}.{name}.weight".format(n=self.count)] = copy
         save_file(stored, file, metadata={"format": "pt"})
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        weight, eps = self.maps[name] + self.layout.offset, self.model.config.rms_norm_eps
+        weight = self.maps[name] + self.layout.offset
+        eps = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def _window(self, x: Tensor) -> Tensor | None:
+        """What a layer with a window sees: [tokens, tokens]. None: everything before."""
+        width = getattr(getattr(self.layer, "self_attn", None), "sliding_window", None)
+        if width is None or self.layout.like:
+            return None
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return seen & ~seen.tril(-width)
 
     @torch.inference_mode()
     def drafts(self, tokens: Sequence[int]) -> list[int]:
         """What follows `tokens`, of which the last was not computed yet."""
-        of, model = self.layout, self.model.model
+        of, model = self.layout, self.text
         states = model(torch.tensor([tokens[:-1]])).last_hidden_state
+        rotary = getattr(model, "rotary_emb", None)
         following, drafted = list(tokens[1:]), []
         for _ in range(DRAFTS):
-            embedded = model.embed_tokens(torch.tensor([following]))
+            embedded = model.get_input_embeddings()(torch.tensor([following]))
             both = self._norm(of.embedding_norm, embedded), self._norm(of.hidden_norm, states)
             x = F.linear(torch.cat(both[:: -1 if of.state_first else 1], -1), self.maps[of.project])
             positions = torch.arange(x.shape[1])[None]
-            turns = model.rotary_emb(x, positions)
+            axes = positions.expand(3, -1, -1) if model is not self.model.model else positions
+            turns = None if rotary is None else rotary(x, axes)
             x = self.layer(
-                x, attention_mask=None, position_ids=positions, position_embeddings=turns
+                x, attention_mask=self._window(x), position_ids=positions, position_embeddings=turns
             )
             x = x[0] if isinstance(x, tuple) else x
             normed = self._norm(of.norm, x)
@@ -194,10 +267,16 @@ class Reference:
         return drafted
 
 
-@pytest.fixture(scope="module", params=sample(LAYOUTS, every=2))
+@pytest.fixture(scope="module", params=sample(LAYOUTS, every=3))
 def draft_layer(request, tmp_path_factory):
     layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
-    folder = str(make_tiny(path, layout.written or request.param, **layout.config))
+    if layout.oracle is not None:
+        driver = manager.current().load("models", request.param)
+        folder = str(write_tiny(driver, layout.oracle(), path))
+        table = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**table, **layout.config}))
+    else:
+        folder = str(make_tiny(path, layout.written or request.param, **layout.config))
     reference = Reference(folder, layout)
     reference.store(folder)
     if layout.written:

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.model import Batch
-from modulm.nn import Builder
+from modulm.contracts.model import Batch, MtpLayer
+from modulm.nn import Builder, WeightNames
 from modulm_layers import (
     Attention,
     DecoderConfig,
@@ -104,11 +104,27 @@ class Exaone4Layer(Module):
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4 with a language-model head."""
+    """EXAONE 4 with a language-model head. Files of EXAONE 4.5 have a layer that drafts (`mtp`)."""
 
     api = 1
     config_type = Exaone4Config
     layer = Exaone4Layer
+    names = WeightNames(ignore=(r"^mtp\.",))
+
+    @classmethod
+    def mtp(cls, config: Exaone4Config) -> MtpLayer | None:
+        c = config
+        return MtpLayer(
+            layer=lambda b: Exaone4Layer(c, b, 0),
+            at="mtp.layers.0",
+            hidden=c.hidden_size,
+            eps=c.rms_norm_eps,
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            project="mtp.fc",
+            norm="mtp.norm",
+            normed=True,
+        )
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.media import MediaItem
+from modulm.contracts.model import MtpLayer
 from modulm.nn import Builder, Rewrite, WeightNames
 from modulm_glm.moe import Glm4MoeForCausalLM
 from modulm_glm.vision import GlmTower, GlmTowerConfig
@@ -108,7 +109,7 @@ class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):
 
 
 class GlmOcrForConditionalGeneration(Glm4vForConditionalGeneration):
-    """GLM-OCR: a small text model. The layer behind its last one, which drafts, is left out."""
+    """GLM-OCR: a small text model. The layer behind its last one drafts (`mtp`)."""
 
     config_type = GlmOcrConfig
 
@@ -120,6 +121,21 @@ class GlmOcrForConditionalGeneration(Glm4vForConditionalGeneration):
         names = super().weights(config)
         behind = rf"^model\.layers\.{config.text.text.num_hidden_layers}\."
         return evolve(names, ignore=(behind, *names.ignore))
+
+    @classmethod
+    def mtp(cls, config: Any) -> MtpLayer | None:
+        text, layer = config.text.text, config.text.driver.layer
+        at = f"model.layers.{text.num_hidden_layers}"
+        return MtpLayer(
+            layer=lambda b: layer(text, b, 0),
+            at=at,
+            hidden=text.hidden_size,
+            eps=text.rms_norm_eps,
+            embedding_norm=f"{at}.enorm",
+            hidden_norm=f"{at}.hnorm",
+            project=f"{at}.eh_proj",
+            norm=f"{at}.shared_head.norm",
+        )
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

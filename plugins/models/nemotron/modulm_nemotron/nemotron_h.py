@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
-from modulm.contracts.model import Batch
+from modulm.contracts.model import Batch, MtpLayer
+from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Embedding, Norm, WeightNames
 from modulm_layers import (
     DecoderForCausalLM,
@@ -37,6 +38,11 @@ def _from_pattern(config: NemotronHConfig) -> tuple[str, ...] | None:
     """The kind of each layer, from the letters of the pattern."""
     pattern = config.hybrid_override_pattern
     return None if pattern is None else tuple(_LETTERS.get(letter, letter) for letter in pattern)
+
+
+def _draft_kinds(config: NemotronHConfig) -> tuple[str, ...]:
+    """The kind of each layer of a step that drafts."""
+    return tuple(_LETTERS.get(letter, letter) for letter in config.mtp_hybrid_override_pattern)
 
 
 def _renamed(kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -86,6 +92,10 @@ class NemotronHConfig(RoutedConfig):
     moe_intermediate_size: int = size(7688)
     moe_shared_expert_intermediate_size: int = size(7688)
     moe_latent_size: int | None = size(None)
+    mtp_hybrid_override_pattern: str = "*E"
+    mtp_layers_block_type: tuple[str, ...] = field(
+        default=Factory(_draft_kinds, takes_self=True), converter=_renamed
+    )
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -100,6 +110,26 @@ class NemotronHConfig(RoutedConfig):
 
     def sparse(self, index: int) -> bool:
         return self.layer_type(index) == "moe"
+
+
+class _Drafts(Module):
+    """The layers of a step that drafts."""
+
+    def __init__(self, c: NemotronHConfig, b: Builder) -> None:
+        super().__init__()
+        kinds = c.mtp_layers_block_type
+        if "full_attention" not in kinds or set(kinds) - {"full_attention", "moe"}:
+            raise UnsupportedError(f"mtp_layers_block_type: not supported yet: {list(kinds)}")
+        c = evolve(c, num_hidden_layers=len(kinds), layer_types=kinds)
+        self.layers = ModuleList(NemotronHLayer(c, b.at(str(i)), i) for i in range(len(kinds)))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return x, residual
 
 
 class _FeedForward(PlainMLP):
@@ -182,12 +212,27 @@ class NemotronHLayer(Module):
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):
-    """Nemotron-H with a language-model head; drafting layers are not loaded."""
+    """Nemotron-H with a language-model head; further layers draft (`mtp`)."""
 
     api = 1
     config_type = NemotronHConfig
     layer = NemotronHLayer
     names = WeightNames(rename=((r"^backbone\.", "model."),), ignore=(r"^mtp\.",))
+
+    @classmethod
+    def mtp(cls, config: NemotronHConfig) -> MtpLayer | None:
+        c, last = config, len(config.mtp_layers_block_type) - 1
+        return MtpLayer(
+            layer=lambda b: _Drafts(c, b),
+            at="mtp.layers",
+            hidden=c.hidden_size,
+            eps=c.norm_eps,
+            embedding_norm="mtp.layers.0.enorm",
+            hidden_norm="mtp.layers.0.hnorm",
+            project="mtp.layers.0.eh_proj",
+            norm=f"mtp.layers.{last}.final_layernorm",
+            normed=True,
+        )
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
         return b.embedding("embeddings", config.vocab_size, config.hidden_size)

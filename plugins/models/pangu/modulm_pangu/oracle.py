@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modulm_layers.testing import Converted, split_experts
 
-__all__ = ["AsDeepseekV3", "AsLlama"]
+__all__ = ["AsDeepseekV3", "AsLlama", "add_norms"]
 
 
 class AsLlama(Converted):
@@ -24,6 +24,13 @@ class AsLlama(Converted):
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         return weights
+
+
+def add_norms(layer: Any, hidden: int, eps: float) -> None:
+    """Give a layer of DeepSeek-V3 a norm after each branch."""
+    for name in ("pre_mlp_layernorm", "post_mlp_layernorm"):
+        layer.add_module(name, type(layer.input_layernorm)(hidden, eps).to(torch.float32))
+    layer.forward = _forward(layer)
 
 
 def _forward(layer: Any) -> Callable[..., Tensor]:
@@ -65,8 +72,5 @@ class AsDeepseekV3(Converted):
     def _model(self, config: Mapping[str, Any]) -> Any:
         model = super()._model(config)
         for layer in model.model.layers:
-            for name in ("pre_mlp_layernorm", "post_mlp_layernorm"):
-                norm = type(layer.input_layernorm)(config["hidden_size"], config["rms_norm_eps"])
-                layer.add_module(name, norm.to(torch.float32))
-            layer.forward = _forward(layer)
+            add_norms(layer, config["hidden_size"], config["rms_norm_eps"])
         return model.eval()

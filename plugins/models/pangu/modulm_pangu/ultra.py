@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from attrs import evolve, frozen
 from torch import Tensor
 
-from modulm.contracts.model import Batch
+from modulm.contracts.model import Batch, MtpLayer
 from modulm.nn import Builder, WeightNames
 from modulm_layers import (
     DecoderForCausalLM,
@@ -16,6 +16,7 @@ from modulm_layers import (
     PreNormLayer,
     Rope,
     RoutedConfig,
+    next_token_layer,
     only,
     routed_experts,
     size,
@@ -119,6 +120,10 @@ class PanguUltraMoEForCausalLM(DecoderForCausalLM):
     @classmethod
     def weights(cls, config: PanguUltraMoEConfig) -> WeightNames:
         return without_drafts(config)
+
+    @classmethod
+    def mtp(cls, config: PanguUltraMoEConfig) -> MtpLayer | None:
+        return next_token_layer(config, cls.layer)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ The main model describes the layer and its inputs (`Model.mtp`) and lends its em
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve
@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import Batch, CacheSpec, Model, MtpLayer
 from modulm.errors import UnsupportedError
-from modulm.nn import Builder, Rewrite, WeightNames
+from modulm.nn import Builder, Rewrite, WeightNames, read_config
 from modulm_speculation.chain import HIDDEN
 
 if TYPE_CHECKING:
@@ -91,10 +91,25 @@ class Predictor(Module, Model):
         return self.target
 
 
-def predictor_of(family: type[Model]) -> type[Predictor]:
-    """Return the predictor class for models of class `family`."""
-    more = {"family": family, "config_type": family.config_type}
+def predictor_of(family: type[Model], architectures: Sequence[str]) -> type[Predictor]:
+    """Return the predictor class for models of class `family`.
+
+    architectures: those of the target's config.json, which models of media are read by.
+    """
+    config_type = family.config_type
+    if hasattr(config_type, "from_table"):
+        config_type = _read_as(config_type, tuple(architectures))
+    more = {"family": family, "config_type": config_type}
     return type(f"{family.__name__}Mtp", (Predictor,), more)
+
+
+def _read_as(config_type: type, architectures: Sequence[str]) -> type:
+    """Return a class that reads config.json under the target's architectures."""
+
+    def from_table(table: Mapping[str, Any], file: str) -> Any:
+        return read_config({**table, "architectures": list(architectures)}, config_type, file)
+
+    return type(config_type.__name__, (), {"from_table": staticmethod(from_table)})
 
 
 def _layer(family: type[Model], config: Any) -> MtpLayer:

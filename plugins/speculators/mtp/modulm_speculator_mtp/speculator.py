@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from attrs import frozen
 
 from modulm.errors import ConfigError, ModulmError
+from modulm.loading import open_checkpoint
 from modulm.loading.checkpoint import open_loader
 from modulm.nn import read_config
 from modulm.plugins import manager
@@ -77,13 +78,14 @@ class Mtp(HiddenChain):
         if not isinstance(config, MtpOptions):
             raise ConfigError("method", "mtp has options of its own")
         of = target.config.model
+        architectures = open_checkpoint(target.config, manager.current()).architectures
         draft = load_draft(
             target,
             DraftWeights(
                 model=config.model or of.model,
                 revision=config.revision or (None if config.model else of.revision),
                 quantization=config.quantization or of.quantization,
-                driver=predictor_of(type(target.model)),
+                driver=predictor_of(type(target.model), architectures),
             ),
         )
         if isinstance(draft.model, Predictor):
