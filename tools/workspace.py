@@ -20,7 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("core/*/*/pyproject.toml")))]
-sys.path[:0] = map(str, _FOLDERS)
+sys.path[:0] = map(str, (*_FOLDERS, ROOT / "tools"))
+
+import manifests  # noqa: E402
 
 from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP, Kind  # noqa: E402
@@ -141,6 +143,7 @@ def check() -> Iterator[str]:
         yield from check_shared(folder, project)
         if "entry-points" in project:
             yield from check_points(folder, project, set())
+    yield from check_manifests()
     yield from check_root()
     everyone = set(packages.values())
     for folder, package in packages.items():
@@ -175,16 +178,45 @@ def check_folder(folder: Path, package: str) -> Iterator[str]:
     yield from check_points(folder, table.get("project", {}), FOLDERS[folder.parent.name][1])
 
 
+def package_of(folder: Path) -> str:
+    """Return the import package of a folder's distribution."""
+    name: str = project(folder)["name"]
+    return name.replace("-", "_")
+
+
+def check_manifests() -> Iterator[str]:
+    """Check that each package states its contracts and needs."""
+    for folder in plugins() + kernels() + libraries():
+        if (folder / "pyproject.toml").is_file():
+            found = manifests.problems(folder, package_of(folder), root()["version"])
+            yield from (f"{display(folder)}: {problem}" for problem in found)
+
+
+def sync_manifest(folder: Path) -> None:
+    """Write a package's manifest, into pyproject.toml and beside its `__init__.py`."""
+    manifest = manifests.synced(folder, root()["version"])
+    path = folder / "pyproject.toml"
+    rewrite(path, manifests.with_table(path.read_text(), manifest))
+    path = folder / package_of(folder) / "modulm.toml"
+    if path.parent.is_dir():
+        path.touch()
+        rewrite(path, manifests.text(manifest))
+
+
 def check_tables(where: str, table: dict[str, Any], compat: bool = False) -> Iterator[str]:
     """Check for unknown keys and for the shared build backend."""
     for key in sorted(set(table) - TABLES):
         yield f"{where}/pyproject.toml: unknown table [{key}]"
     for key in sorted(set(table.get("project", {})) - PROJECT - ({"scripts"} if compat else set())):
         yield f"{where}/pyproject.toml: unknown key project.{key}"
-    build = table.get("tool", {}).get("uv", {}).get("build-backend", {})
+    tools = {name: value for name, value in table.get("tool", {}).items() if name != "modulm"}
+    build = tools.get("uv", {}).get("build-backend", {})
     data = {"data": build["data"]} if compat and "data" in build else {}
-    if table.get("tool") != {"uv": {"build-backend": {"module-root": "", **data}}}:
-        yield f'{where}/pyproject.toml: the only tool table is [tool.uv.build-backend], "" as root'
+    if tools != {"uv": {"build-backend": {"module-root": "", **data}}}:
+        yield (
+            f"{where}/pyproject.toml: the only tool tables are [tool.uv.build-backend], "
+            '"" as root, and [tool.modulm]'
+        )
     if table.get("build-system") != BUILD:
         yield f"{where}/pyproject.toml: build-system differs; run tools/workspace.py sync"
 
@@ -441,6 +473,7 @@ def sync() -> None:
         if folder.is_relative_to(ROOT / "plugins"):
             text = re.sub(r"(?m)^requires = .*$", f'requires = ["{BUILD["requires"][0]}"]', text)
         rewrite(path, text)
+        sync_manifest(folder)
     sync_root()
 
 

@@ -121,7 +121,8 @@ def test_wheels_hold_what_is_no_python(tmp_path: Path) -> None:
 
     assert {"index.txt", "known_flags.toml", "py.typed", "LICENSE"} <= names("modulm")
     assert "chat.html" in names("modulm_route_chat_page")
-    assert "fits.toml" in names("modulm_parser_qwen")
+    assert {"fits.toml", "modulm.toml"} <= names("modulm_parser_qwen")
+    assert "modulm.toml" in names("modulm_kernels_cpu")
     assert "model.safetensors" in names("modulm_demo")
     assert "libmodulm_cpu_scalar.so" in names("modulm_kernels_cpu")
 

@@ -59,6 +59,19 @@ def test_what_is_wrong_is_said(
     assert complaint in "\n".join(workspace.check())
 
 
+def test_manifests_are_checked_and_written(workspace: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "plugins/parsers/foo"
+    module = folder / "modulm_parser_foo/__init__.py"
+    module.write_text("import httpx\n" + module.read_text())
+    (folder / "modulm_parser_foo/modulm.toml").write_text("")
+    found = "\n".join(workspace.check())
+    assert "[tool.modulm]: needs differ from the source; run sync" in found
+    assert "modulm_parser_foo/modulm.toml is not as [tool.modulm] says; run sync" in found
+    workspace.sync()
+    assert list(workspace.check()) == []
+    assert 'needs = {network = ["*"]}' in (folder / "pyproject.toml").read_text()
+
+
 def test_stray_files_and_imports_are_found(workspace: ModuleType, tmp_path: Path) -> None:
     workspace.new("platforms", "chip")
     folder = tmp_path / "plugins/parsers/foo"

@@ -50,10 +50,10 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
     if not metadata and not all(is_first_party(d.distribution) for d in hooks):
         _load_hooks()
     _note_stale()
-    rows = [_row(d) for d in _of_kind(kind)]
+    declarations = _of_kind(kind)
+    rows = [_row(d) for d in declarations]
     if as_json:
-        digests = [{"record_sha256": record_digest(row["distribution"])} for row in rows]
-        whole = [{**row, **digest} for row, digest in zip(rows, digests, strict=True)]
+        whole = [{**row, **_more(d)} for row, d in zip(rows, declarations, strict=True)]
         click.echo(json.dumps(whole, indent=2))
     elif rows:
         needs = ("needs",) if any(row["needs"] for row in rows) else ()
@@ -329,9 +329,7 @@ def _row(declaration: Declaration) -> dict[str, str]:
 
 
 def _needs(declaration: Declaration) -> str:
-    """What the package of a third party states that it needs; "?" if its manifest is wrong."""
-    if is_first_party(declaration.distribution):
-        return ""
+    """What the package states that it needs; "?" if its manifest is wrong."""
     from modulm_command_plugins.manifest import read_manifest
 
     try:
@@ -339,6 +337,20 @@ def _needs(declaration: Declaration) -> str:
     except ConfigError:
         return "?"
     return "" if manifest is None else manifest.needs.text()
+
+
+def _more(declaration: Declaration) -> dict[str, Any]:
+    """What only JSON shows of a declaration: the package's digest and its whole manifest."""
+    from attrs import asdict
+
+    from modulm_command_plugins.manifest import read_manifest
+
+    try:
+        manifest = read_manifest(declaration)
+    except ConfigError:
+        manifest = None
+    digest = record_digest(declaration.distribution)
+    return {"record_sha256": digest, "manifest": None if manifest is None else asdict(manifest)}
 
 
 def _state(declaration: Declaration) -> str:

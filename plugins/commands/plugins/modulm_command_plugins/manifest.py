@@ -10,13 +10,19 @@
     subprocesses = ["git"]        # programs, or "*"
 
 A manifest says what its author states. `modulm plugins doctor` compares it with the source, and
-`modulm plugins list` shows it. Reading one imports nothing.
+`modulm plugins list` shows it. Reading one imports nothing. Those of this project's packages are
+written by tools/workspace.py, from `[tool.modulm]` in their pyproject.toml.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 
 from attrs import asdict, field, frozen
 from packaging.version import InvalidVersion, Version
@@ -25,6 +31,8 @@ import modulm
 from modulm.errors import ConfigError
 from modulm.plugins.declaration import Declaration
 from modulm.structure import Problem, structure_table
+from modulm_command_plugins.migrate import sources
+from modulm_command_plugins.source_needs import shown_needs
 from modulm_command_plugins.static_api import contract_version, module_file, stated_api
 
 __all__ = ["Manifest", "Needs", "manifest_problems", "read_manifest"]
@@ -62,12 +70,43 @@ def read_manifest(declaration: Declaration) -> Manifest | None:
 
     Raises ConfigError naming the file for a table that is none.
     """
-    start = module_file(declaration.target.partition(":")[0].partition(".")[0])
-    path = None if start is None else start.with_name(FILE)
-    if path is None or start is None or start.name != "__init__.py" or not path.is_file():
-        return None
+    folder = _folder(declaration)
+    return None if folder is None else _read(folder / FILE)
+
+
+def _folder(declaration: Declaration) -> Path | None:
+    """The folder of the package that offers a plugin; None for a module that is one file."""
+    package = declaration.target.partition(":")[0].partition(".")[0]
+    for folder in _folders(tuple(sys.path)).get(package, ()):
+        if (folder / "__init__.py").is_file():
+            return folder
+    start = module_file(package)
+    return start.parent if start is not None and start.name == "__init__.py" else None
+
+
+@cache
+def _folders(path: tuple[str, ...]) -> Mapping[str, list[Path]]:
+    """Return the folders below `sys.path` by name: a look-up by Python's finders costs a
+    millisecond for each package where all are editable.
+    """
+    folders: defaultdict[str, list[Path]] = defaultdict(list)
+    for entry in path:
+        try:
+            with os.scandir(entry or ".") as items:
+                for item in items:
+                    if item.name.isidentifier() and item.is_dir():
+                        folders[item.name].append(Path(item.path))
+        except OSError:
+            continue
+    return folders
+
+
+@cache
+def _read(path: Path) -> Manifest | None:
     try:
         return structure_table(tomllib.loads(path.read_text(encoding="utf-8")), Manifest)
+    except FileNotFoundError:
+        return None
     except (Problem, ValueError, OSError) as error:
         raise ConfigError("manifest", f"{path} is not valid: {error}") from error
 
@@ -89,8 +128,18 @@ def manifest_problems(declaration: Declaration) -> Iterator[str]:
         written = stated if isinstance(stated, tuple) else (stated, stated)
         if written != span:
             yield f"{FILE}: {declaration.kind} is {list(span)}, the driver's api is {list(written)}"
+    yield from _unstated_needs(declaration, manifest.needs)
     try:
         if manifest.modulm and Version(manifest.modulm) > Version(modulm.__version__):
             yield f"{FILE}: it needs modulm {manifest.modulm}, this is {modulm.__version__}"
     except InvalidVersion:
         yield f"{FILE}: modulm = {manifest.modulm!r} is no version"
+
+
+def _unstated_needs(declaration: Declaration, needs: Needs) -> Iterator[str]:
+    """Yield the needs that a package's source shows and its manifest does not state."""
+    folder = _folder(declaration)
+    for need, (file, line, name) in shown_needs(sources(folder) if folder else ()).items():
+        if not getattr(needs, need):
+            where = file.relative_to(folder) if folder else file
+            yield f"{FILE}: [needs] {need} is empty, and {where}:{line} uses {name}"
