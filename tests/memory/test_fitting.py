@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import pytest
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
+from modulm.errors import CheckpointError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_command_explain.command import decisions_for
@@ -18,7 +20,7 @@ from modulm_memory.estimate import estimate
 from modulm_memory.fitting import stored_bytes
 from modulm_platform_cpu.platform import CpuPlatform
 from modulm_server.models.hosted_model import HostedModel
-from modulm_server.models.memory import Needs, needs_of
+from modulm_server.models.memory import Needs, changes_within, needs_of
 from modulm_server.models.settings import ModelSettings
 
 MIB = 1 << 20
@@ -53,6 +55,21 @@ def test_a_default_start_reduces_steps_and_caches_and_says_so(small, caplog):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 4
         llm.shutdown()
+
+
+def test_weights_that_do_not_fit_are_refused_unread_with_commands_that_fit(small, monkeypatch):
+    monkeypatch.setattr("modulm.loading.model.fill", None)
+    small(14 * MIB)
+    flags = {"seed": 7, "kv_cache_dtype": "bfloat16"}
+    with pytest.raises(CheckpointError, match=r"the weights need .* 14.0 MiB free of") as raised:
+        LLM("demo", **flags)
+    command = str(raised.value).rpartition("modulm serve demo ")[2]
+    assert {"--seed 7", "--quantization"} <= {*re.findall(r"--seed 7|--quantization", command)}
+    with pytest.raises(CheckpointError, match="no format or length fits: use a smaller model"):
+        LLM("demo", **flags, quantization="none")
+    assert estimate(EngineConfig.from_keywords(), manager.current()).problem
+    monkeypatch.undo()
+    LLM("demo", kv_cache_memory_bytes=1 << 20).shutdown()
 
 
 def test_settings_of_the_user_stay(small):
@@ -149,7 +166,15 @@ def test_a_model_of_the_pool_is_estimated_within_its_budget(monkeypatch):
     assert shared.bytes < alone.bytes
     sized = config.with_parts({"kv_cache_memory_bytes": 32 * MIB})
     assert needs_of(sized, plugins, folder, budget).config == sized
+    little = needs_of(EngineConfig.from_keywords(quantization="auto"), plugins, folder, 112 * MIB)
+    assert little.config.scheduler.max_num_seqs < CpuPlatform.sequences[0]
+    assert little.config.model.quantization in ("int8", "fp8", "int4")
+    assert little.bytes <= 112 * MIB
+    changes = changes_within(config.with_parts({"max_num_seqs": 1}), plugins, 112 * MIB)
+    assert any("--quantization " in change for change in changes)
+    assert changes_within(sized, plugins, 135 * MIB)[0].startswith("--kv-cache-memory-bytes ")
     wrong = config.with_parts({"quantization": "gptq"})
+    assert changes_within(wrong, plugins, budget) == []
     guess = needs_of(wrong, plugins, folder, budget)
     assert not guess.estimated
     assert stored_bytes(folder) < guess.bytes < alone.bytes

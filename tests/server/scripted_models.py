@@ -76,6 +76,9 @@ def several_models(
     async def measure(model: HostedModel) -> None:
         model.memory = 10 if model.state == "sleeping" else sizes.get(model.name, 100)
 
+    async def changes_within(model: HostedModel, size: int) -> list[str]:
+        return [f"--flag {size >> 20}"]
+
     def start(config: EngineConfig, process: Any) -> SleepingEngine:
         longest = config.model.max_model_len or 2048
         models = config.model.served_model_name
@@ -84,6 +87,7 @@ def several_models(
 
     monkeypatch.setattr(HostedModel, "prepare", prepare)
     monkeypatch.setattr(HostedModel, "measure", measure)
+    monkeypatch.setattr(HostedModel, "changes_within", changes_within)
     monkeypatch.setattr("modulm_server.models.hosted_model.AsyncLLM.from_config", start)
     monkeypatch.setattr("modulm_server.models.hosted_model.EngineProcess", lambda: None)
     config = EngineConfig.from_keywords(disable_uvicorn_access_log=True, **flags)

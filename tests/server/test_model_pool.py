@@ -73,7 +73,7 @@ def test_the_longest_unused_model_makes_room(several: Several) -> None:
     several.sizes["one"] = 300
     answer = post(several, "/models/load", {"model": "one"})
     assert (answer.status_code, error_of(answer)["code"]) == (503, "model_load_failed")
-    assert "--memory-budget" in answer.text
+    assert "Set --flag 0, or --memory-budget 1MiB" in error_of(answer)["message"]
     several.call(several.pool.load("two"))
     model = several.model("two")
     model.settings = evolve(model.settings, pinned=True)
@@ -81,6 +81,16 @@ def test_the_longest_unused_model_makes_room(several: Several) -> None:
     assert answer.status_code == 503
     assert "pinned" in answer.text
     assert several.states()["two"] == "loaded"
+
+
+def test_a_model_that_can_never_fit_unloads_no_other(several: Several) -> None:
+    several.pool.budget = 250
+    several.call(several.pool.load("one"))
+    several.model("two").needed = 251
+    answer = post(several, CHAT, ask("two"))
+    assert answer.status_code == 503
+    assert "it needs 0 MiB, and --memory-budget has 0 of 0 MiB for it" in answer.text
+    assert several.states()["one"] == "loaded"
 
 
 def test_no_jump_of_the_clock_unloads_a_model(

@@ -87,6 +87,16 @@ class RankEstimate:
         return self.weights.bytes + self.tables + self.buffers + self.adapters
 
     @property
+    def loading(self) -> int:
+        """Bytes while the weights are loaded, when the largest module is in memory twice."""
+        return self.fixed + self.weights.largest
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the weights fit."""
+        return self.loading <= self.memory.free
+
+    @property
     def caches(self) -> tuple[CacheUse, ...]:
         """What each cache group holds."""
         return tuple(_use(group) for group in self.groups)
@@ -245,10 +255,8 @@ def _with_sizes(
     length: int,
 ) -> RankEstimate:
     """Add the sizes of the caches, by the engine's own rules, or why they do not fit."""
-    peak = found.fixed + found.weights.largest
-    if peak > found.memory.free:
-        problem = "the weights do not fit"
-        return evolve(found, problem=problem)
+    if not found.holds_weights:
+        return evolve(found, problem="the weights do not fit")
     left = evolve(found.memory, free=found.memory.free - found.fixed)
     measured = None if platform.reset_peak_memory() is None else found.step
     budget = cache_budget(config, left, lambda: measured)

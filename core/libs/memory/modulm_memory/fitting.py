@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,10 @@ from attrs import frozen
 
 from modulm.config.binding import share_of
 from modulm.config.resolve import choose_platform
-from modulm.errors import ModulmError
+from modulm.errors import CheckpointError, ModulmError
 from modulm.loading import open_checkpoint
 from modulm.plugins import Proposal, manager
-from modulm_memory.planning import assumed_memory, making_proposals
+from modulm_memory.planning import assumed_memory, making_proposals, refusal
 from modulm_memory.sizes import size
 
 if TYPE_CHECKING:
@@ -49,9 +50,11 @@ def stored_bytes(checkpoint: Path) -> int:
 def proposals(config: EngineConfig) -> list[Proposal]:
     """Return settings for flags that the user left open, with the sizes as their reasons.
 
-    Makes no estimate where memory is ample, unless `--quantization auto` asks for one.
+    Makes no estimate where memory is ample, unless `--quantization auto` asks for one. Weights that
+    do not fit are noted in `refusal`.
     """
     plugins = manager.current()
+    refusal.set(None)
     guard = making_proposals.set(True)
     try:
         made = [*_Fitting.of(config, plugins).proposals()]
@@ -66,6 +69,23 @@ def proposals(config: EngineConfig) -> list[Proposal]:
         if proposal.value is not None:
             log.info("%s is %s: %s", proposal.field, proposal.value, proposal.reason)
     return made
+
+
+def _refused(
+    config: EngineConfig, plugins: PluginManager, found: Estimate, memory: Memory
+) -> CheckpointError:
+    """Return the error about weights that do not fit, with commands that do."""
+    from modulm_memory.advice import changes_for
+
+    rank = found.tightest
+    changes = changes_for(found, plugins, config.changed(), config, memory)
+    commands = [f"{change.reason}: {change.command}" for change in changes]
+    return CheckpointError(
+        f"the weights need {size(rank.loading)} while they are loaded, and {found.platform} has "
+        f"{size(rank.memory.free)} free of {size(rank.memory.total)}; "
+        + ("; ".join(commands) or "no format or length fits: use a smaller model, more devices "
+           "(--tensor-parallel-size), or a machine with more memory")
+    )  # fmt: skip
 
 
 @frozen
@@ -108,6 +128,8 @@ class _Fitting:
             found = self._estimate(None)
         if not found.problem:
             yield from self._steps(found)
+        elif not found.tightest.holds_weights:
+            refusal.set(partial(_refused, self.config, self.plugins, found, self.memory))
 
     def _estimate(self, quantization: str | None) -> Estimate:
         from modulm_memory.estimate import estimate

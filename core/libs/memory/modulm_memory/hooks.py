@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from modulm.plugins import Proposal, hookimpl
-from modulm_memory.planning import making_proposals
+from modulm_memory.planning import making_proposals, refusal
 
-__all__ = ["modulm_config_proposals"]
+__all__ = ["modulm_config_final", "modulm_config_proposals"]
 
 
 @hookimpl
@@ -21,3 +21,12 @@ def modulm_config_proposals(config: Any) -> Sequence[Proposal] | None:
     from modulm_memory.fitting import proposals
 
     return proposals(config)
+
+
+@hookimpl
+def modulm_config_final(config: Any) -> None:
+    """Refuse weights that do not fit into memory, before they are read. Raises CheckpointError."""
+    error = refusal.get()
+    if error is not None:
+        refusal.set(None)
+        raise error()

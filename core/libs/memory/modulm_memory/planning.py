@@ -6,11 +6,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from modulm.contracts.platform import Memory
+    from collections.abc import Callable
 
-__all__ = ["assumed_memory", "making_proposals"]
+    from modulm.contracts.platform import Memory
+    from modulm.errors import CheckpointError
+
+__all__ = ["assumed_memory", "making_proposals", "refusal"]
 
 #: Memory of each device, instead of the platform's.
 assumed_memory: ContextVar[Memory | None] = ContextVar("assumed_memory", default=None)
 #: Whether estimates are made to propose settings, so that they propose none themselves.
 making_proposals: ContextVar[bool] = ContextVar("making_proposals", default=False)
+#: Makes the error about weights that do not fit, for the configuration resolved last.
+refusal: ContextVar[Callable[[], CheckpointError] | None] = ContextVar("refusal", default=None)

@@ -82,7 +82,7 @@ def _rank(rank: RankEstimate) -> dict[str, Any]:
             for use in rank.caches
         ],
         "step": rank.step,
-        "loading": rank.fixed + rank.weights.largest,
+        "loading": rank.loading,
         "memory": {"total": rank.memory.total, "free": rank.memory.free},
         "cache_budget": rank.budget,
     }

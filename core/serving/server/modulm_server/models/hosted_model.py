@@ -19,7 +19,7 @@ from modulm_server.directory import ModelStatus
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.engine.spawn import EngineProcess
 from modulm_server.models.flags import ModelsConfig
-from modulm_server.models.memory import Needs, measure, needs_of
+from modulm_server.models.memory import Needs, changes_within, measure, needs_of
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -131,6 +131,12 @@ class HostedModel:
             self.estimate = needs_of(config, plugins, checkpoint.path, budget)
             self.needed = self.estimate.bytes
         return with_parsers(self.estimate.config, parser_decisions(config, plugins))
+
+    async def changes_within(self, size: int) -> list[str]:
+        """Flags, with reasons, with which it needs at most `size` bytes."""
+        return await asyncio.to_thread(
+            changes_within, self.settings.config, manager.current(), size
+        )
 
     async def open(
         self, config: EngineConfig, stores: MutableMapping[str, Any], loopback: LoopbackClient

@@ -237,21 +237,37 @@ class ModelPool(ModelDirectory):
         return sum(model.reserved for model in self.models)
 
     async def _make_room(self, model: HostedModel, more: int) -> None:
-        """Unload others until `more` bytes fit into the budget. Raises ModulmError if they do not.
+        """Unload others until `more` bytes fit into the budget. If they cannot, raises ModulmError
+        and unloads none.
 
         Those that nobody uses go first, the longest unused first of all; then running requests of
         the others end, and new ones wait.
         """
-        while self.budget is not None and (excess := self._in_use() + more - self.budget) > 0:
+        if self.budget is None:
+            return
+        if model.reserved + more > self.budget - self._pinned_beside(model):
+            raise await self._too_large(model, model.reserved + more, self.budget)
+        while self._in_use() + more > self.budget:
             victims = [one for one in self.models if one is not model and _is_evictable(one)]
             if not victims:
-                pinned = sum(one.reserved for one in self._models if one.settings.pinned)
-                beside = f" beside {pinned >> 20} MiB of pinned models" if pinned else ""
-                raise ModulmError(
-                    f"it needs {excess >> 20} MiB more than --memory-budget "
-                    f"({self.budget >> 20} MiB) has{beside}"
-                )
+                raise await self._too_large(model, model.reserved + more, self.budget)
             await self._leave(min(victims, key=_last_resort), evicted=True)
+
+    def _pinned_beside(self, model: HostedModel) -> int:
+        """Bytes of other models that stay."""
+        others = (one for one in self.models if one is not model)
+        return sum(one.reserved for one in others if one.settings.pinned)
+
+    async def _too_large(self, model: HostedModel, size: int, budget: int) -> ModulmError:
+        """The error about a model that does not fit, with what to change."""
+        pinned = self._pinned_beside(model)
+        beside = f" beside {pinned >> 20} MiB of pinned models" if pinned else ""
+        larger = f"--memory-budget {-(-(size + pinned) >> 20)}MiB"
+        changes = [*await model.changes_within(budget - pinned), larger]
+        return ModulmError(
+            f"it needs {size >> 20} MiB, and --memory-budget has {budget - pinned >> 20} of "
+            f"{budget >> 20} MiB for it{beside}. Set {', or '.join(changes)}"
+        )
 
     async def _check_budget(self, model: HostedModel) -> None:
         """Keep to the budget if a model is larger than estimated. Raises ModulmError if it does
