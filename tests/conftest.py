@@ -10,6 +10,7 @@ MODULM_FUZZ: then they draw others, by that seed.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 from forked_python import TEMPLATES
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from httpx._transports import default as httpx_transports
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
@@ -41,6 +43,8 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/
 # Servers of tests take the time that a busy machine needs: an answer is waited for, not 5 seconds.
 # All of httpx's functions and clients share this object.
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 300
+# Each client would read a hundred certificates, for servers that have none: 30 ms.
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 FUZZ = None if "CI" in os.environ else os.environ.get("MODULM_FUZZ")
 # How long an example takes says how busy the machine is.

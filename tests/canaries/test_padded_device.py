@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import parametrize_sample
 from tests.canaries.padded_device import SIZES, PaddedDevice, PaddedQueue, shapes
 from torch.overrides import TorchFunctionMode
 
@@ -125,7 +126,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield monkeypatch
 
 
-@pytest.mark.parametrize("device", [PaddedDevice, PaddedQueue])
+@parametrize_sample("device", [PaddedDevice, PaddedQueue], every=2)
 def test_only_declared_sizes_occur(folder, expected, patch, device) -> None:
     current().register("platforms", device.name, device)
     device.layouts.clear()

@@ -145,6 +145,7 @@ def test_each_rank_has_the_answers_of_one_process(folder, launched):
         assert "regex" in found["refused"]
 
 
+@pytest.mark.exhaustive
 def test_calls_are_answered_by_all_ranks(launched):
     for found in launched[1]:
         assert found["called"] == [0, 1]

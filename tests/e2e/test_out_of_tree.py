@@ -76,6 +76,7 @@ def server(environment: Path, serve: Callable[..., AbstractContextManager[str]])
         yield url
 
 
+@pytest.mark.exhaustive
 def test_it_answers(server: str) -> None:
     body = {"model": "stranger", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
     answers = [httpx.post(f"{server}/v1/completions", json=body, timeout=300) for _ in range(2)]

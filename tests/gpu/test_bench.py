@@ -50,6 +50,7 @@ def test_the_dry_run_passes(tmp_path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_section_that_fails_or_hangs_leaves_the_others(tmp_path) -> None:
     code = (
         "import sys, time\n"

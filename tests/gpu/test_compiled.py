@@ -41,6 +41,7 @@ def session(tmp_path):
         )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_what_is_recorded_was_compiled(session) -> None:
     """The compiler sees the model, in pieces between attention, and the numbers stay."""
     compiled = []

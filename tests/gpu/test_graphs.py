@@ -71,7 +71,7 @@ def expected(folders):
     return {name: answers(folder, enforce_eager=True) for name, folder in folders.items()}
 
 
-@parametrize_sample("mode", RECORDED, every=2)
+@parametrize_sample("mode", RECORDED, every=4)
 def test_the_same_tokens_as_without_graphs(folders, expected, mode) -> None:
     name = "Qwen3ForCausalLM"
     assert answers(folders[name], cudagraph_mode=mode, async_scheduling=True) == expected[name]
@@ -112,6 +112,7 @@ def test_eager_steps_record_nothing(folders) -> None:
     assert GraphPlatform.recorder is None
 
 
+@pytest.mark.exhaustive
 def test_attention_that_cannot_be_recorded_is_left_out(folders, expected) -> None:
     name = "Qwen3ForCausalLM"
     results = answers(folders[name], attention_backend="sdpa")
@@ -127,6 +128,7 @@ def worker(folder, **flags):
     return Worker(config, manager.current())
 
 
+@pytest.mark.exhaustive
 def test_what_lies_in_the_null_block_changes_no_other_row(folders) -> None:
     """Three rows in a recorded step of four, bit for bit, whatever the fourth one sees."""
     outputs = []

@@ -42,7 +42,7 @@ SAMPLE = (
     ("Qwen3NextForCausalLM", {}),
 )
 AT_LOAD = (None, "int8", "int4", "fp8")
-STORED = ("gptq-desc-act", "bnb-nf4")
+STORED = ("gptq-desc-act",)
 
 
 def pytest_generate_tests(metafunc):

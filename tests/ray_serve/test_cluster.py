@@ -312,6 +312,7 @@ def test_replicas_come_and_go_under_load_and_nothing_is_lost(client: openai.Open
     until(lambda: first.is_running() + second.is_running() == 1)
 
 
+@pytest.mark.exhaustive
 def test_a_replica_whose_engine_is_killed_is_replaced(client: openai.OpenAI, url: str) -> None:
     (replica,) = processes("ServeReplica:app:demo")
     (engine,) = [

@@ -106,7 +106,7 @@ BODIES: dict[str, Any] = {
 }
 
 
-@parametrize_sample("path", BODIES, every=2)
+@parametrize_sample("path", BODIES, every=4)
 def test_a_large_body_is_read_off_the_loop(live: Live, path: str) -> None:
     beat = Beat(live.loop)
     with live.client() as http:
@@ -198,7 +198,7 @@ def longest_turn(live: Live, path: str, body: dict[str, Any], status: int) -> fl
     return longest
 
 
-@parametrize_sample("name", ACCEPTED, every=3)
+@parametrize_sample("name", ACCEPTED, every=6)
 def test_the_largest_bodies_are_answered_off_the_loop(wide: Live, name: str) -> None:
     assert longest_turn(wide, *ACCEPTED[name]) < BOUND
 

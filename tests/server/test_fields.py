@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from samples import parametrize_sample
 
 from modulm_server.testing import Live, error_of
 
@@ -161,8 +162,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "field", "value"), CASES, ids=[f"{p[4:8]}-{f}-{short(v)}" for p, f, v in CASES]
+@parametrize_sample(
+    ("path", "field", "value"),
+    CASES,
+    every=2,
+    ids=[f"{p[4:8]}-{f}-{short(v)}" for p, f, v in CASES],
 )
 def test_bad_values_name_their_field(
     http: httpx.Client, live: Live, path: str, field: str, value: Any
@@ -274,7 +278,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "fields"), GOOD, ids=[f"{p[4:8]}-{short(f)}" for p, f in GOOD])
+@parametrize_sample(
+    ("path", "fields"), GOOD, every=3, ids=[f"{p[4:8]}-{short(f)}" for p, f in GOOD]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_good_values(http: httpx.Client, path: str, fields: dict[str, Any], stream: bool) -> None:
     if stream and fields.get("stream_options", 0) is None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attrs import frozen
 from safetensors.torch import load_file
+from samples import sample
 from torch import Tensor
 
 from modulm import LLM, AsyncLLM, SamplingParams
@@ -99,7 +100,7 @@ def expected(folders: tuple[Path, Path]) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=FRONT_ENDS)
+@pytest.fixture(scope="module", params=sample(FRONT_ENDS, every=2))
 def engine(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Engine]:
     with asyncio.Runner() as runner:
         llm = AsyncLLM(str(folders[0]), **SERVED, **FRONT_ENDS[request.param])

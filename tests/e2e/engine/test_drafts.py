@@ -92,7 +92,7 @@ def reference(request, folder):
     return flags, params, expected, steps
 
 
-@parametrize_sample("propose", [right, wrong, mixed, adversarial], every=3)
+@parametrize_sample("propose", [right, wrong, mixed, adversarial], every=4)
 def test_drafts_change_no_token_and_no_logprob(folder, reference, propose) -> None:
     flags, params, expected, steps = reference
     whole = [[*p, *told[0]] for p, told in zip(PROMPTS, expected, strict=False)]
@@ -149,7 +149,7 @@ class LayerDrafter(FakeDrafter):
         return super().propose(step)
 
 
-@pytest.mark.parametrize("flags", [{}, {"enforce_eager": True}, PLAIN])
+@parametrize_sample("flags", [{}, {"enforce_eager": True}, PLAIN], every=3)
 def test_a_drafter_sees_what_single_layers_give(folder, flags) -> None:
     from transformers import AutoModelForCausalLM
 

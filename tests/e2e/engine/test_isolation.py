@@ -123,6 +123,7 @@ def test_the_others_are_equal_to_the_bit(llm: LLM, rng: random.Random) -> None:
     assert again == expected
 
 
+@pytest.mark.exhaustive
 def test_a_soak_of_everything_at_once(folder: Path, rng: random.Random) -> None:
     """Shared beginnings, priorities, grammars, choices, troubles, and 30% aborted."""
     llm = AsyncLLM(

@@ -106,6 +106,7 @@ def test_nothing_is_done_before_it_is_waited_for() -> None:
     assert found.wait()[0].tolist() == [7, 7]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("folder", FAMILIES[:1], indirect=True)
 def test_weights_leave_a_sleeping_device(folder):
     """At level 1 their memory on the device is released, and filled again when it wakes up."""

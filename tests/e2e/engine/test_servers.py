@@ -101,6 +101,7 @@ def total(url: str, name: str) -> float:
     return sum(found)
 
 
+@pytest.mark.exhaustive
 def test_two_servers_one_engine(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "5") as (server, url):
         until(lambda: len(workers(server)) == 1)

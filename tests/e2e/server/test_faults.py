@@ -39,6 +39,7 @@ def test_nothing_that_was_acknowledged_is_lost(kind: str) -> None:
     assert re.match(rf"{kind} +[0-9.]+ s  ", output), output
 
 
+@pytest.mark.exhaustive
 def test_many_slow_connections() -> None:
     output = run("faults.py", "slow", "--connections", "300")
     assert "300 slow connections" in output

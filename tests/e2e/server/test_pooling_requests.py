@@ -288,6 +288,7 @@ def test_a_reranker_with_the_server_s_template(tmp_path: Path) -> None:
     assert scores == pytest.approx(classes, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_long_text_in_parts(folder: Path) -> None:
     """In an engine of its own process, as served by default."""
     chunked = {"enable_chunked_processing": True}

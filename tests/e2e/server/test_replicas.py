@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from attrs import define
+from samples import parametrize_sample
 
 from modulm import AsyncLLM, SamplingParams
 from modulm.contracts.sampling import OutputKind
@@ -220,7 +221,7 @@ async def _plain(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> str
     return str(answer.json()["error"]["code"])
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["here", "elsewhere"])
+@parametrize_sample("rank", [0, 1], every=2, ids=["here", "elsewhere"])
 def test_a_replica_that_is_killed(serving: Serving, rank: int) -> None:
     """Streams that had begun there end with 503's error, answers begin again elsewhere."""
     restarts = serving.health()["replicas"][rank]["restarts"]
@@ -346,6 +347,7 @@ def parallel(tiny_folder: Path, tmp_path: Path) -> Iterator[Serving]:
         print(log.read_text()[-3000:])
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_told_and_a_killed_engine_leaves_nothing(
     parallel: Serving, tmp_path: Path
 ) -> None:

@@ -277,6 +277,7 @@ def test_f13_sigterm_and_sighup_let_running_requests_finish(
         assert server.popen.wait(300) == 0
 
 
+@pytest.mark.exhaustive
 def test_f14_sigterm_without_patience_ends_streams_with_an_error(tiny_folder: Path) -> None:
     with started(tiny_folder, "--shutdown-timeout", "0") as server:
         url = server.url + CHAT

@@ -146,6 +146,7 @@ def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
             list(pool.map(ask, range(20)))
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("stream", [False, True], every=2)
 def test_with_auto_only_allowed_tools_can_be_called(urls: dict[str, str], stream: bool) -> None:
     """The model, which begins a call as soon as it may, is held to it by the grammar: nothing that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.plugins import manager
 from modulm.testing.attention import check_attention
@@ -12,7 +13,7 @@ from modulm.testing.kit import KitNotRun
 BACKENDS = [d.name for d in manager.current().names("attention") if d.name != "pallas"]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@parametrize_sample("name", BACKENDS, every=2)
 def test_contract(name, pytestconfig):
     if name == "cpu_paged":
         pytest.importorskip(

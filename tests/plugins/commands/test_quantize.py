@@ -114,6 +114,7 @@ def test_gptq_changes_outputs_less_than_rounding(scheme):
     assert errors[0] < 0.8 * errors[1]
 
 
+@pytest.mark.exhaustive
 def test_experts_stored_one_by_one(tmp_path):
     folder = make_tiny(tmp_path / "plain", "MixtralForCausalLM", intermediate_size=64)
     before = load_file(folder / "model.safetensors")
@@ -192,6 +193,7 @@ def test_a_quantized_checkpoint_and_other_norms_are_refused(plain, text, tmp_pat
         ran(gemma, tmp_path / "out", *RUNS["awq"], "--data", text, *SMALL)
 
 
+@pytest.mark.exhaustive
 def test_perplexities_of_the_embedded_model(tmp_path):
     shown = ran("demo", tmp_path / "out", "--scheme", "w8a16", "--length", "64")
     before, after = (float(shown.split(word)[0].split()[-1]) for word in (" before", " after"))

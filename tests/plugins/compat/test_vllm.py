@@ -617,6 +617,7 @@ def test_vllm_itself_comes_first(installed: dict[str, str]) -> None:
     assert done.stdout == "theirs\n"
 
 
+@pytest.mark.exhaustive
 def test_an_installed_vllm_that_cannot_be_imported_is_not_replaced(
     installed: dict[str, str], tmp_path: Path
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_program_of_ones_own(collector: Collector) -> None:
     assert new[0]["attributes"]["gen_ai.operation.name"] == "text_completion"
 
 
+@pytest.mark.exhaustive
 def test_without_the_flag_nothing_of_it_is_there() -> None:
     """No listener, no middleware, and no import of OpenTelemetry's SDK."""
     code = (

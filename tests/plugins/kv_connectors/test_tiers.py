@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.cli.main import main
@@ -95,7 +96,7 @@ def generate(llm: LLM) -> tuple[list[Any], list[int | None]]:
     return answers, [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@parametrize_sample("tier", TIERS, every=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_the_same(
     family: str, tier: str, model: Callable[[str], str], tmp_path: Path

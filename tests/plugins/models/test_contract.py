@@ -42,6 +42,6 @@ CASES = [
 ]
 
 
-@parametrize_sample("architecture", CASES, every=2)
+@parametrize_sample("architecture", CASES, every=3)
 def test_contract(architecture):
     check_model(manager.current().load("models", architecture), attention_backend="sdpa")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from samples import parametrize_sample
+from samples import parametrize_sample, sample
 
 import modulm
 from modulm import BeamSearchParams, SamplingParams
@@ -109,7 +109,7 @@ class Counted(Statistics):
         self.preempted += stats.preempted
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sample(FAMILIES, every=2))
 def family(request, tmp_path_factory):
     return Family(tmp_path_factory.mktemp("crossed"), request.param, FAMILIES[request.param])
 
@@ -161,7 +161,7 @@ def test_variants_give_the_answers_of_transformers(variant, tmp_path) -> None:
         check_like_transformers(family, llm.generate(family.prompts, greedily(8, logprobs=-1)))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "cpu_paged"])
+@parametrize_sample("backend", ["sdpa", "cpu_paged"], every=2)
 def test_prompts_in_pieces_and_both_backends(family, answers, backend) -> None:
     if backend == "cpu_paged" and "T5" in family.architecture:
         with pytest.raises(ModulmError, match="biases"):
@@ -217,6 +217,7 @@ def test_completions_are_answers_to_their_prompts(family, llm) -> None:
     assert [choice.text for choice in answer.choices] == streamed == wanted
 
 
+@pytest.mark.exhaustive
 def test_several_answers_and_row_by_row(family, answers) -> None:
     results, _ = family.ask(n=2, batch_invariant=True)
     same(results, answers)

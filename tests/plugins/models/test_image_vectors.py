@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 import modulm
 from modulm import LoRARequest, PoolingParams
@@ -192,7 +193,7 @@ RETRIEVERS = {
 }
 
 
-@pytest.mark.parametrize("name", RETRIEVERS)
+@parametrize_sample("name", RETRIEVERS, every=2)
 def test_every_token_of_a_page_has_the_vector_of_transformers(name, tmp_path):
     """Also where the page is between others, and of a question without one."""
     tokens, make, before = RETRIEVERS[name]

@@ -680,7 +680,7 @@ def numbers_of(table, kind, part=""):
             yield from numbers_of(value, inner, key)
 
 
-@parametrize_sample("architecture", FAMILIES, every=6)
+@parametrize_sample("architecture", FAMILIES, every=9)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     table = driver(architecture).tiny()
     vision = table["vision_config"]
@@ -739,7 +739,7 @@ def test_other_shapes_of_families(shape, tmp_path):
     check_images(family, tmp_path)
 
 
-@parametrize_sample("architecture", FAMILIES, every=6)
+@parametrize_sample("architecture", FAMILIES, every=9)
 def test_images_are_read_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)

@@ -204,7 +204,7 @@ def write(path, architecture):
 def pytest_generate_tests(metafunc):
     if "bridged" in metafunc.fixturenames:
         everything = metafunc.config.getoption("everything")
-        native = NATIVE if everything else KINDS.union(NATIVE[::12])
+        native = NATIVE if everything else KINDS.union(NATIVE[::24])
         names = sorted((*native, *WITH_LATENT, *WITH_SIZES, *PLAIN))
         metafunc.parametrize("bridged", names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from samples import parametrize_sample
 
@@ -49,7 +48,7 @@ FILLS["gpt_oss_mxfp4"] = mxfp4_bytes
 SETTINGS = {name: {"quant_method": "mxfp4"} for name in ("mxfp4", "gpt_oss_mxfp4")}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@parametrize_sample("name", METHODS, every=2)
 def test_contract(name):
     driver = manager.current().load("quantization", name)
     check_quantization(driver, config=SETTINGS.get(name), fill=FILLS.get(name))

@@ -165,6 +165,7 @@ def test_a_revision_that_is_not_there_is_said(hub, tmp_path):
         opened("someone/some-gguf:Q8_0", tmp_path, revision="v9")
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_told_the_endpoint_answers(hub, tmp_path):
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     line = [sys.executable, "-m", "modulm", "explain", "someone/some-gguf:Q8_0"]

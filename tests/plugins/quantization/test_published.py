@@ -669,7 +669,7 @@ def published(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module", params=sample(CASES, every=4))
+@pytest.fixture(scope="module", params=sample(CASES, every=6))
 def folders(request, published):
     return published(request.param)
 
@@ -837,7 +837,7 @@ BAD = {
 }  # fmt: skip
 
 
-@parametrize_sample("what", BAD, every=2)
+@parametrize_sample("what", BAD, every=4)
 def test_what_is_wrong_with_a_file_is_said(copy_of, what):
     name, changes, spoilt, message = BAD[what]
     folder = copy_of(name)
@@ -884,7 +884,7 @@ def refused(folder):
     return str(caught.value)
 
 
-@parametrize_sample("name", SCALED, every=4)
+@parametrize_sample("name", SCALED, every=8)
 def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
     folder, tensor = damaged(name, lambda _: None)
     assert re.search(
@@ -986,7 +986,7 @@ MANTISSA = {
 }  # fmt: skip
 
 
-@parametrize_sample("name", NAMES, every=2)
+@parametrize_sample("name", NAMES, every=4)
 def test_names_of_vllm(published, name):
     """As without the name where the checkpoint says it, or where there are no experts to round;
     else as far from the plain one's numbers as the format rounds.
@@ -1135,6 +1135,7 @@ def test_what_the_library_wrote(file):
     torch.testing.assert_close(method.dequantize(layer, spec), expected, rtol=8e-3, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @parametrize_sample(("tag", "bits", "group"), [("a", 4, 0), ("b", 4, 128), ("c", 8, 0)], every=3)
 def test_sparse_layers_in_the_order_of_a_kernel(tag, bits, group):
     """marlin-24, written by compressed-tensors 0.11.0 (later ones cannot); alone, and twice in a

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 from torch import Tensor
 
 from modulm import LLM, LoRARequest, SamplingParams
@@ -60,7 +61,7 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
         llm.finish_weight_update()
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "flags"),
     [
         ("Qwen2ForCausalLM", {"dtype": "bfloat16", "quantization": "int4"}),
@@ -73,6 +74,7 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
         ("MambaForCausalLM", {}),
         ("LlamaForCausalLM", {"dtype": "bfloat16", "enforce_eager": True}),
     ],
+    every=2,
 )
 def test_families_and_formats(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
     """Fused and packed layers, experts, absorbed layers, tied heads, constants, states."""

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.config.schema import Flag, FlagGroup, Kind, catalog, flag, flag_group
@@ -72,10 +73,10 @@ def wrong(spec: Flag) -> object:
     return "{" if spec.is_table else object() if spec.kinds == (str,) else "maybe"
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "spec",
     [spec for spec in ALL if not (spec.parse and spec.kinds != (int,)) and "Any" not in str(
-        spec.type).removesuffix(" | None").removesuffix("Mapping[str, typing.Any]")],
+        spec.type).removesuffix(" | None").removesuffix("Mapping[str, typing.Any]")], every=2,
     ids=lambda spec: spec.name,
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_the_flag_named(spec: Flag) -> None:
@@ -129,7 +130,7 @@ def another(spec: Flag) -> object:
     return (spec.default or 0) + 1 if spec.kinds[0] in (int, float) else "other"
 
 
-@pytest.mark.parametrize("spec", KNOWN, ids=lambda spec: spec.name)
+@parametrize_sample("spec", KNOWN, every=2, ids=lambda spec: spec.name)
 def test_a_flag_that_nothing_reads_is_never_ignored(spec: Flag) -> None:
     assert EngineConfig().with_parts({spec.name: spec.default}) == EngineConfig()
     if spec.state.kind in (Kind.NO_EFFECT, Kind.RENAMED):

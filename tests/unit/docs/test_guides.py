@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from samples import parametrize_sample
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 #: Run by test_plugin_pages.py.
@@ -19,7 +19,7 @@ GUIDES = [
 ]
 
 
-@pytest.mark.parametrize("page", GUIDES)
+@parametrize_sample("page", GUIDES, every=2)
 def test_guide(page: str, run_page: Callable[[str], None]) -> None:
     run_page(page)
 

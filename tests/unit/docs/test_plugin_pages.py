@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from samples import parametrize_sample
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = ("write-a-plugin", *sorted(path.stem for path in DOCS.glob("plugins-*.md")))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@parametrize_sample("page", PAGES, every=3)
 def test_page(page: str, run_page: Callable[[str], None]) -> None:
     if page == "plugins-kernels":
         pytest.importorskip("triton", reason="no Triton: make setup installs it on Linux")

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 import modulm
 from modulm.plugins import manager
@@ -265,7 +266,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "number"), CASES)
+@parametrize_sample(("kind", "number"), CASES, every=2)
 def test_a_planted_bug_is_caught(kind: str, number: int) -> None:
     _, source = source_of(kind)
     old, new, message = PLANTED[kind][number]

@@ -114,11 +114,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("options", [
+@parametrize_sample("options", [
     {"window": 1}, {"window": 40}, {"window": 700}, {"softcap": 3.0}, {"causal": False},
     {"causal": False, "window": 20}, {"sinks": True}, {"alibi": True},
     {"alibi": True, "sinks": True, "softcap": 5.0, "window": 50},
-], ids=str)  # fmt: skip
+], every=2, ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_options(ops, options, kind):
     case = Case(ops, [100, 40, 31, 600], [17, 1, 31, 3], **KINDS[kind])
@@ -127,7 +127,7 @@ def test_options(ops, options, kind):
     case.check(**{k: options_of_layer.get(k, v) for k, v in options.items()})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_sample("kind", KINDS, every=2)
 def test_long_prompts_and_long_contexts(ops, kind):
     Case(ops, [700, 1300, 5], [300, 2, 5], **KINDS[kind]).check()
 

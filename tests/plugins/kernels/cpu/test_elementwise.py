@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm.ops import twins
@@ -185,7 +186,7 @@ def test_embedding_from_packed_codes(ops, dtype, name, group, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize_sample("shape", SHAPES, every=2)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(ops, shape, dtype, act):
     x = strided(*shape, dtype) * 4

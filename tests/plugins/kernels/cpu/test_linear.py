@@ -156,7 +156,7 @@ def test_groups_of_16_end_anywhere(ops, name, inputs):
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("group", [0, 16, 32, 256])
-@pytest.mark.parametrize("rows", [1, 5, 37])
+@parametrize_sample("rows", [1, 5, 37], every=2)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_codes_that_stand_for_other_numbers(ops, name, group, rows, activations):
     outputs, inputs = 112, 768
@@ -191,7 +191,7 @@ def stored_blocks(name, outputs, inputs):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 37])
-@pytest.mark.parametrize("size", [(112, 768), (16, 256), (130, 512)])
+@parametrize_sample("size", [(112, 768), (16, 256), (130, 512)], every=2)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_blocks_of_ggml(ops, name, rows, size, activations):
     """In as many bits as in the file, and the very numbers that ggml has."""

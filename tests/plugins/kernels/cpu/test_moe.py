@@ -89,7 +89,7 @@ def expected(x, weights, ids, gate_up, down, **gate):
     ).to(x.dtype)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@parametrize_sample("size", SIZES, every=2)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_bf16(ops, size, tokens, dtype):
@@ -186,7 +186,7 @@ def blocks_of(ops, name, experts, parts, outputs, inputs, activations):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("tokens", [1, 3, 45])
+@parametrize_sample("tokens", [1, 3, 45], every=2)
 @pytest.mark.parametrize("activations", ["int8", "bf16"])
 def test_blocks_of_ggml(ops, name, tokens, activations):
     gate_up, wide_gate_up = blocks_of(ops, name, 4, 2, 256, 512, activations)

@@ -25,6 +25,7 @@ QWEN3 = {
 }
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("target", MOST, every=2)
 def test_compiled_without_the_gpu(target, tmp_path):
     config = tmp_path / "config.json"

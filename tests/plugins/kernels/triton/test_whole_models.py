@@ -83,7 +83,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the in
 
 
 @interpreted
-@parametrize_sample("name", CASES, every=2)
+@parametrize_sample("name", CASES, every=4)
 def test_greedy_tokens_are_those_of_the_cpu(tmp_path, launches, name):
     folder = make_tiny(tmp_path / "tiny", name)
     expected = answers(folder, GREEDY, "cpu", kernels="none")
@@ -91,6 +91,7 @@ def test_greedy_tokens_are_those_of_the_cpu(tmp_path, launches, name):
     assert {*CASES[name], "later"} <= set(launches)
 
 
+@pytest.mark.exhaustive
 @interpreted
 def test_drawn_tokens_and_those_of_adapters_are_those_of_the_cpu(tmp_path, launches):
     folder = make_tiny(tmp_path / "tiny")
@@ -104,6 +105,7 @@ def test_drawn_tokens_and_those_of_adapters_are_those_of_the_cpu(tmp_path, launc
     assert {"_sample", "_measure", "_penalise", "_down", "_up", "later"} <= set(launches)
 
 
+@pytest.mark.exhaustive
 @interpreted
 @parametrize_sample("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"], every=2)
 def test_quantized_layers_and_experts_are_multiplied_as_codes(tmp_path, launches, name):
