@@ -31,7 +31,15 @@ from modulm_speculation.chain import HIDDEN
 if TYPE_CHECKING:
     from modulm_speculation import Target
 
-__all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
+__all__ = [
+    "Eagle3Head",
+    "Eagle3Layer",
+    "EagleConfig",
+    "EagleHead",
+    "Head",
+    "halves",
+    "without_shared",
+]
 
 
 @frozen(kw_only=True)
@@ -40,7 +48,9 @@ class EagleConfig(DecoderConfig):
 
     own_embedding, own_head, fc_bias, qkv_bias: whether the checkpoint has these weights. The
     target's states are `target_hidden_size` wide; those of `aux` layers are concatenated (0: only
-    the last).
+    the last). fc_norm: each of them has a norm. norm_output: the next draft continues from the
+    normed state. qk_norm: queries and keys have a norm per head. masked: all tokens are drafted in
+    one step, from the token `ptd_token_id` and a learned state (P-EAGLE).
     """
 
     own_embedding: bool = False
@@ -53,6 +63,11 @@ class EagleConfig(DecoderConfig):
     aux: int = 3
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    masked: bool = False
+    ptd_token_id: int | None = size(None, least=0)
 
 
 class Head(Module, Model):
@@ -129,7 +144,7 @@ class EagleHead(Head):
         ),
         ignore=(r"^layers\.0\.input_layernorm\.",),
         rewrite=(
-            Rewrite(r"^fc\.weight$", lambda _, t: _halves(t, "embed_fc", "state_fc")),
+            Rewrite(r"^fc\.weight$", lambda _, t: halves(t, "embed_fc", "state_fc")),
             Rewrite(r"^fc\.bias$", lambda _, t: [("state_fc.bias", t)]),
         ),
     )
@@ -154,7 +169,7 @@ class EagleHead(Head):
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
-        return _without(cls.names, config)
+        return without_shared(cls.names, config)
 
     def forward(self, batch: Batch) -> Tensor:
         x, state = self.embedded(batch.tokens), batch.extras[HIDDEN]
@@ -173,18 +188,32 @@ class Eagle3Layer(Module):
     def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
         super().__init__()
         hidden, eps = c.hidden_size, c.rms_norm_eps
-        self.attn = standard_attention(c, b, index, bias=c.qkv_bias)
-        self.beside = None
-        if not index:
-            heads, shared = c.heads * c.head_size, c.kv_heads * c.head_size
-            parts = {"q_proj": heads, "k_proj": shared, "v_proj": shared}
-            self.beside = Beside(self.attn.qkv, b.at("beside").linear("qkv_proj", hidden, parts))
-            self.attn.qkv = self.beside
+        self.first = not index
+        self.make_attention(c, b, index)
+        if self.first:
             self.hidden_norm = b.rms_norm("hidden_norm", hidden, eps)
         self.attn_norm = b.rms_norm("input_layernorm", hidden, eps)
         self.mlp_norm = b.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = standard_mlp(c, b)
         self.norm_before_residual = c.norm_before_residual
+
+    def make_attention(self, c: EagleConfig, b: Builder, index: int) -> None:
+        """Make the attention."""
+        at, norms = b.at("self_attn"), None
+        if c.qk_norm:
+            names = "q_norm", "k_norm"
+            norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in names)
+        self.attn: Module = standard_attention(c, b, index, bias=c.qkv_bias, qk_norm=norms)
+        if self.first:
+            heads, shared = c.heads * c.head_size, c.kv_heads * c.head_size
+            parts = {"q_proj": heads, "k_proj": shared, "v_proj": shared}
+            second = b.at("beside").linear("qkv_proj", c.hidden_size, parts)
+            self.attn.qkv = self.beside = Beside(self.attn.qkv, second)
+
+    def inputs(self, x: Tensor, state: Tensor) -> Tensor:
+        """Combine the normed embedding and state for the first layer's attention."""
+        self.beside.state = state
+        return x
 
     def forward(
         self, x: Tensor, state: Tensor, residual: Tensor | None, batch: Batch
@@ -193,12 +222,12 @@ class Eagle3Layer(Module):
 
         state: [tokens, hidden], for the first layer.
         """
-        if self.beside is None:
+        if not self.first:
             x, residual = self.attn_norm.add(x, residual)
         else:
             normed = self.hidden_norm(state)
             residual = normed if self.norm_before_residual else state
-            x, self.beside.state = self.attn_norm(x), normed
+            x = self.inputs(self.attn_norm(x), normed)
         x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
         return self.mlp(x), residual
 
@@ -220,7 +249,7 @@ class Beside(Module):
         return both
 
 
-def _halves(tensor: Tensor, first: str, second: str) -> Iterator[tuple[str, Tensor]]:
+def halves(tensor: Tensor, first: str, second: str) -> Iterator[tuple[str, Tensor]]:
     """Split a weight [outputs, 2 inputs] into the parts for the two inputs."""
     width = tensor.shape[-1] // 2
     yield f"{first}.weight", tensor[:, :width]
@@ -229,7 +258,7 @@ def _halves(tensor: Tensor, first: str, second: str) -> Iterator[tuple[str, Tens
 
 def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     layer = name.removesuffix(".weight")
-    return _halves(tensor, layer, layer.replace("self_attn", "beside"))
+    return halves(tensor, layer, layer.replace("self_attn", "beside"))
 
 
 class Eagle3Head(Head):
@@ -239,20 +268,26 @@ class Eagle3Head(Head):
     """
 
     d2t: Tensor | None
+    mask_hidden: Tensor | None
+    layer: ClassVar[type[Eagle3Layer]] = Eagle3Layer
     names: ClassVar[WeightNames] = WeightNames(
         rename=(
             (r"^model\.", ""),
             (r"^midlayer\.", "layers.0."),
             (r"^draft_id_to_target_id$", "d2t"),
         ),
-        ignore=(r"^t2d$", r"^verifier_", r"^mask_hidden$"),
-        rewrite=(Rewrite(r"^layers\.0\.self_attn\.[qkv]_proj\.weight$", _beside),),
+        ignore=(r"^t2d$", r"^verifier_"),
+        rewrite=(
+            Rewrite(r"^layers\.0\.self_attn\.[qkv]_proj\.weight$", _beside),
+            Rewrite(r"^mask_hidden$", lambda name, t: [(name, t.flatten())]),
+        ),
     )
 
     def __init__(self, config: EagleConfig, build: Builder) -> None:
         super().__init__(config, build)
         hidden, vocabulary = config.hidden_size, config.draft_vocab_size
         state_width = (config.target_hidden_size or hidden) * config.aux
+        self.state_size = config.target_hidden_size or hidden
         self.fc = (
             build.linear("fc", state_width, hidden, bias=config.fc_bias, split=False)
             if state_width
@@ -261,21 +296,37 @@ class Eagle3Head(Head):
         self.input_norm = None
         if config.norm_before_fc:
             self.input_norm = build.rms_norm("input_norm", state_width, config.rms_norm_eps)
+        self.state_norms = ModuleList(
+            build.rms_norm(f"fc_norm.{i}", state_width // config.aux, config.rms_norm_eps)
+            for i in range(config.aux if config.fc_norm else 0)
+        )
         self.layers = ModuleList(
-            Eagle3Layer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
+            self.layer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
         )
         self.norm = build.rms_norm("norm", hidden, config.rms_norm_eps)
         self.register_parameter("d2t", None)
+        self.register_parameter("mask_hidden", None)
+        if config.masked:
+            build.parameter("mask_hidden", self, "mask_hidden", (state_width,))
         if config.own_head and vocabulary is not None and vocabulary != config.vocab_size:
             build.parameter("d2t", self, "d2t", (vocabulary,), torch.int64)
         self._caches = tuple(build.shared.caches)
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
-        return _without(cls.names, config)
+        names = without_shared(cls.names, config)
+        return names if config.masked else evolve(names, ignore=(*names.ignore, r"^mask_hidden$"))
+
+    def mask_state(self) -> Tensor | None:
+        """The state of tokens that are drafted in one step: [1, hidden]; None without one."""
+        if self.mask_hidden is None or self.config.ptd_token_id is None:
+            return None
+        return self.combined(self.mask_hidden[None].split(self.state_size, dim=-1))
 
     def combined(self, states: Sequence[Tensor]) -> Tensor:
         """Combine the states of the target's layers into the first state: [tokens, hidden]."""
+        if self.state_norms:
+            states = [norm(state) for norm, state in zip(self.state_norms, states, strict=True)]
         joined = torch.cat(tuple(states), dim=-1)
         if self.input_norm is not None:
             joined = self.input_norm(joined)
@@ -285,13 +336,14 @@ class Eagle3Head(Head):
         x, residual = self.embedded(batch.tokens), None
         for layer in self.layers:
             x, residual = layer(x, batch.extras[HIDDEN], residual, batch)
-        return x if residual is None else self.ops.add(x, residual)
+        x = x if residual is None else self.ops.add(x, residual)
+        return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(self.norm(hidden))
+        return super().logits(hidden if self.config.norm_output else self.norm(hidden))
 
 
-def _without(names: WeightNames, config: EagleConfig) -> WeightNames:
+def without_shared(names: WeightNames, config: EagleConfig) -> WeightNames:
     """Leave out the weights that a head shares with its target."""
     left = [] if config.own_embedding else [r"^embed_tokens\."]
     left += [] if config.own_head else [r"^lm_head\.", r"^d2t$"]

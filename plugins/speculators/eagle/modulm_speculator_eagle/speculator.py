@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 from attrs import evolve, frozen
 
-from modulm.contracts.drafter import DraftStep, Needs
+from modulm.contracts.drafter import DraftStep, Needs, Runs
 from modulm.errors import ConfigError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_speculation import Options, Target
 from modulm_speculation.chain import HiddenChain
 from modulm_speculation.draft_model import DraftModel, DraftOptions, load_draft, stored
+from modulm_speculator_eagle.family_heads import (
+    FAMILIES,
+    HEAD,
+    FamilyHead,
+    LatentEagle3Head,
+    family_of,
+)
 from modulm_speculator_eagle.heads import Eagle3Head, EagleHead, Head
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Eagle", "Eagle3", "EagleOptions"]
 
 #: Properties implied by the first name in `architectures`; others follow from weight shapes.
-_FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel")
+_FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel", "peagle")
 
 
 @frozen
@@ -47,15 +55,16 @@ class Eagle(HiddenChain):
     def open(cls, config: Options, target: Target) -> Self:
         if not isinstance(config, EagleOptions):
             raise ConfigError("method", f"{cls.name} has options of its own")
-        weights = config.weights(driver=cls.head)
-        table, names = stored(target, weights)
+        table, names = stored(target, config.weights(driver=cls.head))
         table = _flat(table)
+        weights = config.weights(driver=cls.head_of(table))
         _check(config.model, table, target)
         layers = cls.layers(config.model, table, target)
         overrides = {
             **table,
             **_found(names, both=cls.head is Eagle3Head),
             "aux": len(layers),
+            HEAD: str((table.get("architectures") or [""])[0]),
             "target_hidden_size": _width(target),
             "max_position_embeddings": max(
                 table.get("max_position_embeddings", 0), target.loaded.max_model_len
@@ -67,13 +76,18 @@ class Eagle(HiddenChain):
         return cls(config, draft, layers)
 
     @classmethod
+    def head_of(cls, table: Mapping[str, Any]) -> type[Head]:
+        """The class of a head, by its config.json."""
+        return cls.head if family_of(table) is None else FamilyHead
+
+    @classmethod
     def layers(cls, model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:
         """The target's layers whose output the head reads; empty: the output of the last layer."""
         return ()
 
 
 class Eagle3(Eagle):
-    """EAGLE-3; drafts one chain of tokens."""
+    """EAGLE-3; drafts one chain of tokens. P-EAGLE heads draft all of them in one step."""
 
     name: ClassVar[str] = "eagle3"
     head: ClassVar[type[Head]] = Eagle3Head
@@ -82,6 +96,10 @@ class Eagle3(Eagle):
         super().__init__(config, draft, layers)
         head = draft.model
         draft.targets = head.d2t if isinstance(head, Eagle3Head) else None
+
+    @classmethod
+    def head_of(cls, table: Mapping[str, Any]) -> type[Head]:
+        return LatentEagle3Head if "kv_lora_rank" in table else cls.head
 
     @classmethod
     def layers(cls, model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:
@@ -99,6 +117,31 @@ class Eagle3(Eagle):
                 f"model {model}: {key} {list(inputs)}: the target has {count} layers",
             )
         return layers
+
+    def follow(
+        self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
+    ) -> list[np.ndarray]:
+        head = self.draft.model
+        mask = head.mask_state() if isinstance(head, Eagle3Head) else None
+        if mask is None:
+            return super().follow(step, states, ends, first)
+        most = np.clip(self.draft.max_length - ends, 0, step.most)
+        chosen = self.draft.choose(states).cpu().numpy()
+        drafts = [chosen[at : at + 1][:count] for at, count in enumerate(most.tolist())]
+        more = np.flatnonzero(most > 1)
+        counts = (most[more] - 1).astype(np.int32)
+        total = int(counts.sum())
+        if total:
+            token = head.config.ptd_token_id
+            tokens = np.full(total, token, np.int64)
+            runs = Runs(np.asarray(step.rows)[more], ends[more] + first, counts, tokens)
+            states = self.run(step.build_batch(runs), mask.expand(total, -1).contiguous(), 1)
+            chosen = self.draft.choose(states).cpu().numpy()
+            for at, part in zip(
+                more.tolist(), np.split(chosen, np.cumsum(counts)[:-1]), strict=True
+            ):
+                drafts[at] = np.append(drafts[at], part)
+        return drafts
 
     def hidden(self, step: DraftStep) -> Tensor:
         head = self.draft.model
@@ -122,7 +165,9 @@ def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
     return {
         "own_embedding": both and "embed_tokens.weight" in known,
         "own_head": both and "lm_head.weight" in known,
-        "fc_bias": bool({"fc.bias", "fusion_fc.bias"} & known),
+        "fc_bias": bool({"fc.bias", "fusion_fc.bias", "eagle_linear.bias"} & known),
+        "qk_norm": any(name.endswith("self_attn.q_norm.weight") for name in known),
+        "masked": "mask_hidden" in known,
         "qkv_bias": any(name.endswith("self_attn.q_proj.bias") for name in known),
     }
 
@@ -130,7 +175,7 @@ def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
 def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
     """Raise ConfigError for a head of another model family or another target."""
     name = str((table.get("architectures") or [""])[0])
-    if not any(family in name.lower() for family in _FAMILIES):
+    if name not in FAMILIES and not any(family in name.lower() for family in _FAMILIES):
         message = (
             f"model {model}: {name} is no EAGLE head of a kind that is known: not supported yet"
         )
