@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ keys:
     sha256: [{sha256(b"old").hexdigest()}, {sha256(b"new").hexdigest()}]
     requests_per_minute: 4
     tokens_per_minute: 1000
+  - {{name: claude, key: secret-of-claude, requests_per_minute: 9, tokens_per_minute: 500}}
   - {{name: quick, key: secret-of-quick, requests_per_minute: 1}}
   - {{name: spent, key: secret-of-spent, tokens_per_minute: 1}}
   - {{name: other, key: secret-of-other, models: ["other-*"]}}
@@ -75,6 +77,17 @@ def test_responses_tell_what_is_left(live: Live) -> None:
     assert 0 < int(headers["x-ratelimit-remaining-tokens"]) < 1000
     assert headers["x-ratelimit-reset-tokens"].endswith("s")
     assert not [name for name in post(live, "secret-of-ann").headers if "ratelimit" in name]
+
+
+def test_rates_on_anthropics_routes_have_its_names_too(live: Live) -> None:
+    headers = post(live, "secret-of-claude", "/v1/messages", max_tokens=4).headers
+    for kind, limit in (("requests", "9"), ("tokens", "500")):
+        name = f"anthropic-ratelimit-{kind}"
+        assert headers[f"{name}-limit"] == headers[f"x-ratelimit-limit-{kind}"] == limit
+        assert 0 <= int(headers[f"{name}-remaining"]) < int(limit)
+        reset = datetime.fromisoformat(headers[f"{name}-reset"])
+        assert timedelta(minutes=-5) < reset - datetime.now(UTC) < timedelta(minutes=5)
+    assert not [name for name in post(live, "secret-of-claude").headers if "anthropic" in name]
 
 
 @pytest.mark.parametrize(

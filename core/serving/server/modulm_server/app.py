@@ -155,9 +155,8 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     plugins.hook.modulm_app_created(app=api, config=config)
     _move_hook_routes_last(api, ours)
     check_open_paths(server, api.router.routes)
-    failures = {id(route): family.failure for family, router in families.items()
-                for route in router.routes}  # fmt: skip
-    guard(api.router.routes, keys, open_paths(server), failures, server.api_server_count or 1)
+    owners = {id(route): family for family, router in families.items() for route in router.routes}
+    guard(api.router.routes, keys, open_paths(server), owners, server.api_server_count or 1)
     guarded = RequestGuard(
         api,
         body_limit=server.max_request_bytes,

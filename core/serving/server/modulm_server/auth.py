@@ -6,10 +6,10 @@ or prefix can bypass it (CVE-2026-48746 shows the risk of checking URLs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import BaseRoute, Host, Match, Mount, Route, WebSocketRoute
@@ -18,7 +18,7 @@ from modulm.errors import ConfigError
 from modulm_server.api_keys import Keys
 from modulm_server.errors import ApiError, error_body, respond
 from modulm_server.flags import ServerConfig
-from modulm_server.key_limits import Caller, Usages, set_caller
+from modulm_server.key_limits import Caller, Usages, rate_headers, set_caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.client import EngineClient
+    from modulm_server.key_limits import Rate
 
 __all__ = [
     "LOOPBACK",
@@ -99,19 +100,27 @@ def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
             raise ConfigError("open_paths", f"nothing is served at {path!r}")
 
 
-class _Guard:
-    """An endpoint that needs a key, within the key's limits.
+class Api(Protocol):
+    """How an API refuses requests and tells rates: a route family."""
 
-    failure: the API's error object, for refused requests.
+    def failure(self, error: ApiError) -> Any:
+        """The body of an error, as JSON."""
+
+    def rate_headers(self, rates: Iterable[Rate]) -> Iterable[tuple[bytes, bytes]]:
+        """Headers that tell the rates of a request's key."""
+
+
+class _Guard:
+    """An endpoint that needs a key, within the key's limits. family: its API's; by default, errors
+    and headers are OpenAI's.
     """
 
-    def __init__(
-        self, app: ASGIApp, keys: Keys, usages: Usages, failure: Callable[[ApiError], Any]
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, usages: Usages, family: Api | None = None) -> None:
         self._app = app
         self._keys = keys
         self._usages = usages
-        self._failure = failure
+        self._failure = error_body if family is None else family.failure
+        self._rate_headers = rate_headers if family is None else family.rate_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = _sent_keys(scope)
@@ -140,7 +149,8 @@ class _Guard:
     async def _run(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *caller.headers()]
+                rates = self._rate_headers(caller.rates())
+                message["headers"] = [*message.get("headers", ()), *rates]
             await send(message)
 
         try:
@@ -183,7 +193,7 @@ class _Locked(BaseRoute):
 
     def __init__(self, route: BaseRoute, keys: Keys, usages: Usages) -> None:
         self.route = route
-        self._guard = _Guard(route.handle, keys, usages, error_body)
+        self._guard = _Guard(route.handle, keys, usages)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return self.route.matches(scope)
@@ -201,13 +211,12 @@ def guard(
     routes: list[BaseRoute],
     keys: Keys,
     unlocked: frozenset[str] = OPEN_PATHS,
-    failures: Mapping[int, Callable[[ApiError], Any]] = MappingProxyType({}),
+    families: Mapping[int, Api] = MappingProxyType({}),
     processes: int = 1,
 ) -> None:
     """Make every route need a key, except those with an `unlocked` path. Changes `routes`.
 
-    failures: `id` of a route -> the error object of its API. processes: that divide the
-    limits of keys.
+    families: `id` of a route -> its family. processes: that divide the limits of keys.
     """
     if not keys:
         return
@@ -216,7 +225,7 @@ def guard(
         if isinstance(route, Route) and route.path in unlocked:
             continue
         if type(route) in _PLAIN:
-            failure = failures.get(id(route), error_body)
-            route.app = _Guard(route.app, keys, usages, failure)  # type: ignore[attr-defined]
+            family = families.get(id(route))
+            route.app = _Guard(route.app, keys, usages, family)  # type: ignore[attr-defined]
         else:
             routes[index] = _Locked(route, keys, usages)

@@ -12,16 +12,19 @@ import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from modulm_server.api_keys import ApiKey
 
-__all__ = ["Bucket", "Caller", "KeyUsage", "Usages", "current_caller", "current_key", "set_caller"]
+__all__ = [
+    "Bucket", "Caller", "KeyUsage", "Rate", "Usages", "current_caller", "current_key",
+    "rate_headers", "set_caller",
+]  # fmt: skip
 
 _MINUTE = 60.0
 
@@ -101,6 +104,18 @@ class Usages:
         return max(1, limit // self.processes)
 
 
+@frozen
+class Rate:
+    """A rate of a key. kind: `requests` or `tokens`. limit: per minute. remaining: what may be used
+    now. reset: seconds until all of it may be used.
+    """
+
+    kind: str
+    limit: int
+    remaining: int
+    reset: int
+
+
 @define(eq=False)
 class Caller:
     """Whose request the current task answers. internal: the server sent it for a batch."""
@@ -161,17 +176,23 @@ class Caller:
         if self.key.tokens_per_minute is not None:
             self.usage.tokens.take(tokens)
 
-    def headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """The rate limit headers of a response, with OpenAI's names."""
+    def rates(self) -> Iterator[Rate]:
+        """The key's rates, as they are used now."""
         limits = (
             ("requests", self.key.requests_per_minute, self.usage.requests),
             ("tokens", self.key.tokens_per_minute, self.usage.tokens),
         )
-        for name, limit, bucket in limits:
+        for kind, limit, bucket in limits:
             if limit is not None:
-                values = (limit, bucket.remaining, f"{math.ceil(bucket.reset)}s")
-                for what, value in zip(("limit", "remaining", "reset"), values, strict=True):
-                    yield f"x-ratelimit-{what}-{name}".encode(), str(value).encode()
+                yield Rate(kind, limit, bucket.remaining, math.ceil(bucket.reset))
+
+
+def rate_headers(rates: Iterable[Rate]) -> Iterator[tuple[bytes, bytes]]:
+    """The headers of a response that tell its key's rates, with OpenAI's names."""
+    for rate in rates:
+        values = (("limit", rate.limit), ("remaining", rate.remaining), ("reset", f"{rate.reset}s"))
+        for name, value in values:
+            yield f"x-ratelimit-{name}-{rate.kind}".encode(), str(value).encode()
 
 
 _caller: ContextVar[Caller | None] = ContextVar("modulm_caller", default=None)

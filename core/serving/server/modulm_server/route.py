@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import field, frozen
 
 from modulm_server.errors import ApiError, error_body, respond
+from modulm_server.key_limits import rate_headers
 from modulm_server.sse import DONE
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterable, MutableMapping
 
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from modulm_server.engine.client import EngineClient
     from modulm_server.errors import ApiError
     from modulm_server.generation import GenerationService
+    from modulm_server.key_limits import Rate
     from modulm_server.loopback import LoopbackClient
 
 __all__ = ["API", "RouteContext", "RouteFamily"]
@@ -88,6 +90,10 @@ class RouteFamily(ABC):
     def failure(self, error: ApiError) -> Any:
         """The body of an error that is raised before the endpoint, as JSON; by default OpenAI's."""
         return error_body(error)
+
+    def rate_headers(self, rates: Iterable[Rate]) -> Iterable[tuple[bytes, bytes]]:
+        """Headers that tell the rates of a request's key; by default OpenAI's."""
+        return rate_headers(rates)
 
     async def start(self) -> None:
         """Start background work; called when the server takes requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -29,6 +30,7 @@ from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
 from modulm_server.json_body import convert, json_response, read, request_docs
+from modulm_server.key_limits import rate_headers
 from modulm_server.openapi import response_docs
 from modulm_server.prompt_caching import cache_time, marks_at
 from modulm_server.prompts import ChatOptions
@@ -36,10 +38,11 @@ from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 
     from modulm_server.chat_turn import RunningTurn
     from modulm_server.errors import ApiError
+    from modulm_server.key_limits import Rate
 
 __all__ = ["Anthropic"]
 
@@ -85,6 +88,16 @@ class Anthropic(RouteFamily):
 
     def error_frames(self, body: bytes) -> bytes:
         return b"event: error\ndata: " + body + b"\n\n"
+
+    def rate_headers(self, rates: Iterable[Rate]) -> Iterator[tuple[bytes, bytes]]:
+        """With OpenAI's names, and Anthropic's."""
+        now = datetime.now(UTC).replace(microsecond=0)
+        for rate in rates:
+            yield from rate_headers((rate,))
+            reset = (now + timedelta(seconds=rate.reset)).isoformat().replace("+00:00", "Z")
+            values = (("limit", rate.limit), ("remaining", rate.remaining), ("reset", reset))
+            for name, value in values:
+                yield f"anthropic-ratelimit-{rate.kind}-{name}".encode(), str(value).encode()
 
     async def create(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
