@@ -102,6 +102,7 @@ def test_windows_and_states(folders, expected, name, ahead) -> None:
     assert recorder.recordings == (2 if states else 6)
 
 
+@pytest.mark.exhaustive
 def test_eager_steps_record_nothing(folders) -> None:
     GraphPlatform.recorder = None
     with using(), engine(folders["Qwen3ForCausalLM"], cudagraph_mode="NONE"):
@@ -210,6 +211,7 @@ def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
         assert not any(alive.values())
 
 
+@pytest.mark.exhaustive
 def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:
     blocks_by_size = {}
 

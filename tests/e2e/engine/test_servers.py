@@ -146,6 +146,7 @@ def test_all_servers_finish_what_they_do_at_the_same_time(tmp_path: Path) -> Non
         assert server.wait(300) == 0
 
 
+@pytest.mark.exhaustive
 def test_workers_that_die_again_and_again_end_the_service(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "2") as (server, _):
         dead: set[int] = set()

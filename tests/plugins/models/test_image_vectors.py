@@ -536,7 +536,7 @@ def test_an_image_may_ask_for_texts_over_http(served):
 BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("path", "body", "param", "message"),
     [
         ("/score", {"text_1": "a", "text_2": [{"content": [BROKEN]}]}, "text_2",
@@ -555,7 +555,7 @@ BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsb
                      "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "truncated"),
         ("/rerank", {"query": "a", "documents": ["b"], "mm_processor_kwargs": {"run": "x"}},
          "mm_processor_kwargs", "mm_processor_kwargs"),
-    ],
+    ], every=2,
 )  # fmt: skip
 def test_what_is_wrong_with_an_image_of_a_pair_is_named(served, path, body, param, message):
     client, _ = served

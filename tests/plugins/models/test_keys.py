@@ -378,6 +378,7 @@ def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
     assert tried > 10 or not everything, f"only {tried} files were legal"
 
 
+@pytest.mark.exhaustive
 def test_keys_json_is_what_transformers_says():
     """Where this fails: .venv/bin/python tools/model_keys.py"""
     spec = importlib.util.spec_from_file_location("tool_keys", ROOT / "tools/model_keys.py")

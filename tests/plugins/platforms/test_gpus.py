@@ -200,6 +200,7 @@ def test_a_place_without_its_memory() -> None:
     assert actual.eq(7).all()
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("chip", ["H200", "MI300X", "Max 1550"], every=3)
 def test_a_model_runs_on_it(chip, tmp_path) -> None:
     platform = type("Fake", (fake(chip),), {"name": "fake", "attention": ("sdpa",), "kernels": ()})

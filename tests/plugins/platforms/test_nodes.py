@@ -84,6 +84,7 @@ def test_wrong_flags_are_refused(flags, message):
         binding_of(EngineConfig.from_keywords(**flags).device)
 
 
+@pytest.mark.exhaustive
 def test_a_process_stays_on_its_core():
     """In a process of its own: nobody else is to be bound."""
     core = min(os.sched_getaffinity(0))

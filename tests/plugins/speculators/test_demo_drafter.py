@@ -74,6 +74,7 @@ def test_the_recipe_writes_what_is_published(model, tmp_path) -> None:
     assert tables[0] == tables[1]
 
 
+@pytest.mark.exhaustive
 def test_the_published_head_does_in_training_what_it_did(model) -> None:
     """The loss is the recipe's: the head that it gave has a small one, a new one has not."""
     torch.manual_seed(0)

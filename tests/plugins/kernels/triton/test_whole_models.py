@@ -83,7 +83,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the in
 
 
 @interpreted
-@parametrize_sample("name", CASES, every=4)
+@parametrize_sample("name", CASES, every=8)
 def test_greedy_tokens_are_those_of_the_cpu(tmp_path, launches, name):
     folder = make_tiny(tmp_path / "tiny", name)
     expected = answers(folder, GREEDY, "cpu", kernels="none")

@@ -194,6 +194,7 @@ def test_calls_run_between_steps_and_return_or_raise() -> None:
     executor.stop()
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("depth", [1, 2], every=2)
 def test_soak_of_two_thousand_requests_with_aborts(depth: int, rng: random.Random) -> None:
     """30% are aborted at random times; the pool, the rows and the queue end as they began."""
