@@ -53,6 +53,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "schedulers": "modulm.testing.policies:check_policy",
         "grammars": "modulm_structured_output.testing:check_grammar",
         "speculators": "modulm.testing.speculators:check_speculator",
+        "kv_connectors": "modulm.testing.kv_connectors:check_kv_connector",
         "step_parts": "modulm.testing.step_parts:check_step_part",
         "logits_processors": "modulm.testing.logits:check_logits_processor",
         "commands": "modulm.testing.commands:check_command",

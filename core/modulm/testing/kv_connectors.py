@@ -1,16 +1,22 @@
 """Contract kit of KV connectors: both halves of a connector, without an engine.
 
-from modulm.testing.kv_connectors import check_connector
+from modulm.testing.kv_connectors import check_connector, check_kv_connector
 
 def test_contract(tmp_path):
+    check_kv_connector(MyConnector, sample=lambda folder: {"path": str(folder)})
+
+def test_with_a_store_of_another_process(tmp_path):
     check_connector(lambda: MyConnector(MyOptions(path=str(tmp_path))), durable=True)
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -23,8 +29,13 @@ from modulm.contracts.connector import (
     TransferPlan,
     TransferResult,
 )
+from modulm.errors import ModulmError
+from modulm.plugins.options import structure
+from modulm.testing.kit import KitNotRun, sample_of
 
-__all__ = ["Tier", "block_names", "check_bounded", "check_connector", "open_tier"]
+__all__ = [
+    "Tier", "block_names", "check_bounded", "check_connector", "check_kv_connector", "open_tier",
+]  # fmt: skip
 
 #: Blocks of each group, the null block with them.
 _BLOCKS = 24
@@ -137,17 +148,51 @@ def open_tier(connector: KVConnector, ranks: int = 1, model: str = _MODEL) -> It
             mover.close()
 
 
-def check_connector(make: Callable[[], KVConnector], *, durable: bool = False) -> None:
+def check_kv_connector(
+    driver: type[KVConnector], sample: Callable[[Path], Mapping[str, Any]] | None = None
+) -> str:
+    """Check a driver on one rank and on two; one that is durable also with restarts and torn files.
+
+    sample: a function (folder) that returns a table of options, or the driver's `kit_sample`; not
+    needed if all options have defaults. Returns what was left out. Raises AssertionError, or
+    KitNotRun if the driver cannot be built here.
+    """
+    with tempfile.TemporaryDirectory(prefix="modulm-kit-") as name:
+        table: Mapping[str, Any] = {}
+        try:
+            if sample is None and not hasattr(driver, "kit_sample"):
+                structure({}, driver.Config, f"kv_connectors.{driver.name}")
+            else:
+                table = sample_of(driver, sample, "options")(Path(name))
+            options = structure(dict(table), driver.Config, f"kv_connectors.{driver.name}")
+            connector = driver(options)
+            connector.bind(_MODEL, 1)
+            durable = connector.index().durable
+        except ModulmError as error:
+            raise KitNotRun(f"its options: {error}; pass sample=, or define kit_sample") from error
+        check_connector(lambda: driver(options), durable=durable, folder=Path(name))
+        torn = any(path.is_file() for path in Path(name).rglob("*"))
+    return "" if torn or not durable else "torn files were not tried: none are in the folder"
+
+
+def check_connector(
+    make: Callable[[], KVConnector], *, durable: bool = False, folder: Path | None = None
+) -> None:
     """Check that a connector brings back what it saved, and nothing else.
 
     make: a connector with an empty store, or with that of the connectors before it if it is
-    `durable`. Its store must have room for 8 blocks of 600 bytes on each of two ranks. Raises
-    AssertionError.
+    `durable`. Its store must have room for 8 blocks of 600 bytes on each of two ranks. folder: of
+    its files, which are torn if it is durable. Raises AssertionError.
     """
     for ranks in (1, 2):
         _check_round_trip(make, ranks)
+    _check_refused(make)
     _check_foreign(make, durable)
+    _check_other_ranks(make)
     _check_dropped(make)
+    if durable and folder is not None:
+        for left in (0.5, 0.0):
+            _check_torn(make, folder, left)
 
 
 def _same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
@@ -160,6 +205,7 @@ def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
         assert tier.match(names) == 0, "the index knows blocks that nobody has saved"
         expected = [tier.content(rank, 1, 4) for rank in range(ranks)]
         rest = [tier.content(rank, 5, _BLOCKS - 5) for rank in range(ranks)]
+        null = [tier.content(rank, 0, 1) for rank in range(ranks)]
         assert tier.save(1, names), "a save has failed"
         assert tier.match(names) == 4, "the index does not know what was saved"
         assert tier.match((*names[:2], b"x" * 32, names[3])) == 2, "a hit reaches over a gap"
@@ -177,6 +223,7 @@ def _check_round_trip(make: Callable[[], KVConnector], ranks: int) -> None:
             untouched = [
                 tier.content(rank, start, stop - start) for start, stop in ((5, 9), (13, _BLOCKS))
             ]
+            assert _same(tier.content(rank, 0, 1), null[rank]), "a load wrote into the null block"
             before = [[part[:4] for part in rest[rank]], [part[8:] for part in rest[rank]]]
             assert all(map(_same, untouched, before)), (
                 f"rank {rank}: a load wrote into other blocks"
@@ -206,6 +253,52 @@ def _check_foreign(make: Callable[[], KVConnector], durable: bool) -> None:
             assert _same(tier.content(0, 9, 3), expected), "other bytes after a restart"
         else:
             assert not count, "the index knows blocks of a connector before it"
+
+
+def _check_refused(make: Callable[[], KVConnector]) -> None:
+    """A load of which one block is unknown fails, and the connector goes on."""
+    names = block_names(2, chain=6)
+    with open_tier(make()) as tier:
+        expected = tier.content(0, 1, 2)
+        assert tier.save(1, names), "a save has failed"
+        unknown = (names[0], *block_names(1, chain=10))
+        assert not tier.load(2, unknown, 9), "a load with an unknown block has worked"
+        assert tier.load(3, names, 12), "after a load that failed, others fail too"
+        assert _same(tier.content(0, 12, 2), expected), "other bytes after a load that failed"
+
+
+def _check_other_ranks(make: Callable[[], KVConnector]) -> None:
+    """Blocks of one rank are not the halves of two ranks."""
+    names = block_names(2, chain=7)
+    with open_tier(make()) as tier:
+        assert tier.save(1, names), "a save has failed"
+    with open_tier(make(), ranks=2) as tier:
+        assert not (tier.match(names) and tier.load(1, names, 9)), (
+            "blocks of another number of ranks are loaded"
+        )
+
+
+def _check_torn(make: Callable[[], KVConnector], folder: Path, left: float) -> None:
+    """Files that lost their end, or all content: found missing or damaged, and written anew."""
+    names = block_names(3, chain=8)
+    with open_tier(make()) as tier:
+        expected = tier.content(0, 1, 3)
+        assert tier.save(1, names), "a save has failed"
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("r+b") as file:
+                file.truncate(int(path.stat().st_size * left))
+    with open_tier(make()) as tier:
+        if (count := tier.match(names)) and tier.load(1, names[:count], 9):
+            assert _same(tier.content(0, 9, count), [part[:count] for part in expected]), (
+                "a torn file was loaded"
+            )
+        for number, name in enumerate(names):
+            tier.load(10 + number, (name,), 9)
+        assert tier.save(20, names), "after torn files, a save fails"
+        assert tier.match(names) == 3, "the index does not know what was saved over torn files"
+        assert tier.load(21, names, 15), "a torn file was not written anew"
+        assert _same(tier.content(0, 15, 3), expected), "other bytes after torn files"
 
 
 def _check_dropped(make: Callable[[], KVConnector]) -> None:

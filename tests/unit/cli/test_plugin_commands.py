@@ -220,6 +220,7 @@ NEW = {
     "tokenizers": "script",
     "speculators": "echo",
     "executors": "aside",
+    "kv_connectors": "crate",
     "step_parts": "slower",
     "adapters": "scales",
     "adapter_resolvers": "table",

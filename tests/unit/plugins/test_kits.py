@@ -1,4 +1,7 @@
-"""Every contract kit passes the package that `plugins new` writes, and catches planted bugs."""
+"""Every contract kit passes the package that `plugins new` writes, and catches planted bugs.
+
+`python tests/unit/plugins/test_kits.py` writes the table in docs/plugin-kinds.md.
+"""
 
 # ruff: noqa: E501 - one planted bug a line
 
@@ -16,6 +19,7 @@ from samples import parametrize_sample
 
 import modulm
 from modulm.plugins import manager
+from modulm.plugins.kinds import kind_names
 from modulm.testing import kit
 from modulm_command_plugins.template import names_of, rendered, templates
 
@@ -102,6 +106,18 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("return self._thread.submit(self._running().run, plan)", "return self._thread.submit(self._running().run, plan).result()", "not a Future"),
         ("return self._thread.submit(self._running().run, plan)", "from attrs import evolve\n        return self._thread.submit(lambda: evolve(self._running().run(plan), step=0))", "says step 0"),
         ("return self._thread.submit(self._running().run, plan)", "from attrs import evolve\n        return self._thread.submit(lambda: (r := self._running().run(plan)) and evolve(r, tokens=r.tokens * 0 + 9))", "other tokens"),
+    ),
+    "kv_connectors": (
+        ('f"{rank}of{ranks}"', '"all"', "other bytes"),
+        (" / model, ranks", ", ranks", "another model"),
+        ("hashlib.sha256(content).digest() != digest", "False", "torn file|divisible|shape"),
+        ('self._failed.append((transfer.id, f"x: {error}"))', "self._done.append(transfer.id)", "unknown block"),
+        ('self._failed.append((transfer.id, f"x: {error}"))', 'self._failed.append((transfer.id, ""))', "without a reason"),
+        ("return next(missing, len(names))", "return len(names) - len(list(missing))", "over a gap"),
+        ("for index, content in enumerate(contents)", "for index, content in enumerate(contents[::-1])", "other bytes|another order"),
+        ('f"{name.hex()}.kv"', 'f"{os.getpid()}-{name[:1].hex()}.kv"', "unknown|nobody|other bytes|gap"),
+        ("yield cache[transfer.blocks[group][index]]", "yield cache[0]", "null block|other bytes"),
+        ("self._done, self._failed, self._removed = [], [], []", "", "twice|others fail too"),
     ),
     "step_parts": (
         ("np.minimum(counts, MOST, out=counts)", "counts += 1", "raises a row"),
@@ -194,6 +210,14 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("api = 2", "api = 1", "version 1"),
         ("return None  # no checkpoint", "return ''  # no checkpoint", "."),
     ),
+    "models": (
+        ("self.mlp_norm.add(self.attn(x, batch), residual)", "self.mlp_norm.add(x, residual)", "."),
+        ("return self.mlp(x), residual", "return self.mlp(x) * 1.01, residual", "."),
+        ("rope=c.rope(c.layer_type(index))", "rope=None", "."),
+        ('"post_attention_layernorm"', '"input_layernorm"', "."),
+        ("c.rms_norm_eps)\n        self.attn =", "0.5)\n        self.attn =", "."),
+        ("    api = 1\n", "    api = 9\n", "version 9"),
+    ),
     "tool_parsers": (
         ("events.append(Content(OPEN + self._block))", "pass", "."),
         ("self._block = None\n\n    def", "pass\n\n    def", "."),
@@ -250,7 +274,7 @@ def test_every_template_passes_its_kit(kind: str) -> None:
 
 
 def test_every_template_has_planted_bugs() -> None:
-    few = {kind: len(PLANTED.get(kind, ())) for kind in templates() if kind != "models"}
+    few = {kind: len(PLANTED.get(kind, ())) for kind in templates()}
     assert not [kind for kind, count in few.items() if count < 5], few
 
 
@@ -306,3 +330,53 @@ def test_new_packages_have_files_to_publish_them(tmp_path: Path) -> None:
     assert "id-token: write" in files[".github/workflows/publish.yml"]
     assert "$" not in files["README.md"]
     assert "${{ matrix.python }}" in files[".github/workflows/test.yml"]
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/plugin-kinds.md"
+HEAD = "| kind | template | contract kit | planted bugs caught | page |\n|---|---|---|---|---|\n"
+#: Kind -> page, for those that are described on the page of another subject.
+ELSEWHERE = {
+    "kernels": "plugins-kernels.md",
+    "ops": "plugins-kernels.md",
+    "flags": "write-a-plugin.md#flags-of-your-own",
+    "worker_functions": "parallel.md#call-functions-in-workers",
+    "chat_templates": "plugins-tokenizer.md#a-chat-template-by-name",
+    "adapters": "adapters.md",
+    "tool_parsers": "plugins-parser.md",
+    "reasoning_parsers": "plugins-parser.md",
+    "hooks": "hooks.md",
+}
+
+
+def page_of(kind: str) -> str:
+    """The page that describes a kind: an own one, or a part of another."""
+    singular = "family" if kind == "media_families" else kind.removesuffix("s")
+    stem = "media" if kind == "media_families" else singular.replace("kv_", "").replace("_", "-")
+    stem = stem.removeprefix("adapter-")
+    own = f"plugins-{stem}.md"
+    return own if (PAGE.parent / own).is_file() else ELSEWHERE.get(kind, "drivers.md")
+
+
+def table_of_kinds() -> str:
+    lines = []
+    for kind in ("hooks", *kind_names()):
+        own = "yes" if kind in templates() else "-"
+        tested = kit.kit_of(kind)
+        runs = "own" if tested else "class, version, signatures"
+        runs = runs if kit.has_kit(kind) else "-"
+        page = page_of(kind)
+        lines.append(
+            f"| `{kind}` | {own} | {runs} | {len(PLANTED.get(kind, ())) or '-'} | "
+            f"[{page.partition('#')[0].removesuffix('.md')}]({page}) |\n"
+        )
+    return HEAD + "".join(lines)
+
+
+def test_the_table_of_kinds_is_true() -> None:
+    assert table_of_kinds() in PAGE.read_text(encoding="utf-8"), "run this file"
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    after = rest.partition("\n\n")[2]
+    PAGE.write_text(f"{before}{table_of_kinds()}\n{after}", encoding="utf-8")

@@ -38,6 +38,7 @@ _CLASS = {
     "tokenizers": "Loader",
     "speculators": "Speculator",
     "executors": "Executor",
+    "kv_connectors": "Connector",
     "step_parts": "Part",
     "adapters": "Bank",
     "adapter_resolvers": "Resolver",
@@ -66,6 +67,8 @@ _WITH = {
 }
 #: Entry points besides the driver's: kind -> group and class suffix.
 _MORE = {"adapter_resolvers": ("modulm.flags", "Flags")}
+#: Kinds whose template writes files when it is used.
+_WRITES = ("kv_connectors",)
 #: Files of every package, besides its own.
 _COMMON = ("README.md", ".github/workflows/test.yml", ".github/workflows/publish.yml")
 
@@ -151,6 +154,7 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
         "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
         "modulm_version": ".".join(modulm.__version__.split(".")[:2]),
         "contracts": _contracts(names.kind),
+        "files": '["*"]' if names.kind in _WRITES else "[]",
         "groups": f'\n[dependency-groups]\ntest = ["pytest-modulm{_range()}"]\n' if common else "",
         "more": table + line if more_group else "",
         "name": names.driver.replace("-", "_"),
