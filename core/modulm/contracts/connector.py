@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "API", "BlockTransfer", "KVConnector", "KVIndex", "KVMover", "TransferPlan", "TransferResult",
+    "API", "BlockHold", "BlockTransfer", "KVConnector", "KVIndex", "KVMover", "TransferPlan",
+    "TransferResult",
 ]  # fmt: skip
 
 API = 3
@@ -29,8 +30,10 @@ class BlockTransfer:
     """Blocks of one request to move. The result returns `id` when the transfer has ended.
 
     request: request id, for messages. names: chained hashes of the blocks' tokens. blocks: for
-    each cache group, block ids in the order of `names`. source: for loads of a connector between
-    engines, where the blocks are; a plain value.
+    each cache group, block ids in the order of `names`; a load does not need those that are 0. If
+    groups have blocks of several sizes, a name stands for as many tokens as are whole blocks in
+    each, and a group with smaller blocks is listed once for each of them. source: for loads of a
+    connector between engines, where the blocks are; a plain value.
     """
 
     id: int
@@ -41,14 +44,29 @@ class BlockTransfer:
 
 
 @frozen
+class BlockHold:
+    """Stored blocks to keep from eviction until they have not been used for `seconds`.
+
+    names: of a prefix, in its order. tenant, key: whose share of the store they count for.
+    """
+
+    names: tuple[bytes, ...]
+    seconds: float
+    tenant: str = ""
+    key: str = ""
+
+
+@frozen
 class TransferPlan:
     """Transfers to start in a step: loads fill blocks, saves store them.
 
-    The blocks are not reused until their transfer has ended.
+    The blocks are not reused until their transfer has ended. holds: apply once the saves of this
+    plan and of earlier ones have ended; stores that do not evict may ignore them.
     """
 
     loads: tuple[BlockTransfer, ...] = ()
     saves: tuple[BlockTransfer, ...] = ()
+    holds: tuple[BlockHold, ...] = ()
 
 
 @frozen
@@ -104,8 +122,9 @@ class KVMover(ABC):
     ) -> None:
         """Receive this rank's caches.
 
-        caches: by cache group, one tensor per layer whose first dimension is the block. rank: of
-        the `ranks` that share the model; each moves its own shard.
+        caches: tensors whose first dimension is the block, by index in `BlockTransfer.blocks`;
+        indices of other pipeline stages are absent. rank: of the `ranks` that share the model; each
+        moves its own shard.
         """
 
     @abstractmethod
@@ -142,6 +161,11 @@ class KVConnector(ABC):
 
         model: a digest of everything besides tokens that keys and values depend on; it is the same
         in all processes and after a restart. ranks: how many ranks share the model.
+        """
+
+    def limit_holds(self, share: float, per_key: float) -> None:
+        """Called once, after `bind`: the share of the store that `TransferPlan.holds` may keep, and
+        the share of that for one key of a tenant.
         """
 
     @abstractmethod

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from modulm.contracts.decision import Decision
     from modulm.contracts.executor import (
         Capacity,
+        GroupCapacity,
         PartReport,
         Plan,
         RowFailure,
@@ -109,6 +110,9 @@ class BlockGroup(Protocol):
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Undo one `pin` of each block."""
+
+    def shorten(self, row: int, tokens: int) -> None:
+        """Release the row's blocks behind its first `tokens` tokens, a multiple of their size."""
 
     def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
         """Call `watcher(name, True)` for each block that enters the prefix cache, and
@@ -425,7 +429,8 @@ class RunnerContext:
     builder: builds batches with only the runner's own caches; None if it has none. model_builder:
     builds the model's batches. focus: calls `PartRunner.focus` of all runners; pass None before
     running tokens that belong to no row. logits: computes logits from hidden states [n, hidden] of
-    rows [n]. rank: of the `ranks` that share the model. caches: tensors by cache group.
+    rows [n]. rank: of the `ranks` that share the model. groups: the cache groups of all ranks.
+    caches: tensors by index in `groups`.
     """
 
     model: Model
@@ -439,6 +444,7 @@ class RunnerContext:
     rank: int = 0
     ranks: int = 1
     caches: Mapping[int, Sequence[torch.Tensor]] = field(factory=dict)
+    groups: tuple[GroupCapacity, ...] = ()
 
 
 @frozen(eq=False, kw_only=True)

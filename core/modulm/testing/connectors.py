@@ -89,7 +89,7 @@ class _Mover(KVMover):
     def begin(self, plan: TransferPlan) -> None:
         for load, transfers in ((True, plan.loads), (False, plan.saves)):
             for transfer in transfers:
-                if any(0 in blocks for blocks in transfer.blocks):
+                if not load and any(0 in blocks for blocks in transfer.blocks):
                     raise EngineError(f"transfer {transfer.id} includes the null block")
                 if load:
                     self._put(transfer, None)
@@ -122,5 +122,5 @@ class _Mover(KVMover):
     def _put(self, transfer: BlockTransfer, content: list[Blocks] | None) -> None:
         for group, caches in self._caches.items():
             for i, block in enumerate(transfer.blocks[group]):
-                for index, cache in enumerate(caches):
+                for index, cache in enumerate(caches if block else ()):
                     cache[block] = -7 if content is None else content[i][group][index]

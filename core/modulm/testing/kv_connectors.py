@@ -22,6 +22,7 @@ import torch
 from attrs import frozen
 
 from modulm.contracts.connector import (
+    BlockHold,
     BlockTransfer,
     KVConnector,
     KVIndex,
@@ -34,7 +35,8 @@ from modulm.plugins.options import structure
 from modulm.testing.kit import KitNotRun, sample_of
 
 __all__ = [
-    "Tier", "block_names", "check_bounded", "check_connector", "check_kv_connector", "open_tier",
+    "Tier", "block_names", "check_bounded", "check_connector", "check_holds", "check_kv_connector",
+    "open_tier",
 ]  # fmt: skip
 
 #: Blocks of each group, the null block with them.
@@ -84,6 +86,11 @@ class Tier:
     def load(self, number: int, names: Sequence[bytes], first: int) -> bool:
         """Fill blocks `first`, first + 1, ... of each group. Whether it worked on all ranks."""
         return self.move(TransferPlan(loads=(_transfer(number, names, first),)))
+
+    def hold(self, names: Sequence[bytes], key: str = "") -> None:
+        """Hold blocks for a minute."""
+        for mover in self.movers:
+            mover.begin(TransferPlan(holds=(BlockHold(tuple(names), 60.0, "tenant", key),)))
 
     def move(self, plan: TransferPlan) -> bool:
         """Begin a plan of one transfer on all ranks, and wait until it has ended on all."""
@@ -137,6 +144,7 @@ def _await(mover: KVMover, identity: int) -> TransferResult:
 def open_tier(connector: KVConnector, ranks: int = 1, model: str = _MODEL) -> Iterator[Tier]:
     """Both halves, opened as an engine opens them and closed at the end."""
     connector.bind(model, ranks)
+    connector.limit_holds(0.5, 0.5)
     movers = [connector.mover() for _ in range(ranks)]
     caches = [_caches(rank) for rank in range(ranks)]
     for rank, mover in enumerate(movers):
@@ -333,3 +341,38 @@ def check_bounded(make: Callable[[], KVConnector], used: Callable[[], int], most
             assert _same(tier.content(0, 9, 1), expected), "a block came back with other bytes"
         assert tier.match(block_names(1, chain=0)) == 0, "the index knows what has gone"
         assert tier.match(block_names(1, chain=29)) == 1, "the newest has gone"
+
+
+def check_holds(make: Callable[[], KVConnector], *, durable: bool = False) -> None:
+    """Check that a store evicts held blocks last, and that no key holds more than its share.
+
+    make: see `check_connector`; its store has to hold at least 4 and less than 30 blocks of the
+    kit. durable: whether holds outlive the engine. Raises AssertionError.
+    """
+    with open_tier(make()) as tier:
+        held = block_names(1, chain=210)
+        assert tier.save(1, held)
+        tier.hold(held)
+        room = _press(tier, 220)
+        assert tier.match(held) == 1, "a held block was evicted"
+        assert tier.load(2, held, 9), "a held block was evicted"
+        for number in range(40):
+            more = block_names(1, chain=100 + number)
+            assert tier.save(300 + number, more, 2), "holds leave no room"
+            tier.hold(more, "greedy")
+        _press(tier, 221)
+        left = sum(tier.match(block_names(1, chain=100 + number)) for number in range(40))
+        assert left <= room // 3 + 1, f"a key holds {left} of {room} blocks, more than its share"
+        assert tier.match(held) == 1, "holds of one key took another's place"
+    if durable:
+        with open_tier(make()) as tier:
+            _press(tier, 222)
+            assert tier.match(held) == 1, "a held block was evicted after a restart"
+
+
+def _press(tier: Tier, chain: int) -> int:
+    """Save 30 blocks that nobody holds; return how many of them are stored at the end."""
+    blocks = [(name,) for name in block_names(30, chain)]
+    for block in blocks:
+        assert tier.save(10, block, 2), "a full store is an error"
+    return sum(map(tier.match, blocks))

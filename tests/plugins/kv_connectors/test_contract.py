@@ -9,7 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from modulm.errors import ConfigError
-from modulm.testing.kv_connectors import block_names, check_bounded, check_connector, open_tier
+from modulm.testing.kv_connectors import (
+    block_names,
+    check_bounded,
+    check_connector,
+    check_holds,
+    open_tier,
+)
 from modulm_command_kv.command import command
 from modulm_kv_disk.connector import DiskConnector, DiskOptions, _Index
 from modulm_kv_host.connector import HostConnector, HostOptions
@@ -33,12 +39,15 @@ def used(folder: Path) -> int:
 def test_host_memory() -> None:
     check_connector(host)
     check_bounded(lambda: host(2000), lambda: 0, 2000)
+    check_holds(lambda: host(4000))
 
 
 def test_files(tmp_path: Path) -> None:
     check_connector(lambda: disk(tmp_path / "all"), durable=True)
     few = tmp_path / "few"
     check_bounded(lambda: disk(few, 6000), lambda: used(few), 6000)
+    held = tmp_path / "held"
+    check_holds(lambda: disk(held, 12000), durable=True)
 
 
 def test_several_tiers(tmp_path: Path) -> None:
@@ -47,12 +56,15 @@ def test_several_tiers(tmp_path: Path) -> None:
             {"kv_connector": "host", "kv_connector_extra_config": {"cpu_bytes_to_use": 4000}},
             {
                 "kv_connector": "disk",
-                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+                "kv_connector_extra_config": {
+                    "shared_storage_path": str(tmp_path), "max_bytes": 16_000,
+                },
             },
-        )
+        )  # fmt: skip
         return MultiConnector(MultiOptions(tables))
 
     check_connector(tiers, durable=True)
+    check_holds(tiers)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +90,7 @@ class _SwapsBlocks(BlockCopier):
 
 class _SkipsALayer(BlockCopier):
     def load(self, blocks, stored):
-        self._views = self._views[:-1]
+        self._views, self._arrays = self._views[:-1], self._arrays[:-1]
         super().load(blocks, stored)
 
 
@@ -93,6 +105,23 @@ def test_the_kit_sees_wrong_copies(fault: type, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("modulm_kv_transfer.copies.BlockCopier", fault)
     with pytest.raises(AssertionError, match="bytes|order|other blocks"):
         check_connector(host)
+
+
+@pytest.mark.parametrize("quota", [True, False])
+def test_the_kit_sees_what_is_wrong_with_holds(
+    quota: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quota:
+        monkeypatch.setattr(HostConnector, "limit_holds", _Unlimited.limit_holds)
+    else:
+        monkeypatch.setattr("modulm_kv_host.connector._Mover.hold", lambda self, hold: None)
+    with pytest.raises(AssertionError, match="more than its share" if quota else "was evicted"):
+        check_holds(lambda: host(4000))
+
+
+class _Unlimited(HostConnector):
+    def limit_holds(self, share: float, per_key: float) -> None:
+        self._shares = 0.9, 1.0
 
 
 def test_the_kit_sees_an_index_that_counts_over_gaps(

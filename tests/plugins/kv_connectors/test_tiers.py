@@ -30,6 +30,17 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 #: Tokens of a prompt's full blocks but the last token's.
 STORED = 32
 
+#: Blocks of 16 tokens and states after each 64: the unit of transfers is 64 tokens.
+STATES = {"mamba_cache_mode": "all", "mamba_block_size": 64, "max_num_batched_tokens": 128}
+LONG = [{"prompt_token_ids": [5 + i, 9, 40, 7] * 36} for i in range(2)]
+HYBRIDS = {
+    "mamba2": "Mamba2ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "bamba": "BambaForCausalLM",
+}
 FAMILIES = {
     "dense": ("Qwen3ForCausalLM", {}),
     "sliding": ("MistralForCausalLM", {"sliding_window": 24}),
@@ -84,13 +95,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 def drain(llm: LLM) -> None:
     """Go on until everything beside the outputs has ended too."""
-    while llm._core.loop.tick():
-        pass
+    drain_transfers(llm)
     check_empty(llm._core.loop)
 
 
-def generate(llm: LLM) -> tuple[list[Any], list[int | None]]:
-    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+def drain_transfers(llm: LLM) -> None:
+    while llm._core.loop.tick():
+        pass
+
+
+def generate(llm: LLM, prompts: Any = PROMPTS) -> tuple[list[Any], list[int | None]]:
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
     drain(llm)
     answers = [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
     return answers, [output.num_cached_tokens for output in outputs]
@@ -115,6 +130,25 @@ def test_answers_are_the_same(
     assert counts["modulm:kv_offload_load_blocks_total"] > 0
     assert counts["modulm:kv_offload_load_time_total"] > 0
     assert counts["modulm:kv_offload_load_failures_total"] == 0
+
+
+@parametrize_sample(("family", "tier"), [(f, t) for f in HYBRIDS for t in TIERS], every=6)
+def test_states_come_back(
+    family: str, tier: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """States of recurrent layers, beside attention with smaller blocks; failed loads too."""
+    model = str(make_tiny(tmp_path_factory.mktemp(family), HYBRIDS[family]))
+    flags = FLAGS | STATES | {"max_model_len": 256}
+    with LLM(model, **flags) as llm:
+        expected, _ = generate(llm, LONG)
+    with LLM(model, **flags, **TIERS[tier](tmp_path)) as llm:
+        assert generate(llm, LONG) == (expected, [0] * 2)
+        llm.reset_prefix_cache()
+        assert generate(llm, LONG) == (expected, [128] * 2)
+        for file in tmp_path.rglob("*.kv"):
+            file.write_bytes(b"")
+        llm.reset_prefix_cache()
+        assert generate(llm, LONG) == (expected, [0 if tier == "disk" else 128] * 2)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -154,6 +188,41 @@ def test_files_outlive_the_engine(model: Callable[[str], str], tmp_path: Path) -
         assert generate(llm) == (expected, [STORED] * 4)
     with LLM(model("dense"), **flags | {"seed": 7}) as llm:
         assert generate(llm)[1] == [0] * 4
+
+
+def marked(key: str) -> SamplingParams:
+    extra = {"prefix_retention": {"key": key, "marks": [[48, 60]]}}
+    return SamplingParams(temperature=0, max_tokens=1, extra_args=extra)
+
+
+def test_held_prefixes_outlive_pressure_and_restarts(
+    model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Three prompts' room on the device, eight in files: a marked one stays, its neighbours go."""
+    options = {"shared_storage_path": str(tmp_path), "max_bytes": 24 * 17_000}
+    table = {"kv_connector": "disk", "kv_connector_extra_config": options}
+    flags = FLAGS | {"num_gpu_blocks_override": 13, "kv_transfer_config": table}
+    held, other, *_ = PROMPTS
+    pressure = [{"prompt_token_ids": [60 + i, 3, 8] * 16} for i in range(12)]
+    once = SamplingParams(temperature=0, max_tokens=1)
+
+    def cached(llm: LLM, prompt: dict[str, Any]) -> int | None:
+        (output,) = llm.generate([prompt], once, use_tqdm=False)
+        drain_transfers(llm)
+        return output.num_cached_tokens
+
+    with LLM(model("dense"), **flags) as llm:
+        llm.generate([held, other], [marked("a"), once], use_tqdm=False)
+        for prompt in pressure:
+            cached(llm, prompt)
+        llm.reset_prefix_cache()
+        assert cached(llm, held) == STORED
+        assert cached(llm, other) == 0
+    with LLM(model("dense"), **flags) as llm:
+        for prompt in pressure:
+            cached(llm, prompt)
+        llm.reset_prefix_cache()
+        assert cached(llm, held) == STORED
 
 
 def test_several_tiers(model: Callable[[str], str], tmp_path: Path) -> None:

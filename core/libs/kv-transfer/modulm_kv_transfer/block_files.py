@@ -1,7 +1,8 @@
 """Files of blocks: their paths, format, and eviction.
 
 Paths are `folder/MODEL/RofN/XX/NAME.kv`: the model's digest, rank and number of ranks, and the
-block's name in hex. A file is a one-line JSON header followed by the block's bytes.
+block's name in hex. A file is a one-line JSON header followed by the block's bytes. The time of its
+last change is when it was used, or, of a block that is held, until when it is.
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from attrs import frozen
 
 __all__ = [
     "FOLDER",
+    "OVERHEAD",
     "BadFile",
     "Stored",
     "block_path",
     "clear",
     "evict",
+    "hold",
     "models",
     "read",
+    "release",
     "scan",
+    "touch",
     "write",
 ]
 
 #: Default folder.
 FOLDER = "~/.cache/modulm/kv"
-VERSION = 1
-#: Maximum size of a header in bytes.
-_HEADER = 4096
+VERSION = 2
+#: Maximum seconds that a file is held: a day, and an hour for clocks that differ.
+_LONGEST_HOLD = 90_000
+#: Maximum size of a header in bytes, and about how many it has.
+_HEADER, OVERHEAD = 4096, 400
 #: Pattern of a model's folder name.
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -61,8 +69,24 @@ def block_path(folder: Path, model: str, rank: int, ranks: int, name: bytes) -> 
     return folder / model / f"{rank}of{ranks}" / text[:2] / f"{text}.kv"
 
 
+#: Numbers of 8 bytes that are hashed side by side, and what each is multiplied by (odd).
+_LANES, _FACTOR = 4096, np.uint64(0x9E3779B97F4A7C15)
+
+
 def _checksum(payload: memoryview) -> str:
-    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+    """Return a checksum against accidents, not attacks, at a third of the speed of a copy.
+
+    Each lane is a polynomial modulo 2**64 over every 4096th number, so that any change of a single
+    one, and exchanged pieces, give another result. Cryptographic hashes take ten times as long.
+    """
+    whole = len(payload) // (8 * _LANES) * (8 * _LANES)
+    lanes = np.zeros(_LANES, dtype=np.uint64)
+    for row in np.frombuffer(payload[:whole], dtype="<u8").reshape(-1, _LANES):
+        np.multiply(lanes, _FACTOR, out=lanes)
+        np.add(lanes, row, out=lanes)
+    digest = hashlib.blake2b(lanes.tobytes(), digest_size=16)
+    digest.update(payload[whole:])
+    return digest.hexdigest()
 
 
 def write(path: Path, described: Mapping[str, Any], payload: memoryview) -> int:
@@ -134,6 +158,27 @@ def scan(folder: Path, model: str | None = None) -> Iterator[Stored]:
                     _remove_unlocked(path)
 
 
+def touch(path: Path) -> None:
+    """Note that a file is used now; one that is held stays so. Raises OSError."""
+    now = time.time()
+    if not now < path.stat().st_mtime <= now + _LONGEST_HOLD:
+        os.utime(path, (now, now))
+
+
+def hold(path: Path, seconds: float) -> None:
+    """Let other files be evicted first until at least so many seconds from now. Raises OSError."""
+    now = time.time()
+    if not now + seconds < path.stat().st_mtime <= now + _LONGEST_HOLD:
+        os.utime(path, (now, now + seconds))
+
+
+def release(path: Path) -> None:
+    """End a hold, as if the file was used now. Raises OSError."""
+    now = time.time()
+    if path.stat().st_mtime > now:
+        os.utime(path, (now, now))
+
+
 def _remove_unlocked(path: Path) -> None:
     """Remove a temporary file whose writer died. Raises OSError, also if it is being written.
 
@@ -147,9 +192,12 @@ def _remove_unlocked(path: Path) -> None:
 def evict(folder: Path, most: int) -> int:
     """Remove least recently used files until at most `most` bytes are left; return the size.
 
-    Engines that share the folder may call this concurrently.
+    Held files are the last, those that are held longest at the end. Engines that share the folder
+    may call this concurrently.
     """
-    files = sorted(scan(folder), key=lambda file: file.used)
+    latest = time.time() + _LONGEST_HOLD
+    # A time that no hold reaches is from before a jump of the clock.
+    files = sorted(scan(folder), key=lambda file: file.used if file.used <= latest else 0.0)
     total = sum(file.size for file in files)
     for file in files:
         if total <= most:

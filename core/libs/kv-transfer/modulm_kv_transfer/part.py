@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from modulm.contracts.connector import BlockTransfer, KVConnector, TransferPlan, TransferResult
+from modulm.contracts.connector import (
+    BlockHold,
+    BlockTransfer,
+    KVConnector,
+    TransferPlan,
+    TransferResult,
+)
 from modulm.contracts.decision import Decision
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
+from modulm.errors import ConfigError
 from modulm_kv_transfer.choice import connector_decision, connector_tables
 from modulm_kv_transfer.identity import engine_facts, model_digest
 from modulm_kv_transfer.remote import RemoteConnector, RemoteIndex
+from modulm_prefix_retention.flags import PrefixRetentionConfig
 
 if TYPE_CHECKING:
     from modulm_kv_transfer.planner import TransferPlanner
@@ -38,6 +46,8 @@ class TransfersPart(StepPart):
         driver, options = configured
         connector = driver(options)
         connector.bind(model_digest(config, plugins), config.parallel.ranks)
+        retention = config.group(PrefixRetentionConfig)
+        connector.limit_holds(retention.prefix_retention, retention.prefix_retention_per_key)
         if isinstance(connector, RemoteConnector):
             replica = config.parallel.data_parallel_rank_local
             connector.describe_engine(engine_facts(config, plugins), replica)
@@ -57,15 +67,18 @@ class TransfersPart(StepPart):
     def runner(self, built: BuiltModel) -> TransferRunner:
         from modulm_kv_transfer.runner import TransferRunner
 
+        _check_groups(built.loaded)
         remote = isinstance(self.connector, RemoteConnector)
         return TransferRunner(self.connector.mover(), remote=remote)
 
     def pack_plan(self, value: TransferPlan) -> list[Any]:
-        return [[attrs.astuple(move) for move in moves] for moves in (value.loads, value.saves)]
+        lists = (value.loads, value.saves, value.holds)
+        return [[attrs.astuple(each) for each in values] for values in lists]
 
     def unpack_plan(self, packed: list[Any]) -> TransferPlan:
-        loads, saves = (tuple(map(_transfer, moves)) for moves in packed)
-        return TransferPlan(loads, saves)
+        loads, saves, holds = packed
+        kept = tuple(BlockHold(tuple(names), *rest) for names, *rest in holds)
+        return TransferPlan(tuple(map(_transfer, loads)), tuple(map(_transfer, saves)), kept)
 
     def pack_report(self, value: TransferResult) -> list[Any]:
         return [value.done, value.failed, value.removed]
@@ -73,6 +86,20 @@ class TransfersPart(StepPart):
     def unpack_report(self, packed: list[Any]) -> TransferResult:
         done, failed, removed = packed
         return TransferResult(tuple(done), tuple(map(tuple, failed)), tuple(removed))
+
+
+def _check_groups(loaded: Any) -> None:
+    """Raise ConfigError if not all of a model's cache groups have blocks that prompts share."""
+    for group in loaded.groups:
+        if group.kind == "cross":
+            message = "a KV connector cannot store encoder outputs of encoder-decoder models"
+            raise ConfigError("kv_transfer_config", message)
+        if group.kind == "state" and group.block_size >= loaded.max_model_len:
+            raise ConfigError(
+                "kv_transfer_config",
+                "layers keep one state per sequence: a KV connector needs --mamba-cache-mode all, "
+                "with which states of prompts' beginnings are kept",
+            )
 
 
 def _transfer(packed: list[Any]) -> BlockTransfer:

@@ -21,7 +21,9 @@ from modulm.contracts.executor import PartReport, Plan
 from modulm.contracts.requests import Request
 from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, WaitingRequest
 from modulm.errors import ConfigError
+from modulm_kv_transfer.holds import PrefixHolds
 from modulm_kv_transfer.remote import RemoteIndex
+from modulm_kv_transfer.units import BlockUnits
 
 __all__ = ["RemoteTransferPlanner", "TransferPlanner"]
 
@@ -64,6 +66,14 @@ class TransferPlanner(PartPlanner):
         self._table = context.rows
         self._names = context.prefixes
         self._ranks = context.capacity.ranks
+        if not self._names.enabled:
+            raise ConfigError(
+                "kv_transfer_config",
+                "a KV connector requires prefix caching, which this model lacks, or "
+                "--no-enable-prefix-caching turns off",
+            )
+        self._units = BlockUnits(context.capacity.groups)
+        self._holds = PrefixHolds(self._units.size)
         #: Row -> tokens that need not be computed, of rows whose load ended but have not run yet.
         self._loaded: dict[int, int] = {}
         self._loading: set[int] = set()
@@ -71,6 +81,8 @@ class TransferPlanner(PartPlanner):
         self._saves: dict[int, BlockTransfer] = {}
         self._outcomes: dict[int, _Outcome] = {}
         self._new: tuple[list[BlockTransfer], list[BlockTransfer]] = ([], [])
+        #: Row -> names of its blocks, by block size.
+        self._chains: dict[int, Any] = {}
         #: Row -> full blocks that are saved, or need not be.
         self._saved: dict[int, int] = {}
         #: Request -> leading blocks that are stored.
@@ -81,12 +93,6 @@ class TransferPlanner(PartPlanner):
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._begun: dict[int, float] = {}
         self._undecided = False
-        if not (self._names.enabled and self._cache.uniform):
-            raise ConfigError(
-                "kv_transfer_config",
-                "a KV connector requires prefix caching, and a model without recurrent states "
-                "whose layers all have the same block size",
-            )
 
     @property
     def busy(self) -> bool:
@@ -97,8 +103,8 @@ class TransferPlanner(PartPlanner):
         request = waiting.request
         if not request.reads_prefix or self._left_out(request):
             return cached
-        size = self._cache.sizes[0]
-        names = waiting.chains[0].names[: (waiting.tokens - 1) // size]
+        size = self._units.size
+        names = self._units.names(waiting.chains[0].names)[: (waiting.tokens - 1) // size]
         stored = self.index.match(request.id, names, cached // size)
         if stored is None:
             self._undecided = True
@@ -110,19 +116,27 @@ class TransferPlanner(PartPlanner):
 
     def admit(self, waiting: WaitingRequest, row: int) -> None:
         # Blocks that are already stored are not saved again.
-        stored = self._stored.get(waiting.request.id, 0)
-        self._saved[row] = _NEVER if self._left_out(waiting.request) else stored
+        request = waiting.request
+        stored = self._stored.get(request.id, 0)
+        self._saved[row] = _NEVER if self._left_out(request) else stored
+        self._chains[row] = waiting.chains
+        if request.reads_prefix and not self._left_out(request):
+            self._holds.admit(request, row, self._units.names(waiting.chains[0].names))
 
     def _left_out(self, request: Request) -> bool:
         """Whether the request's blocks are never loaded or saved: see `KVIndex.durable`."""
         return self.index.durable and request.adapter is not None
 
     def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
-        size = self._cache.sizes[0]
+        size = self._units.size
         first, last = cached // size, tokens // size
-        names = tuple(waiting.chains[0].names[first:last])
+        names = tuple(self._units.names(waiting.chains[0].names)[first:last])
         request = waiting.request.id
-        transfer = self._transfer(request, row, names, range(first, last), self.source(request))
+        blocks = tuple(
+            tuple(self._blocks(row, part, range(first, last)))
+            for part in range(len(self._units.parts))
+        )
+        transfer = self._transfer(request, names, blocks, self.source(request))
         epoch = int(self._table.epoch[row])
         self._loads[transfer.id] = _Load(transfer, row, epoch, cached, tokens)
         self._new[0].append(transfer)
@@ -137,51 +151,86 @@ class TransferPlanner(PartPlanner):
         return {row: self._loaded.pop(row) for row in rows if row in self._loaded}
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
-        """Save full blocks that the connector requests."""
-        size = self._cache.sizes[0]
-        for row, full in zip(rows.tolist(), (ends // size).tolist(), strict=True):
+        """Save full blocks that the connector requests, and hold what requests have marked."""
+        size = self._units.size
+        for row, end, full in zip(
+            rows.tolist(), ends.tolist(), (ends // size).tolist(), strict=True
+        ):
             done = self._saved.get(row, 0)
-            if full <= done:
-                continue
-            request = str(self._table.names[row])
-            names = self._names.names(row)[:full]
-            wanted = self.index.blocks_to_save(request, names)
-            self._saved[row] = full if wanted >= full else done
-            self._save(request, row, names, range(done, min(wanted, full)))
+            if full > done:
+                request = str(self._table.names[row])
+                names = self._units.names(self._names.names(row))[:full]
+                wanted = self.index.blocks_to_save(request, names)
+                self._saved[row] = full if wanted >= full else done
+                self._save(request, row, names, range(done, min(wanted, full)))
+            self._holds.settle(row, end)
 
     def _save(self, request: str, row: int, names: Sequence[bytes], indices: range) -> None:
-        tables = [group.tables[row] for group in self._cache.groups]
-        whole = [index for index in indices if all(table[index] != _NULL for table in tables)]
-        if len(whole) < len(indices):
+        if self._units.states:
+            units = self._stateful(row, indices)
+        else:
+            columns = [self._blocks(row, part, indices) for part in range(len(self._units.parts))]
+            whole = np.all(np.array(columns) != _NULL, axis=0)
+            units = {i: [ids[n] for ids in columns] for n, i in enumerate(indices) if whole[n]}
+        if len(units) < len(indices):
             self.skip(request)
-        unsaved = [index for index in whole if names[index] not in self._saving]
+        unsaved = [index for index in units if names[index] not in self._saving]
         if unsaved:
             chosen = tuple(names[index] for index in unsaved)
-            transfer = self._transfer(request, row, chosen, unsaved)
+            blocks = tuple(zip(*(units[index] for index in unsaved), strict=True))
+            transfer = self._transfer(request, chosen, blocks)
             self._saving.update(chosen)
             self._saves[transfer.id] = transfer
             self._new[1].append(transfer)
+
+    def _stateful(self, row: int, indices: range) -> dict[int, list[int]]:
+        """Return the blocks of units whose recurrent states are kept, up to the first other one.
+
+        Only states in the prefix cache are the same in all runs; a row may have others.
+        """
+        units, size = {}, self._units.size
+        parts = range(len(self._units.parts))
+        names = {chain.size: chain.names for chain in self._chains[row]}
+        for index in indices:
+            end = (index + 1) * size
+            hit = self._cache.lookup(names, end)
+            if hit.tokens != end:
+                self._saved[row] = _NEVER
+                break
+            columns = [int(self._units.columns(part, [index])[0]) for part in parts]
+            tables = [
+                hit.blocks[group] if group in self._units.states
+                else self._cache.groups[group].tables[row]
+                for group, _ in self._units.parts
+            ]  # fmt: skip
+            ids = [int(table[at]) for table, at in zip(tables, columns, strict=True)]
+            if _NULL in ids:
+                break
+            units[index] = ids
+        return units
 
     def skip(self, request: str) -> None:
         """Called if some of the request's blocks cannot be saved: they had left the window of a
         cached prefix.
         """
 
+    def _blocks(self, row: int, part: int, units: Sequence[int]) -> list[int]:
+        """Return the ids of a part's blocks of these units."""
+        table = self._cache.groups[self._units.parts[part][0]].tables[row]
+        ids: list[int] = table[self._units.columns(part, units)].tolist()
+        return ids
+
     def _transfer(
         self,
         request: str,
-        row: int,
         names: tuple[bytes, ...],
-        indices: Sequence[int],
+        blocks: tuple[tuple[int, ...], ...],
         source: Any = None,
     ) -> BlockTransfer:
-        """Create a transfer of the row's blocks at `indices`, and pin them until it has ended."""
+        """Create a transfer, and pin its blocks until it has ended."""
         self._count += 1
-        blocks = tuple(
-            tuple(group.tables[row, list(indices)].tolist()) for group in self._cache.groups
-        )
-        for group, ids in zip(self._cache.groups, blocks, strict=True):
-            group.pin(ids)
+        for (group, _), ids in zip(self._units.parts, blocks, strict=True):
+            self._cache.groups[group].pin(ids)
         self._begun[self._count] = time.monotonic()
         return BlockTransfer(self._count, request, names, blocks, source)
 
@@ -191,11 +240,13 @@ class TransferPlanner(PartPlanner):
         A step without rows gets an empty plan while transfers are running, so that workers report.
         """
         loads, saves = self._new
+        holds = self._holds.take()
         undecided, self._undecided = self._undecided, False
-        if not loads and not saves and (len(step.rows) or not (self.busy or undecided)):
+        reports = not len(step.rows) and (self.busy or undecided)
+        if not (loads or saves or holds or reports):
             return None
         self._new = ([], [])
-        return TransferPlan(tuple(loads), tuple(saves))
+        return TransferPlan(tuple(loads), tuple(saves), holds)
 
     def receive(self, plan: Plan, report: PartReport) -> None:
         result: TransferResult = report.value
@@ -281,15 +332,19 @@ class TransferPlanner(PartPlanner):
             self._names.advance(np.array([row]), np.array([tokens]))
         else:
             self._saved[row] = 0  # what failed to load may be gone
+            for group in self._units.states:  # steps may end where it has no slots
+                self._cache.groups[group].shorten(row, tokens)
 
     def _free(self, transfer: BlockTransfer) -> None:
-        for group, blocks in zip(self._cache.groups, transfer.blocks, strict=True):
-            group.unpin(blocks)
+        for (group, _), ids in zip(self._units.parts, transfer.blocks, strict=True):
+            self._cache.groups[group].unpin(ids)
 
     def release(self, request: Request, row: int) -> None:
         self._loading.discard(row)
         self._loaded.pop(row, None)
         self._saved.pop(row, None)
+        self._chains.pop(row, None)
+        self._holds.release(row)
 
     def finished(self, request: str) -> None:
         self._stored.pop(request, None)
@@ -301,6 +356,11 @@ class RemoteTransferPlanner(TransferPlanner):
 
     def __init__(self, index: RemoteIndex, context: PlannerContext) -> None:
         super().__init__(index, context)
+        if self._units.states:
+            raise ConfigError(
+                "kv_transfer_config",
+                "recurrent states cannot be sent to other engines yet: use host or disk",
+            )
         self._remote = index
         self._known: set[str] = set()
         #: Requests whose answers have no `kv_transfer_params` yet.

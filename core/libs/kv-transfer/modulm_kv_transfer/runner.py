@@ -8,6 +8,7 @@ from typing import Any
 from modulm.contracts.connector import KVMover, TransferPlan, TransferResult
 from modulm.contracts.executor import Plan
 from modulm.contracts.step_part import PartRunner, RunnerContext
+from modulm_kv_transfer.units import BlockUnits
 
 __all__ = ["TransferRunner"]
 
@@ -28,7 +29,8 @@ class TransferRunner(PartRunner):
         return {"remote": 1} if self._remote else {}
 
     def open(self, context: RunnerContext) -> None:
-        self._mover.open(context.caches, rank=context.rank, ranks=context.ranks)
+        caches = BlockUnits(context.groups).arrange(context.caches)
+        self._mover.open(caches, rank=context.rank, ranks=context.ranks)
 
     def close(self) -> None:
         self._mover.close()

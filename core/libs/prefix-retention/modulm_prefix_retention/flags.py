@@ -15,7 +15,8 @@ class PrefixRetentionConfig(FlagGroup):
 
     prefix_retention: float = flag(
         0.25,
-        "Fraction of the KV cache that may be held for requests that ask for it (cache_control, "
+        "Fraction of the KV cache, and of each store of --kv-transfer-config, that may be held for "
+        "requests that ask for it (cache_control, "
         "prompt_cache_key, prompt_cache_retention); 0: none. Room for one sequence of "
         "max_model_len is never held.",
         least=0,

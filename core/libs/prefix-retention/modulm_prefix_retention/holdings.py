@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 from attrs import define, field
 
@@ -16,13 +17,13 @@ _NULL = 0
 class Holding:
     """A held prefix: its blocks in each cache group, and the monotonic time when it is released.
 
-    seconds: that it is held after each use.
+    blocks: ids on a device, or names in a store. seconds: that it is held after each use.
     """
 
     tenant: str
     key: str
     tokens: int
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[Hashable, ...], ...]
     seconds: float
     until: float
 
@@ -37,14 +38,14 @@ class _Scope:
     """Distinct blocks held within a scope, and how many holdings have each."""
 
     counts: list[int]
-    holders: Counter[tuple[int, int]] = field(factory=Counter)
+    holders: Counter[tuple[int, Hashable]] = field(factory=Counter)
 
-    def add(self, blocks: Sequence[Sequence[int]]) -> None:
+    def add(self, blocks: Sequence[Sequence[Hashable]]) -> None:
         for block in _pairs(blocks):
             self.counts[block[0]] += not self.holders[block]
             self.holders[block] += 1
 
-    def remove(self, blocks: Sequence[Sequence[int]]) -> None:
+    def remove(self, blocks: Sequence[Sequence[Hashable]]) -> None:
         for block in _pairs(blocks):
             self.holders[block] -= 1
             if not self.holders[block]:
@@ -55,7 +56,7 @@ class _Scope:
         return any(count > limit for count, limit in zip(self.counts, limits, strict=True))
 
 
-def _pairs(blocks: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+def _pairs(blocks: Sequence[Sequence[Hashable]]) -> Iterator[tuple[int, Hashable]]:
     return (
         (group, block)
         for group, ids in enumerate(blocks)
@@ -77,7 +78,7 @@ class Holdings:
         self,
         limits: Sequence[int],
         key_limits: Sequence[int],
-        release: Callable[[tuple[tuple[int, ...], ...]], None],
+        release: Callable[[Any], None],
     ) -> None:
         self._limits, self._key_limits, self._release = limits, key_limits, release
         self._holdings: OrderedDict[bytes, Holding] = OrderedDict()
@@ -88,6 +89,10 @@ class Holdings:
 
     def __contains__(self, name: object) -> bool:
         return name in self._holdings
+
+    def holds(self, group: int, block: Hashable) -> bool:
+        """Whether a block of a cache group is held."""
+        return (group, block) in self._scope(()).holders
 
     def put(self, name: bytes, holding: Holding) -> None:
         """Add a holding, whose blocks the caller has pinned; replaces one of the same name."""

@@ -55,6 +55,13 @@ class BlockTables(ABC):
         """Undo one `pin` of each block."""
         self.pool.release(blocks)
 
+    def shorten(self, row: int, tokens: int) -> None:
+        """Release the row's blocks behind its first `tokens` tokens, a multiple of their size."""
+        first, count = tokens // self.size, int(self.block_counts[row])
+        self.pool.release(self.tables[row, first:count].tolist())
+        self.tables[row, first:count] = NULL
+        self.block_counts[row], self.room[row] = first, tokens
+
     def watch(self, watcher: Callable[[bytes, bool], None]) -> None:
         """Report blocks that enter and leave the prefix cache; see `BlockGroup.watch`."""
         self.index.watchers.append(watcher)
@@ -124,10 +131,7 @@ class BlockTables(ABC):
 
     def release(self, row: int) -> None:
         """Release all blocks of a row."""
-        count = int(self.block_counts[row])
-        self.pool.release(self.tables[row, :count].tolist())
-        self.tables[row, :count] = NULL
-        self.block_counts[row] = self.room[row] = 0
+        self.shorten(row, 0)
 
 
 class _Full(BlockTables):

@@ -172,7 +172,8 @@ class ModelRunner:
                     rows=rows,
                     rank=self._mesh.world.rank,
                     ranks=self._mesh.world.size,
-                    caches=_by_group(builder.caches, builder.owners),
+                    caches=_by_group(builder),
+                    groups=self.capacity.groups,
                 )
             )
 
@@ -563,14 +564,12 @@ def _recorder(loaded: Loaded, config: EngineConfig) -> Callable[[Forward], Forwa
     return loaded.ops.recorded
 
 
-def _by_group(
-    caches: Sequence[torch.Tensor | Mapping[str, torch.Tensor]], owners: Sequence[int]
-) -> dict[int, list[torch.Tensor]]:
-    """Return the cache tensors of each group; their first dimension is the block."""
+def _by_group(builder: BatchBuilder) -> dict[int, list[torch.Tensor]]:
+    """Return the cache tensors by index in `Plan.tables`; their first dimension is the block."""
     by_group: dict[int, list[torch.Tensor]] = {}
-    for cache, group in zip(caches, owners, strict=True):
+    for cache, owner in zip(builder.caches, builder.owners, strict=True):
         tensors = cache.values() if isinstance(cache, Mapping) else (cache,)
-        by_group.setdefault(group, []).extend(tensors)
+        by_group.setdefault(builder.groups[owner].table, []).extend(tensors)
     return by_group
 
 

@@ -11,13 +11,21 @@ from typing import ClassVar
 from attrs import field, frozen
 from attrs.validators import ge
 
-from modulm.contracts.connector import BlockTransfer, KVConnector, KVIndex, KVMover
+from modulm.contracts.connector import (
+    BlockHold,
+    BlockTransfer,
+    KVConnector,
+    KVIndex,
+    KVMover,
+)
 from modulm_kv_transfer import block_files as files
 from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+from modulm_kv_transfer.holds import HeldBlocks
 
 __all__ = ["DiskConnector", "DiskOptions"]
 
-#: Maximum blocks in host memory at once on their way to or from files.
+#: Blocks in host memory at once on their way between files and a device; one without a device, so
+#: that it is still in the processor's cache when it is copied.
 _PART = 16
 
 
@@ -56,16 +64,20 @@ class _Index(KVIndex):
 class _Mover(CopyingMover):
     """Writes and reads this rank's files."""
 
-    def __init__(self, options: DiskOptions, model: str) -> None:
+    def __init__(self, options: DiskOptions, model: str, share: float, per_key: float) -> None:
         super().__init__()
+        self._shares = share, per_key
         self._folder, self._most, self._model = options.folder, options.max_bytes, model
         self._total = self._written = 0
 
     def prepare(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._total = files.evict(self._folder, self._most)
-        self._buffer = self.copier.buffer(_PART)
+        self._part = _PART if self.copier.staged else 1
+        self._buffer = self.copier.buffer(self._part)
         self._bytes = [memoryview(row.numpy()) for row in self._buffer]
+        blocks = self._most // self.ranks // (self.copier.width + files.OVERHEAD)
+        self._held = HeldBlocks(blocks, *self._shares, self._release)
 
     def _path(self, name: bytes) -> Path:
         return files.block_path(self._folder, self._model, self.rank, self.ranks, name)
@@ -80,11 +92,11 @@ class _Mover(CopyingMover):
         new = []
         for index, name in enumerate(transfer.names):
             try:
-                os.utime(self._path(name))
+                files.touch(self._path(name))
             except FileNotFoundError:
                 new.append(index)
-        for start in range(0, len(new), _PART):
-            part = new[start : start + _PART]
+        for start in range(0, len(new), self._part):
+            part = new[start : start + self._part]
             blocks = [[ids[index] for index in part] for ids in transfer.blocks]
             self.copier.save(blocks, list(self._buffer[: len(part)]))
             self.synchronize()
@@ -103,11 +115,11 @@ class _Mover(CopyingMover):
         self._written += size
 
     def load(self, transfer: BlockTransfer) -> None:
-        for start in range(0, len(transfer.names), _PART):
-            names = transfer.names[start : start + _PART]
+        for start in range(0, len(transfer.names), self._part):
+            names = transfer.names[start : start + self._part]
             for row, name in enumerate(names):
                 self._read(name, self._bytes[row])
-            blocks = [ids[start : start + _PART] for ids in transfer.blocks]
+            blocks = [ids[start : start + self._part] for ids in transfer.blocks]
             self.copier.load(blocks, list(self._buffer[: len(names)]))
             self.synchronize()
 
@@ -116,13 +128,25 @@ class _Mover(CopyingMover):
         path = self._path(name)
         try:
             files.read(path, self._described(name), into)
-            os.utime(path)
+            files.touch(path)
         except FileNotFoundError as error:
             raise TransferFailed(f"{path.name} was removed") from error
         except files.BadFile as error:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise TransferFailed(str(error)) from error
+
+    def hold(self, hold: BlockHold) -> None:
+        # The end of a prefix is evicted before its beginning.
+        for name in reversed(self._held.hold(hold)):
+            with contextlib.suppress(OSError):
+                files.hold(self._path(name), hold.seconds)
+
+    def _release(self, names: Sequence[bytes]) -> None:
+        """Let the files of blocks be evicted again."""
+        for name in reversed(names):
+            with contextlib.suppress(OSError):
+                files.release(self._path(name))
 
 
 class DiskConnector(KVConnector):
@@ -133,13 +157,16 @@ class DiskConnector(KVConnector):
     Config: ClassVar[type] = DiskOptions
 
     config: DiskOptions
-    _model, _ranks = "", 1
+    _model, _ranks, _shares = "", 1, (0.0, 0.0)
 
     def bind(self, model: str, ranks: int) -> None:
         self._model, self._ranks = model, ranks
+
+    def limit_holds(self, share: float, per_key: float) -> None:
+        self._shares = share, per_key
 
     def index(self) -> KVIndex:
         return _Index(self.config.folder, self._model, self._ranks)
 
     def mover(self) -> KVMover:
-        return _Mover(self.config, self._model)
+        return _Mover(self.config, self._model, *self._shares)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar
 
 import torch
 from attrs import field, frozen
 from attrs.validators import ge
 
-from modulm.contracts.connector import BlockTransfer, KVConnector, KVIndex, KVMover
+from modulm.contracts.connector import (
+    BlockHold,
+    BlockTransfer,
+    KVConnector,
+    KVIndex,
+    KVMover,
+)
 from modulm.errors import ConfigError
 from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+from modulm_kv_transfer.holds import HeldBlocks
 
 __all__ = ["HostConnector", "HostOptions"]
 
@@ -71,10 +78,12 @@ class _Index(KVIndex):
 class _Mover(CopyingMover):
     """This rank's stored blocks, one per slot of `memory` [slots, width] uint8."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, share: float, per_key: float) -> None:
         super().__init__()
-        self._size = size
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._size, self._shares = size, (share, per_key)
+        self._slots: dict[bytes, int] = {}
+        #: Stored names that are not held, least recently used first.
+        self._loose: OrderedDict[bytes, None] = OrderedDict()
 
     def prepare(self) -> None:
         slots = self._size // self.ranks // self.copier.width if self.copier.width else 0
@@ -86,13 +95,14 @@ class _Mover(CopyingMover):
             )
         self.memory = self.copier.buffer(slots)
         self._free = list(range(slots))
+        self._held = HeldBlocks(slots, *self._shares, self._release)
 
     def save(self, transfer: BlockTransfer) -> None:
-        room = len(self.memory)
-        self.forget(transfer.names[room:])
-        new = [index for index, name in enumerate(transfer.names[:room]) if name not in self._slots]
-        self._touch(transfer.names[:room])
-        slots = [self._slot() for _ in new]
+        new = [i for i, name in enumerate(transfer.names) if name not in self._slots]
+        self._touch(transfer.names)
+        room = self._make_room(len(new), frozenset(transfer.names))
+        self.forget([transfer.names[i] for i in new[room:]])
+        new, slots = new[:room], [self._free.pop() for _ in range(room)]
         blocks = [[ids[index] for index in new] for ids in transfer.blocks]
         try:
             self.copier.save(blocks, [self.memory[slot] for slot in slots])
@@ -100,23 +110,40 @@ class _Mover(CopyingMover):
         except BaseException:
             self._free += slots
             raise
-        names = (transfer.names[index] for index in new)
+        names = [transfer.names[index] for index in new]
         self._slots.update(zip(names, slots, strict=True))
-        self._touch(transfer.names[:room])
+        self._loose.update((name, None) for name in names if name not in self._held)
+        self._touch(transfer.names)
 
-    def _slot(self) -> int:
-        """Return a slot to fill: a free one, or the least recently used."""
-        if self._free:
-            return self._free.pop()
-        name, slot = self._slots.popitem(last=False)
-        self.forget([name])
-        return slot
+    def _make_room(self, count: int, wanted: Container[bytes]) -> int:
+        """Free up to `count` slots of the blocks that were used the longest ago, and return how
+        many there are. Held and wanted blocks stay.
+        """
+        self._held.expire()
+        evicted = []
+        while len(self._free) < count and self._loose:
+            name = next(iter(self._loose))
+            if name in wanted:
+                break
+            del self._loose[name]
+            self._free.append(self._slots.pop(name))
+            evicted.append(name)
+        self.forget(evicted)
+        return min(count, len(self._free))
 
     def _touch(self, names: Sequence[bytes]) -> None:
         """Mark blocks as used now. The end of a prefix is evicted before its beginning."""
         for name in reversed(names):
-            if name in self._slots:
-                self._slots.move_to_end(name)
+            if name in self._loose:
+                self._loose.move_to_end(name)
+
+    def hold(self, hold: BlockHold) -> None:
+        for name in self._held.hold(hold):
+            self._loose.pop(name, None)
+
+    def _release(self, names: Sequence[bytes]) -> None:
+        """Let blocks be evicted again; as used now."""
+        self._loose.update((name, None) for name in reversed(names) if name in self._slots)
 
     def load(self, transfer: BlockTransfer) -> None:
         missing = [name for name in transfer.names if name not in self._slots]
@@ -136,9 +163,13 @@ class HostConnector(KVConnector):
     Config: ClassVar[type] = HostOptions
 
     config: HostOptions
+    _shares = (0.0, 0.0)
+
+    def limit_holds(self, share: float, per_key: float) -> None:
+        self._shares = share, per_key
 
     def index(self) -> KVIndex:
         return _Index(self.config.store_threshold)
 
     def mover(self) -> KVMover:
-        return _Mover(self.config.cpu_bytes_to_use)
+        return _Mover(self.config.cpu_bytes_to_use, *self._shares)

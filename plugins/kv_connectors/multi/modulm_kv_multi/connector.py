@@ -99,8 +99,8 @@ class _Mover(KVMover):
             self._running[load.id] = _Running(load, {0}, is_load=True)
         for tier in everywhere:
             loads = plan.loads if tier == 0 else ()
-            if loads or plan.saves:
-                self._tiers[tier].begin(TransferPlan(loads, plan.saves))
+            if loads or plan.saves or plan.holds:
+                self._tiers[tier].begin(TransferPlan(loads, plan.saves, plan.holds))
 
     def ended(self) -> TransferResult:
         """Return the transfers that ended. Removed names begin with a byte that tells the tier."""
@@ -170,6 +170,10 @@ class MultiConnector(KVConnector):
     def bind(self, model: str, ranks: int) -> None:
         for tier in self._tiers:
             tier.bind(model, ranks)
+
+    def limit_holds(self, share: float, per_key: float) -> None:
+        for tier in self._tiers:
+            tier.limit_holds(share, per_key)
 
     def index(self) -> KVIndex:
         return _Index([tier.index() for tier in self._tiers])

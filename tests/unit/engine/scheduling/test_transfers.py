@@ -148,7 +148,7 @@ def test_a_step_that_fails_gives_its_transfers_up() -> None:
     executor.stop()
 
 
-def test_a_model_with_states_is_refused() -> None:
-    executor = FakeExecutor((Group(64, 9, state=True),))
+def test_a_model_with_one_state_per_sequence_is_refused() -> None:
+    executor = FakeExecutor((Group(1 << 20, 9, state=True),))
     with pytest.raises(ConfigError, match="kv_transfer_config"):
         make_engine(executor, None, ByArrival(), connector=FakeConnector())
