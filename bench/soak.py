@@ -153,9 +153,8 @@ async def ask_on(
 
 
 async def fill(caller: Caller, batches: int) -> None:
-    """Create batches until the server's table of past ones is full.
-
-    The table is bounded, but would take most of an hour to fill during the soak.
+    """Create batches: the server's table of past ones is bounded, but would take most of an hour
+    to fill during the soak.
     """
     places = asyncio.Semaphore(8)
 
@@ -237,9 +236,11 @@ async def soak(
         return Caller(chat, embed, media, rng, adapters, number)
 
     await every_kind(caller(0), tally)
-    if minutes >= 10:
-        await fill(caller(0), REMEMBERED)
+    filled = (REMEMBERED if minutes >= 10 else 0) if options.filled is None else options.filled
+    await fill(caller(0), filled)
     await quiet(servers)
+    if options.until is not None:
+        minutes = options.minutes = (options.until - time.time()) / 60
     began = time.monotonic()
     before = [watched.look(began) for watched in servers]
     end = began + 60 * minutes
@@ -351,6 +352,13 @@ def table(tally: Tally, ends: list[tuple[Watched, Sample, Sample]], settled: flo
     return "\n".join(lines)
 
 
+def clock(text: str) -> float:
+    """The next time, in seconds of Unix time, at which a clock shows HH:MM in UTC."""
+    hours, _, minutes = text.partition(":")
+    day = 86_400.0
+    return time.time() + (60.0 * (60 * int(hours) + int(minutes)) - time.time()) % day
+
+
 def start(stack: ExitStack, folder: Path, llava: Path) -> list[Watched]:
     """Start the servers for chat, embeddings, and media; each has a temporary folder of its own."""
     common = ("--middleware", "watched.Tasks", "--cpu-threads", "1")
@@ -384,6 +392,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=2 * (ROWS + QUEUE // 2))
     parser.add_argument("--pause", type=float, default=0.0, help="mean seconds (0)")
     parser.add_argument("--kills", type=int, default=0, help="of each of two engines (0)")
+    parser.add_argument("--until", type=clock, help="end at HH:MM, UTC, instead of --minutes")
+    parser.add_argument(
+        "--filled", type=int, help="batches before the soak (1000; below 10 minutes none)"
+    )
     parser.add_argument("--patience", type=float, default=600.0, help="seconds per request (600)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
