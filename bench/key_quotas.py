@@ -43,15 +43,18 @@ CLIENTS = 16
 Flood = Callable[[httpx.AsyncClient, Counter[int]], Awaitable[None]]
 
 
-def body(tokens: int, **fields: object) -> dict[str, object]:
-    messages = [{"role": "user", "content": "Count to a hundred."}]
+def body(tokens: int, words: int = 0, **fields: object) -> dict[str, object]:
+    text = "Count to a hundred." + " One more word." * (words // 3)
+    messages = [{"role": "user", "content": text}]
     return {"model": "M", "messages": messages, "max_tokens": tokens, "ignore_eos": True, **fields}
 
 
-async def first_token(http: httpx.AsyncClient, tokens: int = 4) -> tuple[int, float]:
+async def first_token(
+    http: httpx.AsyncClient, tokens: int = 4, words: int = 0
+) -> tuple[int, float]:
     """(status, seconds to the first token) of a stream, which is read to its end."""
     began, first = time.perf_counter(), 0.0
-    async with http.stream("POST", CHAT, json=body(tokens, stream=True)) as answer:
+    async with http.stream("POST", CHAT, json=body(tokens, words, stream=True)) as answer:
         async for line in answer.aiter_lines():
             if '"content":"' in line and not first:
                 first = time.perf_counter() - began
@@ -117,7 +120,7 @@ async def compare(url: str, kind: str, options: argparse.Namespace) -> float:
         return httpx.AsyncClient(base_url=url, headers=headers, timeout=600)
 
     async with client("other") as other, client(key) as http:
-        await first_token(other)
+        await first_token(other, words=options.words)
         for turn in range(2 * options.turns):
             beside = bool(turn % 2)
             tasks = [
@@ -126,7 +129,7 @@ async def compare(url: str, kind: str, options: argparse.Namespace) -> float:
             ]
             await asyncio.sleep(options.settle)
             for _ in range(options.samples):
-                times[beside].append((await first_token(other))[1])
+                times[beside].append((await first_token(other, words=options.words))[1])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,6 +147,7 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", default=list(FLOODS), help=", ".join(FLOODS))
     parser.add_argument("--turns", type=int, default=5, help="of each kind")
     parser.add_argument("--samples", type=int, default=8, help="in a turn")
+    parser.add_argument("--words", type=int, default=0, help="more words in prompts of `other`")
     parser.add_argument("--settle", type=float, default=1.0, help="seconds before the samples")
     parser.add_argument("--most", type=float, default=1.2, help="largest ratio")
     parser.add_argument("--model", default="demo")
@@ -153,7 +157,7 @@ def main() -> int:
         keys.write_text(KEYS)
         keys.chmod(0o600)
         flags = ("--scheduling-policy", "fair", "--api-keys-file", str(keys),
-                 "--max-stored-files", "800")  # fmt: skip
+                 "--max-stored-files", "800", "--no-enable-prefix-caching")  # fmt: skip
         with serving(*flags, model=options.model) as server:
             ratios = [asyncio.run(compare(server.url, kind, options)) for kind in options.kinds]
     return int(max(ratios) > options.most)

@@ -11,10 +11,12 @@ import pytest
 
 from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
+from modulm_route_files.slots import Slots
 from modulm_route_openai.answers import paced
 from modulm_server.app import create_app
 from modulm_server.flags import ServerConfig
-from modulm_server.pacing import Turns
+from modulm_server.loopback import LoopbackClient, in_background
+from modulm_server.pacing import Answers, Turns
 from modulm_server.request_guard import RequestGuard
 from modulm_server.scripted import ScriptedEngine
 from modulm_server.serve import make_server, open_socket
@@ -124,3 +126,90 @@ def test_choices_are_shown_in_a_turn_each() -> None:
 
     turns = [each["turn"] for each in asyncio.run(shown())]
     assert len(set(turns)) == 6
+
+
+def test_requests_that_can_wait_start_when_no_answer_is_awaited() -> None:
+    async def started() -> list[str]:
+        answers, order = Answers(), []
+        assert not answers.recent
+        first, second = answers.expect(), answers.expect()
+
+        async def line() -> None:
+            await answers.wait()
+            order.append("line")
+
+        lines = [asyncio.create_task(line()) for _ in range(3)]
+        for begun, name in ((first, "first"), (first, "again"), (second, "second")):
+            await asyncio.sleep(0)
+            order.append(name)
+            begun()
+        await asyncio.gather(*lines)
+        assert answers.recent
+        await answers.wait()
+        return order
+
+    assert asyncio.run(started()) == ["first", "again", "second", *["line"] * 3]
+
+
+def test_an_answer_that_takes_long_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modulm_server.pacing._LONGEST", 0.001)
+
+    async def wait() -> None:
+        answers = Answers()
+        answers.expect()
+        await answers.wait()
+
+    asyncio.run(wait())
+
+
+def test_a_server_that_answers_clients_runs_fewer_lines_of_a_batch() -> None:
+    async def most(busy: bool) -> int:
+        slots = Slots(lambda: busy)
+        tasks = [asyncio.create_task(slots.acquire(100)) for _ in range(50)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        count = sum(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        return count
+
+    assert asyncio.run(most(busy=True)) == 8
+    assert asyncio.run(most(busy=False)) == 32
+
+
+def test_requests_of_the_server_itself_start_after_those_of_clients() -> None:
+    """Those for files and batches too; health checks neither wait nor hold up anything."""
+
+    async def order() -> list[str]:
+        loopback, began = LoopbackClient(), []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            began.append(scope["path"] + " in background" * in_background())
+            for _ in range(9 * (scope["path"] == "/chat")):
+                await asyncio.sleep(0)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            began.append(f"{scope['path']} ended")
+
+        loopback.app = guard = RequestGuard(app, 99, 0.0, 99, 999, answers=loopback.answers)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None: ...
+
+        async def get(path: str) -> None:
+            scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+            await guard(scope, receive, send)
+
+        chat = asyncio.create_task(get("/chat"))
+        await asyncio.sleep(0)
+        await asyncio.gather(loopback.post("/line", b"{}"), get("/v1/files"), get("/health"), chat)
+        assert not in_background()
+        return began
+
+    began = asyncio.run(order())
+    assert began[:4] == ["/chat", "/health", "/health ended", "/chat ended"]
+    assert sorted(began[4:]) == [
+        "/line ended", "/line in background", "/v1/files", "/v1/files ended",
+    ]  # fmt: skip

@@ -169,6 +169,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
         observe=http.observe,
         socket=http.socket,
         hosts=HostCheck.of(server, bool(keys)),
+        answers=loopback.answers,
     )
     loopback.app = guarded
     return Served(guarded, api, generation, tuple(families), directory)

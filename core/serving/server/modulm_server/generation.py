@@ -27,6 +27,7 @@ from modulm_server.engine.client import Tenant
 from modulm_server.errors import ApiError, model_error, shutting_down
 from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Caller, current_caller, current_key
+from modulm_server.loopback import in_background
 from modulm_server.media_service import MediaService
 from modulm_server.metrics import ToolCallMetrics
 from modulm_server.pacing import Turns
@@ -308,6 +309,7 @@ class GenerationService:
         self.request_log.request(name, prompt, params)
         if self.tenants:
             cache_salt = f"{current_owner()}.{cache_salt or ''}"
+        priority = _priority(priority)
         more: Any = {"priority": priority, "cache_salt": cache_salt, **_adapter_keyword(adapter)}
         more |= _tenant_keyword(caller)
         if isinstance(params, BeamSearchParams):
@@ -349,7 +351,9 @@ class GenerationService:
         caller = self._admit(len(prompt.ids))
         engine_prompt = {**prompt.engine_prompt(), "prompt": None}
         more: Any = {**_adapter_keyword(adapter), **_tenant_keyword(caller)}
-        source = self.engine.encode(engine_prompt, params, uuid4().hex, priority=priority, **more)
+        source = self.engine.encode(
+            engine_prompt, params, uuid4().hex, priority=_priority(priority), **more
+        )
         async with aclosing(source) as outputs:
             results = [output async for output in outputs]
         if not results:
@@ -376,6 +380,11 @@ def _array(ids: Sequence[int]) -> Sequence[int]:
 def _adapter_keyword(adapter: str | None) -> dict[str, Any]:
     """The keyword for an adapter, left out without one for engines that do not know it."""
     return {} if adapter is None else {"adapter": adapter}
+
+
+def _priority(priority: int) -> int:
+    """The priority for the scheduler: lines of batches make room for other requests."""
+    return max(priority, 1) if in_background() else priority
 
 
 def _tenant_keyword(caller: Caller | None) -> dict[str, Any]:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from modulm_server.auth import LOOPBACK
+from modulm_server.pacing import Answers
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
-__all__ = ["LoopbackClient"]
+__all__ = ["LoopbackClient", "in_background"]
+
+_background: ContextVar[bool] = ContextVar("modulm_background", default=False)
+
+
+def in_background() -> bool:
+    """Whether the current task answers a request that the server made to itself."""
+    return _background.get()
 
 
 class LoopbackClient:
     """An in-process client of the server's routes. `app` is set once the application is built.
 
     It needs no API key, because the original request had one. model: on a server of several
-    models, the one whose routes it calls; it must be in use by the original request.
+    models, the one whose routes it calls; it must be in use by the original request. answers: those
+    that clients wait for.
     """
 
     app: ASGIApp
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, answers: Answers | None = None) -> None:
         self.model = model
+        self.answers = answers or Answers()
 
     def of_model(self, model: Any) -> LoopbackClient:
         """A client of the routes of one of the server's models."""
-        client = LoopbackClient(model)
+        client = LoopbackClient(model, self.answers)
         client.app = self.app
         return client
 
@@ -71,5 +82,9 @@ class LoopbackClient:
             "modulm.owner": owner,
             "modulm.model": self.model,
         }
-        await self.app(scope, receive, send)
+        token = _background.set(True)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            _background.reset(token)
         return status, bytes(answer)

@@ -1,16 +1,25 @@
-"""Starts simultaneous requests a few at a time, to keep the event loop responsive."""
+"""Starts simultaneous requests a few at a time, to keep the event loop responsive, and those that
+nobody waits for after others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 from attrs import define, field
 
-__all__ = ["Turns"]
+__all__ = ["Answers", "Turns"]
 
 #: Requests to start per turn of the event loop. Each takes half a millisecond.
 _PER_TURN = 2
+#: Seconds for which an answer that has not begun holds up requests that can wait, and for which
+#: answers hold up one of these at most.
+_LONGEST = 0.5
+#: Seconds after the last request of a client for which `Answers.recent` says so.
+_RECENT = 5.0
 
 
 @define(eq=False)
@@ -45,3 +54,49 @@ class Turns:
                 self._started += 1
         if self._started:
             asyncio.get_running_loop().call_soon(self._next)
+
+
+class Answers:
+    """The answers that clients wait for and that have not begun.
+
+    Requests that can wait, such as the lines of batches, start when there are none.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[object, asyncio.TimerHandle] = {}
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._last = float("-inf")
+
+    @property
+    def recent(self) -> bool:
+        """Whether a client has asked for something in the last seconds."""
+        return time.monotonic() - self._last < _RECENT
+
+    def expect(self) -> Callable[[], None]:
+        """Note a request that has come. Returns a function to call when its answer begins."""
+        key, loop = object(), asyncio.get_running_loop()
+        self._last = time.monotonic()
+
+        def begun() -> None:
+            timer = self._awaited.pop(key, None)
+            if timer is not None:
+                timer.cancel()
+                if not self._awaited:
+                    self._release()
+
+        self._awaited[key] = loop.call_later(_LONGEST, begun)
+        return begun
+
+    async def wait(self) -> None:
+        """Wait until no answer is awaited, but not for long."""
+        if self._awaited:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.add(turn)
+            await asyncio.wait({turn}, timeout=_LONGEST)
+            self._waiting.discard(turn)
+
+    def _release(self) -> None:
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+        self._waiting.clear()

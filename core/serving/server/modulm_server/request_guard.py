@@ -19,7 +19,8 @@ from attrs import define, field, frozen
 
 from modulm_server.errors import ApiError, ClientGone, report, respond
 from modulm_server.hosts import HostCheck
-from modulm_server.pacing import Turns
+from modulm_server.loopback import in_background
+from modulm_server.pacing import Answers, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ _SAFE_ID = re.compile(r"[^A-Za-z0-9._-]+")
 _SLOWEST = 1024
 #: Health checks, which are never queued.
 _AT_ONCE = frozenset({"/health", "/ping", "/ready"})
+#: Beginnings of paths whose requests start after others, as the lines of batches do.
+_AFTER_OTHERS = ("/v1/files", "/v1/batches")
 #: Seconds between two checks for stalled transfers.
 _PATROL = 1.0
 
@@ -94,7 +97,7 @@ class _Exchange:
     """One request with its limits and timing.
 
     Once its body is read, the client is watched: if it disconnects before the response is
-    complete, the endpoint is cancelled and `client_left` is set.
+    complete, the endpoint is cancelled and `client_left` is set. begins: called with the response.
     """
 
     receive: Receive
@@ -106,6 +109,7 @@ class _Exchange:
     read: int = 0
     counted: int = 0
     complete: bool = False
+    begins: Callable[[], None] = lambda: None
     status: int | None = None
     finished: bool = False
     client_left: bool = False
@@ -142,6 +146,7 @@ class _Exchange:
         """Send a part of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.begins()
             if self.id_header is not None:
                 message["headers"] = [*message["headers"], (b"x-request-id", self.id_header)]
         elif message["type"] == "http.response.body":
@@ -189,6 +194,7 @@ class RequestGuard:
     observe: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None
     socket: Callable[[], AbstractContextManager[None]] = nullcontext
     inflight: int = 256 << 20
+    answers: Answers = field(factory=Answers)
     _transfers: set[_Transfer] = field(factory=set, init=False)
     _turns: Turns = field(factory=Turns, init=False)
     body_bytes: _BodyBytes = field(init=False)
@@ -242,13 +248,19 @@ class RequestGuard:
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         try:
             self._check_head(scope)
-            if scope["path"] not in _AT_ONCE:
+            if in_background() or scope["path"].startswith(_AFTER_OTHERS):
+                await self.answers.wait()
+                await self._turns.wait()
+            elif scope["path"] not in _AT_ONCE:
+                exchange.begins = self.answers.expect()
                 await self._turns.wait()
             await self.app(scope, exchange.take, exchange.give)
         except ClientGone:
             raise
         except Exception as error:
             await self._fail(scope, exchange, error)
+        finally:
+            exchange.begins()
 
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]

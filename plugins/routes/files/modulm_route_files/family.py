@@ -106,7 +106,9 @@ class Files(RouteFamily):
         )
         self._batches = BatchStore(self._files)
         self._max_batches = max(1, _BATCHES // owners)
-        self._slots: defaultdict[str, Slots] = defaultdict(Slots)
+        self._slots: defaultdict[str, Slots] = defaultdict(
+            lambda: Slots(lambda: self.context.loopback.answers.recent)
+        )
         self._line_limit = self.context.config.group(ServerConfig).max_request_bytes
         router = APIRouter(prefix="/v1", tags=["Files and batches"])
         file, batch = "/files/{file_id}", "/batches/{batch_id}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from modulm.contracts.step_part import PartPlanner
 from modulm_scheduler_fair.accounts import Accounts, divide
+from modulm_scheduler_fair.background import Background
 
 if TYPE_CHECKING:
     from modulm.contracts.requests import Request
@@ -27,9 +28,13 @@ class SharePlanner(PartPlanner):
     Tokens that recompute a displaced request are charged to the tenant that displaced it.
     """
 
-    def __init__(self, accounts: Accounts, context: PlannerContext) -> None:
+    def __init__(self, accounts: Accounts, context: PlannerContext, background: Background) -> None:
         rows = context.rows.rows
         self._accounts = accounts
+        self._background = background
+        self._unit = context.cache.unit
+        #: Prompt tokens that background requests may still join the step with; None: any number.
+        self._chunk: int | None = None
         self._rows = context.rows
         self._budget, self._chunked = context.limits.tokens, context.limits.chunked
         self._tenant = np.zeros(rows, dtype=np.int64)
@@ -60,15 +65,25 @@ class SharePlanner(PartPlanner):
         number = self._accounts.number(request.tenant, request.weight)
         self._tenant[row] = number
         self._row[request.id] = row
+        self._background.admitted(request, row)
         self._payer[row], self._paid_until[row] = self._displaced.get(request.id, (0, 0))
 
     def joined(self, request: Request, row: int, start: int, count: int) -> None:
         number = int(self._tenant[row])
         self._accounts.joined[number] += count
         self._pauses.pop(number, None)
+        if self._chunk is not None and self._background.has(request):
+            self._chunk = max(self._chunk - count, 0)
+
+    def limit(self, request: Request, start: int, count: int) -> int:
+        """Bound the first chunk of a background request, if prompts may be split."""
+        if self._chunk is None or not (self._chunked and self._background.has(request)):
+            return count
+        return min(count, self._chunk)
 
     def release(self, request: Request, row: int) -> None:
         del self._row[request.id]
+        self._background.released(row)
         if request.id in self._displaced:
             payer, known = self._displaced[request.id]
             computed = int(self._rows.computed[row])
@@ -76,15 +91,24 @@ class SharePlanner(PartPlanner):
 
     def finished(self, request: str) -> None:
         self._displaced.pop(request, None)
+        self._background.finished(request)
 
     # Steps.
 
     def begin(self, decoding: bool) -> None:
         self._wants = None
         self._kept = np.zeros(len(self._accounts), dtype=np.int64)
+        self._chunk = self._background.chunk(self._budget, self._unit)
+
+    def sampled(self, rows: np.ndarray) -> None:
+        self._background.sampled(self._rows.names[rows])
 
     def claim(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         accounts, tenants = self._accounts, self._tenant[rows]
+        most = self._chunk if self._chunked else None
+        prompts = self._background.shorten(rows, counts, most)
+        if self._chunk is not None:
+            self._chunk = max(self._chunk - prompts, 0)
         total = len(accounts)
         wants = np.bincount(tenants, counts, total).astype(np.int64)
         self._wants = wants
@@ -125,6 +149,7 @@ class SharePlanner(PartPlanner):
             computed = np.bincount(self._tenant[rows], step.counts, total)
             unmet |= computed < self._wants_of(total)
         self._note_unused(step.number, left)
+        self._background.planned()
         accounts.charge(tokens, unmet)
 
     def _wants_of(self, total: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from modulm.contracts.policy import Candidate, Policy
 from modulm_scheduler_fair.accounts import Accounts
+from modulm_scheduler_fair.background import Background
 from modulm_scheduler_fair.planner import SharePlanner
 from modulm_scheduler_fair.queue import FairQueue, order
 
@@ -29,7 +30,9 @@ class Fair(Policy):
     """Tenants with work get tokens in proportion to their weights, within a quantum.
 
     One tenant alone uses everything. Requests of one tenant are ordered by priority, then by
-    arrival. quantum: in tokens; None: 4096, or twice the token budget of a step if that is more.
+    arrival. Those with a priority above 0 are in the background (`Background`): they make room for
+    the first tokens of all others. quantum: in tokens; None: 4096, or twice the token budget of a
+    step if that is more.
     """
 
     name: ClassVar[str] = "fair"
@@ -37,6 +40,7 @@ class Fair(Policy):
 
     def __init__(self, quantum: int | None = None) -> None:
         self.accounts = Accounts()
+        self.background = Background()
         self._quantum = quantum
         self._planner: SharePlanner | None = None
 
@@ -44,30 +48,47 @@ class Fair(Policy):
         return order(request)
 
     def queue(self) -> WaitingQueue:
-        return FairQueue(self.accounts)
+        return FairQueue(self.accounts, self.background)
 
     def planner(self, context: PlannerContext) -> PartPlanner:
         self.accounts.quantum = self._quantum or max(_BUDGETS * context.limits.tokens, _LEAST)
-        self._planner = SharePlanner(self.accounts, context)
+        self._planner = SharePlanner(self.accounts, context, self.background)
         return self._planner
 
     def victim(self, running: Sequence[Candidate]) -> int:
-        """Preempt for the tenant with the highest level; among its requests, the last in order."""
-        return max(range(len(running)), key=lambda i: (*self._level(running[i]), i))
+        """Preempt a background request if there is one, of the tenant with the highest level; among
+        its requests, the last in order.
+        """
+        return max(
+            range(len(running)),
+            key=lambda i: (Background.has(running[i]), *self._level(running[i]), i),
+        )
 
     def displaced(self, waiting: Candidate, running: Sequence[Candidate]) -> int | None:
         """Displace a request of the tenant with the highest level if the waiting one's tenant is
         owed half a quantum: the one with the fewest computed tokens, which its tenant pays for.
+
+        A background request is displaced for one that is not, whoever is owed something, unless it
+        is the last of several running ones: else none would ever end beside enough others.
         """
         accounts, planner = self.accounts, self._planner
         number = accounts.number(waiting.tenant, waiting.weight)
         if not running or planner is None:
             return None
-        tenant = running[self.victim(running)].tenant
+        victim = running[self.victim(running)]
+        tenant, behind = victim.tenant, Background.has(victim)
         highest = accounts.number(tenant)
-        if highest == number or 2 * accounts.owed(highest, number) < accounts.quantum:
+        makes_room = behind and not Background.has(waiting) and (
+            len(running) == 1 or sum(map(Background.has, running)) > 1
+        )  # fmt: skip
+        if not makes_room and (
+            highest == number or 2 * accounts.owed(highest, number) < accounts.quantum
+        ):
             return None
-        places = [place for place, request in enumerate(running) if request.tenant == tenant]
+        places = [
+            place for place, request in enumerate(running)
+            if request.tenant == tenant and Background.has(request) == behind
+        ]  # fmt: skip
         index = min(places, key=lambda place: planner.computed(running[place].id))
         planner.displace(running[index].id, number)
         return index

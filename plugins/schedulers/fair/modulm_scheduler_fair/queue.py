@@ -6,6 +6,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 from modulm_scheduler_fair.accounts import Accounts
+from modulm_scheduler_fair.background import Background
 
 if TYPE_CHECKING:
     from modulm.contracts.policy import Candidate
@@ -25,14 +26,16 @@ def order(request: Candidate) -> tuple[float, float]:
 
 
 class FairQueue:
-    """A heap for each tenant with waiting requests. The tenant with the lowest level is next.
+    """A heap for each tenant with waiting requests. The tenant with the lowest level is next, but
+    while background requests wait for others, those are.
 
     Requests that a step skips are put back at its end. While others wait, a tenant with many of
     them is passed over, so that requests that cannot start hold up only their own tenant.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
+    def __init__(self, accounts: Accounts, background: Background) -> None:
         self._accounts = accounts
+        self._background = background
         self._heaps: dict[int, list[tuple[tuple[float, float], int, WaitingRequest]]] = {}
         #: The queued requests; other entries of the heaps have been removed.
         self._queued: dict[str, WaitingRequest] = {}
@@ -68,18 +71,26 @@ class FairQueue:
         heapq.heappush(heap, (order(request), entry.order, entry))
         self._queued[request.id] = entry
         self._count(number, entry, 1)
+        self._background.arrived(request)
         skipped = self._skipped.get(number)
         if skipped:
             self._skipped[number] = skipped - 1
 
     def peek(self) -> WaitingRequest | None:
         turns = sorted(self._heaps, key=self._accounts.turn)
+        background, last = self._background, None
         self._next = None
         for number in turns:
             if len(turns) == 1 or self._skipped.get(number, 0) < _LOOK:
-                self._next = self._first(number)
-                if self._next is not None:
-                    break
+                entry = self._first(number)
+                if entry is None:
+                    continue
+                if not (background.waits and background.has(entry.request)):
+                    self._next = entry
+                    return entry
+                last = last or entry
+        # A request that nothing runs beside may have to wait for something else.
+        self._next = None if background.running else last
         return self._next
 
     def _first(self, number: int) -> WaitingRequest | None:

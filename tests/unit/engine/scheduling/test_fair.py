@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from modulm.contracts.executor import Plan
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.core.loop import EngineLoop
@@ -30,12 +31,13 @@ def request(
     tokens: int = 4,
     weight: float = 1.0,
     late: int = 0,
+    priority: int = 0,
 ) -> Request:
     ids = [8 + (len(name) * 7 + place * 3 + ord(name[-1])) % 50 for place in range(prompt)]
     params = SamplingParams(temperature=0, max_tokens=tokens)
     return Request(
         id=name, prompt=ids, params=params, eos=(1,), arrival=late, tenant=tenant, weight=weight,
-        salt=name,
+        salt=name, priority=priority,
     )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def test_shares_follow_weights_within_a_quantum(
     st.lists(
         st.tuples(
             st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 14), st.integers(0, 9),
-            st.one_of(st.none(), st.none(), st.integers(0, 12)),
+            st.one_of(st.none(), st.none(), st.integers(0, 12)), st.sampled_from([0, 0, 1]),
         ),
         min_size=1, max_size=12,
     ),
@@ -144,7 +146,7 @@ def test_shares_follow_weights_within_a_quantum(
     st.integers(1, 2),
 )  # fmt: skip
 def test_tokens_are_those_of_any_other_order(
-    workload: list[tuple[str, int, int, int, int | None]],
+    workload: list[tuple[str, int, int, int, int | None, int]],
     limits: Limits,
     groups: tuple[Group, ...],
     depth: int,
@@ -155,8 +157,10 @@ def test_tokens_are_those_of_any_other_order(
     requests = {}
     for step in count():
         while waiting and waiting[0][1][3] <= step:
-            index, (tenant, prompt, tokens, late, _) = waiting.pop(0)
-            requests[index] = request(f"{tenant}{index}", tenant, prompt, tokens, late=late)
+            index, (tenant, prompt, tokens, late, _, priority) = waiting.pop(0)
+            requests[index] = request(
+                f"{tenant}{index}", tenant, prompt, tokens, late=late, priority=priority
+            )
             shares.engine.submit(requests[index])
         for index, sent in requests.items():
             if workload[index][4] == step:
@@ -205,6 +209,86 @@ def test_a_flood_does_not_hold_up_another_tenant(groups: tuple[Group, ...]) -> N
     assert len(shares.seen.finished) == 13
 
 
+def first_token(background: int, depth: int, prompt: int) -> tuple[list[Plan], list[Plan]]:
+    """Steps before a request came, and those until it has its first token.
+
+    background: number of requests that run in the background.
+    """
+    limits = Limits(rows=48, tokens=256, prefixes=False)
+    shares = Shares(limits, depth=depth)
+    shares.engine.submit(request("before", "other"))
+    run(shares.engine)
+    for index in range(background):
+        shares.engine.submit(
+            request(f"line{index}", "batches", 40 + index, 59 - index, priority=1, late=index)
+        )
+    for _ in range(60):
+        shares.engine.tick()
+    began = shares.engine.scheduler.gauges().step
+    shares.engine.submit(request("asked", "other", prompt))
+    while "asked" not in shares.seen.tokens:
+        shares.engine.tick()
+    # With two steps in flight, one more has been planned by then.
+    ended = shares.engine.scheduler.gauges().step - (depth - 1)
+    shares.close()
+    assert len(shares.seen.finished) == background + 2
+    plans = shares.executor.plans or []
+    return plans[5:began], plans[began:ended]
+
+
+@pytest.mark.parametrize(("depth", "prompt"), [(1, 30), (2, 30), (2, 100)])
+def test_background_requests_hold_up_no_first_token(depth: int, prompt: int) -> None:
+    """With 40 lines of batches running, a first token takes the steps that it takes alone, and
+    these compute one token more at most. Prompts of lines have a part of other steps.
+    """
+    _, alone = first_token(0, depth, prompt)
+    before, beside = first_token(40, depth, prompt)
+    assert len(beside) == len(alone)
+    tokens = [sum(int(plan.counts.sum()) for plan in plans) for plans in (alone, beside)]
+    assert tokens[0] == prompt
+    assert tokens[1] <= prompt + 1
+    assert max(len(plan.rows) for plan in before) > 30
+    prompts = [int((plan.counts[plan.counts > 1] - 1).sum()) for plan in before]
+    assert 0 < max(prompts) <= 256 // 8
+
+
+def test_background_requests_progress_beside_others() -> None:
+    """Though another request waits for its first token at all times."""
+    shares = Shares(Limits(rows=4, tokens=64, prefixes=False))
+    for index in range(6):
+        shares.engine.submit(request(f"line{index}", "batches", 20, 5, priority=1))
+    for index in range(400):
+        if sum(name.startswith("line") for name in shares.seen.finished) == 6:
+            break
+        shares.engine.submit(request(f"asked{index}", "other", 48, 1))
+        shares.engine.tick()
+    else:
+        raise AssertionError("requests in the background starve")
+    shares.close()
+
+
+def test_a_background_request_gives_up_what_others_wait_for() -> None:
+    """Its row, or the only slot for an adapter: nothing waits for ever."""
+    executor = FakeExecutor(ROOMY, max_model_len=120, adapters=1)
+    engine, seen = make_engine(executor, Limits(rows=4, tokens=16), Fair())
+    engine.submit(_with_adapter("line", "one", 30, priority=1))
+    engine.tick()
+    engine.submit(_with_adapter("asked", "two", 3))
+    run(engine)
+    assert set(seen.finished) == {"line", "asked"}
+    check_empty(engine)
+    executor.stop()
+    shares = Shares(Limits(rows=1, tokens=16, prefixes=False))
+    shares.engine.submit(request("long", "same", 20, 60, priority=1))
+    shares.engine.tick()
+    shares.engine.tick()
+    shares.engine.submit(request("short", "same", 10, 1))
+    shares.engine.tick()
+    shares.engine.tick()
+    assert list(shares.seen.finished) == ["short"]
+    shares.close()
+
+
 def test_the_displacing_tenant_pays_for_what_is_computed_again() -> None:
     shares = Shares(Limits(rows=1, tokens=8, prefixes=False))
     shares.engine.submit(request("long", "a", 40, 20))
@@ -236,11 +320,12 @@ def test_requests_that_cannot_start_hold_up_only_their_tenant() -> None:
     executor.stop()
 
 
-def _with_adapter(name: str, adapter: str, tokens: int) -> Request:
+def _with_adapter(name: str, adapter: str, tokens: int, priority: int = 0) -> Request:
     params = SamplingParams(temperature=0, max_tokens=tokens)
     return Request(
-        id=name, prompt=[9, 8, 7], params=params, eos=(1,), adapter=adapter, tenant="adapters"
-    )
+        id=name, prompt=[9, 8, 7], params=params, eos=(1,), adapter=adapter, tenant="adapters",
+        priority=priority,
+    )  # fmt: skip
 
 
 def test_each_tenant_has_a_share_of_the_queue() -> None:
