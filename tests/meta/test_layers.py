@@ -66,6 +66,7 @@ SERVER = (
      "request_log", "sampling", "sse", "stats_log", "text_work"),
     ("generation",),
     ("chat_turn", "forced_calls", "route"),
+    ("isolated_routes",),
     ("protocol",),
     ("app",),
     ("api_workers", "headless", "serve"),

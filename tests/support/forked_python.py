@@ -51,6 +51,7 @@ _MODULES = frozenset(
         "modulm",
         "modulm.cli.main",
         "modulm_command_plugins.doctor",
+        "modulm_isolation.child",
         "modulm_distributed.testing",
         "modulm_distributed.worker_process",
         "modulm_server.api_worker",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from modulm.config.schema.catalog import catalog
 from modulm.contracts.config import EngineConfig, Notice
@@ -142,7 +142,7 @@ def _check_selection(config: EngineConfig, plugins: PluginManager) -> None:
     Plugins are selected once per process, so an engine cannot change the selection.
     """
     terms = ",".join(config.device.plugins or ())
-    if terms and Selection.parse(terms) != plugins.selection:
+    if terms and Selection.parse(terms) != evolve(plugins.selection, isolate=()):
         raise ConfigError(
             "plugins",
             f"is fixed for the process, which uses {str(plugins.selection) or 'all'}; call "

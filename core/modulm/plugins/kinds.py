@@ -69,16 +69,11 @@ class Kind:
 
 
 def _core(
-    name: str,
-    noun: str,
-    short: str,
-    contract: str | None = None,
-    hook: str | None = None,
-    part: str = "",
+    name: str, noun: str, short: str, contract: str = "", hook: str = "", part: str = ""
 ) -> Kind:
     """Create a kind of the core, whose contract is in `modulm.contracts`."""
-    path = contract and f"modulm.contracts.{contract}"
-    return Kind(name, noun, short, path, hook and f"modulm_{hook}", part)
+    path = f"modulm.contracts.{contract}" if contract else None
+    return Kind(name, noun, short, path, f"modulm_{hook}" if hook else None, part)
 
 
 _KINDS = (
@@ -90,7 +85,7 @@ _KINDS = (
         "quant",
         "quantization:QuantizationMethod",
         "quantization",
-    ),
+    ),  # fmt: skip
     _core("platforms", "platform", "platform", "platform:Platform", "platforms"),
     _core("tool_parsers", "tool parser", "parser", "parser:ToolParser", "parsers"),
     _core("reasoning_parsers", "reasoning parser", "parser", "parser:ReasoningParser", "parsers"),

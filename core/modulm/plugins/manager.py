@@ -101,7 +101,8 @@ class PluginManager:
 
     def check_selection(self) -> None:
         """Raise ConfigError for a name in `--plugins` that no plugin has."""
-        check_terms((*self.selection.allow, *self.selection.deny), self.everything())
+        isolated = (term.partition(":")[0] for term in self.selection.isolate)
+        check_terms((*self.selection.allow, *self.selection.deny, *isolated), self.everything())
 
     def names(self, kind: str) -> tuple[Declaration, ...]:
         """Return the drivers of a kind that may be used, sorted by name, without imports.
@@ -174,10 +175,17 @@ class PluginManager:
         if declaration.api is not None:
             check_api(declaration, declaration.api, kind)
         with self._transaction():
-            driver = import_driver(declaration)
+            driver = self._import(declaration)
             check_driver(declaration, driver, kind)
         self._drivers[declaration] = driver
         return driver
+
+    def _import(self, declaration: Declaration) -> Any:
+        """Import a driver, or create the stand-in of one that runs in a process of its own."""
+        term = self.selection.isolation(declaration)
+        if term is None or declaration.kind == "isolators":
+            return import_driver(declaration)
+        return self.load("isolators", declaration.kind)(declaration, term)
 
     def options(self, kind: str, name: str, table: Mapping[str, Any]) -> Any:
         """Structure a driver's options into its `Config`; None if it has none.
@@ -345,7 +353,7 @@ class PluginManager:
     def _load_hook(self, declaration: Declaration) -> None:
         title = f"{declaration.name} ({declaration.origin})"
         with self._transaction():
-            plugin = import_driver(declaration)
+            plugin = self._import(declaration)
             if not self._pluggy().has(plugin):
                 declared = self._pluggy().add(plugin, title)
                 self._commit(declared, declaration.distribution, declaration.version)

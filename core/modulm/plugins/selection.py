@@ -27,25 +27,31 @@ class Selection:
     A term is a distribution ("modulm-foo" or "modulm-foo==1.2"), a driver's name, kind/name, or
     "first-party" for all packages of this project. "modulm-foo@sha256:" with the digest of its
     RECORD requires exactly these files. Without terms everything is allowed. Allow lists do not
-    exclude commands and flags, which do nothing until they are used.
+    exclude commands and flags, which do nothing until they are used. "~modulm-foo" runs a package
+    in a process of its own (`--isolate`); settings may follow after colons.
     """
 
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
+    isolate: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Parse a comma-separated list. Raises ConfigError for a term that is only a minus."""
+        """Parse a comma-separated list. Raises ConfigError for a term that is only a sign."""
         terms = [term.strip() for term in text.split(",") if term.strip()]
-        if "-" in terms:
-            raise ConfigError("plugins", "a '-' must be followed by a name, as in '-modulm-foo'")
-        return cls(
-            tuple(term for term in terms if not term.startswith("-")),
-            tuple(term[1:] for term in terms if term.startswith("-")),
-        )
+        if {"-", "~"} & {*terms}:
+            raise ConfigError("plugins", "a '-' or '~' must be followed by a name")
+        signed = {sign: tuple(t[1:] for t in terms if t[0] == sign) for sign in "-~"}
+        return cls(tuple(term for term in terms if term[0] not in signed), *signed.values())
 
     def __str__(self) -> str:
-        return ",".join([*self.allow, *(f"-{term}" for term in self.deny)])
+        signed = [f"-{term}" for term in self.deny] + [f"~{term}" for term in self.isolate]
+        return ",".join([*self.allow, *signed])
+
+    def isolation(self, declaration: Declaration) -> str | None:
+        """Return the term that isolates the plugin, with its settings, or None."""
+        named = (term for term in self.isolate if _matches(term.partition(":")[0], declaration))
+        return next(named, None)
 
     def permits(self, declaration: Declaration) -> bool:
         """Whether the plugin may be used."""
@@ -56,9 +62,10 @@ class Selection:
         return not self.allow or always or allowed
 
     def names(self, declaration: Declaration) -> bool:
-        """Whether the allow list names this plugin, so that its failure is an error."""
+        """Whether the user named this plugin to be used, so that its failure is an error."""
         terms = (term for term in self.allow if term != FIRST_PARTY)
-        return any(_matches(term, declaration) for term in terms)
+        named = any(_matches(term, declaration) for term in terms)
+        return named or self.isolation(declaration) is not None
 
 
 def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:

@@ -24,6 +24,7 @@ from modulm_adapters.flags import LoRAConfig
 from modulm_fleet.flags import FleetConfig
 from modulm_gpu.flags import CompilationConfig
 from modulm_hooks_otlp.flags import TracesConfig
+from modulm_isolation.flags import IsolationConfig
 from modulm_kv_events.flags import KVEventsConfig
 from modulm_kv_transfer.flags import KVTransferConfig
 from modulm_media.flags import MediaConfig
@@ -158,6 +159,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-gpu": CompilationConfig,
         "modulm-media": MediaConfig,
         "modulm-hooks-otlp": TracesConfig,
+        "modulm-isolation": IsolationConfig,
         "modulm-kv-events": KVEventsConfig,
         "modulm-kv-transfer": KVTransferConfig,
         "modulm-route-adapters": ServedAdaptersConfig,

@@ -280,18 +280,26 @@ def _use_plugins(flags: Draft) -> None:
     driver_flags = [
         spec.name for spec, _ in config.values() if spec.kind and spec.name in flags.origins
     ]
+    from modulm_isolation.flags import IsolationConfig
     from modulm_plugin_lock.flags import PluginLockConfig
 
     lock = config.group(PluginLockConfig).plugins_lock
-    if not (config.device.plugins or config.device.plugin_config or driver_flags or files or lock):
+    isolate = config.group(IsolationConfig).isolate
+    named = config.device.plugins or isolate
+    if not (named or config.device.plugin_config or driver_flags or files or lock):
         return
     from modulm.config.resolve import check_names, check_plugin_config
     from modulm.plugins import PluginManager, configure, current
     from modulm.plugins.files import load_file
     from modulm.plugins.selection import Selection
 
-    if config.device.plugins:
-        terms = ",".join(config.device.plugins)
+    if named:
+        if isolate:
+            from modulm_isolation import check_isolation
+
+            check_isolation(isolate, current())
+        selected = config.device.plugins or (str(current().selection),)
+        terms = ",".join([*selected, *(f"~{term}" for term in isolate)])
         PluginManager(Selection.parse(terms)).check_selection()
         configure(terms)
     if lock is not None:

@@ -24,6 +24,7 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
+from modulm_isolation.terms import IsolationError
 from modulm_server.engine.client import EngineRestarting
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
     (EngineDead, _Context(503, "engine_dead", 10.0)),
     (EngineRestarting, _Context(503, "engine_restarting", 5.0)),
     (EngineStalled, _Context(503, "engine_stalled", 10.0)),
+    (IsolationError, _Context(500, "plugin_failed")),
 )
 
 

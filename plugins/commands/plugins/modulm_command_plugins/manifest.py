@@ -1,6 +1,7 @@
 """Manifests of packages: a file `modulm.toml` beside the `__init__.py` of a plugin package.
 
     modulm = "0.1"                # the first version that it was tested with
+    memory = "512MiB"             # what it may allocate in a process of its own (`--isolate`)
     [contracts]
     kv_connectors = [2, 3]        # the lowest and highest version of each kind's contract
     [needs]
@@ -61,6 +62,7 @@ class Manifest:
     """The contents of a manifest. contracts: kind -> lowest and highest version."""
 
     modulm: str = ""
+    memory: str = ""
     contracts: Mapping[str, tuple[int, int]] = field(factory=dict)
     needs: Needs = field(factory=Needs)
 
