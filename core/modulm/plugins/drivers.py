@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import Distribution, distributions
 from typing import Any
 
+from modulm.errors import PluginBroken
 from modulm.plugins.declaration import Declaration
-from modulm.plugins.index import normalized
+from modulm.plugins.index import is_first_party, normalized
 from modulm.plugins.kinds import kind_of
+from modulm.plugins.moved import public_name
 
 __all__ = ["import_driver", "installed"]
 
@@ -62,4 +65,16 @@ def import_driver(declaration: Declaration) -> Any:
         return declaration.driver
     from modulm.plugins.extension import PickedDriver
 
-    return PickedDriver(declaration).extensions[0].plugin
+    while True:
+        try:
+            return PickedDriver(declaration).extensions[0].plugin
+        except PluginBroken as error:
+            if is_first_party(declaration.distribution) or not _keep_old_name(error.__cause__):
+                raise
+
+
+def _keep_old_name(error: BaseException | None) -> bool:
+    """Make an old name of modulm work that a package imports; see `modulm_plugin_lock`."""
+    with suppress(ImportError):
+        return bool(public_name("modulm_plugin_lock", "keep_old_name", __name__)(error))
+    return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from modulm.plugins.index import to_install
 
-__all__ = ["driver_name", "moved", "new_home", "public_name"]
+__all__ = ["driver_name", "missing_names", "moved", "new_home", "public_name"]
 
 _MISSING = re.compile(r"No module named '([\w.]+)'|cannot import name '(\w+)' from '([\w.]+)'")
 
@@ -31,16 +31,22 @@ def _table(file: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 
-def new_home(error: BaseException) -> str:
-    """Return the end of a message with the new location of a failed import, or ""."""
+def missing_names(error: BaseException) -> list[str]:
+    """Return the dotted name that a failed import lacks and the module that it was in, or [].
+
+    The module is "" if the name is a module itself.
+    """
     match = _MISSING.match(str(error)) if isinstance(error, ImportError) else None
     if match is None:
-        return ""
+        return []
     module, name, source = match.groups()
-    for old in (module or f"{source}.{name}", source):
-        if old in moved():
-            return f"; {old} is now {moved()[old]}"
-    return ""
+    return [module or f"{source}.{name}", source or ""]
+
+
+def new_home(error: BaseException) -> str:
+    """Return the end of a message with the new location of a failed import, or ""."""
+    old = next((name for name in missing_names(error) if name in moved()), None)
+    return "" if old is None else f"; {old} is now {moved()[old]}"
 
 
 def public_name(package: str, name: str, importer: str) -> Any:
