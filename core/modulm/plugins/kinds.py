@@ -69,24 +69,22 @@ class Kind:
 
 
 def _core(
-    name: str, noun: str, short: str, contract: str = "", hook: str = "", part: str = ""
+    name: str, noun: str, short: str, contract: str = "", hook: str | bool = "", part: str = ""
 ) -> Kind:
-    """Create a kind of the core, whose contract is in `modulm.contracts`."""
+    """Create a kind of the core, whose contract is in `modulm.contracts`.
+
+    hook: name of its declaring hook without the prefix; True: the kind's name.
+    """
     path = f"modulm.contracts.{contract}" if contract else None
-    return Kind(name, noun, short, path, f"modulm_{hook}" if hook else None, part)
+    declaring = f"modulm_{name if hook is True else hook}" if hook else None
+    return Kind(name, noun, short, path, declaring, part)
 
 
 _KINDS = (
-    _core("models", "model architecture", "", "model:Model", "models"),
-    _core("attention", "attention backend", "attention", "attention:AttentionBackend", "attention"),
-    _core(
-        "quantization",
-        "quantization method",
-        "quant",
-        "quantization:QuantizationMethod",
-        "quantization",
-    ),  # fmt: skip
-    _core("platforms", "platform", "platform", "platform:Platform", "platforms"),
+    _core("models", "model architecture", "", "model:Model", True),
+    _core("attention", "attention backend", "attention", "attention:AttentionBackend", True),
+    _core("quantization", "quantization method", "quant", "quantization:QuantizationMethod", True),
+    _core("platforms", "platform", "platform", "platform:Platform", True),
     _core("tool_parsers", "tool parser", "parser", "parser:ToolParser", "parsers"),
     _core("reasoning_parsers", "reasoning parser", "parser", "parser:ReasoningParser", "parsers"),
     _core("kernels", "kernel provider", "kernels", "kernels:KernelProvider"),
