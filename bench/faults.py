@@ -3,7 +3,8 @@
 slow   thousands of connections that send a byte a second, in heads and in bodies
 disk   a full disk under files, batches and logs
 clock  the machine's clock set back and forward (by a shim under libc)
-kill   `kill -9` of each process in turn, including helpers that compile and render
+kill   `kill -9` of each process in turn: server, engine, rank, and those that compile constraints,
+       render templates and decode media
 stop   SIGTERM during a start, a load, requests, and a batch
 
 Each kind repeats until the time is up (0: one round), prints what it observed, and exits with 0 if
@@ -16,12 +17,14 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,13 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Client, Lost, Server, alive, command_of, form, serving
+from harness import Client, Lost, Server, alive, command_of, form, serving, shared_files
+from soak_kinds import picture
+from soak_models import write_llava
 
 from modulm_chat.sandbox import RenderLimits, checkpoint_renderer
 
 CHAT = "/v1/chat/completions"
 #: Flags of a server with little other work.
 SMALL = ("--cpu-threads", "1", "--max-num-seqs", "8", "--num-gpu-blocks-override", "128")
+#: Part of the command of the process that decodes media.
+DECODER = "modulm_media.decode_worker"
 BATCH = {"endpoint": CHAT, "completion_window": "24h"}
 
 
@@ -104,6 +111,9 @@ def kill(options: argparse.Namespace) -> str:
         told.append(kill_worker(env))
     with folder_for_temporary() as (_folder, env):
         told.append(kill_helpers(env, pauses))
+    for killed in (kill_rank, kill_decoder):
+        with folder_for_temporary() as (folder, env):
+            told.append(killed(folder, env))
     return "; ".join(told)
 
 
@@ -214,6 +224,58 @@ def kill_helper(server: Server, word: str, work: Callable[[], None], pause: floa
             asked.result()
     work()
     need(server.part(word) != helper, f"{word} was not replaced")
+
+
+def kill_rank(folder: Path, env: dict[str, str]) -> str:
+    """Kill one of two ranks during a stream: the server ends with the reason and leaves nothing."""
+    with serving(*SMALL, "--tensor-parallel-size", "2", env=env) as server:
+        answer(server)
+        pids, shared = server.family(), shared_files(server.family())
+        ranks = [pid for pid in pids if "worker_process" in command_of(pid)]
+        need(len(ranks) == 2, f"two ranks, not {len(ranks)}")
+        seen = asyncio.run(killed_in_stream(server, command_of(ranks[-1])))
+        found = server.process.wait(60)
+        need(found == 1, f"after the death of a rank the server ended with {found}, not 1")
+        gone(pids, "after the death of a rank")
+        left = [str(path) for path in folder.iterdir()]
+        left += [file for file in shared if Path(file).exists()]
+        need(not left, f"after the death of a rank these stay: {left}")
+    return f"rank: {seen}"
+
+
+def kill_decoder(folder: Path, env: dict[str, str]) -> str:
+    """Kill the process that decodes media, idle and during requests: another takes its place, and
+    what it held ends with a clear error at worst.
+    """
+    model, place = write_llava(folder / "llava"), folder / "tmp"
+    place.mkdir()
+    with serving(*SMALL, model=str(model), env={**env, "TMPDIR": str(place)}) as server:
+        rng, seen = random.Random(0), Counter[int]()
+
+        def asked() -> harness.Reply:
+            content = [{"type": "image_url", "image_url": {"url": picture(rng)}}]
+            body = {"model": "M", "messages": [{"role": "user", "content": content}],
+                    "max_tokens": 4}  # fmt: skip
+            return ask(server, "POST", CHAT, body)
+
+        need(asked().status == 200, "an image before any death")
+        for pause in (None, 0.0, 0.02):
+            decoder = server.part(DECODER)
+            with ThreadPoolExecutor(4) as pool:
+                replies = [pool.submit(asked) for _ in range(0 if pause is None else 4)]
+                time.sleep(pause or 0.0)
+                os.kill(decoder, signal.SIGKILL)
+                seen.update(reply.result().status for reply in replies)
+            need(asked().status == 200, "an image after a death")
+        need(set(seen) <= {200, 400}, f"images beside a death: {dict(seen)}")
+        pids = server.family()
+        server.process.send_signal(signal.SIGTERM)
+        need(server.process.wait(60) in (0, 143), "the end of the server")
+        gone(pids, "after the death of decoders")
+        # A user's processes share PyTorch's cache of compiled code.
+        left = [str(path) for path in place.iterdir() if "torchinductor" not in path.name]
+        need(not left, f"after the death of decoders these stay: {left}")
+    return f"decoder: replaced, images beside its death {dict(seen)}"
 
 
 # SIGTERM

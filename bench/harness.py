@@ -68,6 +68,18 @@ def command_of(pid: int) -> str:
         return ""
 
 
+def shared_files(pids: Sequence[int]) -> set[str]:
+    """The files in /dev/shm that these processes map."""
+    files = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        files |= {line.split(None, 5)[5] for line in maps.splitlines() if " /dev/shm/" in line}
+    return {file for file in files if not file.endswith(" (deleted)")}
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; zombies do not."""
     try:

@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import define, field, frozen
-from harness import STARTING, Client, Held, Lost, Refused, Server, form, serving
+from harness import STARTING, Client, Held, Lost, Refused, Server, form, serving, shared_files
 from soak_kinds import CUT, KINDS, Caller, Cut, Wrong, good
 from soak_models import write_adapters, write_llava
 
@@ -179,18 +179,6 @@ async def every_kind(caller: Caller, tally: Tally) -> None:
     """
     for kind, (ask, _) in KINDS.items():
         await tally.count(kind, ask(caller))
-
-
-def shared_files(pids: Sequence[int]) -> set[str]:
-    """The files in /dev/shm that these processes map."""
-    files = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        files |= {line.split(None, 5)[5] for line in maps.splitlines() if " /dev/shm/" in line}
-    return {file for file in files if not file.endswith(" (deleted)")}
 
 
 async def kill_on(watched: Watched, tally: Tally, minutes: float, kills: int) -> None:
