@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import struct
-from types import SimpleNamespace
+from http.server import ThreadingHTTPServer
+from threading import Thread
 
 import huggingface_hub
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from samples import parametrize_sample
 from tests.plugins.models.test_contract import ARCHITECTURES
 from tests.plugins.quantization import test_published as formats
+from tests.plugins.quantization.test_gguf_hub import Hub
 
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
@@ -150,43 +151,51 @@ def test_json_has_sizes_in_bytes_and_the_exit_code_tells_whether_it_fits(wide):
     assert table["ranks"][0]["memory"]["free"] == 16 << 20
 
 
-def test_a_hub_id_is_read_from_headers_alone(wide, monkeypatch):
-    """The hub's client is stood in for; only small files and headers are asked for."""
-    requests = []
+class Ranges(Hub):
+    """A hub that answers requests for parts of files, and adds up the bytes of weights it sends."""
 
-    def download(name, *, allow_patterns=(), local_files_only=False, local_dir=None, **more):
-        if local_files_only:
-            raise LocalEntryNotFoundError("nothing is cached")
-        requests.extend(allow_patterns)
-        for file in wide.glob("*.json"):
-            shutil.copy(file, local_dir)
+    def send(self, status, content, headers, body):
+        asked = self.headers.get("Range")
+        if status == 200 and asked:
+            first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            whole, content = len(content), content[first : last + 1]
+            more = f"bytes {first}-{first + len(content) - 1}/{whole}"
+            status, headers = 206, {**headers, "Content-Range": more}
+        if ".safetensors" in self.path and body:
+            self.server.weights.append(len(content))
+        super().send(status, content, headers, body)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    names = [file.name for file in wide.iterdir()]
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *a, **k: names)
-    monkeypatch.setattr(huggingface_hub.HfApi, "parse_safetensors_file_metadata", header_of(wide))
-    text, fits = report(EngineConfig.from_keywords(model="someone/some-model"), ())
+
+@pytest.fixture
+def hub(wide, tmp_path, monkeypatch):
+    """A hub with one model, behind real HTTP."""
+    (tmp_path / "hub" / "someone").mkdir(parents=True)
+    (tmp_path / "hub" / "someone" / "some-model").symlink_to(wide)
+    handler = type("Own", (Ranges,), {"root": tmp_path / "hub"})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.requests, server.weights = [], []
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_id_is_read_from_headers_alone(wide, hub, tmp_path):
+    """Of weight files only the beginnings are asked for; nothing stays behind."""
+    flags = {"download_dir": str(tmp_path / "cache")}
+    text, fits = report(EngineConfig.from_keywords(model="someone/some-model", **flags), ())
     assert fits
     assert text.startswith("someone/some-model (LlamaForCausalLM)")
-    assert not [pattern for pattern in requests if "safetensors" in pattern]
+    (sent,) = hub.weights
+    assert sent <= 100_001 < (wide / "model.safetensors").stat().st_size
     whole, _ = report(EngineConfig.from_keywords(model=str(wide)), ())
     assert text.splitlines()[1:4] == whole.splitlines()[1:4]
-
-
-def header_of(folder):
-    def read(self, name, file, **more):
-        with (folder / file).open("rb") as stream:
-            table = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-        metadata = table.pop("__metadata__", {})
-        tensors = {
-            key: SimpleNamespace(
-                dtype=one["dtype"], shape=one["shape"], data_offsets=one["data_offsets"]
-            )
-            for key, one in table.items()
-        }
-        return SimpleNamespace(metadata=metadata, tensors=tensors)
-
-    return read
+    assert not [*tmp_path.rglob("cache/**/*.safetensors")]
 
 
 def test_without_a_connection_the_error_says_what_to_do(monkeypatch):
