@@ -1,7 +1,8 @@
 """`modulm fit` against what is held after loading, over all families of the contract kit.
 
-Usage: python bench/memory_estimates.py [ARCHITECTURE ...] > table.md
+Usage: python bench/memory_estimates.py [--steps] [ARCHITECTURE ...] > table.md
 
+With --steps: the activations of a step against the most that the step of a whole prompt allocates.
 Each family's tiny checkpoint is loaded as stored and in formats at load, on one rank and as each of
 two ranks. Formats that a layout does not support are left out.
 """
@@ -12,18 +13,29 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import transformers
 
+from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
+from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import ModulmError
 from modulm.plugins import manager
 from modulm.testing.models import tiny_folder
 from modulm.testing.oracles import oracle_of
 from modulm_memory.estimate import estimate
-from modulm_memory.testing import measured
+from modulm_memory.testing import PeakMemory, measured
 
 FORMATS = (None, "int8", "int4", "fp8")
+#: Tokens of the prompt whose step is measured.
+_TOKENS = 255
+_HEADS = (
+    ("| architecture | weights | rank | estimate | held | error | caches, est. | held |",
+     "|---|---|---|---|---|---|---|---|"),
+    ("| architecture | tokens | estimate | most at once | error |", "|---|---|---|---|---|"),
+)  # fmt: skip
 
 
 def rows(architecture: str, number: int) -> Iterator[str]:
@@ -56,16 +68,48 @@ def rows(architecture: str, number: int) -> Iterator[str]:
                 )
 
 
+def step(architecture: str, number: int) -> Iterator[str]:
+    """Yield the row of one architecture's activations."""
+    plugins = manager.current()
+    driver = plugins.load("models", architecture)
+    peaks: list[int] = []
+    run = ModelRunner.run
+
+    def measured_run(runner: ModelRunner, plan: Any) -> Any:
+        with PeakMemory() as memory:
+            result = run(runner, plan)
+        peaks.append(memory.peak)
+        return result
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = tiny_folder(driver, Path(name) / "x", oracle=oracle_of(driver), dtype="bfloat16")
+        flags = {"kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 1, "use_tqdm_on_load": False}
+        llm = LLM(str(folder), **flags)
+        if "generate" not in llm.info.tasks:
+            llm.shutdown()
+            return
+        tokens = min(llm.info.max_model_len - 1, _TOKENS)
+        (rank,) = estimate(llm.info.config, plugins).ranks
+        with patch.object(ModelRunner, "run", measured_run):
+            params = SamplingParams(max_tokens=1, temperature=0)
+            llm.generate([{"prompt_token_ids": [5] * tokens}], params, use_tqdm=False)
+        llm.shutdown()
+    expected, peak = rank.widths.step(tokens, 1), max(peaks)
+    off = 100 * (expected / peak - 1)
+    yield f"| {architecture} | {tokens} | {expected:,} | {peak:,} | {off:+.1f} % |"
+
+
 def main(names: list[str]) -> None:
     """Print the table."""
     transformers.utils.logging.set_verbosity_error()
+    make = step if "--steps" in names else rows
+    names = [name for name in names if name != "--steps"]
     declared = manager.current().names("models")
     targets = {each.target: each.name for each in sorted(declared, key=lambda d: d.name)}
-    print("| architecture | weights | rank | estimate | held | error | caches, est. | held |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(*_HEADS[make is step], sep="\n")
     for number, name in enumerate(names or sorted(targets.values())):
         try:
-            for row in rows(name, number):
+            for row in make(name, number):
                 print(row, flush=True)
         except Exception as error:
             sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")

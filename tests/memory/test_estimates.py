@@ -21,8 +21,10 @@ from tests.plugins.models.test_contract import ARCHITECTURES
 from tests.plugins.quantization import test_published as formats
 from tests.plugins.quantization.test_gguf_hub import Hub
 
+from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.contracts.platform import Memory
+from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
@@ -32,7 +34,7 @@ from modulm_command_fit.command import command as fit_command
 from modulm_memory.advice import changes_for
 from modulm_memory.estimate import estimate
 from modulm_memory.report import report
-from modulm_memory.testing import measured
+from modulm_memory.testing import PeakMemory, measured
 from modulm_server.command import command as serve_command
 
 TOLERANCE = 0.05
@@ -103,6 +105,25 @@ def wide(tmp_path_factory):
 @parametrize_sample("quantization", [None, "int4"], every=2)
 def test_parts_stand_for_large_layers(wide, quantization):
     check(wide, quantization=quantization)
+
+
+def test_activations_of_a_step(monkeypatch):
+    """Of a prompt that fills a step: what torch allocates at most, within 5 %."""
+    peaks, run = [], ModelRunner.run
+
+    def measured_run(runner, plan):
+        with PeakMemory() as memory:
+            result = run(runner, plan)
+        peaks.append(memory.peak)
+        return result
+
+    monkeypatch.setattr(ModelRunner, "run", measured_run)
+    llm = LLM("demo", kv_cache_memory_bytes=8 << 20, max_num_seqs=1)
+    (rank,) = estimate(llm.info.config, manager.current()).ranks
+    params = SamplingParams(max_tokens=1, temperature=0)
+    llm.generate([{"prompt_token_ids": [5] * 255}], params, use_tqdm=False)
+    llm.shutdown()
+    assert rank.widths.step(255, 1) == pytest.approx(max(peaks), rel=TOLERANCE)
 
 
 def test_what_does_not_fit_comes_with_commands_that_do(wide):

@@ -219,7 +219,8 @@ def _build(opened: ResolvedCheckpoint, plugins: PluginManager, spec: RankSpec) -
 
 def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) -> RankEstimate:
     config, shared, model = opened.resolved.config, built.shared, built.model
-    caches, widths = model.caches, step_widths(shared)
+    caches = model.caches
+    widths = step_widths(shared, caches)
     index = built.loader.index() if _loads_itself(model) else {}
     if index:
         weights = _as_stored(index.values(), shared.dtype)

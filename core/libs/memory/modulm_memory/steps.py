@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 
+from modulm.contracts.model import StateSpec
 from modulm.contracts.quantization import LinearKind, LinearSpec
+from modulm.nn.norm import LayerNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from modulm.contracts.config import EngineConfig
+    from modulm.contracts.model import CacheSpec
     from modulm.nn.builder import Shared
 
 __all__ = ["StepWidths", "step_bytes", "step_widths"]
 
-#: Tensors as wide as the stream that are alive beside a layer's input and output: the residual, its
-#: normalized copy, and a sum.
-_STREAM = 3
+#: Tensors as wide as the stream that are alive beside what a layer computes: the residual, its
+#: normalized copy, and the layer's input; a sum as well where norms do not add the residual.
+_STREAMS, _UNFUSED_STREAMS = 3, 4
+#: Inner values of recurrent blocks, in fp32 beside the dtype of the model.
+_INNER = 3
 #: Copies of the logits while tokens are chosen: as computed, in fp32, and filtered.
 _LOGITS_FP32 = 2
 
@@ -41,14 +49,14 @@ class StepWidths:
         return rows * self.row
 
 
-def step_widths(shared: Shared) -> StepWidths:
-    """Return what the layers of a model add to a step, from their shapes.
-
-    A layer has its input and its output in memory, beside the stream.
-    """
+def step_widths(shared: Shared, caches: Sequence[CacheSpec]) -> StepWidths:
+    """Return what the layers of a model add to a step, from their shapes. caches: of the model."""
     size = shared.dtype.itemsize
-    widest = stream = row = 0
+    blocks: dict[str, list[LinearSpec]] = {}
+    stream = row = 0
+    streams = _STREAMS
     for unit in shared.units:
+        streams = _UNFUSED_STREAMS if isinstance(unit.module, LayerNorm) else streams
         spec = getattr(unit.module, "spec", None)
         if not isinstance(spec, LinearSpec):
             continue
@@ -58,8 +66,32 @@ def step_widths(shared: Shared) -> StepWidths:
         if spec.kind in (LinearKind.EMBEDDING, LinearKind.LM_HEAD):
             stream = max(stream, spec.inputs)
         else:
-            widest = max(widest, spec.inputs + spec.outputs)
-    return StepWidths((widest + _STREAM * stream) * size, stream * size, row)
+            blocks.setdefault(unit.path.rpartition(".")[0], []).append(spec)
+    widest = max((_block(path, specs, caches) for path, specs in blocks.items()), default=0)
+    return StepWidths((widest + streams * stream) * size, stream * size, row)
+
+
+def _block(path: str, specs: Sequence[LinearSpec], caches: Sequence[CacheSpec]) -> int:
+    """Return the values per token of a block of linear layers: the most of one's output and the
+    next one's input.
+
+    Attention has its queries twice, as computed and with positions; with a compressed cache also in
+    its space, as their results. A recurrent block has what all its layers read and write, and its
+    inner values in fp32.
+    """
+    pairs = [first.outputs + second.inputs for first, second in pairwise(specs)]
+    width = max([*pairs, *(spec.inputs + spec.outputs for spec in specs)])
+    for cache in caches:
+        if cache.layer != path and not cache.layer.startswith(f"{path}."):
+            continue
+        if isinstance(cache.spec, StateSpec):
+            inner = max(spec.inputs for spec in specs)
+            return sum(spec.inputs + spec.outputs for spec in specs) + _INNER * inner
+        if latent := cache.spec.latent:
+            spaces = cache.spec.heads * (cache.spec.head_dim + latent)
+            return 2 * specs[0].outputs + specs[-1].inputs + spaces + specs[0].inputs
+        return width + specs[-1].inputs
+    return width
 
 
 def step_bytes(widths: StepWidths, config: EngineConfig) -> int:

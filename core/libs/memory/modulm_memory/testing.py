@@ -1,12 +1,15 @@
-"""Measures what a rank holds once a model is loaded, to compare estimates with."""
+"""Measures what a rank holds once a model is loaded, and during steps, to compare estimates."""
 
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modulm.engine.kv_cache.sizing import allocate
 from modulm.engine.parts import open_parts
@@ -15,12 +18,46 @@ from modulm_distributed.mesh import RankSpec, planned_mesh
 from modulm_memory.held import HeldMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["measured"]
+__all__ = ["PeakMemory", "measured"]
+
+
+class PeakMemory(TorchDispatchMode):
+    """Measures the tensors that torch allocates within a `with` statement, in its thread.
+
+    peak: the most bytes at once. Memory that kernels allocate themselves does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._older: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and count its results, unless they are views of older tensors."""
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._live:
+                self._older.add(storage._cdata)
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self._older:
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            yield value.untyped_storage()
 
 
 def measured(
