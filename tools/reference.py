@@ -1,5 +1,5 @@
-"""Generate docs/cli.md, http-api.md and metrics.md from the code, and parts of other pages between
-markers.
+"""Generate docs/cli.md, http-api.md, metrics.md and vllm-gap.md from the code, and parts of other
+pages between markers.
 
 `tests/unit/docs/test_reference.py` fails if one of them is outdated.
 """
@@ -7,6 +7,7 @@ markers.
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 import tempfile
 import tomllib
@@ -122,8 +123,8 @@ def cli_page() -> str:
 # http-api.md
 
 
-def described() -> dict[str, Any]:
-    """Return the OpenAPI description of a server with every route."""
+def full_app() -> Any:
+    """Return the API of a server with every route."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(make_tokenizer(Path(folder), vocab=512))
     engine = ScriptedEngine(
@@ -131,7 +132,12 @@ def described() -> dict[str, Any]:
     )
     flags = {"server_dev_mode": True, "enable_lora": True, "allow_runtime_lora_updating": True}
     served = create_app(engine, EngineConfig.from_keywords(model="M", **flags))
-    document: dict[str, Any] = served.api.openapi()
+    return served.api
+
+
+def described() -> dict[str, Any]:
+    """Return the OpenAPI description of a server with every route."""
+    document: dict[str, Any] = full_app().openapi()
     return document
 
 
@@ -389,7 +395,26 @@ def absent_metrics() -> str:
     return absent_rows("metrics", absent("metrics"), known)
 
 
-PAGES = {"cli": cli_page, "http-api": http_page, "metrics": metrics_page}
+def vllm_gap() -> str:
+    """docs/vllm-gap.md."""
+    known = {str(family.name).removeprefix("modulm:") for family in families()}
+    gap_page = runpy.run_path(str(ROOT / "tools/gap.py"))["gap_page"]
+    app = full_app()
+    routes = {
+        f"{method} {route.path}"
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ()
+    }
+    page: str = gap_page(app.openapi(), routes, fields_of, known, cells)
+    return page
+
+
+PAGES = {
+    "cli": cli_page,
+    "http-api": http_page,
+    "metrics": metrics_page,
+    "vllm-gap": vllm_gap,
+}
 #: Page -> its generated parts, by the names in their markers.
 PARTS = {
     "from-vllm": {

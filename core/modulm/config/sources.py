@@ -122,7 +122,8 @@ def environment(environ: Mapping[str, str] | None = None) -> Source:
                 continue
             values[name], labels[name] = _from_text(name, table[key]), key
         elif key.startswith(_FOREIGN) and known.canonical(key.removeprefix(_FOREIGN).lower()):
-            remarks.append(f"{key} is ignored; set {_PREFIX}{key.removeprefix(_FOREIGN)}")
+            ours = key.replace(_FOREIGN, _PREFIX, 1)
+            remarks += () if ours in table else (f"{key} is ignored; set {ours}",)
     return Source("environment", values, labels, tuple(remarks))
 
 

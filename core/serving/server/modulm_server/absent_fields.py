@@ -47,6 +47,7 @@ GENERATION = Absent(
         "stream_interval": "--stream-interval is for all requests",
         "truncation_side": "truncate_prompt_tokens keeps the last tokens; shorten the prompt "
         "itself to keep the first",
+        "return_weight_versions": "/weight_info shows the version of the weights",
         "return_token_offsets": "/tokenize returns tokens with their text",
         "return_prompt_text": "/v1/chat/completions/render shows the prompt",
     },
@@ -71,6 +72,7 @@ POOLING = Absent(
     refused={
         "cache_salt": "prompts of different keys are separate; use a key for each tenant",
         "chat_template": "--chat-template sets one for all requests",
+        "data": "send texts as input; there are no IO processors",
         "instruction": "put it into the text of the query",
     },
     no_effect={"padding": "texts of a batch keep their own length"},

@@ -17,7 +17,7 @@ from modulm.contracts.flags import Flag, suggest
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, normalize
 from modulm_cli.yaml_file import read_yaml
-from modulm_vllm.environment import from_environment
+from modulm_vllm.environment import from_environment, log_notes
 from modulm_vllm.failures import as_vllm
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser", "flags_for"]
@@ -36,6 +36,7 @@ _TASKS = {
 def flags_for(flags_given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert vLLM's keywords, and VLLM_* variables, to modulm's flags."""
     environment = from_environment()
+    log_notes()
     unset = {*catalog().tables, *environment}
     explicit = {
         name: value for name, value in flags_given.items() if value is not None or name not in unset

@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 __all__ = ["main", "run_batch", "serve"]
 
+#: Commands that start an engine.
+_ENGINES = ("bench", "run-batch", "serve")
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; delegates to vLLM's own if vLLM is installed."""
@@ -25,9 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit()
     from modulm.cli.main import main as run
     from modulm.config.environ import variables_for_library
-    from modulm_vllm.environment import rewritten
+    from modulm.errors import ConfigError
+    from modulm_vllm.environment import notes, rewritten
 
-    with variables_for_library(rewritten()):
+    if command_line[:1] and command_line[0] in _ENGINES and "--help" not in command_line:
+        sys.stderr.writelines(f"note: {line}\n" for line in notes(server=True))
+    try:
+        values = rewritten()
+    except ConfigError as error:
+        raise SystemExit(f"vllm: {error}") from None
+    with variables_for_library(values):
         run(command_line, name="vllm")
 
 
