@@ -75,8 +75,9 @@ class SpecDecodeMetrics(Protocol):
 class CompletionOutput:
     """One of the n outputs. In a delta stream, text, token_ids and logprobs hold only new tokens.
 
-    finish_reason: None while running, then "stop", "length", "abort" or "error". stop_reason: the
-    stop string or token id that ended it, None for end of sequence; for "error", the message.
+    finish_reason: None while running, then "stop", "length", "repetition", "abort" or "error".
+    stop_reason: the stop string or token id that ended it, None for end of sequence;
+    "repetition_detected"; for "error", the message.
     cumulative_logprob: of all tokens so far, if logprobs were requested. reasoning: the reasoning
     before the text, if a parser separates it (`LLM.chat`). spec_decode_metrics: of all steps so
     far; None without speculative decoding.

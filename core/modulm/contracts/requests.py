@@ -27,7 +27,7 @@ API = 1
 #: `prompt_token_ids` and `prompt_is_token_ids` [tokens] it replaces the tokens marked False.
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
 
-Reason = Literal["stop", "length", "abort", "error"]
+Reason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 def _ids(tokens: np.ndarray | Sequence[int]) -> np.ndarray:

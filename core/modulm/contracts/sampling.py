@@ -96,6 +96,9 @@ class SamplingParams(metaclass=_Suggests):
     """How the tokens of a request are sampled and when it ends.
 
     logprobs: number of best tokens to return in addition to the sampled one; -1: the vocabulary.
+    logprob_token_ids: tokens to return log probabilities of instead of the best ones.
+    repetition_detection: ends the output, for the reason "repetition", when its last tokens are a
+    pattern of `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row.
     speculative: maximum drafted tokens per step; False or 0: none; True or None: chosen by the
     engine. It does not change the output distribution. Front ends check ranges and raise
     RequestError naming the field; the constructor does not.
@@ -118,6 +121,8 @@ class SamplingParams(metaclass=_Suggests):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = field(default=(), converter=_id_tuple)
+    repetition_detection: Mapping[str, int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -462,6 +462,24 @@ def test_arguments_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert EngineArgs(**table).create_engine_config().model.max_model_len == 64
 
 
+def test_named_logprobs_and_repetitions(demo) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    params = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=[5, 9])
+    answer = demo.generate(PROMPTS[0], params)[0].outputs[0]
+    for token, position in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert list(position) == list(dict.fromkeys([token, 5, 9]))
+        assert position[9].rank is None
+    repeated = SamplingParams(
+        temperature=0, max_tokens=64, ignore_eos=True, min_tokens=9, logit_bias={7: 100},
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=3),
+    )  # fmt: skip
+    answer = demo.generate(PROMPTS[0], repeated)[0].outputs[0]
+    assert answer.token_ids == [7] * 9
+    assert (answer.finish_reason, answer.stop_reason) == ("repetition", "repetition_detected")
+
+
 # Commands.
 
 
@@ -513,6 +531,33 @@ def test_the_server_answers_openais_client(server: str) -> None:
     metrics = httpx.get(f"{server}/metrics").text
     assert "vllm:request_success_total{" in metrics
     assert "modulm:request_success_total{" in metrics
+
+
+def test_fields_of_vllm(server: str) -> None:
+    """`logprob_token_ids` and `repetition_detection`, in whole answers and streams."""
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="token-abc123") as client:
+        question = {"model": "small", "messages": [{"role": "user", "content": "Hello!"}]}
+        repeat = {"logit_bias": {"70": 100}, "max_tokens": 64, "extra_body": {
+            "repetition_detection": {"max_pattern_size": 1, "min_count": 4}}}  # fmt: skip
+        answer = client.chat.completions.create(
+            **question, max_tokens=1, extra_body={"logprob_token_ids": [70, 71]}
+        )
+        position = answer.choices[0].logprobs.content[0]
+        assert len(position.top_logprobs) == 2
+        assert all(each.logprob < 0 for each in position.top_logprobs)
+        assert client.chat.completions.create(**question, **repeat).choices[0].finish_reason == (
+            "repetition"
+        )
+        *_, last = client.chat.completions.create(**question, **repeat, stream=True)
+        assert last.choices[0].finish_reason == "repetition"
+        completion = client.completions.create(
+            model="small", prompt="Hello", max_tokens=1, extra_body={"logprob_token_ids": [70, 71]}
+        )
+        assert len(completion.choices[0].logprobs.top_logprobs[0]) in (2, 3)
+        with pytest.raises(openai.BadRequestError, match="repetition_detection needs a min_count"):
+            client.chat.completions.create(
+                **question, extra_body={"repetition_detection": {"max_pattern_size": 2}}
+            )
 
 
 def test_chat_and_complete(server: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,7 @@ class Sampler:
         self._min_p = np.zeros(rows, dtype=np.float32)
         self._seeds = np.zeros(rows, dtype=np.int64)
         self._best = np.zeros(rows, dtype=np.int32)
+        self._named: dict[int, Sequence[int]] = {}
 
     def admit(
         self, start: RowStart, params: SamplingParams, grammar: Grammar | None = None
@@ -192,7 +193,9 @@ class Sampler:
         # The int64 with the same low bits.
         self._seeds[row] = ((start.seed or 0) + 2**63) % 2**64 - 2**63
         best = params.logprobs
-        self._best[row] = self.vocabulary if best == -1 else best or 0
+        self._named[row] = named = params.logprob_token_ids
+        # Rows with ids of their own are a group each, with a negative number of best tokens.
+        self._best[row] = -1 - row if named else self.vocabulary if best == -1 else best or 0
         return _DRAWN * (not params.greedy) | _LOGPROBS * (best is not None)
 
     def release(self, row: int) -> None:
@@ -397,20 +400,21 @@ class Sampler:
         return groups
 
     def best(
-        self,
-        values: torch.Tensor,
-        tokens: torch.Tensor,
-        k: int,
-        places: Sequence[int] | None = None,
+        self, values: torch.Tensor, tokens: torch.Tensor, k: int, places: Sequence[int] = ()
     ) -> Best:
-        """Compute the k best logprobs, or logits, depending on `mode`.
+        """Compute the k best logprobs, or logits, depending on `mode`. k < 0: those of the tokens
+        that row -1 - k names.
 
         values: [n, vocabulary] fp32 logits. tokens: [n], the sampled ones. places: indices to
         report, by default 0 ... n - 1.
         """
         normalise = self.mode.endswith("logprobs")
-        top = self.ops.top_logprobs(values, tokens, k, normalise)
-        return Best(range(len(values)) if places is None else places, self._platform.fetch(top))
+        top = self.ops.top_logprobs(values, tokens, max(k, 0), normalise)
+        if k < 0:
+            ids = self._tensor(np.array(self._named[-1 - k])).expand(len(values), -1)
+            others = values.gather(1, ids) - values.gather(1, tokens[:, None]) + top[1]
+            top = torch.cat((top[0], ids), 1), torch.cat((top[1], others), 1), top[2]
+        return Best(places or range(len(values)), self._platform.fetch(top))
 
     def _commit(self, step: _Step, tokens: np.ndarray) -> None:
         """Append the tokens to rows that keep a history."""

@@ -32,6 +32,7 @@ from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.errors import RequestError
 from modulm_frontend.draft_metrics import DraftMetrics
 from modulm_frontend.origin import request_origin
+from modulm_frontend.repetition import repetition_of
 from modulm_frontend.stops import StopScanner
 from modulm_tokenizers.detokenizer import Detokenizer
 
@@ -42,6 +43,8 @@ __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
 
 log = logging.getLogger("modulm.frontend")
 
+#: Reasons for which the text is complete.
+_COMPLETE = ("stop", "length", "repetition")
 #: Prompt tokens that a detokenizer gets as context.
 _CONTEXT = 16
 
@@ -71,6 +74,7 @@ class Choice:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         self._scanner = StopScanner(params.stop, params.include_stop_str_in_output)
+        self._repetition = repetition_of(params)
         # What `delta` has returned: counts of pieces and tokens, and whether it returned the end.
         self._handed_out = (0, 0, False)
 
@@ -82,7 +86,9 @@ class Choice:
         return "".join(self._pieces)
 
     def add(self, token: int, logprobs: RowLogprobs | None, finish: Finish | None) -> bool:
-        """Add a token and, with the last one, the finish. True if a stop string ended it now."""
+        """Add a token and, with the last one, the finish. True if a stop string or a repetition
+        ended it now.
+        """
         self.tokens.append(token)
         if logprobs is not None and self.logprobs is not None:
             self._add_logprobs(token, logprobs)
@@ -93,18 +99,22 @@ class Choice:
             self._emit(self._detokenizer.feed((token,)))
         if finish is not None:
             self.finish(finish)
+        elif self._repetition is not None and self._repetition.ends(self.tokens):
+            self.finish(Finish("", "repetition"))
         return finish is None and self.reason is not None
 
     def finish(self, finish: Finish) -> None:
         """End the sequence, as finished by the engine or aborted."""
         if self.reason is not None:
             return
-        if self._detokenizer is not None and finish.reason in ("stop", "length"):
+        if self._detokenizer is not None and finish.reason in _COMPLETE:
             self._emit(self._detokenizer.finish())
         if self.reason is None:
             self._pieces.append(self._scanner.finish())
             self.reason = finish.reason
             self.stop = finish.stop if finish.error is None else str(finish.error)
+            if finish.reason == "repetition":
+                self.stop = "repetition_detected"
 
     def output(self) -> CompletionOutput:
         """The output so far, cumulative."""
@@ -140,15 +150,19 @@ class Choice:
     def _add_logprobs(self, token: int, entry: RowLogprobs) -> None:
         if self.logprobs is None or self.cumulative is None:
             return
-        self.logprobs.append(position(entry, self._tokenizer))
+        ranked = not self._params.logprob_token_ids
+        self.logprobs.append(position(entry, self._tokenizer, ranked=ranked))
         self.cumulative += float(entry.values[0])
 
 
-def position(entry: RowLogprobs, tokenizer: Tokenizer | None) -> Position:
-    """The logprobs of one position: the chosen token first, then the best ones by rank."""
+def position(entry: RowLogprobs, tokenizer: Tokenizer | None, *, ranked: bool = True) -> Position:
+    """The logprobs of one position: the chosen token first, then the best ones by rank, or those
+    that the request names, which have no rank (`ranked=False`).
+    """
     entries: Position = {}
     ids, values = entry.ids.tolist(), entry.values.tolist()
-    ranks = [entry.rank, *range(1, len(ids))]
+    others = range(1, len(ids)) if ranked else [None] * (len(ids) - 1)
+    ranks: list[int | None] = [entry.rank, *others]
     for token, value, rank in zip(ids, values, ranks, strict=True):
         if token not in entries:
             text = None if tokenizer is None else tokenizer.token_text(token)

@@ -24,6 +24,7 @@ from modulm.contracts.sampling import (
 )
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm.plugins.index import to_install
+from modulm_frontend.repetition import problem_of
 from modulm_samplers import SettingsProcessor, unserved
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ MAX_CHOICES = 16_384
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 4_096
 MAX_IDS = 1_024
+#: As in vLLM.
+MAX_NAMED = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_LENGTH = 512
 MAX_CONSTRAINT = 1 << 18
@@ -84,7 +87,7 @@ def check(
             f"allowed_token_ids has more entries than the model has tokens ({vocabulary})",
             "allowed_token_ids",
         )
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_ids(name, getattr(params, name) or (), vocabulary)
     bias = params.logit_bias
     if bias:
@@ -104,6 +107,7 @@ def check(
         params,
         logit_bias=bias or None,
         structured_outputs=constraint,
+        logprobs=0 if params.logprob_token_ids else params.logprobs,
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
@@ -450,6 +454,10 @@ def _few_ids(value: Any) -> str | None:
     return None if len(value) <= MAX_IDS else f"must have at most {MAX_IDS} entries"
 
 
+def _named_ids(value: Any) -> str | None:
+    return None if len(value) <= MAX_NAMED else f"must have at most {MAX_NAMED} entries"
+
+
 def _kind(value: Any) -> str | None:
     return None if isinstance(value, OutputKind) else "must be an OutputKind"
 
@@ -478,6 +486,8 @@ _FIELDS: dict[str, _Rule] = {
     "min_tokens": _whole(0),
     "logprobs": _whole(-1, optional=True),
     "prompt_logprobs": _whole(-1, optional=True),
+    "logprob_token_ids": _named_ids,
+    "repetition_detection": problem_of,
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,
     "spaces_between_special_tokens": _boolean,

@@ -30,12 +30,15 @@ class TokenLogprob(TopLogprob):
 def token_logprobs(
     positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int], top: int, as_ids: bool
 ) -> list[TokenLogprob]:
-    """Build one entry per token, with the `top` best candidates at its position."""
+    """Build one entry per token, with the `top` best candidates at its position, or those that the
+    request names.
+    """
     content: list[TokenLogprob] = []
     for token, position in zip(token_ids, positions, strict=True):
         best = [_entry(t, e, as_ids) for t, e in position.items() if e.rank and e.rank <= top]
+        named = [_entry(t, e, as_ids) for t, e in position.items() if e.rank is None]
         chosen = _entry(token, position[token], as_ids)
-        content.append({**chosen, "top_logprobs": best[:top]})
+        content.append({**chosen, "top_logprobs": best[:top] + named})
     return content
 
 

@@ -194,7 +194,6 @@ def sampling_params(
     Lists, texts and what depends on the model (vocabulary, context length) are checked by
     `modulm_frontend.validation`. Raises ApiError(400) naming the field.
     """
-    reject_unsupported(body, "logprob_token_ids", "repetition_detection")
     body.refuse_code()
     if body.prompt_logprobs is not None and body.stream:
         raise bad_field("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
@@ -205,7 +204,10 @@ def sampling_params(
             raise bad_field(
                 "use_beam_search", "use_beam_search cannot be combined with structured outputs"
             )
-        reject_unsupported(body, "kv_transfer_params", "prompt_cache_retention")
+        reject_unsupported(
+            body, "kv_transfer_params", "prompt_cache_retention", "logprob_token_ids",
+            "repetition_detection",
+        )  # fmt: skip
         return _beams(body, defaults, max_tokens, logprobs)
     if body.early_stopping:
         raise bad_field("early_stopping", "early_stopping needs use_beam_search: true")
@@ -222,6 +224,8 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
         bad_words=body.bad_words,
+        logprob_token_ids=body.logprob_token_ids,
+        repetition_detection=body.repetition_detection,
         structured_outputs=constraint,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         extra_args=_extra_args(body),

@@ -84,7 +84,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "vllm.pooling_params": _all(_PARAMS, "PoolingParams"),
     "vllm.sampling_params": _all(
-        _PARAMS, "BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams",
+        _PARAMS, "BeamSearchParams", "GuidedDecodingParams", "RepetitionDetectionParams",
+        "RequestOutputKind", "SamplingParams",
         "SamplingType", "StructuredOutputsParams",
     ),
     "vllm.sequence": _LOGPROBS,

@@ -24,6 +24,7 @@ __all__ = [
     "GuidedDecodingParams",
     "LoRARequest",
     "PoolingParams",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
     "SamplingType",
@@ -106,6 +107,15 @@ def _ids(value: Sequence[int] | None) -> list[int]:
 
 
 @define
+class RepetitionDetectionParams:
+    """Patterns of tokens that end an output when they are repeated. max_pattern_size 0: none."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+@define
 class SamplingParams:
     """Sampling parameters of a request. Raises ValueError naming the field."""
 
@@ -138,6 +148,10 @@ class SamplingParams:
     bad_words: list[str] = field(default=None, converter=_strings)
     best_of: int | None = field(default=None, kw_only=True)
     thinking_token_budget: int | None = field(default=None, kw_only=True)
+    logprob_token_ids: list[int] = field(default=None, converter=_ids, kw_only=True)
+    repetition_detection: RepetitionDetectionParams | dict[str, int] | None = field(
+        default=None, kw_only=True
+    )
     guided_decoding: StructuredOutputsParams | None = field(default=None, kw_only=True)
     logits_processors: Sequence[Any] | None = field(default=None, kw_only=True)
     flat_logprobs: bool = field(default=False, kw_only=True)
@@ -168,6 +182,9 @@ class SamplingParams:
     def _table(self) -> dict[str, Any]:
         table = {key: getattr(self, key) for key in _NATIVE}
         structured = self.structured_outputs or self.guided_decoding
+        repetition = self.repetition_detection
+        if isinstance(repetition, RepetitionDetectionParams):
+            table["repetition_detection"] = attrs.asdict(repetition)
         return {
             **table,
             "structured_outputs": structured.native() if structured is not None else None,

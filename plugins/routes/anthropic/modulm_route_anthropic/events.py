@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Events", "blocks_of", "stop_of", "usage_of", "written"]
 
-_STOPS = {"stop": "end_turn", "length": "max_tokens"}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "repetition": "end_turn"}
 
 
 def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[Any]:

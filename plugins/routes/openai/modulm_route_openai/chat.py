@@ -186,7 +186,7 @@ class Chat:
             allowed=tool_names(allowed) if fewer else None,
             calls_by_grammar=forced_calls.in_model_format,
             reasoning=body.include_reasoning is not False,
-            tokens=bool(body.logprobs or body.return_token_ids),
+            tokens=bool(body.logprobs or body.return_token_ids or body.logprob_token_ids),
             template_kwargs=variables,
             fields={"structured_outputs": origin or "", "prompt": "messages"},
             priority=check_priority(self._context.config, body.priority),

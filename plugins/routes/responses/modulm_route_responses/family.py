@@ -436,7 +436,7 @@ class Responses(RouteFamily):
 
         counts: generated tokens, and thinking tokens among them.
         """
-        cut = reason in ("length", _TOO_MANY)
+        cut = reason in ("length", "repetition", _TOO_MANY)
         status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
         last = list(job.output.close(status))
         body = job.body

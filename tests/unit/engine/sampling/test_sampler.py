@@ -199,6 +199,25 @@ def test_rows_ask_for_different_numbers_of_logprobs() -> None:
     assert float(whole.double().exp().sum()) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
+def test_rows_name_the_tokens_whose_logprobs_they_get(mode: str) -> None:
+    """Beside rows that get the best ones, and for several positions of one row."""
+    sampler, x = new(mode=mode), logits(4)
+    named = [start(row, temperature=0, logprobs=0, logprob_token_ids=ids)
+             for row, ids in ((0, (5, 3, 9)), (1, (7,)))]  # fmt: skip
+    admit(sampler, *named, start(2, temperature=0, logprobs=2))
+    rows = np.array([0, 1, 2, 0])
+    drawn = sampler.sample(rows, np.full(4, 5), x.clone()).result()
+    expected = x.log_softmax(-1) if mode.endswith("logprobs") else x
+    for index, ids in enumerate(((5, 3, 9), (7,), None, (5, 3, 9))):
+        entry, token = drawn.logprobs[index], int(x[index].argmax())
+        ids = ids or tuple(x[index].topk(2).indices.tolist())
+        assert entry.ids.tolist() == [token, *ids]
+        torch.testing.assert_close(
+            torch.as_tensor(entry.values), expected[index][[token, *ids]], rtol=1e-4, atol=1e-4
+        )
+
+
 def test_rows_without_a_choice_fail_alone() -> None:
     sampler = new()
     admit(sampler, start(0), start(1), start(2, allowed_token_ids=[9], bad_words=((9,),)), start(3))

@@ -155,7 +155,7 @@ class Metrics(Collector):
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
         self._accepted_at: list[int] = []
         self._routed: list[int] = []
-        self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
+        self._success = dict.fromkeys(("abort", "error", "length", "repetition", "stop"), 0)
         self.last: StepStats | None = None
 
     @classmethod
