@@ -89,8 +89,6 @@ class Chosen:
         if self.errors:
             tokens = tokens.copy()
             tokens[list(self.errors)] = -1
-        elif not self.best:
-            return Sampled(tokens)
         entries = (entry for best in self.best for entry in best.entries())
         logprobs = {index: entry for index, entry in entries if index not in self.errors}
         return Sampled(tokens, logprobs, self.errors)
@@ -275,16 +273,13 @@ class Sampler:
 
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
         """Return the drafts before the first one that the row's grammar forbids."""
-        state = self._rows.get(row)
-        if state is None or state.matcher is None:
-            return drafts
-        return drafts[: state.matcher.count_allowed(drafts.tolist())]
+        matcher = state.matcher if (state := self._rows.get(row)) else None
+        return drafts if matcher is None else drafts[: matcher.count_allowed(drafts.tolist())]
 
     def forced(self, row: int) -> np.ndarray:
         """Return drafts of the text that the row's grammar determines: [n] int64."""
         matcher = state.matcher if (state := self._rows.get(row)) else None
-        forced = np.array(matcher.forced() if matcher is not None else (), dtype=np.int64)
-        return self.legal(row, forced)
+        return self.legal(row, np.array(matcher.forced() if matcher else (), dtype=np.int64))
 
     def _mask(self, step: _Step) -> None:
         """Apply the grammars' bit masks."""

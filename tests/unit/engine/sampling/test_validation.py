@@ -55,6 +55,8 @@ WRONG = {
     "min_tokens": [-1, 5, 1.0, True, None],
     "logprobs": [-2, 21, -1, True, 1.5, "5"],
     "prompt_logprobs": [-2, 21, -1, True],
+    "logprob_token_ids": [[-1], [V], ["a"], [True], [1] * 129],
+    "repetition_detection": [5, {"size": 1}, {"max_pattern_size": 2}],
     "detokenize": ["no"],
     "skip_special_tokens": [0],
     "spaces_between_special_tokens": [0],
