@@ -18,13 +18,7 @@ if TYPE_CHECKING:
     from modulm.config.schema.engine import EngineConfig
     from modulm.contracts.config import Notice
 
-__all__ = [
-    "Draft",
-    "Source",
-    "draft",
-    "environment",
-    "keywords",
-]
+__all__ = ["Draft", "Source", "draft", "environment", "keywords"]
 
 _PREFIX = "MODULM_"
 _FOREIGN = "VLLM_"

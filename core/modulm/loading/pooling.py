@@ -31,10 +31,7 @@ def open_pooler(config: EngineConfig, plugins: PluginManager, model: Model | Non
 
 
 def may_convert(
-    config: EngineConfig,
-    names: Sequence[str],
-    plugins: PluginManager,
-    recipe: PoolingRecipe,
+    config: EngineConfig, names: Sequence[str], plugins: PluginManager, recipe: PoolingRecipe
 ) -> bool:
     """Whether a pooler must choose the driver: because of flags or files, or because no driver
     exists for the architecture and a pooler may derive one.

@@ -1,6 +1,6 @@
 """Every contract kit passes the package that `plugins new` writes, and catches planted bugs.
 
-`python tests/unit/plugins/test_kits.py` writes the table in docs/plugin-kinds.md.
+`PYTHONPATH=tests/support python tests/unit/plugins/test_kits.py` writes the table in docs/plugin-kinds.md.
 """
 
 # ruff: noqa: E501 - one planted bug a line
@@ -373,7 +373,7 @@ def table_of_kinds() -> str:
 
 
 def test_the_table_of_kinds_is_true() -> None:
-    assert table_of_kinds() in PAGE.read_text(encoding="utf-8"), "run this file"
+    assert table_of_kinds() in PAGE.read_text(encoding="utf-8"), "run it (above)"
 
 
 if __name__ == "__main__":

@@ -54,11 +54,7 @@ class BudgetScheduler(Scheduler):
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        capacity: Capacity,
-        policy: Policy,
-        parts: Sequence[StepPart] = (),
+        self, limits: Limits, capacity: Capacity, policy: Policy, parts: Sequence[StepPart] = ()
     ) -> None:
         self.limits = limits
         self.policy = policy

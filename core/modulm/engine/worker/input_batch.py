@@ -270,11 +270,7 @@ class BatchBuilder:
         return tokens, ()
 
     def _plans(
-        self,
-        plan: Plan,
-        owners: np.ndarray,
-        positions: np.ndarray,
-        query_starts: np.ndarray,
+        self, plan: Plan, owners: np.ndarray, positions: np.ndarray, query_starts: np.ndarray
     ) -> tuple[AttentionPlan | StatePlan, ...]:
         context_lens = (plan.starts + plan.counts).astype(np.int32)
         plans: list[AttentionPlan | StatePlan] = []
