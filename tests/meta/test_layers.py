@@ -60,10 +60,10 @@ SERVER = (
     ("absent_fields", "directory", "engine", "first_request", "flags", "heap", "kinds", "openapi",
      "output", "prompts"),
     ("api_keys", "auth", "constraints", "errors", "hosts", "json_body", "key_limits", "logprobs",
-     "logs", "loopback",
+     "io_processor", "logs", "loopback",
      "media_service", "metrics", "pacing", "page_files", "paging", "prompt_caching",
      "prompt_embeds", "request_cost", "request_guard",
-     "request_log", "sampling", "sse", "stats_log", "text_work"),
+     "request_log", "sampling", "sse", "stat_logger", "stats_log", "text_work"),
     ("generation",),
     ("chat_turn", "forced_calls", "route"),
     ("isolated_routes",),
@@ -71,7 +71,7 @@ SERVER = (
     ("app",),
     ("api_workers", "headless", "serve"),
     ("models",),
-    ("api_worker", "command", "scripted", "testing"),
+    ("api_worker", "command", "kits", "scripted", "testing"),
 )  # fmt: skip
 #: Of the whole core's use: not on any layer.
 OUTSIDE = ("modulm.testing", "modulm.__init__")

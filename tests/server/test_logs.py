@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 
 import httpx
 import pytest
 
+from modulm.config import EngineConfig
 from modulm.contracts.decision import Decision
 from modulm.contracts.executor import ModelDescription
 from modulm.contracts.requests import StepStats
@@ -17,7 +19,8 @@ from modulm_server.flags import ServerConfig
 from modulm_server.logs import _Json, _Silent
 from modulm_server.scripted import scripted_info
 from modulm_server.serve import start_facts
-from modulm_server.stats_log import StatsLog
+from modulm_server.stat_logger import IntervalStats, StatLogger
+from modulm_server.stats_log import LogLine, Statistics
 
 
 @pytest.mark.parametrize(
@@ -65,15 +68,22 @@ def test_signs_of_life_are_not_logged_unless_asked_for() -> None:
     ).disable_access_log_for_endpoints
 
 
+STEPS = (
+    StepStats(1, 2, 1, 0.25, computed=90, generated=10, queried=80, hit=20),
+    StepStats(2, 2, 0, 0.5, computed=30, generated=10),
+)
+
+
 def test_statistics_are_of_the_time_since_the_last_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "modulm_server.stats")
     metrics = Metrics("M")
-    log = StatsLog(metrics)
-    log.look(100.0)
-    assert not caplog.messages
-    metrics.step(StepStats(1, 2, 1, 0.25, computed=90, generated=10, queried=80, hit=20))
-    metrics.step(StepStats(2, 2, 0, 0.5, computed=30, generated=10))
-    log.look(110.0)
+    statistics = Statistics(metrics, [(LogLine(), "log")])
+    statistics.look(100.0)
+    for step in STEPS:
+        metrics.step(step)
+    statistics.look(110.0)
+    statistics.look(120.0)
+    statistics.close(300.0)
     assert caplog.messages == [
         (
             "Running: 2 reqs, waiting: 0 reqs, prompt throughput: 10.0 tokens/s, "
@@ -81,8 +91,58 @@ def test_statistics_are_of_the_time_since_the_last_line(caplog: pytest.LogCaptur
             "prefix cache hit rate: 25.0 %, KV cache usage: 50.0 %"
         )
     ]
-    log.look(120.0)
-    assert len(caplog.messages) == 1
+
+
+class Collects(StatLogger):
+    """Keeps what it gets; fails or waits if it is told to."""
+
+    name = "collects"
+    api = 1
+
+    def __init__(self, fault: str = "") -> None:
+        self.seen: list[IntervalStats | str] = []
+        self.fault = fault
+        self.over = threading.Event()
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Collects:
+        return cls()
+
+    def record(self, stats: IntervalStats) -> None:
+        self.seen.append(stats)
+        if self.fault == "exit":
+            raise SystemExit(3)
+        if self.fault == "hang":
+            self.over.wait()
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+def test_a_stat_logger_that_fails_or_hangs_is_named_and_holds_up_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = Metrics("M")
+    loggers = [Collects("exit"), Collects("hang"), Collects()]
+    named = [(logger, f"stat_loggers/{i} (modulm-a 1.0)") for i, logger in enumerate(loggers)]
+    statistics = Statistics(metrics, named)
+    for now in (100.0, 110.0, 120.0):
+        statistics.look(now)
+        metrics.step(STEPS[0])
+        for thread in statistics._loggers[::2]:
+            if thread._worker is not None:
+                thread._worker.join()
+    statistics.look(130.0)
+    statistics.look(140.0)
+    loggers[1].over.set()
+    statistics.close(300.0)
+    assert [len(logger.seen) for logger in loggers] == [2, 2, 4]
+    assert loggers[2].seen[:2] == [IntervalStats(10.0, 80, 10, 80, 20, 2, 1, 0.25)] * 2
+    assert [logger.seen[-1] for logger in loggers[1:]] == ["closed", "closed"]
+    assert "stat_loggers/0 (modulm-a 1.0) is not called again: record raised SystemExit: 3" in (
+        caplog.text
+    )
+    assert "stat_loggers/1 (modulm-a 1.0) takes longer than an interval" in caplog.text
 
 
 def test_lines_as_json() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from attrs import evolve
 
+import modulm
+from modulm.contracts.sampling import PoolingParams
+from modulm.errors import ConfigError, RequestError
 from modulm_route_pooling.schema import EmbedRequest
 from modulm_route_pooling.vectors import encode_vector
+from modulm_server.io_processor import IOProcessor
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -162,3 +167,74 @@ def test_a_model_for_text_says_so(http: httpx.Client, path: str, body: dict[str,
     error = error_of(answer)
     assert error["param"] == "model"
     assert "--runner pooling" in error["message"]
+
+
+class Alike(IOProcessor):
+    """Answers with the similarity of two texts; fails as it is told."""
+
+    name = "alike"
+    api = 1
+
+    def parse_data(self, data: Any) -> list[str]:
+        if data == "raise":
+            raise ValueError("boom")
+        if not isinstance(data, list):
+            raise RequestError("data must be a list of texts", "data")
+        return data
+
+    def pre_process(self, value: list[str]) -> list[str]:
+        return value
+
+    def merge_pooling_params(self, value: list[str], params: PoolingParams) -> PoolingParams:
+        return evolve(params, dimensions=4)
+
+    def post_process(self, value: list[str], outputs: Sequence[np.ndarray]) -> Any:
+        return {"texts": value, "width": len(outputs[0]), "same": float(outputs[0] @ outputs[1])}
+
+
+@pytest.fixture(scope="module")
+def processing(make_server: ServerMaker) -> Iterator[Live]:
+    modulm.register("io_processors", "alike", Alike)
+    yield make_server(info={"tasks": ("embed",)}, io_processor_plugin="alike")
+    modulm.unregister("io_processors", "alike")
+
+
+def test_data_goes_through_the_io_processor(processing: Live, pooling: Live) -> None:
+    with processing.client() as client:
+        answer = client.post("/pooling", json={"data": ["a", "a"], "request_id": "r"}).json()
+        assert answer["data"] == {"texts": ["a", "a"], "width": 4, "same": pytest.approx(1)}
+        assert (answer["request_id"], type(answer["created_at"])) == ("r", int)
+        assert len(client.post("/pooling", json={"input": "a"}).json()["data"]) == 1
+        refused = client.post("/pooling", json={"data": 5})
+        assert error_of(refused)["message"] == "data must be a list of texts"
+        assert refused.status_code == 400
+        both = client.post("/pooling", json={"data": [], "input": "a"})
+        assert "send one of them" in error_of(both)["message"]
+        empty = client.post("/pooling", json={"data": []})
+        assert empty.status_code == 400
+        failed = client.post("/pooling", json={"data": "raise"})
+        assert failed.status_code == 500
+        assert error_of(failed)["code"] == "plugin_failed"
+        assert (
+            "io_processors/alike (registered): parse_data raised ValueError"
+            in (error_of(failed)["message"])
+        )
+    with pooling.client() as client:
+        without = client.post("/pooling", json={"data": ["a"]})
+        assert error_of(without)["param"] == "data"
+        assert "--io-processor-plugin" in error_of(without)["message"]
+
+
+def test_a_server_whose_io_processor_fails_does_not_start(make_server: ServerMaker) -> None:
+    class Broken(Alike):
+        def __init__(self, config: Any) -> None:
+            raise ValueError("boom")
+
+    modulm.register("io_processors", "broken", Broken)
+    try:
+        with pytest.raises(ConfigError, match="io_processor_plugin: broken: boom"):
+            make_server(io_processor_plugin="broken")
+        with pytest.raises(ConfigError, match="no installed plugin provides IO processor 'nobody'"):
+            make_server(io_processor_plugin="nobody")
+    finally:
+        modulm.unregister("io_processors", "broken")

@@ -151,6 +151,27 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("body = await read(request, XRequest)", "body = XRequest(text='x')", "no JSON"),
         ("\"/x\",", "\"x\",", "slash|AssertionError|left the family out"),
     ),
+    "io_processors": (
+        ("raise RequestError(\"data.texts must be a list", "raise ValueError(\"", "not RequestError"),
+        ("if not all(isinstance(text, str) and text for text in texts):", "if False:", "pre_process|RequestError"),
+        ("return value", "return []", "no prompt"),
+        ("return value", "return value[0]", "not a list of prompts"),
+        ("(rows @ rows.T).tolist()", "rows @ rows.T", "no JSON"),
+        ("(rows @ rows.T).tolist()", "float('nan')", "does not have"),
+        ("return list(texts)", "self.seen = getattr(self, 'seen', 0) + 1\n        return [*texts, str(self.seen)]", "depends on other"),
+        ("return list(texts)", "texts.append('more')\n        return texts", "data was changed"),
+        ("rows = np.stack([output.ravel() for output in outputs])", "outputs[0] *= 2\n        rows = np.stack(outputs)", "changes the model's outputs"),
+    ),
+    "stat_loggers": (
+        ("stats.generated_tokens / stats.seconds", "stats.hit_tokens / stats.queried_tokens", "ZeroDivisionError"),
+        ("self._file.flush()", "", "intervals were recorded"),
+        ("self._file.flush()", "self._file.flush()\n        print('recorded')", "standard output"),
+        ("return cls(Path(path)", "return (Path(path)", "not a X"),
+        ("if path is None:\n            return None", "path = path or '/dev/null'", "nobody switched on"),
+        ("self._file.close()", "self._file.gone()", "close.. raised"),
+        ("self._file.flush()", "self._file.flush()\n        return line", "it returned"),
+        ("self._file.write(json.dumps(line) + \"\\n\")", "stats.running and self._file.write(json.dumps(line) + \"\\n\")", "intervals were recorded"),
+    ),
     "transcribers": (
         ("if t not in special]", "if True]", "control tokens"),
         ("*prompt,", "", "changes nothing"),
@@ -250,7 +271,7 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
     registered = []
     try:
         exec(compile(source, f"{names.package}.py", "exec"), vars(module))
-        if kind == "adapter_resolvers":
+        if kind in ("adapter_resolvers", "stat_loggers"):
             modulm.register("flags", "x", module.XFlags)
             registered.append(("flags", "x"))
         public = [name for name in module.__all__ if name[0].isupper()]

@@ -166,6 +166,10 @@ class ServerConfig(FlagGroup):
     sse_keep_alive_interval: float = flag(
         0, "Idle time after which a stream sends a keep-alive comment; 0: never.", unit="s", least=0
     )
+    io_processor_plugin: str | None = flag(
+        None, "IO processor: reads the data of requests to /pooling and makes their answers.",
+        kind="io_processors",
+    )  # fmt: skip
     sleeping_requests: str = flag(
         "refuse",
         "Requests that arrive while the engine sleeps at level 1 or 2: refuse with 503, or wait "

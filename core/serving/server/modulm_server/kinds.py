@@ -1,8 +1,8 @@
-"""The driver kind of route families."""
+"""The kinds of drivers that the server adds."""
 
 from modulm.plugins.kinds import Kind
 
-__all__ = ["ROUTES"]
+__all__ = ["IO_PROCESSORS", "ROUTES", "STAT_LOGGERS"]
 
 ROUTES = Kind(
     "routes",
@@ -10,4 +10,18 @@ ROUTES = Kind(
     "route",
     "modulm_server.route:RouteFamily",
     kit="modulm_server.testing:check_routes",
+)
+IO_PROCESSORS = Kind(
+    "io_processors",
+    "IO processor",
+    "io",
+    "modulm_server.io_processor:IOProcessor",
+    kit="modulm_server.kits:check_io_processor",
+)
+STAT_LOGGERS = Kind(
+    "stat_loggers",
+    "stat logger",
+    "stats",
+    "modulm_server.stat_logger:StatLogger",
+    kit="modulm_server.kits:check_stat_logger",
 )

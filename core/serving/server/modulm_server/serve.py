@@ -38,7 +38,7 @@ from modulm_server.flags import ServerConfig
 from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
 from modulm_server.protocol import affordable, protocol
-from modulm_server.stats_log import StatsLog
+from modulm_server.stats_log import Statistics, open_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -321,7 +321,7 @@ class Server(uvicorn.Server):
         self._certificates: _Certificates | None = None
         self._died: float | None = None
         self.announce: Callable[[], None] = lambda: None
-        self.stats: StatsLog | None = None
+        self.stats: Statistics | None = None
         self.workers: Workers | None = None
         self.failed = False
 
@@ -409,6 +409,8 @@ class Server(uvicorn.Server):
                 break
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)
+        if self.stats is not None:
+            await asyncio.to_thread(self.stats.close)
 
 
 def make_server(served: Served, server: ServerConfig) -> Server:
@@ -440,7 +442,8 @@ def make_server(served: Served, server: ServerConfig) -> Server:
         isinstance(metrics, Metrics | ReplicaMetrics)
         and not served.generation.config.observability.disable_log_stats
     ):
-        uvicorn_server.stats = StatsLog(metrics)
+        loggers = open_loggers(served.generation.config, manager.current())
+        uvicorn_server.stats = Statistics(metrics, loggers)
     if server.enable_ssl_refresh and server.ssl_certfile and server.ssl_keyfile:
         config.load()
         uvicorn_server.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))

@@ -23,6 +23,7 @@ from modulm.loading.pooling import open_pooler
 from modulm.plugins import current
 from modulm_route_pooling import cohere
 from modulm_route_pooling.cohere import question, refuse_images
+from modulm_route_pooling.io_processing import open_processor
 from modulm_route_pooling.objects import (
     Classified,
     ClassList,
@@ -30,6 +31,7 @@ from modulm_route_pooling.objects import (
     EmbeddingList,
     Head,
     PoolingList,
+    Processed,
     Ranked,
     RankList,
     Scored,
@@ -59,7 +61,7 @@ from modulm_server.json_body import bad_field, json_response, read, request_docs
 from modulm_server.media_service import RequestMedia
 from modulm_server.openapi import response_docs
 from modulm_server.prompts import Prompt
-from modulm_server.route import RouteFamily
+from modulm_server.route import RouteContext, RouteFamily
 
 if TYPE_CHECKING:
     from modulm.contracts.requests import PromptLike
@@ -77,6 +79,10 @@ class Pooling(RouteFamily):
     name = "pooling"
     api = 2
 
+    def __init__(self, context: RouteContext) -> None:
+        super().__init__(context)
+        self._processor = open_processor(context.config)
+
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
         routes = (
@@ -92,7 +98,12 @@ class Pooling(RouteFamily):
                 response_docs(CohereEmbeddings),
                 ("/v2/embed",),
             ),
-            (self.pool, PoolRequest, response_docs(PoolingList, content=_BYTES), ("/pooling",)),
+            (
+                self.pool,
+                PoolRequest,
+                response_docs(PoolingList | Processed, content=_BYTES),
+                ("/pooling",),
+            ),
             (self.classify, ClassifyRequest, response_docs(ClassList), ("/classify",)),
             (self.score, ScoreRequest, response_docs(ScoreList), ("/score", "/v1/score")),
             (
@@ -135,12 +146,36 @@ class Pooling(RouteFamily):
     async def pool(self, request: Request) -> Response:
         """Return the model's raw vectors."""
         body = await read(request, PoolRequest)
+        if body.data is not None:
+            return await self._processed(body)
         tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
         model = await self._model(
             body.model, (body.task,) if body.task else tuple(tasks) or ("pool",)
         )
         outputs = await self._embed_all(body, body.task or tasks[0], model)
         return _vectors("pool", "pooling", "data", model.name, outputs, body)
+
+    async def _processed(self, body: PoolRequest) -> Response:
+        """Answer a request whose `data` goes through the server's IO processor."""
+        if self._processor is None:
+            raise bad_field("data", "data needs a server with --io-processor-plugin")
+        if body.input is not None or body.messages is not None:
+            raise bad_field("data", "data takes the place of input and messages: send one of them")
+        tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
+        model = await self._model(body.model, (body.task,) if body.task else tasks or ("pool",))
+        processor = self._processor
+        value = await processor.call("parse_data", body.data)
+        params = _params(body, task=body.task or tasks[0], dimensions=body.dimensions)
+        params = await processor.call("merge_pooling_params", value, params)
+        body.input = list(await processor.call("pre_process", value))
+        outputs = await self._pooled(body, params, model)
+        vectors = [np.asarray(output.outputs.data, dtype=np.float32) for output in outputs]
+        answer: Processed = {
+            "request_id": body.request_id or f"pool-{uuid4().hex}",
+            "created_at": int(time.time()),
+            "data": await processor.call("post_process", value, vectors),
+        }
+        return json_response(answer)
 
     async def classify(self, request: Request) -> Response:
         """Compute class probabilities."""

@@ -12,6 +12,7 @@ __all__ = [
     "EmbeddingList",
     "Head",
     "PoolingList",
+    "Processed",
     "RankList",
     "Ranked",
     "ScoreList",
@@ -65,6 +66,14 @@ class Pooled(TypedDict):
     object: Literal["pooling"]
     index: int
     data: list[float] | list[list[float]] | SparseVector | list[SparseVector] | str
+
+
+class Processed(TypedDict):
+    """The answer of the server's IO processor. created_at: Unix time in seconds."""
+
+    request_id: str
+    created_at: int
+    data: Any
 
 
 class Classified(TypedDict):

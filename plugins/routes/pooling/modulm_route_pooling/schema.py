@@ -61,6 +61,7 @@ class PoolRequest(EmbedRequest, kw_only=True):
     """`POST /pooling`."""
 
     task: str | None = None
+    data: Any = None
 
 
 class ClassifyRequest(_Texts, kw_only=True):

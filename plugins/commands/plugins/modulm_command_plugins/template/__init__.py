@@ -43,6 +43,8 @@ _CLASS = {
     "adapters": "Bank",
     "adapter_resolvers": "Resolver",
     "routes": "Routes",
+    "io_processors": "Processor",
+    "stat_loggers": "Logger",
     "transcribers": "Transcriber",
     "media_families": "Family",
 }
@@ -62,13 +64,17 @@ _WITH = {
     "speculators": ("modulm-speculation",),
     "adapter_resolvers": ("modulm-adapters",),
     "routes": ("modulm-server",),
+    "io_processors": ("modulm-server",),
+    "stat_loggers": ("modulm-server",),
     "transcribers": ("modulm-speech", "modulm-tokenizers"),
     "media_families": ("modulm-media",),
 }
 #: Entry points besides the driver's: kind -> group and class suffix.
-_MORE = {"adapter_resolvers": ("modulm.flags", "Flags")}
+_MORE = dict.fromkeys(("adapter_resolvers", "stat_loggers"), ("modulm.flags", "Flags"))
+#: What the flag of such a kind is called, after the driver's name.
+_FLAG = {"adapter_resolvers": "table", "stat_loggers": "file"}
 #: Kinds whose template writes files when it is used.
-_WRITES = ("kv_connectors",)
+_WRITES = ("kv_connectors", "stat_loggers")
 #: Files of every package, besides its own.
 _COMMON = ("README.md", ".github/workflows/test.yml", ".github/workflows/publish.yml")
 
@@ -158,7 +164,7 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
         "groups": f'\n[dependency-groups]\ntest = ["pytest-modulm{_range()}"]\n' if common else "",
         "more": table + line if more_group else "",
         "name": names.driver.replace("-", "_"),
-        "flag": f"{names.driver.replace('_', '-')}-table",
+        "flag": f"{names.driver.replace('_', '-')}-{_FLAG.get(names.kind, '')}",
     }
     folder = files(__name__)
     sources = {
