@@ -108,8 +108,8 @@ class BlockGroup(Protocol):
     def pin(self, blocks: Sequence[int]) -> None:
         """Keep blocks from being reused, even after their rows have been released."""
 
-    def unpin(self, blocks: Sequence[int]) -> None:
-        """Undo one `pin` of each block."""
+    def unpin(self, blocks: Sequence[int], *, first: bool = False) -> None:
+        """Undo one `pin` of each block. first: those that are now free are reused first."""
 
     def shorten(self, row: int, tokens: int) -> None:
         """Release the row's blocks behind its first `tokens` tokens, a multiple of their size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -293,6 +294,14 @@ def test_bad_configuration_is_refused(
         LLM(model(), **FLAGS, kv_transfer_config=table)
 
 
+def sse(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON of each part of a stream."""
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
 def test_servers_behind_a_proxy(model: Callable[..., str], expected: list[Any]) -> None:
     """What vLLM's example proxy does: one answer's parameters go into the next request."""
     fields = {"temperature": 0, "ignore_eos": True, "prompt": PROMPTS[0]["prompt_token_ids"]}
@@ -302,6 +311,15 @@ def test_servers_behind_a_proxy(model: Callable[..., str], expected: list[Any]) 
         answer = await first.post("/v1/completions", json=request)
         assert answer.status_code == 200, answer.text
         passed_on = answer.json()["kv_transfer_params"]
+        for route, body in {
+            "completions": fields,
+            "chat/completions": {"messages": [{"role": "user", "content": "sky " * 15}]},
+        }.items():
+            streamed = {**body, "max_tokens": 1, "stream": True, "kv_transfer_params": PREFILL}
+            parts = sse(await first.post(f"/v1/{route}", json=streamed))
+            there = [part["kv_transfer_params"] for part in parts if "kv_transfer_params" in part]
+            assert [table["remote_port"] for table in there] == [passed_on["remote_port"]]
+            assert there == [parts[0]["kv_transfer_params"]]
         request = {**fields, "max_tokens": 10, "kv_transfer_params": passed_on}
         answer = await second.post("/v1/completions", json={**request, "return_token_ids": True})
         assert answer.status_code == 200, answer.text

@@ -78,6 +78,7 @@ def multi(folder: Path, *names: str) -> dict[str, Any]:
 
 
 TIERS = {"host": host, "disk": disk}
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,64 @@ def test_files_outlive_the_engine(model: Callable[[str], str], tmp_path: Path) -
         assert generate(llm)[1] == [0] * 4
 
 
+@pytest.mark.parametrize("tier", [pytest.param("host"), pytest.param("disk", marks=EXHAUSTIVE)])
+def test_blocks_are_saved_when_they_will_be_evicted(
+    tier: str, model: Callable[[str], str], tmp_path: Path
+) -> None:
+    flags = FLAGS | {"num_gpu_blocks_override": 13}
+    pressure = [{"prompt_token_ids": [60 + i, 3, 8] * 16} for i in range(16)]
+    with LLM(model("dense"), **flags) as llm:
+        expected, _ = generate(llm)
+    flags |= {"kv_offloading_policy": "evicted"}
+    with LLM(model("dense"), **flags, **TIERS[tier](tmp_path)) as llm:
+        saves = llm._core.loop.scheduler.planners["transfers"]
+        assert generate(llm) == (expected, [0] * 4)
+        assert saves._count == 0
+        for prompt in pressure:
+            generate(llm, [prompt])
+        assert saves._count > 4
+        assert generate(llm) == (expected, [STORED] * 4)
+        generate(llm, [pressure[0]])
+        assert generate(llm, [pressure[3]])[1] == [STORED]
+
+
+#: What else takes part in steps or splits a model; each with the prompts' cached tokens.
+BESIDE: dict[str, dict[str, Any]] = {
+    "draft model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "both": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_beside_drafts_and_stages(
+    beside: str, tier: str, model: Callable[[str], str], tmp_path: Path
+) -> None:
+    flags = FLAGS | BESIDE[beside]
+    if beside == "draft model":
+        flags["speculative_config"] = flags["speculative_config"] | {"model": model("dense")}
+    with LLM(model("dense"), **flags) as llm:
+        expected, _ = generate(llm)
+    with LLM(model("dense"), **flags, **TIERS[tier](tmp_path)) as llm:
+        assert generate(llm) == (expected, [0] * 4)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", TIERS)
+def test_states_of_two_ranks(tier: str, tmp_path: Path) -> None:
+    folder = str(make_tiny(tmp_path / "model", "Qwen3NextForCausalLM"))
+    flags = FLAGS | STATES | {"max_model_len": 256, "tensor_parallel_size": 2}
+    with LLM(folder, **flags, **TIERS[tier](tmp_path / "kv")) as llm:
+        expected, _ = generate(llm, LONG)
+        llm.reset_prefix_cache()
+        assert generate(llm, LONG) == (expected, [128] * 2)
+
+
 def marked(key: str) -> SamplingParams:
     extra = {"prefix_retention": {"key": key, "marks": [[48, 60]]}}
     return SamplingParams(temperature=0, max_tokens=1, extra_args=extra)
@@ -281,6 +340,7 @@ def test_bad_files_are_computed_and_said_once(
         ({"kv_offloading_size": 1, "kv_transfer_config": {"kv_connector": "disk"}}, "only one"),
         ({"kv_offloading_size": 1, "prefix_caching_hash_algo": "builtin"}, "sha256"),
         ({"kv_offloading_size": 1e-9}, "too small for a block"),
+        ({"kv_offloading_policy": "evicted"}, "set --kv-offloading-size"),
         (multi(Path("x"), "host", "peer"), r"connectors\[1\]: peer cannot be combined"),
         (multi(Path("x"), "host", "Redis"), "Redis' is not one of .*disk, host"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "prefix caching"),

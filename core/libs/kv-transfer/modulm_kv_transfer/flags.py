@@ -50,6 +50,12 @@ class KVTransferConfig(FlagGroup):
     kv_offloading_backend: str = flag(
         "native", "Driver that offloads blocks; native: modulm-kv-host.", choices=("native",)
     )
+    kv_offloading_policy: str = flag(
+        "all",
+        "Which blocks are saved: all full ones as soon as they are computed, or evicted: those "
+        "that will soon be evicted from the device.",
+        choices=("all", "evicted"),
+    )
     kv_transfer_config: Mapping[str, Any] = flag(
         {},
         "KV connector, in vLLM's format: kv_connector (vLLM's name of it, or an installed "

@@ -72,6 +72,10 @@ class PrefixHolds:
         if len(self._held) > _REMEMBERED:
             self._held.popitem(last=False)
 
+    def waits(self, row: int) -> bool:
+        """Whether a row has marks whose prefixes are not computed yet."""
+        return row in self._marked
+
     def take(self) -> tuple[BlockHold, ...]:
         """Return the holds that are new since the last call."""
         holds, self._new = tuple(self._new), []

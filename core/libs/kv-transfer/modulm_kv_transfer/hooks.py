@@ -7,6 +7,8 @@ from typing import Any
 from modulm.errors import ConfigError
 from modulm.plugins import hookimpl, manager
 from modulm_kv_transfer.choice import connector_tables
+from modulm_kv_transfer.flags import KVTransferConfig
+from modulm_kv_transfer.remote import RemoteConnector
 
 __all__ = ["modulm_config_final"]
 
@@ -15,6 +17,13 @@ __all__ = ["modulm_config_final"]
 def modulm_config_final(config: Any) -> None:
     """Raise an error for a connector that is not installed, or for unknown options."""
     connector = manager.current().configured("kv_connectors", connector_tables(config))
+    late = config.group(KVTransferConfig).kv_offloading_policy != "all"
+    if late and (connector is None or issubclass(connector[0], RemoteConnector)):
+        raise ConfigError(
+            "kv_offloading_policy",
+            "evicted is for stores of one engine: set --kv-offloading-size or a store with "
+            "--kv-transfer-config",
+        )
     if connector is not None and config.cache.prefix_caching_hash_algo == "builtin":
         raise ConfigError(
             "prefix_caching_hash_algo", "builtin hashes blocks differently in each process; a KV "

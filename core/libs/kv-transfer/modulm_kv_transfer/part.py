@@ -17,6 +17,7 @@ from modulm.contracts.decision import Decision
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
 from modulm.errors import ConfigError
 from modulm_kv_transfer.choice import connector_decision, connector_tables
+from modulm_kv_transfer.flags import KVTransferConfig
 from modulm_kv_transfer.identity import engine_facts, model_digest
 from modulm_kv_transfer.remote import RemoteConnector, RemoteIndex
 from modulm_prefix_retention.flags import PrefixRetentionConfig
@@ -35,8 +36,11 @@ class TransfersPart(StepPart):
     api = 1
     all_ranks = True
 
-    def __init__(self, connector: KVConnector, decision: Decision | None = None) -> None:
-        self.connector, self._decision = connector, decision
+    def __init__(
+        self, connector: KVConnector, decision: Decision | None = None, *, late: bool = False
+    ) -> None:
+        """late: see `TransferPlanner`."""
+        self.connector, self._decision, self._late = connector, decision, late
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:
@@ -51,7 +55,8 @@ class TransfersPart(StepPart):
         if isinstance(connector, RemoteConnector):
             replica = config.parallel.data_parallel_rank_local
             connector.describe_engine(engine_facts(config, plugins), replica)
-        return cls(connector, connector_decision(config, connector))
+        late = config.group(KVTransferConfig).kv_offloading_policy == "evicted"
+        return cls(connector, connector_decision(config, connector), late=late)
 
     def decision(self) -> Decision | None:
         return self._decision
@@ -62,7 +67,7 @@ class TransfersPart(StepPart):
         index = self.connector.index()
         if isinstance(index, RemoteIndex):
             return RemoteTransferPlanner(index, context)
-        return TransferPlanner(index, context)
+        return TransferPlanner(index, context, late=self._late)
 
     def runner(self, built: BuiltModel) -> TransferRunner:
         from modulm_kv_transfer.runner import TransferRunner

@@ -24,6 +24,7 @@ from modulm.errors import ConfigError
 from modulm_kv_transfer.holds import PrefixHolds
 from modulm_kv_transfer.remote import RemoteIndex
 from modulm_kv_transfer.units import BlockUnits
+from modulm_kv_transfer.unsaved import UnsavedBlocks
 
 __all__ = ["RemoteTransferPlanner", "TransferPlanner"]
 
@@ -58,9 +59,10 @@ class TransferPlanner(PartPlanner):
     """Plans loads and saves.
 
     A transfer ends when all ranks have reported it, and succeeds if it succeeded on all of them.
+    late: whether blocks are saved before they are evicted, instead of when they are computed.
     """
 
-    def __init__(self, index: KVIndex, context: PlannerContext) -> None:
+    def __init__(self, index: KVIndex, context: PlannerContext, *, late: bool = False) -> None:
         self.index = index
         self._cache = context.cache
         self._table = context.rows
@@ -74,6 +76,15 @@ class TransferPlanner(PartPlanner):
             )
         self._units = BlockUnits(context.capacity.groups)
         self._holds = PrefixHolds(self._units.size)
+        if late and not self._cache.uniform:
+            raise ConfigError(
+                "kv_offloading_policy",
+                "evicted is for models whose layers all have blocks of one size: use all",
+            )
+        groups = context.capacity.groups
+        self._unsaved = UnsavedBlocks(self._cache.groups, groups) if late else None
+        #: Saves of blocks that are next to be evicted.
+        self._leaving: set[int] = set()
         #: Row -> tokens that need not be computed, of rows whose load ended but have not run yet.
         self._loaded: dict[int, int] = {}
         self._loading: set[int] = set()
@@ -121,7 +132,10 @@ class TransferPlanner(PartPlanner):
         self._saved[row] = _NEVER if self._left_out(request) else stored
         self._chains[row] = waiting.chains
         if request.reads_prefix and not self._left_out(request):
-            self._holds.admit(request, row, self._units.names(waiting.chains[0].names))
+            names = self._units.names(waiting.chains[0].names)
+            self._holds.admit(request, row, names)
+            if self._unsaved is not None:
+                self._unsaved.use(names)
 
     def _left_out(self, request: Request) -> bool:
         """Whether the request's blocks are never loaded or saved: see `KVIndex.durable`."""
@@ -164,6 +178,8 @@ class TransferPlanner(PartPlanner):
                 self._saved[row] = full if wanted >= full else done
                 self._save(request, row, names, range(done, min(wanted, full)))
             self._holds.settle(row, end)
+        if self._unsaved is not None:
+            self._unsaved.settled()
 
     def _save(self, request: str, row: int, names: Sequence[bytes], indices: range) -> None:
         if self._units.states:
@@ -174,14 +190,33 @@ class TransferPlanner(PartPlanner):
             units = {i: [ids[n] for ids in columns] for n, i in enumerate(indices) if whole[n]}
         if len(units) < len(indices):
             self.skip(request)
+        if self._unsaved is not None and not self._holds.waits(row):
+            for index, ids in units.items():
+                self._unsaved.add(request, names[index], ids)
+            return
         unsaved = [index for index in units if names[index] not in self._saving]
         if unsaved:
             chosen = tuple(names[index] for index in unsaved)
-            blocks = tuple(zip(*(units[index] for index in unsaved), strict=True))
-            transfer = self._transfer(request, chosen, blocks)
-            self._saving.update(chosen)
-            self._saves[transfer.id] = transfer
-            self._new[1].append(transfer)
+            self._start_save(request, chosen, [units[index] for index in unsaved])
+
+    def _start_save(
+        self, request: str, names: tuple[bytes, ...], blocks: Sequence[Sequence[int]]
+    ) -> int:
+        """Start a save; return its id. blocks: ids of each name, one for each part."""
+        transfer = self._transfer(request, names, tuple(zip(*blocks, strict=True)))
+        self._saving.update(names)
+        self._saves[transfer.id] = transfer
+        self._new[1].append(transfer)
+        return transfer.id
+
+    def _save_oldest(self, unsaved: UnsavedBlocks) -> None:
+        """Save blocks that will be evicted soon."""
+        running = sum(len(self._saves[identity].names) for identity in self._leaving)
+        oldest = unsaved.take(unsaved.together - running)
+        chosen = [each for each in oldest if each[1] not in self._saving]
+        if chosen:
+            requests, names, blocks = zip(*chosen, strict=True)
+            self._leaving.add(self._start_save(requests[0], names, blocks))
 
     def _stateful(self, row: int, indices: range) -> dict[int, list[int]]:
         """Return the blocks of units whose recurrent states are kept, up to the first other one.
@@ -239,6 +274,8 @@ class TransferPlanner(PartPlanner):
 
         A step without rows gets an empty plan while transfers are running, so that workers report.
         """
+        if self._unsaved is not None:
+            self._save_oldest(self._unsaved)
         loads, saves = self._new
         holds = self._holds.take()
         undecided, self._undecided = self._undecided, False
@@ -308,7 +345,8 @@ class TransferPlanner(PartPlanner):
         if save is not None:
             self._note_end("store", save, worked=worked)
             self._saving.difference_update(save.names)
-            self._free(save)
+            self._free(save, first=identity in self._leaving)
+            self._leaving.discard(identity)
             if worked:
                 self.index.store(save.names)
             return
@@ -330,14 +368,21 @@ class TransferPlanner(PartPlanner):
         self._table.computed[row] = tokens
         if worked:
             self._names.advance(np.array([row]), np.array([tokens]))
+            if self._unsaved is not None:
+                self._unsaved.settled()
         else:
             self._saved[row] = 0  # what failed to load may be gone
             for group in self._units.states:  # steps may end where it has no slots
                 self._cache.groups[group].shorten(row, tokens)
 
-    def _free(self, transfer: BlockTransfer) -> None:
+    def _free(self, transfer: BlockTransfer, *, first: bool = False) -> None:
+        """Unpin a transfer's blocks. first: they are the next to be evicted, the last one first."""
         for (group, _), ids in zip(self._units.parts, transfer.blocks, strict=True):
-            self._cache.groups[group].unpin(ids)
+            self._cache.groups[group].unpin(ids[::-1] if first else ids, first=first)
+
+    def forget(self, idle: bool) -> None:
+        if self._unsaved is not None:
+            self._unsaved.clear()
 
     def release(self, request: Request, row: int) -> None:
         self._loading.discard(row)

@@ -78,10 +78,11 @@ class BlockPool:
                 self._unlink(block)
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, first: bool = False) -> None:
         """Drop one reference from each block of a row's table, in the table's order.
 
         The last block is released first: the tail of a prefix is worth less than its beginning.
+        first: free blocks are the next to be reused, whatever they hold.
         """
         for block in reversed(blocks):
             if block == NULL:
@@ -91,7 +92,7 @@ class BlockPool:
                 raise EngineError(f"block {block} is released more often than it was allocated")
             self._refs[block] = left
             if not left:
-                self._link(block)
+                self._link(block, first)
 
     def mark(self, block: int) -> None:
         """Mark an allocated block as holding a cached prefix."""
@@ -101,9 +102,9 @@ class BlockPool:
         """Unmark all blocks, without calling `evict`."""
         self._cached = bytearray(self.blocks)
 
-    def _link(self, block: int) -> None:
-        """Insert into the free list: at the tail if it holds a cached prefix, else at the head."""
-        before = self._prev[NULL] if self._cached[block] else NULL
+    def _link(self, block: int, first: bool) -> None:
+        """Insert into the free list: at the head, or the tail if it holds a cached prefix."""
+        before = self._prev[NULL] if self._cached[block] and not first else NULL
         after = self._next[before]
         self._next[before] = self._prev[after] = block
         self._prev[block], self._next[block] = before, after

@@ -51,9 +51,9 @@ class BlockTables(ABC):
         """Keep blocks from being reused, even after their rows have been released."""
         self.pool.share(blocks)
 
-    def unpin(self, blocks: Sequence[int]) -> None:
-        """Undo one `pin` of each block."""
-        self.pool.release(blocks)
+    def unpin(self, blocks: Sequence[int], *, first: bool = False) -> None:
+        """Undo one `pin` of each block. first: see `BlockGroup.unpin`."""
+        self.pool.release(blocks, first=first)
 
     def shorten(self, row: int, tokens: int) -> None:
         """Release the row's blocks behind its first `tokens` tokens, a multiple of their size."""

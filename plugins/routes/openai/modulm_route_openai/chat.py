@@ -352,7 +352,8 @@ class Chat:
                 if first:
                     first = False
                     for index in range(len(deltas)):
-                        opening: ChatChunk = {**head, "choices": [_opening(job, index)]}
+                        choices = [_opening(job, index)]
+                        opening: ChatChunk = {**head, "choices": choices, **transferred(output)}
                         if counted.each:
                             opening["usage"] = counted.now(index)
                         yield frame(opening)

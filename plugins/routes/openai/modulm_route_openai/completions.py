@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         CompletionChoice,
         CompletionChunk,
         CompletionLogprobs,
+        Transferred,
     )
     from modulm_route_openai.schema import CompletionRequest
     from modulm_server.route import RouteContext
@@ -307,12 +308,14 @@ class Completions:
 
         def chunks(prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
             counted.prompt(prompt_index, len(output.prompt_token_ids), output.num_cached_tokens)
+            there: Transferred = {} if prompt_index * job.n in totals else transferred(output)
             for choice in output.outputs:
                 index = prompt_index * job.n + choice.index
                 chunk = self._piece(job, output, choice, index, index not in totals, sent)
                 totals[index] = totals.get(index, 0) + len(choice.token_ids)
                 counted.generated(index, 0 if job.nothing else totals[index])
-                body: CompletionChunk = {**head, "choices": [chunk]}
+                body: CompletionChunk = {**head, "choices": [chunk], **there}
+                there = {}
                 if counted.each:
                     body["usage"] = counted.now(index, prompt_index)
                 yield frame(body)

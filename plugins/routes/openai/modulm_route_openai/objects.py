@@ -130,7 +130,7 @@ class Completion(_Head, Measured, Transferred):
     usage: Usage
 
 
-class CompletionChunk(_Head, Measured):
+class CompletionChunk(_Head, Measured, Transferred):
     """A chunk of a streamed completion. With usage, the last one has no choices."""
 
     object: Literal["text_completion"]
@@ -213,7 +213,7 @@ class ChatChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(_Head, Measured):
+class ChatChunk(_Head, Measured, Transferred):
     """A chunk of a streamed chat response. With usage, the last one has no choices."""
 
     object: Literal["chat.completion.chunk"]
