@@ -99,23 +99,24 @@ def load_model(
     UnsupportedError or PluginError if a required driver is missing.
     """
     built = build_model(config, checkpoint, platform, plugins, mesh, masks=masks)
-    plugins.hook.modulm_model_built(model=built.model, config=config)
-    filled = built.model.load(checkpoint.path)
-    plan = None if filled else plan_checkpoint(built, checkpoint)
+    fillers: list[Callable[..., None]] = []
+    plugins.hook.modulm_model_built(model=built.model, config=config, fillers=fillers)
+    plan = None if built.model.load(checkpoint.path) else plan_checkpoint(built, checkpoint)
     size = weight_bytes(built.shared.units)
-    if plan is not None:
+    if plan is not None and not fillers:
         _check_memory(size, built, platform)
     block = state_block(config, built.shared.max_length)
     groups = group_caches(built.model.caches, built.choices.backends, block)
-    context = built.shared.mesh.context
-    if context.size > 1 and not any(spec.partial for spec in built.choices.backends):
+    partials = any(spec.partial for spec in built.choices.backends)
+    if built.shared.mesh.context.size > 1 and not partials:
         raise UnsupportedError(
             "decode_context_parallel_size: not supported, because no layer of this model caches "
             "the whole context"
         )
     _fill_tables(built.shared, groups, platform)
     if plan is not None:
-        fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
+        bar, run = config.load.use_tqdm_on_load, next(iter(fillers), fill)
+        run(plan, built.loader, device=platform.device, progress=bar)
     if built.shared.adapters is not None:
         built.shared.adapters.open(built.model.weights(built.settings).apply)
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
@@ -299,9 +300,8 @@ def _check_memory(size: int, built: _Built, platform: Platform) -> None:
 
     Weights that are quantized while they load have their size before that only one by one.
     """
-    memory = platform.memory()
-    if bits := built.method.at_load_bits:
-        size = int(size * bits / torch.finfo(built.shared.dtype).bits)
+    memory, bits = platform.memory(), built.method.at_load_bits
+    size = int(size * bits / torch.finfo(built.shared.dtype).bits) if bits else size
     if size > memory.free:
         raise CheckpointError(
             f"the weights need {size / _GIB:.2f} GiB and {platform.name} has "

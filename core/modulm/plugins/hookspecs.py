@@ -177,11 +177,13 @@ def modulm_config_final(config: Any) -> None:
 
 
 @hookspec
-def modulm_model_built(model: Any, config: Any) -> None:
+def modulm_model_built(model: Any, config: Any, fillers: Any) -> None:
     """Called when the model's modules exist but have no weights yet.
 
-    `model` is a `modulm.contracts.model.Model`, `config` the EngineConfig. Called in the process
-    that runs the model. Raising stops the load.
+    `model` is a `modulm.contracts.model.Model`, `config` the EngineConfig. `fillers` is a list: the
+    first function that a plugin appends to it reads the weights instead of
+    `modulm.loading.weights.fill`, with the same arguments, and they need not fit the free memory.
+    Called in the process that runs the model. Raising stops the load.
     """
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class Library:
     """One loaded level. `call(name)` returns a C function that takes ints, floats and pointers."""
 
     def __init__(self, level: str, path: Path) -> None:
-        self.level = level
+        self.level, self._path = level, path
         self._listening = threading.local()
         try:
             self._handle = ctypes.CDLL(str(path))
@@ -93,6 +94,13 @@ class Library:
             yield
         finally:
             self._listening.calls = None
+
+    def identity(self) -> str:
+        """Return the level and a digest of this package's code, compiled and not."""
+        digest = sha256()
+        for file in (self._path, *sorted(Path(__file__).parent.glob("*.py"))):
+            digest.update(file.read_bytes())
+        return f"{self.level} {digest.hexdigest()}"
 
     def set_threads(self, count: int) -> None:
         """Use `count` threads, including the caller; 0 for one per core of the affinity mask."""

@@ -93,6 +93,11 @@ class PackedLinear:
             FORMATS[format] | digits << 8 | scale_code << 16 | odd_zeros << 24,
         )
 
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments that make an equal weight."""
+        names = ("data", "scales", "zeros", "outputs", "inputs", "group", "format", "activations")
+        return {name: getattr(self, name) for name in names}
+
     def wide(self, bias: Tensor) -> Tensor:
         """Return the layer's bias in fp32, converted once."""
         if self.bias is None or self.bias[0] is not bias:
@@ -115,6 +120,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     `pack_quantized` is `pack_linear` under a name without a twin: an op table that has it can store
     quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form, and
     one with `overwrite_linear` and `overwrite_bias` can change packed floats in place.
+    `packed_form` returns a text that differs where packed weights may differ.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
@@ -123,6 +129,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "unpack_linear": _unpack_linear(library),
         "overwrite_linear": _overwrite_linear(library),
         "overwrite_bias": overwrite_bias,
+        "packed_form": library.identity,
         "round_groups": _round_groups(library),
         "linear": _linear(library),
     }

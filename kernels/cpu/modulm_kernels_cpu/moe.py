@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modulm.ops import twins
 from modulm_kernels_cpu.check import contiguous, dense_rows, dtype_code, need, shape
-from modulm_kernels_cpu.library import Library
+from modulm_kernels_cpu.library import Library, load
 from modulm_kernels_cpu.linear import (
     _PAD_K,
     FORMATS,
@@ -42,11 +42,21 @@ class PackedExperts:
     __slots__ = ("_unpack", "arguments", "experts", "parts", "whole")
 
     def __init__(
-        self, whole: PackedLinear, experts: int, parts: int, unpack: Callable[..., Tensor]
+        self,
+        whole: PackedLinear,
+        experts: int,
+        parts: int,
+        unpack: Callable[..., Tensor] | None = None,
     ) -> None:
-        """whole: the first matrix, with the memory of all."""
-        self.parts, self._unpack = parts, unpack
+        """whole: the first matrix, with the memory of all. unpack: `unpack_linear`; by default
+        that of the default level.
+        """
+        self.parts, self._unpack = parts, unpack or linear_ops(load())["unpack_linear"]
         self._hold(whole, experts)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments that make an equal stack."""
+        return {"whole": self.whole, "experts": self.experts, "parts": self.parts}
 
     def _hold(self, whole: PackedLinear, experts: int) -> None:
         self.whole, self.experts = whole, experts

@@ -27,6 +27,7 @@ from modulm_hooks_otlp.flags import TracesConfig
 from modulm_isolation.flags import IsolationConfig
 from modulm_kv_events.flags import KVEventsConfig
 from modulm_kv_transfer.flags import KVTransferConfig
+from modulm_mapped_weights.flags import MappedWeightsFlags
 from modulm_media.flags import MediaConfig
 from modulm_plugin_lock.flags import PluginLockConfig
 from modulm_prefix_retention.flags import PrefixRetentionConfig
@@ -165,6 +166,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-route-adapters": ServedAdaptersConfig,
         "modulm-plugin-lock": PluginLockConfig,
         "modulm-prefix-retention": PrefixRetentionConfig,
+        "modulm-mapped-weights": MappedWeightsFlags,
         "modulm-server": (ServerConfig, ModelsConfig),
         "modulm-speculation": SpeculationConfig,
     }

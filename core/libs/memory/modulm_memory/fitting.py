@@ -128,7 +128,7 @@ class _Fitting:
             found = self._estimate(None)
         if not found.problem:
             yield from self._steps(found)
-        elif not found.tightest.holds_weights:
+        elif not found.tightest.holds_weights and "weights_memory" not in self.config.changed():
             refusal.set(partial(_refused, self.config, self.plugins, found, self.memory))
 
     def _estimate(self, quantization: str | None) -> Estimate:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Baseline", "loaded_memory", "loaded_tensors", "modules_of", "refill"]
+__all__ = ["Baseline", "loaded_memory", "loaded_tensors", "modules_of", "refill", "set_value"]
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _SCALARS = (int, float, str, bool, bytes, torch.dtype, torch.device)
@@ -81,6 +81,11 @@ def refill(module: Module, table: str, name: str, value: Any) -> bool:
             return True
     values[name] = value
     return False
+
+
+def set_value(module: Module, table: str, name: str, value: Any) -> None:
+    """Set a value of `Baseline.changes` in a module of the same kind."""
+    _tables(module)[table][name] = value
 
 
 def loaded_memory(blank: Module, module: Module) -> set[int]:
