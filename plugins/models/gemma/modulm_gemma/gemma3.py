@@ -12,7 +12,14 @@ from modulm_gemma.gemma import gemma_norm
 from modulm_gemma.gemma2 import Gemma2Config, Gemma2ForCausalLM, Gemma2Layer
 from modulm_layers import Attention, Rope, TextVectors, parse_rope, size, tiny_config
 
-__all__ = ["Gemma3Config", "Gemma3ForCausalLM", "Gemma3Layer", "Gemma3TextModel"]
+__all__ = [
+    "Gemma3Config",
+    "Gemma3ForCausalLM",
+    "Gemma3Layer",
+    "Gemma3TextModel",
+    "Rnj1Config",
+    "Rnj1ForCausalLM",
+]
 
 
 def _reads_forward(causal: bool, config: Any) -> bool:
@@ -82,6 +89,47 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             sliding_window=12,
             query_pre_attn_scalar=20,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+
+
+@frozen(kw_only=True)
+class Rnj1Config(Gemma3Config):
+    """config.json of Rnj 1, whose layers all have full attention."""
+
+    layer_types: tuple[str, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        others = set(self.layer_types or ()) - {"full_attention"}
+        if others:
+            raise ValueError(f"layer_types: not supported yet: {sorted(others)}")
+
+    def layer_type(self, index: int) -> str:
+        return "full_attention"
+
+
+class Rnj1ForCausalLM(Gemma3ForCausalLM):
+    """Rnj 1 (Essential AI, 2025) with a language-model head."""
+
+    config_type = Rnj1Config
+    oracle = "modulm_gemma.oracle:AsGemma3"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "rnj1",
+            "Rnj1ForCausalLM",
+            head_dim=24,
+            query_pre_attn_scalar=20,
+            hidden_activation="gelu_pytorch_tanh",
+            final_logit_softcapping=5.0,
+            tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
         )
 
 

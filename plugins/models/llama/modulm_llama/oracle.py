@@ -1,4 +1,4 @@
-"""Reference for tests of bidirectional Llama: transformers' Llama with `is_causal: false`."""
+"""References for tests: transformers' Llama with `is_causal: false`, and from fairseq2's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,38 @@ from torch import Tensor
 
 from modulm_layers.testing import Converted
 
-__all__ = ["AsBidirectional"]
+__all__ = ["AsBidirectional", "FromFairseq2"]
+
+_FAIRSEQ2 = {
+    "model.embed_tokens": "decoder_frontend.embed",
+    "model.norm": "decoder.layer_norm",
+    "model.layers": "decoder.layers",
+    "lm_head": "final_proj",
+    "input_layernorm": "self_attn_layer_norm",
+    "post_attention_layernorm": "ffn_layer_norm",
+    "self_attn.o_proj": "self_attn.output_proj",
+    "mlp.gate_proj": "ffn.gate_proj",
+    "mlp.up_proj": "ffn.inner_proj",
+    "mlp.down_proj": "ffn.output_proj",
+}
+
+
+class FromFairseq2(Converted):
+    """transformers' Llama, whose heads rotate both halves instead of neighbours."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, "model_type": "llama"}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        dim = config["hidden_size"] // config["num_attention_heads"]
+        stored = dict(weights)
+        for name, tensor in weights.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                halves = tensor.view(-1, 2, dim // 2, tensor.shape[-1])
+                stored[name] = halves.transpose(1, 2).reshape(tensor.shape)
+        return self.renamed(stored, _FAIRSEQ2)
 
 
 class AsBidirectional(Converted):

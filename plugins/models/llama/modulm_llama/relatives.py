@@ -1,4 +1,5 @@
-"""Models with Llama's computation under other names: InternLM 1 and 3, IQuest-Coder, TeleChat 3.
+"""Models with Llama's computation under other names: InternLM 1 and 3, IQuest-Coder, TeleChat 3,
+fairseq2's Llama.
 
 Aquila and XVERSE are aliases of `LlamaForCausalLM`.
 """
@@ -7,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import frozen
 
-from modulm.nn import Builder
+from modulm.nn import Builder, WeightNames
 from modulm_layers import PreNormLayer, Rope, only, parse_rope, standard_attention, standard_mlp
 from modulm_llama.llama import LlamaConfig, LlamaForCausalLM
 
 __all__ = [
+    "Fairseq2LlamaForCausalLM",
     "IQuestCoderForCausalLM",
     "InternLM3ForCausalLM",
     "InternLMForCausalLM",
@@ -70,6 +72,39 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
 
     config_type = InternLM3Config
     layer = InternLM3Layer
+
+
+@frozen(kw_only=True)
+class Fairseq2LlamaConfig(LlamaConfig):
+    """config.json of Llama in fairseq2's files, whose heads rotate neighbouring dimensions."""
+
+    ROPE_NEOX = False
+
+
+class Fairseq2LlamaForCausalLM(LlamaForCausalLM):
+    """Llama in fairseq2's files with a language-model head."""
+
+    config_type = Fairseq2LlamaConfig
+    names = WeightNames(
+        rename=(
+            (r"^decoder_frontend\.embed\.", "model.embed_tokens."),
+            (r"^decoder\.layer_norm\.", "model.norm."),
+            (r"^decoder\.", "model."),
+            (r"^final_proj\.", "lm_head."),
+            (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+            (r"\.ffn_layer_norm\.", ".post_attention_layernorm."),
+            (r"\.self_attn\.output_proj\.", ".self_attn.o_proj."),
+            (r"\.ffn\.gate_proj\.", ".mlp.gate_proj."),
+            (r"\.ffn\.inner_proj\.", ".mlp.up_proj."),
+            (r"\.ffn\.output_proj\.", ".mlp.down_proj."),
+        )
+    )
+    oracle = "modulm_llama.oracle:FromFairseq2"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        names = {"architectures": ["Fairseq2LlamaForCausalLM"], "rope_scaling": None}
+        return {**super().tiny(), **names}
 
 
 @frozen(kw_only=True)

@@ -1,0 +1,1 @@
+"""Snowflake Arctic for modulm."""

@@ -1,0 +1,1 @@
+"""Domyn Edge for modulm."""

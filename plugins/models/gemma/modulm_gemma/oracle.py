@@ -1,0 +1,31 @@
+"""Reference for tests of Rnj 1: transformers' Gemma 3 without windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from modulm_layers.testing import Converted
+
+__all__ = ["AsGemma3"]
+
+
+class AsGemma3(Converted):
+    """transformers' Gemma 3, whose layers all have full attention."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        count = config["num_hidden_layers"]
+        rope = config["rope_parameters"]
+        return {
+            **config,
+            "model_type": "gemma3_text",
+            "layer_types": ["full_attention"] * count,
+            "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+        }
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return weights

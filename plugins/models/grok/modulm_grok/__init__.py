@@ -1,0 +1,1 @@
+"""Grok 1 for modulm."""

@@ -1,0 +1,1 @@
+"""Ouro for modulm."""
