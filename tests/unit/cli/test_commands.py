@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -188,3 +189,18 @@ def test_sigterm_that_code_keeps_to_itself_ends_the_server_that_is_ready(
     termination.ready("served at ...")
     assert came == [signal.SIGTERM]
     assert capsys.readouterr().out == "served at ...\n"
+
+
+# start-up
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """A list of all commands imports all of them; each imports what it needs when it runs."""
+    code = (
+        "import sys; from click.testing import CliRunner; from modulm.cli.main import cli\n"
+        "assert CliRunner().invoke(cli, ['--help']).exit_code == 0\n"
+        "print(*{'torch', 'numpy', 'transformers', 'pydantic', 'httpx'} & {*sys.modules})"
+    )
+    run = [sys.executable, "-I", "-X", "utf8", "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

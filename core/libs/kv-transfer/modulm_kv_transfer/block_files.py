@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import frozen
 
 __all__ = [
@@ -70,7 +69,7 @@ def block_path(folder: Path, model: str, rank: int, ranks: int, name: bytes) -> 
 
 
 #: Numbers of 8 bytes that are hashed side by side, and what each is multiplied by (odd).
-_LANES, _FACTOR = 4096, np.uint64(0x9E3779B97F4A7C15)
+_LANES, _FACTOR = 4096, 0x9E3779B97F4A7C15
 
 
 def _checksum(payload: memoryview) -> str:
@@ -79,10 +78,12 @@ def _checksum(payload: memoryview) -> str:
     Each lane is a polynomial modulo 2**64 over every 4096th number, so that any change of a single
     one, and exchanged pieces, give another result. Cryptographic hashes take ten times as long.
     """
+    import numpy as np  # not needed by `modulm --help`, which imports this module
+
     whole = len(payload) // (8 * _LANES) * (8 * _LANES)
-    lanes = np.zeros(_LANES, dtype=np.uint64)
+    lanes, factor = np.zeros(_LANES, dtype=np.uint64), np.uint64(_FACTOR)
     for row in np.frombuffer(payload[:whole], dtype="<u8").reshape(-1, _LANES):
-        np.multiply(lanes, _FACTOR, out=lanes)
+        np.multiply(lanes, factor, out=lanes)
         np.add(lanes, row, out=lanes)
     digest = hashlib.blake2b(lanes.tobytes(), digest_size=16)
     digest.update(payload[whole:])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
@@ -22,6 +23,9 @@ from modulm_command_plugins.package_commands import COMMANDS
 from modulm_command_plugins.tables import print_table
 
 __all__ = ["command"]
+
+#: Declarations by kind and name.
+Offers: TypeAlias = Mapping[tuple[str, str], Sequence[Declaration]]
 
 #: Default name of a lock file.
 _LOCK = "modulm-plugins.lock"
@@ -51,7 +55,8 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
         _load_hooks()
     _note_stale()
     declarations = _of_kind(kind)
-    rows = [_row(d) for d in declarations]
+    offers = _by_name()
+    rows = [_row(d, offers) for d in declarations]
     if as_json:
         whole = [{**row, **_more(d)} for row, d in zip(rows, declarations, strict=True)]
         click.echo(json.dumps(whole, indent=2))
@@ -68,7 +73,8 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
 def show(name: str, as_json: bool) -> None:
     """Show the plugins called NAME (a driver, kind/name or a distribution). Imports them."""
     _load_hooks()
-    rows = [_row(d) | _inside(d) for d in _matching(name)]
+    offers = _by_name()
+    rows = [_row(d, offers) | _inside(d) for d in _matching(name)]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -316,27 +322,18 @@ def _matching(name: str) -> list[Declaration]:
     raise PluginNotFound(f"no installed plugin is called {name!r}; {hint}")
 
 
-def _row(declaration: Declaration) -> dict[str, str]:
+def _row(declaration: Declaration, offers: Offers) -> dict[str, str]:
+    from modulm_command_plugins.manifest import stated_needs
+
     return {
         "kind": declaration.kind,
         "name": declaration.name,
         "distribution": declaration.distribution,
         "version": declaration.version,
-        "state": _state(declaration),
-        "needs": _needs(declaration),
+        "state": _state(declaration, offers),
+        "needs": stated_needs(declaration),
         "target": declaration.target,
     }
-
-
-def _needs(declaration: Declaration) -> str:
-    """What the package states that it needs; "?" if its manifest is wrong."""
-    from modulm_command_plugins.manifest import read_manifest
-
-    try:
-        manifest = read_manifest(declaration)
-    except ConfigError:
-        return "?"
-    return "" if manifest is None else manifest.needs.text()
 
 
 def _more(declaration: Declaration) -> dict[str, Any]:
@@ -353,7 +350,7 @@ def _more(declaration: Declaration) -> dict[str, Any]:
     return {"record_sha256": digest, "manifest": None if manifest is None else asdict(manifest)}
 
 
-def _state(declaration: Declaration) -> str:
+def _state(declaration: Declaration, everything: Offers) -> str:
     """Describe a declaration's state in a few words, including which driver it replaces or is
     replaced by.
     """
@@ -364,9 +361,8 @@ def _state(declaration: Declaration) -> str:
         return "broken" if declaration.name in manager.problems else "ok"
     if declaration.kind not in kind_names():
         return _no_kind(declaration.kind)
-    same = (declaration.kind, declaration.name)
-    offers = [d for d in manager.everything() if (d.kind, d.name) == same]
-    offers = [d for d in offers if manager.selection.permits(d)]
+    named = everything[declaration.kind, declaration.name]
+    offers = [d for d in named if manager.selection.permits(d)]
     best = max(d.priority for d in offers)
     if declaration.priority < best:
         return f"replaced by {next(d.origin for d in offers if d.priority == best)}"
@@ -379,6 +375,14 @@ def _state(declaration: Declaration) -> str:
             return f"stale: {why}"
     others = [d.origin for d in offers if d.priority < best]
     return f"in place of {' and '.join(others)}" if others else "ok"
+
+
+def _by_name() -> Offers:
+    """Group all declarations by kind and name."""
+    groups: defaultdict[tuple[str, str], list[Declaration]] = defaultdict(list)
+    for declaration in plugins.current().everything():
+        groups[declaration.kind, declaration.name].append(declaration)
+    return groups
 
 
 def _no_kind(kind: str) -> str:

@@ -36,7 +36,7 @@ from modulm_command_plugins.migrate import sources
 from modulm_command_plugins.source_needs import shown_needs
 from modulm_command_plugins.static_api import contract_version, module_file, stated_api
 
-__all__ = ["Manifest", "Needs", "manifest_problems", "read_manifest"]
+__all__ = ["Manifest", "Needs", "manifest_problems", "read_manifest", "stated_needs"]
 
 FILE = "modulm.toml"
 
@@ -74,6 +74,31 @@ def read_manifest(declaration: Declaration) -> Manifest | None:
     """
     folder = _folder(declaration)
     return None if folder is None else _read(folder / FILE)
+
+
+def stated_needs(declaration: Declaration) -> str:
+    """Return the needs of a package on one line: "" without any, "?" if its manifest is wrong.
+
+    Most packages need nothing; their files are not parsed, since a list has hundreds of them.
+    """
+    folder = _folder(declaration)
+    if folder is None or not _mentions_needs(folder / FILE):
+        return ""
+    try:
+        manifest = read_manifest(declaration)
+    except ConfigError:
+        return "?"
+    return "" if manifest is None else manifest.needs.text()
+
+
+@cache
+def _mentions_needs(path: Path) -> bool:
+    """Whether there are strings after `[needs]`, or no such table where it is expected."""
+    try:
+        _, table, needs = path.read_bytes().partition(b"\n[needs]\n")
+    except OSError:
+        return path.exists()
+    return not table or b'"' in needs
 
 
 def _folder(declaration: Declaration) -> Path | None:
