@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,19 @@ from modulm_server.stat_logger import IntervalStats, StatLogger
 __all__ = ["check_io_processor", "check_stat_logger"]
 
 #: What no processor should fail on: it accepts the value, or raises RequestError.
-_VALUES = (None, True, -1, 1.5, "", "x" * 1000, [], [None], {}, {"no_such_field": 1}, [[[]]])
+_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    "",
+    "x" * 1000,
+    [],
+    [None],
+    {},
+    {"no_such_field": 1},
+    [[[]]],
+)
 _WIDTH = 6
 
 
@@ -170,7 +183,7 @@ def _check_records(logger: StatLogger, count: Callable[[], int]) -> None:
     output = io.StringIO()
     for number, stats in enumerate(_INTERVALS, 1):
         with redirect_stdout(output):
-            error = _on_a_thread(lambda stats=stats: _record(logger, stats))
+            error = _on_a_thread(partial(_record, logger, stats))
         assert error is None, f"record({stats}) raised {type(error).__name__}: {error}"
         recorded = count() - started
         assert recorded == number, f"{number} intervals were recorded, and {recorded} are there"
@@ -183,7 +196,7 @@ def _check_records(logger: StatLogger, count: Callable[[], int]) -> None:
 
 
 def _record(logger: StatLogger, stats: IntervalStats) -> None:
-    result: Any = logger.record(stats)  # type: ignore[func-returns-value]
+    result: Any = logger.record(stats)
     if result is not None:
         raise TypeError(f"it returned {result!r}")
 
