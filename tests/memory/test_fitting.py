@@ -166,6 +166,11 @@ def test_a_model_of_the_pool_is_estimated_within_its_budget(monkeypatch):
     assert shared.bytes < alone.bytes
     sized = config.with_parts({"kv_cache_memory_bytes": 32 * MIB})
     assert needs_of(sized, plugins, folder, budget).config == sized
+    pair = sized.with_parts({"data_parallel_size": 2})
+    assert (
+        needs_of(pair, plugins, folder, None).bytes
+        == 2 * needs_of(sized, plugins, folder, None).bytes
+    )
     little = needs_of(EngineConfig.from_keywords(quantization="auto"), plugins, folder, 112 * MIB)
     assert little.config.scheduler.max_num_seqs < CpuPlatform.sequences[0]
     assert little.config.model.quantization in ("int8", "fp8", "int4")

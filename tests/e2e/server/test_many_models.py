@@ -23,6 +23,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from modulm.config.sources import keywords
+from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm_server.models.dispatch import Dispatcher
 from modulm_server.models.front_engine import FrontEngine
@@ -245,3 +246,34 @@ def test_a_dead_engine_is_loaded_again_and_others_go_on(many: Many) -> None:
     assert httpx.get(f"{many.url}/health").is_success
     assert many.post("/v1/chat/completions", ask("chat")).is_success
     assert many.models["embed"].loads == loads
+
+
+@pytest.mark.exhaustive
+def test_replicas_drafts_and_adapters_live_side_by_side(folder: Path, tmp_path: Path) -> None:
+    size = json.loads((folder / "chat" / "config.json").read_text())["hidden_size"]
+    modules = {"model.layers.0.self_attn.o_proj": (size, size)}
+    write_lora(tmp_path / "sql", modules, 4)
+    file = tmp_path / "models.yaml"
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+    file.write_text(f"""
+models:
+  pair: {{model: {folder / "chat"}, data-parallel-size: 2}}
+  drafted: {{model: {folder / "chat"}, speculative-config: {drafts}}}
+  tuned: {{model: {folder / "chat"}, enable-lora: true, lora-modules: [sql={tmp_path / "sql"}]}}
+""")
+    with serving(models_config=str(file)) as server:
+        answers = {}
+        for name in ("pair", "drafted", "tuned", "sql"):
+            answer = server.post("/v1/chat/completions", ask(name))
+            assert answer.is_success, answer.text
+            answers[name] = answer.json()
+        contents = {name: one["choices"][0]["message"]["content"] for name, one in answers.items()}
+        assert contents["pair"] == contents["drafted"] == contents["tuned"]
+        assert answers["sql"]["model"] == "sql"
+        engine = server.models["pair"].engine
+        assert engine is not None
+        assert len(engine.replicas) == len(engine.process_ids) == 2
+        metrics = httpx.get(f"{server.url}/metrics").text.splitlines()
+        drafters = [line for line in metrics if line.startswith("modulm:spec_decode_info{")]
+        assert ['model_name="drafted"' in line for line in drafters] == [True]
+        assert server.call(server.pool.unload("pair")).state == "unloaded"

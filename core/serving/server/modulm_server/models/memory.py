@@ -13,6 +13,7 @@ from attrs import frozen
 
 from modulm.contracts.platform import Memory
 from modulm.errors import ModulmError
+from modulm_fleet.placement import placement
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -63,7 +64,12 @@ def needs_of(
         log.debug("Memory of %s is not estimated: %s", config.model.model, error)
         return Needs(config, process + stored_bytes(checkpoint), estimated=False)
     each = (process + rank.fixed + rank.step + rank.cache_bytes for rank in found.ranks)
-    return Needs(config, sum(each))
+    return Needs(config, sum(each) * _replicas(config))
+
+
+def _replicas(config: EngineConfig) -> int:
+    """The replicas of a model on this machine."""
+    return len(placement(config).here)
 
 
 def _own_process() -> int:
@@ -79,7 +85,7 @@ def _bounded(
     """
     from modulm_memory.estimate import estimate
 
-    count = len(found.ranks)
+    count = len(found.ranks) * _replicas(config)
     room = _room(budget, count)
     if any(rank.memory.free > room.free for rank in found.ranks):
         smaller = estimate(config, plugins, memory=room)
@@ -96,7 +102,7 @@ def _bounded(
 
 
 def _room(size: int, ranks: int) -> Memory:
-    """The memory of each rank beside its process."""
+    """The memory of each rank beside its process. ranks: of all replicas."""
     room = max(size // ranks - _own_process(), 0)
     return Memory(total=room, free=room)
 
@@ -125,7 +131,7 @@ def changes_within(config: EngineConfig, plugins: PluginManager, size: int) -> l
     from modulm_memory.estimate import estimate
 
     try:
-        count = len(estimate(config, plugins).ranks)
+        count = len(estimate(config, plugins).ranks) * _replicas(config)
         memory = _room(size, count)
         found = estimate(config, plugins, memory=memory)
         left = min(memory.free - rank.fixed - rank.step for rank in found.ranks)
