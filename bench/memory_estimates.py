@@ -83,7 +83,11 @@ def step(architecture: str, number: int) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = tiny_folder(driver, Path(name) / "x", oracle=oracle_of(driver), dtype="bfloat16")
-        flags = {"kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 1, "use_tqdm_on_load": False}
+        flags: dict[str, Any] = {
+            "kv_cache_memory_bytes": 1 << 24,
+            "max_num_seqs": 1,
+            "use_tqdm_on_load": False,
+        }
         llm = LLM(str(folder), **flags)
         if "generate" not in llm.info.tasks:
             llm.shutdown()

@@ -21,7 +21,7 @@ from modulm.loading.cache_groups import group_caches
 from modulm.loading.model import build_model, plan_checkpoint, state_block, table_rows
 from modulm_distributed.mesh import RankSpec, planned_mesh
 from modulm_memory.held import HeldMemory, tensors_of
-from modulm_memory.planning import assumed_memory
+from modulm_memory.planning import assumed_memory, making_proposals, proposal_estimate
 from modulm_memory.steps import StepWidths, step_bytes, step_widths
 from modulm_memory.weights import Weights, weigh
 
@@ -175,12 +175,21 @@ def estimate(
     explicit: flags that the user set. memory: of each device, instead of the platform's. Raises the
     errors that loading would raise before it reads weights.
     """
+    inner = making_proposals.get()
     assumed = assumed_memory.set(memory)
+    if not inner:
+        proposal_estimate.set(None)
     try:
         opened = resolve_checkpoint(config, plugins, "server", explicit)
     finally:
         assumed_memory.reset(assumed)
-    return estimate_opened(opened, plugins, memory)
+    known = None if inner else proposal_estimate.get()
+    if known is not None and known.config == opened.resolved.config:
+        return known
+    found = estimate_opened(opened, plugins, memory)
+    if inner:
+        proposal_estimate.set(found)
+    return found
 
 
 def estimate_opened(
@@ -220,14 +229,15 @@ def _build(opened: ResolvedCheckpoint, plugins: PluginManager, spec: RankSpec) -
 def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) -> RankEstimate:
     config, shared, model = opened.resolved.config, built.shared, built.model
     caches = model.caches
-    widths = step_widths(shared, caches)
+    decoder = _decoder(caches)
+    widths = step_widths(shared, caches, decoder)
     index = built.loader.index() if _loads_itself(model) else {}
     if index:
         weights = _as_stored(index.values(), shared.dtype)
         stored = sum(tensor.bytes for tensor in index.values())
     else:
         plan = plan_checkpoint(built, opened.checkpoint)
-        weights = weigh(shared.units, shared, _decoder(caches), plan)
+        weights = weigh(shared.units, shared, decoder, plan)
         stored = plan.total
     block = state_block(config, shared.max_length)
     groups = group_caches(caches, built.choices.backends, block)

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
     from modulm.contracts.platform import Memory
     from modulm.errors import CheckpointError
+    from modulm_memory.estimate import Estimate
 
-__all__ = ["assumed_memory", "making_proposals", "refusal"]
+__all__ = ["assumed_memory", "making_proposals", "proposal_estimate", "refusal"]
 
 #: Memory of each device, instead of the platform's.
 assumed_memory: ContextVar[Memory | None] = ContextVar("assumed_memory", default=None)
@@ -19,3 +20,5 @@ assumed_memory: ContextVar[Memory | None] = ContextVar("assumed_memory", default
 making_proposals: ContextVar[bool] = ContextVar("making_proposals", default=False)
 #: Makes the error about weights that do not fit, for the configuration resolved last.
 refusal: ContextVar[Callable[[], CheckpointError] | None] = ContextVar("refusal", default=None)
+#: The last estimate that was made to propose settings.
+proposal_estimate: ContextVar[Estimate | None] = ContextVar("proposal_estimate", default=None)

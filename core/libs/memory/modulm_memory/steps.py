@@ -49,14 +49,18 @@ class StepWidths:
         return rows * self.row
 
 
-def step_widths(shared: Shared, caches: Sequence[CacheSpec]) -> StepWidths:
-    """Return what the layers of a model add to a step, from their shapes. caches: of the model."""
+def step_widths(shared: Shared, caches: Sequence[CacheSpec], decoder: str) -> StepWidths:
+    """Return what the layers of a model add to a step, from their shapes.
+
+    caches: of the model. decoder: path of the module that contains the layers with caches.
+    """
     size = shared.dtype.itemsize
     blocks: dict[str, list[LinearSpec]] = {}
     stream = row = 0
     streams = _STREAMS
     for unit in shared.units:
-        streams = _UNFUSED_STREAMS if isinstance(unit.module, LayerNorm) else streams
+        if isinstance(unit.module, LayerNorm) and unit.path.startswith(decoder):
+            streams = _UNFUSED_STREAMS
         spec = getattr(unit.module, "spec", None)
         if not isinstance(spec, LinearSpec):
             continue

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["PeakMemory", "measured"]
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the tensors that torch allocates within a `with` statement, in its thread.
 
     peak: the most bytes at once. Memory that kernels allocate themselves does not count.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live: dict[int, tuple[Any, int]] = {}
         self._older: set[int] = set()
 
     def __torch_dispatch__(
@@ -48,7 +48,8 @@ class PeakMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._older:
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                alive: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._live[storage._cdata] = (alive, storage.nbytes())
         self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return result
