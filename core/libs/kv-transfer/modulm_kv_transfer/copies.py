@@ -10,7 +10,8 @@ import hashlib
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ __all__ = ["BlockCopier", "CopyingMover", "TransferFailed"]
 
 #: Number of blocks that are staged in device memory at a time.
 _STAGED = 32
+#: Threads that load blocks into host memory, which one alone does not keep busy.
+_THREADS = 2
 
 
 class TransferFailed(Exception):
@@ -254,6 +257,26 @@ class CopyingMover(KVMover):
             self._stream.wait_event(ready)
             yield
             self._stream.synchronize()
+
+    def spread(self, count: int, load: Callable[[int, range], None]) -> None:
+        """Call `load(number, indices)` in a few threads that divide `count` blocks among them.
+
+        number: of the thread, less than `loaders`. With a device, there is one.
+        """
+        size = -(-count // self.loaders)
+        parts = [range(start, min(start + size, count)) for start in range(0, count, max(size, 1))]
+        if len(parts) < 2:
+            for part in parts:
+                load(0, part)
+            return
+        with ThreadPoolExecutor(len(parts), "kv-loads") as threads:
+            for future in [threads.submit(load, i, part) for i, part in enumerate(parts)]:
+                future.result()
+
+    @property
+    def loaders(self) -> int:
+        """Number of threads of `spread`."""
+        return 1 if self.copier.staged else _THREADS
 
     def synchronize(self) -> None:
         """Wait until copies from the device are in host memory."""

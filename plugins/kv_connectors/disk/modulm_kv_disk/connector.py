@@ -74,7 +74,7 @@ class _Mover(CopyingMover):
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._total = files.evict(self._folder, self._most)
         self._part = _PART if self.copier.staged else 1
-        self._buffer = self.copier.buffer(self._part)
+        self._buffer = self.copier.buffer(self._part * self.loaders)
         self._bytes = [memoryview(row.numpy()) for row in self._buffer]
         blocks = self._most // self.ranks // (self.copier.width + files.OVERHEAD)
         self._held = HeldBlocks(blocks, *self._shares, self._release)
@@ -115,13 +115,17 @@ class _Mover(CopyingMover):
         self._written += size
 
     def load(self, transfer: BlockTransfer) -> None:
-        for start in range(0, len(transfer.names), self._part):
-            names = transfer.names[start : start + self._part]
-            for row, name in enumerate(names):
-                self._read(name, self._bytes[row])
-            blocks = [ids[start : start + self._part] for ids in transfer.blocks]
-            self.copier.load(blocks, list(self._buffer[: len(names)]))
-            self.synchronize()
+        def load(number: int, part: range) -> None:
+            for start in range(part.start, part.stop, self._part):
+                at = slice(start, min(start + self._part, part.stop))
+                names, row = transfer.names[at], number * self._part
+                for offset, name in enumerate(names):
+                    self._read(name, self._bytes[row + offset])
+                rows = list(self._buffer[row : row + len(names)])
+                self.copier.load([ids[at] for ids in transfer.blocks], rows)
+                self.synchronize()
+
+        self.spread(len(transfer.names), load)
 
     def _read(self, name: bytes, into: memoryview) -> None:
         """Read a file into `into`; removes a damaged one. Raises TransferFailed."""

@@ -152,7 +152,12 @@ class _Mover(CopyingMover):
             raise TransferFailed(f"{len(missing)} blocks are no longer in host memory")
         self._touch(transfer.names)
         stored: list[torch.Tensor] = [self.memory[self._slots[name]] for name in transfer.names]
-        self.copier.load(transfer.blocks, stored)
+
+        def load(_: int, part: range) -> None:
+            at = slice(part.start, part.stop)
+            self.copier.load([ids[at] for ids in transfer.blocks], stored[at])
+
+        self.spread(len(stored), load)
 
 
 class HostConnector(KVConnector):
