@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from traceback import walk_tb
@@ -24,8 +25,8 @@ __all__ = ["ask", "blame", "broken", "importing"]
 
 log = logging.getLogger("modulm.plugins")
 
-#: Seconds after which an import is reported, and after which it is aborted.
-_SLOW, _GIVEN_UP = 20.0, 300.0
+#: Seconds after which an import is reported and aborted; how often its stack is looked at before.
+_SLOW, _GIVEN_UP, _SAMPLES = 20.0, 300.0, 40
 
 
 def broken(what: str, error: BaseException) -> PluginBroken:
@@ -60,26 +61,37 @@ def importing(declaration: Declaration) -> Iterator[None]:
 
     Aborting works in the main thread, if SIGALRM is not used otherwise.
     """
-    timer = threading.Timer(_SLOW, _warn_slow, (declaration, threading.get_ident()))
-    timer.daemon = True
-    timer.start()
+    ended = threading.Event()
+    arguments = (declaration, threading.get_ident(), ended)
+    threading.Thread(target=_watch, args=arguments, daemon=True).start()
     try:
         with redirect_stdout(sys.stderr), _limit(_GIVEN_UP):
             yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
-def _warn_slow(declaration: Declaration, thread: int) -> None:
-    """Report a slow import and the module being executed: often torch, on a busy machine."""
+def _watch(declaration: Declaration, thread: int, ended: threading.Event) -> None:
+    """Report a slow import and the package whose own code took most of the time."""
+    seen: Counter[str] = Counter()
+    for _ in range(_SAMPLES):
+        if ended.wait(_SLOW / _SAMPLES):
+            return
+        seen[_working_package(thread)] += 1
+    package = max(seen, key=lambda name: seen[name])
+    named = declaration.distribution or declaration.name
     own = declaration.target.partition(":")[0].partition(".")[0]
+    at = f"; to leave it out: --plugins=-{named}" if package == own else f", at work in {package}"
+    log.warning("%s is still being imported after %g s%s", declaration, _SLOW, at)
+
+
+def _working_package(thread: int) -> str:
+    """Return the package whose code a thread runs: of the innermost frame outside the library."""
     frame, package = sys._current_frames().get(thread), "sys"
     while frame is not None and package in sys.stdlib_module_names:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         frame = frame.f_back
-    named = declaration.distribution or declaration.name
-    at = f"; to leave it out: --plugins=-{named}" if package == own else f", at work in {package}"
-    log.warning("%s is still being imported after %g s%s", declaration, _SLOW, at)
+    return package
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -435,3 +436,14 @@ def test_the_engines_process_says_whose_driver_failed(install, driver, monkeypat
             ProcessCoreClient(process.address, print, print, process)
     finally:
         process.close()
+
+
+def test_a_slow_import_names_the_package_that_took_the_time(install, driver, monkeypatch, caplog):
+    """It is at its own code when it is reported, after another package took most of the time."""
+    install("modulm-a", {"modulm.schedulers": {"slow": "mod_a:Shortest"}}, {"mod_a": driver})
+    looks = iter(["mod_a"] * 3 + ["mod_heavy"] * 30 + ["mod_a"] * 7)
+    monkeypatch.setattr(calls, "_SLOW", 0.0)
+    monkeypatch.setattr(calls, "_SAMPLES", 40)
+    monkeypatch.setattr(calls, "_working_package", lambda thread: next(looks))
+    calls._watch(PluginManager().find("schedulers", "slow"), 0, threading.Event())
+    assert "is still being imported after 0 s, at work in mod_heavy" in caplog.text

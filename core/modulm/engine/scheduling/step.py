@@ -40,9 +40,7 @@ class NextStep:
     number: int = 0
 
     def extended(
-        self,
-        joined: Sequence[tuple[Entry, Hit, int]],
-        row_start: Callable[[Entry], RowStart],
+        self, joined: Sequence[tuple[Entry, Hit, int]], row_start: Callable[[Entry], RowStart]
     ) -> NextStep:
         """Return the step extended by admitted entries: (entry, its prefix, tokens to compute)."""
         now = time.monotonic()

@@ -82,9 +82,7 @@ class PromptScorer:
         slices = [slice(at, at + _SLICE) for at in range(0, len(targets), _SLICE)]
         return [
             self._sampler.best(
-                self._logits(hidden[part], rows[part], positions[part]).float(),
-                tokens[part],
-                count,
+                self._logits(hidden[part], rows[part], positions[part]).float(), tokens[part], count
             )
             for part in slices
         ]
