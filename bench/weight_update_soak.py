@@ -26,7 +26,7 @@ def usage() -> dict[str, float]:
     """What this process holds."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    segments = len(list(Path("/dev/shm").glob("modulm-weights-*")))
+    segments = len(list(Path("/dev/shm").glob("modulm-shared-weights-*")))
     files = len(os.listdir("/proc/self/fd"))
     return {"megabytes": round(pss / 1024, 1), "files": files, "segments": segments}
 

@@ -152,7 +152,10 @@ def test_a_trainer_that_is_killed_changes_nothing(tmp_path: Path) -> None:
         llm.update_weights(info)  # its memory has outlived it
         llm.finish_weight_update()
         assert answer(llm) != before
-    Path("/dev/shm", info["segment"]).unlink()
+        assert not Path("/dev/shm", info["segment"]).exists()  # nobody else would free it
+        with SharedWeights(tensors_of(old)) as live:
+            llm.init_weight_transfer_engine()
+            assert Path("/dev/shm", live.info["segment"]).exists()
 
 
 def test_a_broadcast_that_never_comes(tmp_path: Path) -> None:

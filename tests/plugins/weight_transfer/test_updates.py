@@ -153,8 +153,8 @@ def test_order_of_calls(llm: LLM, folders: tuple[Path, Path], first: Answer) -> 
         llm.start_weight_update()  # the first one is dropped
         with pytest.raises(RequestError, match="no weights were received"):
             llm.finish_weight_update()
-        with pytest.raises(RequestError, match="segment: modulm-weights-0"):
-            llm.update_weights({**shared.info, "segment": "modulm-weights-" + "0" * 32})
+        with pytest.raises(RequestError, match="segment: modulm-shared-weights-0"):
+            llm.update_weights({**shared.info, "segment": "modulm-shared-weights-" + "0" * 32})
         with pytest.raises(RequestError, match="exceeds the shared memory"):
             llm.update_weights({**shared.info, "shapes": [[1 << 30]] * len(shared.info["names"])})
     with pytest.raises(UnsupportedError, match="is_checkpoint_format"):

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from modulm_weight_transfer.contract import TensorSource, WeightTransferBackend
-from modulm_weights_shared_memory.segment import SharedTensors
+from modulm_weights_shared_memory.segment import SharedTensors, unlink_abandoned
 
 __all__ = ["SharedMemoryBackend", "SharedMemoryConfig"]
 
@@ -26,7 +26,13 @@ class SharedMemoryBackend(WeightTransferBackend):
     Config = SharedMemoryConfig
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: each update names its segment."""
+        """Free what killed trainers have left behind; each update names its segment."""
+        unlink_abandoned()
 
     def open(self, info: Mapping[str, Any]) -> TensorSource:
-        return SharedTensors(info)
+        source = SharedTensors(info)
+        unlink_abandoned()
+        return source
+
+    def close(self) -> None:
+        unlink_abandoned()

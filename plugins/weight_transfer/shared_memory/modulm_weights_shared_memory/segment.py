@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -20,10 +22,10 @@ from modulm.contracts.loader import StoredTensor
 from modulm.errors import RequestError
 from modulm_weight_transfer.contract import read_tensor_info
 
-__all__ = ["SharedTensors", "SharedWeights"]
+__all__ = ["SharedTensors", "SharedWeights", "unlink_abandoned"]
 
 _FOLDER = Path("/dev/shm")  # noqa: S108  files there are made for their user alone
-_NAME = re.compile(r"modulm-weights-[0-9a-f]{32}")
+_NAME = re.compile(r"modulm-shared-weights-[0-9a-f]{32}")
 #: Alignment of tensors in bytes.
 _ALIGNED = 64
 
@@ -47,6 +49,23 @@ def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) ->
     return torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
 
 
+def unlink_abandoned() -> None:
+    """Unlink the segments of this user whose trainers have ended without closing them.
+
+    A trainer holds a lock on its segment, which the kernel releases even when it is killed.
+    """
+    for path in _FOLDER.glob("modulm-shared-weights-*"):
+        with contextlib.suppress(OSError):
+            if not _NAME.fullmatch(path.name) or path.stat().st_uid != os.getuid():
+                continue
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
 class SharedWeights:
     """Tensors of a trainer that engines on the same host read.
 
@@ -65,16 +84,22 @@ class SharedWeights:
             _layout(described), described, strict=True
         )}  # fmt: skip
         size = max((offset + count for _, offset, count in _layout(described)), default=0)
-        self._path = _FOLDER / f"modulm-weights-{uuid4().hex}"
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        unlink_abandoned()
+        self._path = _FOLDER / f"modulm-shared-weights-{uuid4().hex}"
+        # The name ends differently until the lock is held, so that nobody takes it for abandoned.
+        opening = self._path.with_suffix(".new")
+        handle = os.open(opening, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            opening.rename(self._path)
             os.posix_fallocate(handle, 0, max(size, 1))
             self._memory = mmap.mmap(handle, max(size, 1))
         except BaseException:
-            self._path.unlink()
-            raise
-        finally:
+            opening.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
             os.close(handle)
+            raise
+        self._lock: int | None = handle
         names, dtypes, shapes = zip(*described, strict=True) if described else ((), (), ())
         #: The `update_info` of `update_weights`.
         self.info: dict[str, Any] = {
@@ -96,6 +121,9 @@ class SharedWeights:
     def close(self) -> None:
         """Unlink the memory; engines that have mapped it keep it until they are done."""
         self._path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
