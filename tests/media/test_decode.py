@@ -71,6 +71,14 @@ def test_damaged_files_are_decoded_or_refused(rng, rounds):
     assert min(seen["refused"], seen["image"], seen["audio"]) > 5
 
 
+def test_sound_without_a_decoder_is_refused():
+    """Found by `make fuzz`: a format of sound that no decoder knows."""
+    sound = bytearray(sound_file(tone(0.05), 8000, "WAV"))
+    sound[20:24] = b"\x01\x14\x18\x00"
+    with pytest.raises(Undecodable, match="no decoder for its sound"):
+        decode("audio", bytes(sound), {})
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -51,6 +51,8 @@ def decode_sound(
         if not container.streams.audio:
             raise Undecodable("it has no audio")
         context = container.streams.audio[0].codec_context
+        if context is None:
+            raise Undecodable("there is no decoder for its sound")
         rate, channels = int(context.sample_rate or 0), int(context.layout.nb_channels)
         length = _length(container, rate)
         pieces = _decoded(container, rate)

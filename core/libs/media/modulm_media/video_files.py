@@ -86,6 +86,8 @@ def _indexed(container: Any) -> _Index:
     if not container.streams.video:
         raise Undecodable("it has no video")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise Undecodable("there is no decoder for its frames")
     times: list[int | None] = []
     keys: list[int] = []
     for packet in container.demux(stream):
