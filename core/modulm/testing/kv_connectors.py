@@ -172,7 +172,7 @@ def check_kv_connector(
                 structure({}, driver.Config, f"kv_connectors.{driver.name}")
             else:
                 table = sample_of(driver, sample, "options")(Path(name))
-            options = structure(dict(table), driver.Config, f"kv_connectors.{driver.name}")
+            options: Any = structure(dict(table), driver.Config, f"kv_connectors.{driver.name}")
             connector = driver(options)
             connector.bind(_MODEL, 1)
             durable = connector.index().durable

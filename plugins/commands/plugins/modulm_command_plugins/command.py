@@ -70,9 +70,13 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
 @command.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(name: str, as_json: bool) -> None:
+@click.option("--schema", is_flag=True, help="Print the JSON schema of the options.")
+def show(name: str, as_json: bool, schema: bool) -> None:
     """Show the plugins called NAME (a driver, kind/name or a distribution). Imports them."""
     _load_hooks()
+    if schema:
+        click.echo(json.dumps(_schemas(_matching(name)), indent=2))
+        return
     offers = _by_name()
     rows = [_row(d, offers) | _inside(d) for d in _matching(name)]
     if as_json:
@@ -80,6 +84,7 @@ def show(name: str, as_json: bool) -> None:
         return
     for row in rows:
         width = max(map(len, row))
+        row["options"] = row.get("options", "").replace("\n", f"\n{'':{width}}  ")
         click.echo("\n".join(f"{key:{width}}  {value}" for key, value in row.items() if value))
         click.echo()
 
@@ -396,6 +401,8 @@ def _no_kind(kind: str) -> str:
 
 def _inside(declaration: Declaration) -> dict[str, str]:
     """Details that need the plugin to be imported."""
+    from modulm_command_plugins.option_schema import option_lines
+
     if declaration.kind == "hooks":
         return {}
     try:
@@ -407,8 +414,21 @@ def _inside(declaration: Declaration) -> dict[str, str]:
     return {
         "api": "" if api is None else str(api),
         "about": (driver.__doc__ or "").strip().partition("\n")[0],
-        "options": ", ".join(a.name for a in getattr(config, "__attrs_attrs__", ())),
+        "options": "" if config is None else "\n".join(option_lines(config)),
     }
+
+
+def _schemas(declarations: Sequence[Declaration]) -> dict[str, Any]:
+    """Return "kind/name" -> the JSON schema of its options; drivers without any are left out."""
+    from modulm_command_plugins.option_schema import schema_of
+
+    drivers = {
+        f"{d.kind}/{d.name}": plugins.current().load_declared(d)
+        for d in declarations
+        if d.kind != "hooks"
+    }
+    configs = {name: getattr(driver, "Config", None) for name, driver in drivers.items()}
+    return {name: schema_of(config) for name, config in configs.items() if config is not None}
 
 
 for _command in COMMANDS:
