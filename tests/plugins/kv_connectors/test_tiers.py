@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from samples import parametrize_sample
 
-from modulm import LLM, SamplingParams
+from modulm import LLM, LoRARequest, SamplingParams
 from modulm.cli.main import main
 from modulm.errors import ConfigError
+from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm_server.engine.metrics import Metrics
@@ -247,6 +248,35 @@ def test_states_of_two_ranks(tier: str, tmp_path: Path) -> None:
         expected, _ = generate(llm, LONG)
         llm.reset_prefix_cache()
         assert generate(llm, LONG) == (expected, [128] * 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tier", "stored"), [("host", STORED), ("disk", 0)])
+def test_adapters(tier: str, stored: int, tmp_path: Path) -> None:
+    """Blocks of an adapter come back for it alone; a store that outlives its name has none."""
+    folder = str(make_tiny(tmp_path / "model"))
+    sizes = {"self_attn.q_proj": (64, 64), "mlp.down_proj": (96, 64)}
+    modules = {f"model.layers.{i}.{name}": size for i in range(2) for name, size in sizes.items()}
+    names = ("one", "two")
+    for seed, name in enumerate(names):
+        write_lora(tmp_path / name, modules, 4, seed)
+    loras = [LoRARequest(name, n, tmp_path / name) for n, name in enumerate(names, 1)]
+    flags = FLAGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+    def ask(llm: LLM, chosen: Any) -> tuple[list[Any], list[int | None]]:
+        same = [PROMPTS[0]] * 3
+        outputs = llm.generate(same, PARAMS, lora_request=chosen, use_tqdm=False)
+        drain(llm)
+        answers = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        return answers, [o.num_cached_tokens for o in outputs]
+
+    with LLM(folder, **flags) as llm:
+        expected, _ = ask(llm, [*loras, None])
+    assert len({tuple(tokens) for tokens, _ in expected}) == 3
+    with LLM(folder, **flags, **TIERS[tier](tmp_path / "kv")) as llm:
+        assert ask(llm, [*loras, None]) == (expected, [0] * 3)
+        llm.reset_prefix_cache()
+        assert ask(llm, [*loras, None]) == (expected, [stored, stored, STORED])
 
 
 def marked(key: str) -> SamplingParams:
