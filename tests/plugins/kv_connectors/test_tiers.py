@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from samples import parametrize_sample
+from tests.media.checkpoint import write_llava
 
 from modulm import LLM, LoRARequest, SamplingParams
 from modulm.cli.main import main
@@ -17,6 +18,7 @@ from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm_server.engine.metrics import Metrics
+from modulm_towers.testing import images
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -277,6 +279,27 @@ def test_adapters(tier: str, stored: int, tmp_path: Path) -> None:
         assert ask(llm, [*loras, None]) == (expected, [0] * 3)
         llm.reset_prefix_cache()
         assert ask(llm, [*loras, None]) == (expected, [stored, stored, STORED])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", TIERS)
+def test_images(tier: str, tmp_path: Path) -> None:
+    """Blocks of an image come back for it alone."""
+    folder = str(write_llava(tmp_path / "model"))
+    text = "What is <image> here, and then some more words so that blocks behind it are full"
+    pictures = images([(30, 30), (40, 20)])
+    prompts = [{"prompt": text * 2, "multi_modal_data": {"image": [one] * 2}} for one in pictures]
+    flags = {"dtype": "float32", "block_size": 16, "attention_backend": "sdpa"}
+    with LLM(folder, **flags) as llm:
+        expected, _ = generate(llm, prompts)
+    with LLM(folder, **flags, **TIERS[tier](tmp_path / "kv")) as llm:
+        generate(llm, prompts[:1])
+        llm.reset_prefix_cache()
+        answers, cached = generate(llm, prompts)
+        # A hit changes the shapes of torch's attention, and with them the last bits.
+        assert [ids for ids, _ in answers] == [ids for ids, _ in expected]
+        alike, other = map(int, cached)
+        assert alike > other + 16
 
 
 def marked(key: str) -> SamplingParams:
