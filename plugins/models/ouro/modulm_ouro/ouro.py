@@ -134,7 +134,8 @@ class OuroForCausalLM(DecoderForCausalLM):
             if loop:
                 x, residual = self.norm.add(x, residual)[0], None
             for index, layer in enumerate(self.layers):
-                layer.attn.select(loop)
+                attention: Any = layer.attn
+                attention.select(loop)
                 x, residual = layer(x, residual, batch)
                 if index in selected and captured is not None:
                     captured[index] = x if residual is None else self.norm.ops.add(x, residual)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Linear, Module, Sequential
+from torch.nn import Linear, Sequential
 
 from modulm_layers.testing import Converted
 
@@ -52,7 +52,7 @@ class AsMixtral(Converted):
         from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
         from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
-        def dense(inner: int) -> Module:
+        def dense(inner: int) -> Any:
             return LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=inner))
 
         model, hidden = super()._model(config), config["hidden_size"]
