@@ -12,7 +12,7 @@ import pytest
 from modulm_route_adapters.family import LoadRequest
 from modulm_route_anthropic.schema import MessagesRequest
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
-from modulm_route_pooling.schema import EmbedRequest, PoolRequest, RerankRequest
+from modulm_route_pooling.schema import EmbedRequest, RerankRequest
 from modulm_route_responses.schema import ResponsesRequest
 from modulm_server.absent_fields import absent_of
 from modulm_server.errors import ApiError
@@ -20,7 +20,7 @@ from modulm_server.json_body import to_struct
 
 SCHEMAS: dict[str, Any] = {
     "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest,
-    "/v1/embeddings": EmbedRequest, "/pooling": PoolRequest, "/rerank": RerankRequest,
+    "/v1/embeddings": EmbedRequest, "/rerank": RerankRequest,
     "/v1/load_lora_adapter": LoadRequest,
 }  # fmt: skip
 NEEDED: dict[Any, dict[str, Any]] = {

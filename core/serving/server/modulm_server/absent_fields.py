@@ -72,7 +72,6 @@ POOLING = Absent(
     refused={
         "cache_salt": "prompts of different keys are separate; use a key for each tenant",
         "chat_template": "--chat-template sets one for all requests",
-        "data": "send texts as input; there are no IO processors",
         "instruction": "put it into the text of the query",
     },
     no_effect={"padding": "texts of a batch keep their own length"},
