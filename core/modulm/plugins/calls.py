@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -21,12 +21,14 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import libraries
 from modulm.plugins.moved import new_home
 
-__all__ = ["ask", "blame", "broken", "importing"]
+__all__ = ["ask", "blame", "broken", "importing", "watchers"]
 
 log = logging.getLogger("modulm.plugins")
 
 #: Seconds after which an import is reported and aborted; how often its stack is looked at before.
 _SLOW, _GIVEN_UP, _SAMPLES = 20.0, 300.0, 40
+#: The last is entered around each import.
+watchers: list[Callable[[Declaration], AbstractContextManager[Any]]] = [nullcontext]
 
 
 def broken(what: str, error: BaseException) -> PluginBroken:
@@ -65,7 +67,7 @@ def importing(declaration: Declaration) -> Iterator[None]:
     arguments = (declaration, threading.get_ident(), ended)
     threading.Thread(target=_watch, args=arguments, daemon=True).start()
     try:
-        with redirect_stdout(sys.stderr), _limit(_GIVEN_UP):
+        with watchers[-1](declaration), redirect_stdout(sys.stderr), _limit(_GIVEN_UP):
             yield
     finally:
         ended.set()

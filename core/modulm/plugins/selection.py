@@ -50,8 +50,7 @@ class Selection:
 
     def isolation(self, declaration: Declaration) -> str | None:
         """Return the term that isolates the plugin, with its settings, or None."""
-        named = (term for term in self.isolate if _matches(term.partition(":")[0], declaration))
-        return next(named, None)
+        return next((t for t in self.isolate if _matches(t.partition(":")[0], declaration)), None)
 
     def permits(self, declaration: Declaration) -> bool:
         """Whether the plugin may be used."""

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from modulm.ops import bind
 from modulm.plugins import PluginManager, calls, defaults
 from modulm.plugins.kinds import find_kind
 from modulm.plugins.manager import using
+from modulm_isolation.process_state import watch_imports
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
 
@@ -342,6 +344,41 @@ def test_an_import_that_waits_for_another_package_is_not_blamed(install, monkeyp
         PluginManager().load("schedulers", "slow")
     assert "still being imported after 0.01 s, at work in mod_heavy" in caplog.text
     assert "--plugins" not in caplog.text
+
+
+def test_what_an_import_changes_for_others_is_named_at_the_start(install, driver, caplog):
+    changes = """
+    import signal, sys, torch
+    sys.setrecursionlimit(4321)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    """
+    install("modulm-a", {"modulm.schedulers": {"one": "mod_a:Shortest"}}, {"mod_a": driver})
+    install(
+        "modulm-b", {"modulm.schedulers": {"two": "mod_b:Shortest"}}, {"mod_b": changes + driver}
+    )
+    threads, limit = torch.get_num_threads(), sys.getrecursionlimit()
+    before = signal.getsignal(signal.SIGUSR2)
+    watch_imports()
+    try:
+        manager = PluginManager()
+        manager.load("schedulers", "one")
+        assert "for everything in this process" not in caplog.text
+        manager.load("schedulers", "two")
+    finally:
+        del calls.watchers[1:]
+        sys.setrecursionlimit(limit)
+        signal.signal(signal.SIGUSR2, before)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+    assert (
+        "schedulers/two (modulm-b 1.0) changes Python's recursion limit, the handler of SIGUSR2, "
+        "torch's default dtype, torch's deterministic algorithms, torch's number of threads, for "
+        "everything in this process"
+    ) in caplog.text
 
 
 def test_what_a_plugin_prints_goes_to_standard_error(install, driver, capfd):

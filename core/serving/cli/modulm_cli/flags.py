@@ -275,6 +275,9 @@ def _use_plugins(flags: Draft) -> None:
 
     Raises ConfigError for a name that no plugin provides, before a model is loaded.
     """
+    from modulm_isolation.process_state import watch_imports
+
+    watch_imports()
     config = flags.config
     files = {spec.name: value for spec, value in config.values() if spec.registers and value}
     driver_flags = [

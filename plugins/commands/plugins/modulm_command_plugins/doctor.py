@@ -28,7 +28,7 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.selection import Selection
 from modulm_command_plugins.manifest import manifest_problems
-from modulm_command_plugins.process_state import changes, process_state
+from modulm_isolation.process_state import changes, process_state
 
 __all__ = ["Report", "examine"]
 

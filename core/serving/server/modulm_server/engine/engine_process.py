@@ -37,6 +37,7 @@ from modulm_distributed.worker_calls import pack_answer
 from modulm_fleet.secret import read_secret
 from modulm_frontend.defaults import sampling_defaults
 from modulm_frontend.profile import StepProfile
+from modulm_isolation.process_state import watch_imports
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.core_client import sleep, wake_up
@@ -496,6 +497,7 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    watch_imports()
     listening = socket.socket(fileno=listener)
     tls = None
     if listening.family != socket.AF_UNIX:

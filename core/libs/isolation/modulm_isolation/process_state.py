@@ -9,11 +9,18 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["changes", "process_state"]
+from modulm.plugins.calls import watchers
+from modulm.plugins.declaration import Declaration
+from modulm.plugins.index import is_first_party
+
+__all__ = ["changes", "process_state", "watch_imports"]
+
+log = logging.getLogger("modulm.plugins")
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
 #: Name -> its value in this process.
@@ -45,7 +52,7 @@ _TORCH: Mapping[str, tuple[Callable[[Any], Any], Any]] = MappingProxyType(
             False,
         ),
         "torch's precision of products": (lambda t: t.get_float32_matmul_precision(), "highest"),
-        # The doctor starts its processes with OMP_NUM_THREADS=1.
+        # The doctor starts its processes with OMP_NUM_THREADS=1; a start ignores this default.
         "torch's number of threads": (lambda t: t.get_num_threads(), 1),
     }
 )
@@ -67,6 +74,30 @@ def process_state() -> dict[str, Any]:
         for name, (read, default) in entries.items():
             state[name] = default if loaded is None else read(loaded)
     return state
+
+
+def watch_imports() -> None:
+    """Log from now on what imports of other projects' plugins change in this process."""
+    if _watch not in watchers:
+        watchers.append(_watch)
+
+
+@contextmanager
+def _watch(declaration: Declaration) -> Iterator[None]:
+    """Look at this process before and after an import, and log what differs."""
+    if is_first_party(declaration.distribution):
+        yield
+        return
+    # Random numbers are drawn by other threads too; torch chooses its threads when it is imported.
+    ignored = {"Python's random numbers"}
+    if "torch" not in sys.modules:
+        ignored.add("torch's number of threads")
+    before = {name: value for name, value in process_state().items() if name not in ignored}
+
+    yield
+    changed = changes(before)
+    if changed:
+        log.warning("%s %s, for everything in this process", declaration, changed)
 
 
 def changes(before: Mapping[str, Any]) -> str:
