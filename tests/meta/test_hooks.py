@@ -102,8 +102,11 @@ def asked(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.Call(func=ast.Attribute(attr="notify" | "_notify" | "gather") | ast.Name("Kind")):
             yield from (str(a.value) for a in node.args if isinstance(a, ast.Constant))
-        case ast.Call(func=ast.Name("_core"), args=[_, _, _, _, ast.Constant(value=name)]):
-            yield f"modulm_{name}"
+        case ast.Call(
+            func=ast.Name("_core"),
+            args=[ast.Constant(value=name), _, _, _, ast.Constant(value=True | str() as hook)],
+        ):
+            yield f"modulm_{name if hook is True else hook}"
 
 
 def answered(node: ast.AST) -> Iterator[str]:

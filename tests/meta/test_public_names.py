@@ -100,7 +100,7 @@ HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "stevedore.extension", "
     ("arguments", "forbidden"),
     [
         (["--help"], HEAVY - {"stevedore.extension"} | {"pluggy", "cattrs"}),
-        (["plugins", "list"], HEAVY - {"stevedore.extension"} | {"pluggy", "cattrs"}),
+        (["plugins", "list"], HEAVY - {"stevedore.extension"} | {"pluggy"}),
         (["--version"], HEAVY | {"pluggy", "cattrs"}),
     ],
 )

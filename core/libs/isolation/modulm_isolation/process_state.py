@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ _PYTHON: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "the level of the root logger": lambda: logging.getLogger().level,
         "handlers of the root logger": lambda: tuple(logging.getLogger().handlers),
         **{
-            f"the handler of {name}": lambda name=name: signal.getsignal(getattr(signal, name))
+            f"the handler of {name}": partial(signal.getsignal, getattr(signal, name))
             for name in _SIGNALS
             if hasattr(signal, name)
         },

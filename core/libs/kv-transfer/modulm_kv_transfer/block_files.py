@@ -42,8 +42,10 @@ FOLDER = "~/.cache/modulm/kv"
 VERSION = 2
 #: Maximum seconds that a file is held: a day, and an hour for clocks that differ.
 _LONGEST_HOLD = 90_000
-#: Maximum size of a header in bytes, and about how many it has.
-_HEADER, OVERHEAD = 4096, 400
+#: Maximum size of a header in bytes.
+_HEADER = 4096
+#: About how many bytes a file has beside its block.
+OVERHEAD = 400
 #: Pattern of a model's folder name.
 _DIGEST = re.compile("[0-9a-f]{32}")
 

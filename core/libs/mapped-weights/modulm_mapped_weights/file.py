@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["VERSION", "Array", "FileReader", "FileWriter", "InvalidFile"]
+__all__ = ["VERSION", "Array", "FileReader", "FileWriter", "InvalidFile", "Mapped"]
 
 #: Raised when the layout of the file or the meaning of its description changes.
 VERSION = 1

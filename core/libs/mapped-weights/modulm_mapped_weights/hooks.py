@@ -28,6 +28,8 @@ def modulm_model_built(model: Any, config: EngineConfig, fillers: list[Any]) -> 
     flags = config.group(MappedWeightsFlags)
     if flags.weights_memory != "mmap":
         return
+    import torch
+
     from modulm_mapped_weights.filling import Filler
     from modulm_mapped_weights.folder import CacheFolder
 
@@ -35,10 +37,10 @@ def modulm_model_built(model: Any, config: EngineConfig, fillers: list[Any]) -> 
     filler = Filler(CacheFolder(path, int(flags.weights_cache_size * _GIB)), config)
 
     def fill(plan: Any, loader: Any, *, device: Any, progress: bool) -> None:
-        if device.type != "cpu":
+        if device != torch.device("cpu"):
             raise ConfigError(
                 "weights_memory",
-                f"mmap: weights of {device.type} devices are not in host memory; use private",
+                f"mmap: weights on {device} are not in host memory; use private",
             )
         filler.fill(plan, loader, device=device, progress=progress)
         _FILLED.add(model)

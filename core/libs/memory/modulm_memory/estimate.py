@@ -183,7 +183,7 @@ def estimate(
         opened = resolve_checkpoint(config, plugins, "server", explicit)
     finally:
         assumed_memory.reset(assumed)
-    known = None if inner else proposal_estimate.get()
+    known: Estimate | None = None if inner else proposal_estimate.get()
     if known is not None and known.config == opened.resolved.config:
         return known
     found = estimate_opened(opened, plugins, memory)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modulm.contracts.platform import Memory
     from modulm.errors import CheckpointError
-    from modulm_memory.estimate import Estimate
 
 __all__ = ["assumed_memory", "making_proposals", "proposal_estimate", "refusal"]
 
@@ -21,4 +20,4 @@ making_proposals: ContextVar[bool] = ContextVar("making_proposals", default=Fals
 #: Makes the error about weights that do not fit, for the configuration resolved last.
 refusal: ContextVar[Callable[[], CheckpointError] | None] = ContextVar("refusal", default=None)
 #: The last estimate that was made to propose settings.
-proposal_estimate: ContextVar[Estimate | None] = ContextVar("proposal_estimate", default=None)
+proposal_estimate: ContextVar[Any] = ContextVar("proposal_estimate", default=None)

@@ -100,7 +100,7 @@ def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
             raise ConfigError("open_paths", f"nothing is served at {path!r}")
 
 
-class Api(Protocol):
+class _Api(Protocol):
     """How an API refuses requests and tells rates: a route family."""
 
     def failure(self, error: ApiError) -> Any:
@@ -115,7 +115,9 @@ class _Guard:
     and headers are OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, usages: Usages, family: Api | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, usages: Usages, family: _Api | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
         self._usages = usages
@@ -211,7 +213,7 @@ def guard(
     routes: list[BaseRoute],
     keys: Keys,
     unlocked: frozenset[str] = OPEN_PATHS,
-    families: Mapping[int, Api] = MappingProxyType({}),
+    families: Mapping[int, _Api] = MappingProxyType({}),
     processes: int = 1,
 ) -> None:
     """Make every route need a key, except those with an `unlocked` path. Changes `routes`.

@@ -154,7 +154,7 @@ class Step3TextForCausalLM(DecoderForCausalLM):
     config_type = Step3Config
     layer = Step3Layer
     names = WeightNames(rewrite=(Rewrite(r"\.moe\.(gate|up|down)_proj\.weight$", _split),))
-    oracle = "modulm_step.oracle:AsMixtral"
+    oracle = "modulm_stepfun.oracle:AsMixtral"
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
