@@ -28,10 +28,12 @@ MODULES, NAMES = released()
 
 
 def is_module(path: str) -> bool:
+    """Whether a module has this path; those that other tests made for old names have no file."""
     try:
-        return find_spec(path) is not None
+        spec = find_spec(path)
     except ModuleNotFoundError:
         return False
+    return spec is not None and spec.origin is not None
 
 
 def is_name(path: str) -> bool:

@@ -17,6 +17,7 @@ from modulm.errors import ConfigError
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
+from modulm_kv_transfer.block_files import VERSION
 from modulm_server.engine.metrics import Metrics
 from modulm_towers.testing import images
 
@@ -369,7 +370,7 @@ def test_bad_files_are_computed_and_said_once(
             "torn": content[:-100],
             "changed": content[:-1] + bytes([content[-1] ^ 1]),
             "empty": b"",
-            "version": content.replace(b'"version": 1', b'"version": 9', 1),
+            "version": content.replace(b'"version": %d' % VERSION, b'"version": 9', 1),
         }
         file.write_bytes(changed[damage])
     with LLM(model("dense"), **flags) as llm:

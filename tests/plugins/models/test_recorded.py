@@ -29,6 +29,7 @@ CALL_BY_CALL = {
     "Ministral3ForCausalLM": "queries that grow",
     "MllamaForCausalLM": "layers behind gates, which find out who looks at nothing",
     "NemotronHForCausalLM": "experts without a gate",
+    "Step3TextForCausalLM": "queries beside keys that are shared",
     "PhimoeForCausalLM": "a router that masks as it chooses",
 }
 #: Whose attention runs on the portable backend, which plans nothing that could be recorded.

@@ -227,6 +227,8 @@ NEW = {
     "routes": "count",
     "transcribers": "Hark",
     "media_families": "Look",
+    "io_processors": "cover",
+    "stat_loggers": "notes",
 }
 #: Run by default; the others, and their kits, by tests/unit/plugins/test_kits.py.
 OWN_TESTS = ("models", "hooks", "commands", "adapter_resolvers", "schedulers")

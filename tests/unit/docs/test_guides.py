@@ -9,8 +9,8 @@ from pathlib import Path
 from samples import parametrize_sample
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-#: Run by test_plugin_pages.py.
-_OTHERS = ("write-a-plugin", "plugins-")
+#: Run by test_plugin_pages.py and test_publish_page.py.
+_OTHERS = ("write-a-plugin", "plugins-", "publish-a-plugin")
 GUIDES = [
     page
     for page in ("../README", *sorted(path.stem for path in DOCS.glob("*.md")))

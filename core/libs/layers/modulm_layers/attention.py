@@ -117,8 +117,10 @@ class Attention(Module):
         if sinks:
             head_shard = group.shard(heads, b.prefix)
             b.cut_parameter("sinks", self, "sinks", (head_shard,), dtype=torch.float32)
-        slopes = alibi * alibi_slopes(heads, group.rank, group.size)
-        self.alibi = slopes.to(b.shared.device) if alibi else None
+        self.alibi = None
+        if alibi:
+            slopes = alibi_slopes(heads, group.rank, group.size)
+            self.alibi = (alibi * slopes).to(b.shared.device)
         self.relative = relative
         spec = AttentionSpec(
             heads=self.heads,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,7 @@ def _add_module(path: str) -> bool:
         return False
     module = ModuleType(path, "Old names.")
     module.__path__ = []
+    module.__spec__ = ModuleSpec(path, None, is_package=True)
     _forward(path, module)
     sys.modules[path] = module
     parent, _, last = path.rpartition(".")
@@ -73,10 +74,7 @@ def _old_name(owner: str, before: Callable[[str], Any] | None, name: str) -> Any
             raise AttributeError(f"module {owner!r} has no attribute {name!r}")
         return before(name)
     _warn_once(f"{owner}.{name} is now {new}; the old name works until modulm {UNTIL}")
-    try:
-        return resolve_name(new)
-    except AttributeError:
-        return import_module(new)
+    return resolve_name(new)
 
 
 def _warn_once(message: str) -> None:

@@ -97,6 +97,7 @@ def test_ops_have_the_names_of_twins():
         "paged_attention",
         "plan_attention",
         "pack_quantized_experts",
+        "packed_form",
         "qkv_prepare",
         "round_groups",
         "write_kv",
