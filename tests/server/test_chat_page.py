@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 from tests.server.browser import BROWSER, Browser
 from tests.server.scripted_models import several_models
 
@@ -231,6 +232,7 @@ def test_failed_turns_are_not_sent_again_and_can_be_retried(tab: Browser, page: 
     assert tab.count(".failure") == 0
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_tool_call_has_the_rate_at_which_it_came(tab: Browser) -> None:
     setting(tab, "tools", json.dumps(TOOLS))
@@ -242,6 +244,7 @@ def test_a_tool_call_has_the_rate_at_which_it_came(tab: Browser) -> None:
     assert float(rate[1].replace(",", "")) < 300, "one token takes 10 ms"
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_copy_works_without_a_secure_context(tab: Browser, page: Live) -> None:
     tab.open(page.url.replace("127.0.0.1", "plain.test"))
@@ -278,7 +281,7 @@ def test_a_stream_that_is_cut_does_not_look_finished(tab: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [320, 390, 1200])
+@parametrize_sample("width", [320, 390, 1200], every=3)
 def test_settings_survive_a_reload_and_leave_room(tab: Browser, page: Live, width: int) -> None:
     tab.screen(width, 700)
     tab.click("#toggle-settings")
@@ -326,6 +329,7 @@ def test_conversations_are_kept(tab: Browser) -> None:
     assert tab.count("#conversations li .open") == 1
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_another_tab_sees_what_is_written(tab: Browser) -> None:
     """A second store stands for the other tab: they share the database and the channel."""
@@ -613,6 +617,7 @@ def test_forms_of_answers(tab: Browser, page: Live) -> None:
     assert tab.text("#toasts").startswith("JSON schema: not JSON")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_settings_are_of_their_conversation(tab: Browser, page: Live) -> None:
     say(tab, "hello")
@@ -688,6 +693,7 @@ def test_a_setting_that_cannot_be_sent_is_pointed_at(tab: Browser, page: Live) -
     assert len(page.engine.seen) == before
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_presets_and_theme(tab: Browser, page: Live) -> None:
     tab.type("#system", "Speak like a pirate.")
@@ -705,6 +711,7 @@ def test_presets_and_theme(tab: Browser, page: Live) -> None:
     assert "Pirate" not in tab.run("document.querySelector('#presets').textContent")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_probabilities_under_the_pointer(tab: Browser) -> None:
     setting(tab, "top_logprobs", "3")
@@ -730,6 +737,7 @@ def test_several_answers_are_versions(tab: Browser) -> None:
     assert "Hello there." in tab.text("article.assistant .markdown")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_figures_tell_what_usage_tells(tab: Browser) -> None:
     usage = {
@@ -809,7 +817,7 @@ def test_by_keyboard_and_for_screen_readers(tab: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@parametrize_sample("theme", ["light", "dark"], every=2)
 def test_text_is_readable_in_both_themes(tab: Browser, theme: str) -> None:
     """The contrast that WCAG asks for: 4.5 between text and what is behind it."""
     tab.screen(1200, 800, dark=theme == "dark")
@@ -851,6 +859,7 @@ CONTRAST = """(() => {
 })()"""
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_first_question_is_offered(tab: Browser, page: Live) -> None:
     tab.click("#hello button")
@@ -876,6 +885,7 @@ def test_the_page_asks_for_a_key(browser: Browser, tokenizer: Tokenizer) -> None
         assert "Hello there." in browser.text("article.assistant")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_texts_are_compared_where_the_model_gives_vectors(
     browser: Browser, tokenizer: Tokenizer
@@ -906,6 +916,7 @@ def test_texts_are_compared_where_the_model_gives_vectors(
             assert browser.run("faults") == []
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_the_docs_need_no_network(browser: Browser, page: Live) -> None:
     browser.events.clear()
@@ -932,6 +943,7 @@ def test_html_of_an_answer_is_shown_in_a_frame_of_its_own(tab: Browser) -> None:
     assert tab.count("iframe.preview") == 0
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_an_answer_is_read_aloud_with_voices_of_this_machine(tab: Browser) -> None:
     tab.run(

@@ -129,6 +129,7 @@ def test_images_are_attached_pasted_dropped_and_sent(
     assert tab.count("article.user .media img") == 2
 
 
+@pytest.mark.exhaustive
 def test_large_images_and_others_formats_are_drawn_anew(tab: Browser, page: Live) -> None:
     size = tab.run(
         "(async () => { const { readFile } = await import('/page/js/attachments.js');"
@@ -169,6 +170,7 @@ def test_sound_is_recorded_heard_and_sent(tab: Browser, page: Live) -> None:
     assert tab.count("article.user .media audio[controls]") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_film_is_attached_and_some_of_its_frames_are_seen(
     tab: Browser, page: Live, tmp_path: Path
 ) -> None:
