@@ -11,7 +11,7 @@ ARGS ?=
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
-	@echo "make test    run all tests"
+	@echo "make test    run the tests"
 	@echo "make test-all  the same, without samples: whole grids, all layouts, all wheels"
 	@echo "make fuzz    property tests with new examples, for SECONDS=300, or the one round of SEED="
 	@echo "make lint    ruff and its formatter"
