@@ -37,7 +37,7 @@ BAD_GRAMMARS: tuple[dict[str, Any], ...] = (
 
 
 #: Error codes of requests that an engine's death cut off.
-CUT = frozenset({"replica_died", "engine_restarting"})
+CUT = frozenset({"replica_died", "engine_restarting", "engine_dead"})
 
 
 class Wrong(Exception):

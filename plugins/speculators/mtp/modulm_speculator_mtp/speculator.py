@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.errors import ConfigError, ModulmError
 from modulm.loading import open_checkpoint
@@ -63,13 +63,16 @@ class Mtp(HiddenChain):
             return "MTP layers are not split over ranks"
         file = str(checkpoint.config_file)
         try:
-            layer = family.mtp(read_config(checkpoint.config, family.config_type, file))
+            settings = read_config(checkpoint.config, family.config_type, file)
+            layer = family.mtp(settings)
             if layer is None:
                 return f"{family.__name__} has no MTP layer"
             stored = open_loader(config, checkpoint.path, manager.current()).driver.index()
         except ModulmError as error:
             return str(error)
-        if not any(name.startswith(f"{layer.project}.") for name in stored):
+        # The model itself ignores the names of draft layers, but renames them as others.
+        names = evolve(family.weights(settings), ignore=())
+        if not any((names.name(each) or "").startswith(f"{layer.project}.") for each in stored):
             return f"the checkpoint has no weights of {layer.project}"
         return {}
 
