@@ -97,7 +97,7 @@ class Sample:
     parts: tuple[int, ...]
     tasks: int
     names: tuple[str, ...] = ()
-    #: Files in the server's temporary folder.
+    #: Files in the server's temporary folder, without those that clients store there.
     temporary: int = 0
 
 
@@ -122,7 +122,7 @@ class Watched:
         held, parts = Held.by(pids), tuple(Held.by([pid]).memory for pid in pids)
         sample = Sample(
             time.monotonic() - began, held, parts, told["tasks"], tuple(told["names"]),
-            len(self.temporary_files()),
+            len(self.own_files()),
         )  # fmt: skip
         self.samples.append(sample)
         return sample
@@ -130,6 +130,10 @@ class Watched:
     def temporary_files(self) -> list[str]:
         """The files in the server's temporary folder."""
         return [str(path) for path in self.folder.rglob("*") if not path.is_dir()]
+
+    def own_files(self) -> list[str]:
+        """Those without what clients have stored, such as batches, which are never deleted."""
+        return [path for path in self.temporary_files() if "/modulm-files-" not in path]
 
     def grown(self, settled: float) -> float:
         """Growth in per cent of the last tenth after `settled` seconds, compared with the first."""
@@ -296,7 +300,7 @@ def verdict(
             found.append(f"{watched.name}: {len(before.parts)} processes, {len(after.parts)} later")
         if after.temporary > before.temporary:
             found.append(f"{watched.name}: {before.temporary} temporary files, then "
-                         f"{after.temporary}: {watched.temporary_files()[:20]}")  # fmt: skip
+                         f"{after.temporary}: {watched.own_files()[:20]}")  # fmt: skip
         if after.tasks > before.tasks:
             found.append(f"{watched.name}: {before.tasks} tasks, then {after.tasks}: {after.names}")
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -285,6 +285,7 @@ class Caller:
                 good(await client.ask("POST", "/v1/completions", asked))
         finally:
             left = await client.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            cut(left.body)
             need(left.status == 200, f"unload: {left.status} {left.body[:300]!r}")
 
     async def nonsense(self) -> None:
