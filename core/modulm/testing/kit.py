@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -76,16 +76,16 @@ def check(kind: str, driver: Any, **more: Any) -> str:
     """Run the kit of `kind` on a driver class; `more` are arguments of the kit (models: `oracle=`).
 
     Returns what was left out and why, "" if nothing was. Raises KitNotRun if nothing could be
-    tried, AssertionError for a broken contract, PluginIncompatible for a wrong contract version,
-    PluginBroken for something that is not a driver of the kind.
+    tried or asserted, AssertionError for a broken contract, PluginIncompatible for a wrong
+    contract version, PluginBroken for something that is not a driver of the kind.
     """
+    if not __debug__:
+        raise KitNotRun("Python's option -O leaves out what kits assert: run it without")
     if kind != "hooks" and find_kind(kind).contract is not None:
         _check_class(kind, driver)
-    path = kit_of(kind)
-    if path is None:
+    if (path := kit_of(kind)) is None:
         return "of which this kind has only class, version and signatures"
-    module, _, function = path.partition(":")
-    return getattr(import_module(module), function)(driver, **more) or ""
+    return resolve_name(path)(driver, **more) or ""
 
 
 def sample_of(driver: Any, sample: Any, what: str) -> Any:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -309,6 +310,14 @@ CASES = [
     for kind, bugs in PLANTED.items()
     for number in range(len(bugs))
 ]
+
+
+def test_without_assertions_no_kit_passes() -> None:
+    program = "from modulm.testing.kit import check; check('routes', object)"
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "KitNotRun: Python's option -O leaves out what kits assert" in done.stderr
 
 
 @parametrize_sample(("kind", "number"), CASES, every=2)

@@ -218,9 +218,10 @@ class IsolatedProcess:
         now = self._clock()
         recent = [end for end in self._ends if now - end < _WINDOW]
         if len(recent) == _MOST_ENDS:
+            wait = _WINDOW - (now - recent[0])
             raise IsolationError(
-                f"the process of {self.origin} ended {_MOST_ENDS} times in "
-                f"{_WINDOW / 60:g} minutes and is not started again for now"
+                f"the process of {self.origin} ended {_MOST_ENDS} times in {_WINDOW / 60:g} "
+                f"minutes: the next call after {wait:.0f} s starts it again"
             )
         if len(recent) < 2:
             return

@@ -29,6 +29,7 @@ __all__ = [
     "DecoderForCausalLM",
     "ParallelLayer",
     "PreNormLayer",
+    "SandwichLayer",
     "standard_attention",
     "standard_mlp",
     "tiny_config",
@@ -196,6 +197,25 @@ class PreNormLayer(Module):
         x, residual = x[batch.sample], residual[batch.sample]
         x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
+
+
+class SandwichLayer(PreNormLayer):
+    """A `PreNormLayer` with a norm at the end of each branch as well."""
+
+    def __init__(
+        self, attn_norm: Norm, attn: Module, attn_post: Norm, mlp_norm: Norm, mlp: Module,
+        mlp_post: Norm,
+    ) -> None:  # fmt: skip
+        super().__init__(attn_norm, attn, mlp_norm, mlp)
+        self.attn_post, self.mlp_post = attn_post, mlp_post
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x, residual = self.attn_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
+        return self.mlp_post(self.mlp(x)), residual
 
 
 class ParallelLayer(Module):

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import field, frozen
-from torch import Tensor
 
-from modulm.contracts.model import Batch
 from modulm.nn import Builder
 from modulm.nn.norm import RMSNorm
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
     GatedMLP,
-    PreNormLayer,
     Rope,
+    SandwichLayer,
     parse_rope,
     standard_attention,
     tiny_config,
@@ -75,7 +73,7 @@ class DomynEdgeConfig(DecoderConfig):
         return parse_rope(table, head_size=size, max_positions=length)
 
 
-class DomynEdgeLayer(PreNormLayer):
+class DomynEdgeLayer(SandwichLayer):
     """norm, attention, norm, add; norm, feed-forward, norm, add; queries' norms without weights."""
 
     def __init__(self, c: DomynEdgeConfig, b: Builder, index: int) -> None:
@@ -93,19 +91,11 @@ class DomynEdgeLayer(PreNormLayer):
         super().__init__(
             b.rms_norm("pre_attention_norm", hidden, eps),
             attention,
+            b.rms_norm("post_attention_norm", hidden, eps),
             b.rms_norm("pre_feedforward_norm", hidden, eps),
             GatedMLP(b.at("feedforward"), hidden, c.inner_size, c.hidden_act),
+            b.rms_norm("post_feedforward_norm", hidden, eps),
         )
-        self.attn_post = b.rms_norm("post_attention_norm", hidden, eps)
-        self.mlp_post = b.rms_norm("post_feedforward_norm", hidden, eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden]."""
-        x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
-        return self.mlp_post(self.mlp(x)), residual
 
 
 class DomynEdgeForCausalLM(DecoderForCausalLM):

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
-from torch import Tensor
 
-from modulm.contracts.model import Batch
 from modulm.nn import Builder
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
     PreNormLayer,
+    SandwichLayer,
     size,
     standard_attention,
     standard_mlp,
@@ -51,21 +50,18 @@ class GlmLayer(PreNormLayer):
         )
 
 
-class Glm4Layer(GlmLayer):
+class Glm4Layer(SandwichLayer):
     """The block with a norm after each branch as well."""
 
     def __init__(self, c: GlmConfig, b: Builder, index: int) -> None:
-        super().__init__(c, b, index)
-        self.attn_post = b.rms_norm("post_self_attn_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.mlp_post = b.rms_norm("post_mlp_layernorm", c.hidden_size, c.rms_norm_eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden]."""
-        x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
-        return self.mlp_post(self.mlp(x)), residual
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_attention(c, b, index, out_bias=False),
+            b.rms_norm("post_self_attn_layernorm", c.hidden_size, c.rms_norm_eps),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_mlp(c, b),
+            b.rms_norm("post_mlp_layernorm", c.hidden_size, c.rms_norm_eps),
+        )
 
 
 class GlmForCausalLM(DecoderForCausalLM):

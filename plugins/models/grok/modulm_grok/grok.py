@@ -9,17 +9,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
-from torch import Tensor
 
-from modulm.contracts.model import Batch
 from modulm.nn import Builder, Embedding, Head, WeightNames
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
     ExpertNames,
     MoE,
-    PreNormLayer,
     Routing,
+    SandwichLayer,
     only,
     size,
     standard_attention,
@@ -65,7 +63,7 @@ class Grok1Config(DecoderConfig):
         return Routing(self.num_experts_per_tok, renormalise=False)
 
 
-class Grok1Layer(PreNormLayer):
+class Grok1Layer(SandwichLayer):
     """norm, attention, norm, add; norm, experts, norm, add."""
 
     def __init__(self, c: Grok1Config, b: Builder, index: int) -> None:
@@ -83,6 +81,7 @@ class Grok1Layer(PreNormLayer):
                 scale=c.attn_output_multiplier,
                 softcap=c.max_attn_value,
             ),
+            norm("post_attn_norm"),
             norm("pre_moe_norm"),
             MoE(
                 b.at("moe_block"),
@@ -93,16 +92,8 @@ class Grok1Layer(PreNormLayer):
                 act=c.hidden_act,
                 names=names,
             ),
+            norm("post_moe_norm"),
         )
-        self.attn_post, self.mlp_post = norm("post_attn_norm"), norm("post_moe_norm")
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden]."""
-        x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
-        return self.mlp_post(self.mlp(x)), residual
 
 
 class Grok1ForCausalLM(DecoderForCausalLM):

@@ -20,7 +20,7 @@ from modulm_layers import (
     AttentionNames,
     DecoderConfig,
     DecoderForCausalLM,
-    PreNormLayer,
+    SandwichLayer,
     size,
     standard_mlp,
     tiny_config,
@@ -78,7 +78,7 @@ class LoopedAttention(Attention):
         self.cache = self.loop_caches[loop]
 
 
-class OuroLayer(PreNormLayer):
+class OuroLayer(SandwichLayer):
     """norm, attention, norm, add; norm, feed-forward, norm, add."""
 
     attn: LoopedAttention
@@ -90,19 +90,11 @@ class OuroLayer(PreNormLayer):
         super().__init__(
             norm("input_layernorm"),
             LoopedAttention(c, b.at("self_attn"), index),
+            norm("input_layernorm_2"),
             norm("post_attention_layernorm"),
             standard_mlp(c, b),
+            norm("post_attention_layernorm_2"),
         )
-        self.attn_post = norm("input_layernorm_2")
-        self.mlp_post = norm("post_attention_layernorm_2")
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden]."""
-        x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
-        return self.mlp_post(self.mlp(x)), residual
 
 
 class OuroForCausalLM(DecoderForCausalLM):
