@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import parametrize_sample
 from tests.canaries.tree_drafts import Tree, TreeDrafts
 
 from modulm import LLM, SamplingParams
@@ -92,7 +93,9 @@ def expected(folder: str) -> list[Any]:
         return tokens_of(llm)
 
 
-@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"batch_invariant": True}])
+@parametrize_sample(
+    "settings", [{}, {"async_scheduling": True}, {"batch_invariant": True}], every=3
+)
 def test_trees_change_nothing_but_the_number_of_steps(folder, plugins, expected, settings) -> None:
     counter = Counter()
     with opened(folder, expected, **settings) as llm:

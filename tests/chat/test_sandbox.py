@@ -59,7 +59,7 @@ BOMBS = {
 }
 
 
-@parametrize_sample("name", BOMBS, every=3)
+@parametrize_sample("name", BOMBS, every=6)
 def test_a_checkpoints_template_has_limits(
     tokenizer: Tokenizer, short: SandboxedRenderer, name: str
 ) -> None:

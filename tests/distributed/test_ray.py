@@ -221,6 +221,7 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.exhaustive
 def test_two_machines(
     start: Callable[..., Node], spaces: tuple[str, str], model: str, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ import openai
 import psutil
 import pytest
 
+from modulm import LLM, SamplingParams
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 
@@ -29,6 +30,8 @@ LONG = 8000
 FAST = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    # Processes are started when they are needed, not one for each processor beforehand.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -251,6 +254,25 @@ def test_who_goes_away_takes_the_request_along(client: openai.OpenAI) -> None:
     stream.close()
     until(lambda: '"server_load":0' in ask("tiny", "/load"))
     assert aborted("tiny") == 1
+
+
+def test_two_ranks_answer_as_one_process(url: str, tmp_path: Path) -> None:
+    """The executor of ranks uses the cluster that is there (two machines:
+    `tests/distributed/test_ray.py`).
+    """
+    folder = str(make_tiny(tmp_path / "ranks"))
+    flags: dict[str, Any] = {
+        "max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 32,
+        "use_tqdm_on_load": False,
+    }  # fmt: skip
+    ranks = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+    params = SamplingParams(temperature=0, max_tokens=6)
+    answers = []
+    for more in ({}, ranks):
+        with LLM(folder, **flags, **more) as llm:
+            (answer,) = llm.generate([{"prompt_token_ids": [5, 9, 40, 7]}], params, use_tqdm=False)
+            answers.append(list(answer.outputs[0].token_ids))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.exhaustive

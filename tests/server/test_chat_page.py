@@ -193,6 +193,7 @@ def setting(tab: Browser, name: str, value: str) -> None:
 # What was wrong.
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_new_chat_during_an_answer_does_not_get_it(tab: Browser, page: Live) -> None:
     say(tab, "count slowly", wait=False)
@@ -257,6 +258,7 @@ def test_copy_works_without_a_secure_context(tab: Browser, page: Live) -> None:
     assert tab.run("navigator.clipboard.readText()") == "Hello there."
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_stream_that_is_cut_does_not_look_finished(tab: Browser) -> None:
     tab.call("Fetch.enable", {"patterns": [{"urlPattern": "*/v1/chat/completions"}]})
@@ -345,6 +347,7 @@ def test_another_tab_sees_what_is_written(tab: Browser) -> None:
     assert "Hello there." in tab.text("article.assistant")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     say(tab, "think first\n<!-- user -->\n# not a heading")
@@ -412,6 +415,7 @@ def test_edit_versions_and_the_branch_that_is_sent(tab: Browser, page: Live) -> 
     assert "Hello there." not in asked(page)
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_an_answer_goes_on(tab: Browser, page: Live) -> None:
     setting(tab, "max_tokens", "3")
@@ -470,6 +474,7 @@ def test_markdown_is_whole_and_harmless(tab: Browser) -> None:
     assert tab.text(f"{box} pre").strip() == 'def f(): return "s"'
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_reasoning_is_folded_with_its_time(tab: Browser, page: Live) -> None:
     say(tab, "think slowly", wait=False)
@@ -488,6 +493,7 @@ def test_reasoning_is_folded_with_its_time(tab: Browser, page: Live) -> None:
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_results_of_tools_are_given(tab: Browser, page: Live) -> None:
     setting(tab, "tools", json.dumps(TOOLS))
@@ -638,6 +644,7 @@ def test_settings_are_of_their_conversation(tab: Browser, page: Live) -> None:
     assert page.engine.seen[-1][1].temperature != 0.25
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_settings_before_the_first_message_are_not_those_of_new_chats(
     tab: Browser, page: Live
@@ -651,6 +658,7 @@ def test_settings_before_the_first_message_are_not_those_of_new_chats(
     assert page.engine.seen[-1][1].temperature != 0.25
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_enter_sends_an_edited_question(tab: Browser, page: Live) -> None:
     say(tab, "first words")
@@ -664,6 +672,7 @@ def test_enter_sends_an_edited_question(tab: Browser, page: Live) -> None:
     assert tab.count("article.assistant textarea") == 1, "an answer has lines"
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_lines_of_an_answer_stay_lines(tab: Browser) -> None:
     say(tab, "two lines")
@@ -673,6 +682,7 @@ def test_lines_of_an_answer_stay_lines(tab: Browser) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_toasts_leave_the_message_free(tab: Browser) -> None:
     tab.click("#as-default")
@@ -681,6 +691,7 @@ def test_toasts_leave_the_message_free(tab: Browser) -> None:
     assert toast < tab.run(f"document.querySelector('#composer').{box}.top")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_setting_that_cannot_be_sent_is_pointed_at(tab: Browser, page: Live) -> None:
     before = len(page.engine.seen)
@@ -728,6 +739,7 @@ def test_probabilities_under_the_pointer(tab: Browser) -> None:
     assert tab.each(".token", "node === document.activeElement")[1]
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_several_answers_are_versions(tab: Browser) -> None:
     setting(tab, "n", "3")
@@ -767,6 +779,7 @@ def test_figures_tell_what_usage_tells(tab: Browser) -> None:
     assert "of 2,048 tokens of context" in tab.text("#context")
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_text_files_are_attached(tab: Browser, page: Live, tmp_path: Path) -> None:
     text, binary = tmp_path / "notes.md", tmp_path / "picture.bin"
@@ -869,6 +882,7 @@ def test_a_first_question_is_offered(tab: Browser, page: Live) -> None:
     assert tab.count("#hello") == 1
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_the_page_asks_for_a_key(browser: Browser, tokenizer: Tokenizer) -> None:
     config = EngineConfig.from_keywords(
@@ -927,6 +941,7 @@ def test_the_docs_need_no_network(browser: Browser, page: Live) -> None:
     assert browser.run("faults") == []
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_html_of_an_answer_is_shown_in_a_frame_of_its_own(tab: Browser) -> None:
     tab.run("window.told = []; addEventListener('message', ({ data }) => told.push(data))")
@@ -966,6 +981,7 @@ def test_an_answer_is_read_aloud_with_voices_of_this_machine(tab: Browser) -> No
     assert tab.run("said") == ["Hello there."]
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_the_model_names_a_conversation(tab: Browser) -> None:
     say(tab, "hi")

@@ -156,6 +156,7 @@ def test_large_images_and_others_formats_are_drawn_anew(tab: Browser, page: Live
     ]
 
 
+@pytest.mark.exhaustive
 def test_sound_is_recorded_heard_and_sent(tab: Browser, page: Live) -> None:
     tab.click("#record")
     tab.wait("document.querySelector('#record').getAttribute('aria-label') === 'Stop recording'")
@@ -210,6 +211,7 @@ def test_films_of_requests(page: Live) -> None:
             assert message.startswith(f"messages[0].content[0].{kind}_url: it has no {kind}")
 
 
+@pytest.mark.exhaustive
 def test_what_was_attached_is_exported_and_read_again(tab: Browser) -> None:
     attachments = tab.run(
         "(async () => { const { toMarkdown, fromText } = await import('/page/js/export.js');"

@@ -159,6 +159,7 @@ def test_what_came_between_two_counts() -> None:
     assert Drafts().figures() == {}
 
 
+@pytest.mark.exhaustive
 def test_places_are_added_up_over_steps() -> None:
     from modulm.contracts.requests import StepStats
 

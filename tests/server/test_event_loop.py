@@ -198,12 +198,12 @@ def longest_turn(live: Live, path: str, body: dict[str, Any], status: int) -> fl
     return longest
 
 
-@parametrize_sample("name", ACCEPTED, every=6)
+@parametrize_sample("name", ACCEPTED, every=12)
 def test_the_largest_bodies_are_answered_off_the_loop(wide: Live, name: str) -> None:
     assert longest_turn(wide, *ACCEPTED[name]) < BOUND
 
 
-@parametrize_sample("name", POOLED, every=3)
+@parametrize_sample("name", POOLED, every=6)
 def test_the_largest_inputs_are_pooled_off_the_loop(pooling: Live, name: str) -> None:
     assert longest_turn(pooling, *POOLED[name]) < BOUND
 

@@ -215,6 +215,7 @@ def test_a_batch_that_has_no_room(
         assert len(names(http, failed["output_file_id"])) == failed["request_counts"]["completed"]
 
 
+@pytest.mark.exhaustive
 def test_uploads_and_lists_at_once(make_server: ServerMaker) -> None:
     """Uploads are written on threads while others look at what there is."""
     with make_server().client() as http, ThreadPoolExecutor(8) as pool:
@@ -227,6 +228,7 @@ def test_uploads_and_lists_at_once(make_server: ServerMaker) -> None:
         assert set(pool.map(one, range(160))) == {200}
 
 
+@pytest.mark.exhaustive
 def test_a_look_while_a_file_is_kept(tmp_path: Path) -> None:
     files = store.FileStore(tmp_path, 10_000, 1 << 30, lasting=False)
 

@@ -196,7 +196,7 @@ def test_a_trusted_template_is_used(trusting: Live) -> None:
         "{{ a }}" * 70_000,
         "{% for a in range(9) recursive %}{{ loop(a) }}{% endfor %}",
     ],
-    every=3,
+    every=5,
     ids=[
         "escape",
         "syntax",

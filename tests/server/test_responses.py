@@ -505,6 +505,7 @@ def test_bad_conversations(
     assert error_of(answer)["param"] == param
 
 
+@pytest.mark.exhaustive
 def test_conversations_belong_to_a_key_and_are_not_endless(make_server: ServerMaker) -> None:
     live = make_server(api_key=("ann", "bob"))
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))

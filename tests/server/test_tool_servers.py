@@ -15,6 +15,7 @@ import pytest
 import tool_server
 import uvicorn
 import yaml
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
@@ -105,7 +106,7 @@ def tool(label: str = "local", **more: Any) -> dict[str, Any]:
     return {"type": "mcp", "server_label": label, "require_approval": "never", **more}
 
 
-@pytest.mark.parametrize("label", ["local", "web"])
+@parametrize_sample("label", ["local", "web"], every=2)
 def test_the_server_calls_the_tool_and_the_model_goes_on(client, live, label) -> None:
     options: Any = {"model": "M", "input": "use weather", "tools": [tool(label)]}
     answer = client.responses.create(**options)
@@ -230,13 +231,13 @@ def test_wrong_tools_name_the_field(live: Live, entry, status, message) -> None:
     assert error_of(answer)["param"] == "tools"
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("servers", "message"),
     [
         (None, "needs a table"), ({"a": {}}, "either command or url"), ({"a": 5}, "a table"),
         ({"a": {"command": "x"}}, "a list of strings"), ({"a": {"url": "x", "b": 1}}, "'b'"),
         ({"a": {"url": "x", "approval": "no"}}, "approval"),
-    ],
+    ], every=2,
 )  # fmt: skip
 def test_wrong_files_name_the_entry(tmp_path: Path, servers: Any, message: str) -> None:
     file = tmp_path / "servers.yaml"

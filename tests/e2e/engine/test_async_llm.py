@@ -445,6 +445,7 @@ def test_a_search_that_was_accepted_waits_for_a_full_queue(fake: AsyncLLM) -> No
     run(main)
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("inside", [True, False], every=2, ids=["thread", "process"])
 def test_sleeping_gives_memory_back_and_changes_nothing(checkpoint: str, inside: bool) -> None:
     async def main() -> None:

@@ -247,6 +247,7 @@ def test_a_replica_that_is_killed(serving: Serving, rank: int) -> None:
     assert all(ask(serving, [n, n, n]).status_code == 200 for n in range(30, 38))
 
 
+@pytest.mark.exhaustive
 def test_a_rolling_restart_loses_nothing(serving: Serving) -> None:
     """SIGUSR2 to both machines while requests keep coming: all of them are answered."""
     before = [replica["restarts"] for replica in serving.health()["replicas"]]

@@ -150,6 +150,7 @@ def test_a_minimum_where_end_tokens_do_not_exist(http: httpx.Client, engine: Asy
     assert response.json()["usage"]["completion_tokens"] >= 5
 
 
+@pytest.mark.exhaustive
 def test_a_large_schema(http: httpx.Client) -> None:
     names = [f"property_number_{index}" for index in range(1800)]
     schema = {

@@ -132,7 +132,7 @@ def check(calls: list[tuple[str, str]], names: set[str], single: bool) -> None:
         Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
 
 
-@parametrize_sample("name", FAMILIES, every=4)
+@parametrize_sample("name", FAMILIES, every=8)
 def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
     """Twenty requests, all at once: five ways of asking, whole and streamed, twice."""
     with openai.OpenAI(base_url=f"{urls[name]}/v1", api_key="none", max_retries=0) as client:

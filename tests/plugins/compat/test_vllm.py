@@ -24,6 +24,7 @@ import httpx
 import openai
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.config.schema.catalog import catalog
 from modulm.testing.adapters import write_lora
@@ -253,7 +254,7 @@ def test_conversations(demo) -> None:
     assert one.outputs[0].reasoning is None
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+@parametrize_sample("name", ["structured_outputs", "guided_decoding"], every=2)
 def test_structured_outputs(demo, name: str) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import GuidedDecodingParams, StructuredOutputsParams

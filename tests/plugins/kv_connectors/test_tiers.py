@@ -156,7 +156,7 @@ def test_states_come_back(
         assert generate(llm, LONG) == (expected, [0 if tier == "disk" else 128] * 2)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@parametrize_sample("tier", TIERS, every=2)
 def test_with_preemption(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
     with LLM(model("dense"), **FLAGS) as llm:
         expected, _ = generate(llm)
@@ -167,7 +167,7 @@ def test_with_preemption(tier: str, model: Callable[[str], str], tmp_path: Path)
             llm.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@parametrize_sample("tier", TIERS, every=2)
 def test_with_two_ranks(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
     flags = FLAGS | {"tensor_parallel_size": 2}
     with LLM(model("dense"), **flags, **TIERS[tier](tmp_path)) as llm:

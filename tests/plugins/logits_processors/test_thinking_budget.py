@@ -93,6 +93,7 @@ def test_a_thought_has_as_many_tokens_as_its_budget(
             assert len(answer) == 24
 
 
+@pytest.mark.exhaustive
 def test_it_is_the_same_however_it_is_run(
     folder: Path, llm: LLM, expected: list[list[int]]
 ) -> None:

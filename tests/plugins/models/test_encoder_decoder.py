@@ -179,13 +179,14 @@ def test_preempted_rows_are_encoded_again(family, answers) -> None:
     assert [a.outputs[0].token_ids[:8] for a in again] == [a.outputs[0].token_ids for a in answers]
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "family",
     [
         "WhisperForConditionalGeneration",
-        pytest.param("BartForConditionalGeneration", marks=pytest.mark.exhaustive),
+        "BartForConditionalGeneration",
         "T5ForConditionalGeneration",
     ],
+    every=3,
     indirect=True,
 )
 def test_ranks_share_heads_that_look_at_an_encoder(family, answers) -> None:

@@ -373,6 +373,7 @@ def with_adapter(folder, model, projector, task):
     return model, (weight, projector[1])
 
 
+@pytest.mark.exhaustive
 def test_jina_v4_is_the_mean_of_a_text_or_of_an_image_by_task(jina):
     folder, model, projector = jina
     (page,) = images([(56, 42)])

@@ -680,7 +680,7 @@ def numbers_of(table, kind, part=""):
             yield from numbers_of(value, inner, key)
 
 
-@parametrize_sample("architecture", FAMILIES, every=9)
+@parametrize_sample("architecture", FAMILIES, every=15)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     table = driver(architecture).tiny()
     vision = table["vision_config"]
@@ -724,6 +724,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_paligemma_2_has_gemma_2s_text(tmp_path):
     model_class = driver("PaliGemmaForConditionalGeneration")
     windows = {"sliding_window": 200, "query_pre_attn_scalar": 20, "head_dim": 24}
@@ -732,6 +733,7 @@ def test_paligemma_2_has_gemma_2s_text(tmp_path):
     check_images(ImageFamily(model_class, PALIGEMMA, processor, changes=changes, **more), tmp_path)
 
 
+@pytest.mark.exhaustive
 @parametrize_sample("shape", SHAPES, every=2)
 def test_other_shapes_of_families(shape, tmp_path):
     architecture, tokens, processor, changes = SHAPES[shape]
@@ -739,7 +741,7 @@ def test_other_shapes_of_families(shape, tmp_path):
     check_images(family, tmp_path)
 
 
-@parametrize_sample("architecture", FAMILIES, every=9)
+@parametrize_sample("architecture", FAMILIES, every=15)
 def test_images_are_read_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)

@@ -342,7 +342,7 @@ def sampled(case: SimpleNamespace, key: str) -> bool:
     return zlib.crc32(f"{case.name}.{key}".encode()) % (20 if key in shared else 3) == 0
 
 
-@parametrize_sample("architecture", ARCHITECTURES, every=10)
+@parametrize_sample("architecture", ARCHITECTURES, every=20)
 def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
     architecture, tmp_path, pytestconfig
 ):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, UnsupportedError
@@ -204,7 +205,7 @@ def write(path, architecture):
 def pytest_generate_tests(metafunc):
     if "bridged" in metafunc.fixturenames:
         everything = metafunc.config.getoption("everything")
-        native = NATIVE if everything else KINDS.union(NATIVE[::24])
+        native = NATIVE if everything else KINDS.union(NATIVE[::48])
         names = sorted((*native, *WITH_LATENT, *WITH_SIZES, *PLAIN))
         metafunc.parametrize("bridged", names)
 
@@ -214,7 +215,7 @@ def test_runs_as_in_transformers(bridged, tmp_path):
     check_equals_transformers(folder, steps=8, model_impl="transformers", attention_backend="sdpa")
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
+@parametrize_sample("architecture", REFUSED, every=4)
 def test_what_cannot_be_bridged_says_why(architecture, tmp_path):
     settings = {} if architecture in REFUSED_BUT_NATIVE else {**SMALL, **OWN.get(architecture, {})}
     folder = make_tiny(tmp_path, architecture, **settings)

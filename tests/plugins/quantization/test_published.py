@@ -669,7 +669,7 @@ def published(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module", params=sample(CASES, every=6))
+@pytest.fixture(scope="module", params=sample(CASES, every=12))
 def folders(request, published):
     return published(request.param)
 
@@ -1101,7 +1101,7 @@ def test_explain_names_the_scheme_of_layers(name, published, capsys):
 WRITTEN = sorted(Path(__file__).with_name("written").glob("*.safetensors"))
 
 
-@parametrize_sample("file", WRITTEN, every=2, ids=lambda file: file.stem)
+@parametrize_sample("file", WRITTEN, every=4, ids=lambda file: file.stem)
 def test_what_the_library_wrote(file):
     """A layer [32, 64] as the format's own library stored it, and what that gives back for it.
 

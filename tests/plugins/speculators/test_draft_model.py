@@ -79,6 +79,7 @@ def test_the_target_as_its_own_draft_is_always_right(folder, flags) -> None:
     assert (plain[2] > 0) == (preempted > 0) == (flags == "few blocks")
 
 
+@pytest.mark.exhaustive
 @parametrize_sample(
     ("architecture", "more"),
     [
@@ -125,6 +126,7 @@ def test_a_request_may_be_without_and_how_much_is_drafted_adapts(folder) -> None
         assert adaptive or drafted > 20
 
 
+@pytest.mark.exhaustive
 def test_a_quantized_draft_and_cache(folder) -> None:
     pytest.importorskip("modulm_kernels_cpu", reason="int8 needs the compiled CPU kernels")
     expected, _ = run(folder, **FLAGS["roomy"])
@@ -134,6 +136,7 @@ def test_a_quantized_draft_and_cache(folder) -> None:
     assert drafted > accepted > 0.5 * drafted
 
 
+@pytest.mark.exhaustive
 def test_a_long_text_goes_on_beyond_what_the_draft_can(folder, tmp_path) -> None:
     draft = make_tiny(tmp_path / "short", max_position_embeddings=40, seed=0)
     longer = GREEDY.with_(max_tokens=60)

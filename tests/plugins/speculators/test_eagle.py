@@ -196,7 +196,7 @@ THREE = {"draft_vocab_size": SMALL, "eagle_config": {"eagle_aux_hidden_state_lay
 @parametrize_sample(
     "flags", [{}, PLAIN, {"enforce_eager": True}], every=3, ids=["", "torch", "eager"]
 )
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "third", "bias", "more"),
     [
         ("LlamaForCausalLMEagle", False, True, {"bias": True}),
@@ -204,6 +204,7 @@ THREE = {"draft_vocab_size": SMALL, "eagle_config": {"eagle_aux_hidden_state_lay
         ("LlamaForCausalLMEagle3", True, False, THREE),
         ("Eagle3LlamaForCausalLM", True, False, {**THREE, "norm_before_residual": True}),
     ],
+    every=2,
 )
 def test_drafts_are_those_of_plain_torch(
     target, tmp_path, architecture, third, bias, more, flags, monkeypatch

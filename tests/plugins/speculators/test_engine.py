@@ -36,6 +36,7 @@ def answers(*params: SamplingParams, **flags: object) -> list[tuple]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_the_same_answers_in_fewer_steps() -> None:
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, logprobs=2)
     plain = answers(GREEDY, sampled, GREEDY)

@@ -296,6 +296,7 @@ def test_weights_that_were_released_are_the_checkpoints(
     assert llm.get_weight_version() == 70
 
 
+@pytest.mark.exhaustive
 def test_weights_wake_up_before_the_caches(
     llm: LLM, folders: tuple[Path, Path], expected: Answer, first: Answer
 ) -> None:

@@ -87,6 +87,7 @@ def test_an_index_says_what_is_in_the_wheels(folder: Path) -> None:
     assert by_version["modulm-other", "2.0"]["provides"] == ["hooks/other"]
 
 
+@pytest.mark.exhaustive
 def test_search_finds_what_is_installed_and_what_an_index_adds(folder: Path) -> None:
     index = str(folder / "index.json")
     assert [row["name"] for row in rows("search", "longest", "--index", index)] == [

@@ -47,7 +47,7 @@ def check(ops, packed, weight, rows, dtype=torch.bfloat16):
         assert_close(out, expected, factor=6 if packed.activations == "int8" else 4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize_sample("shape", SHAPES, every=2)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_floats(ops, shape, kind, dtype):
@@ -108,7 +108,7 @@ def test_a_scale_per_output(ops, shape, name, activations):
     check(ops, packed, (codes.float() - (8 if name == "int4" else 0)) * scales, rows)
 
 
-@pytest.mark.parametrize("group", [0, 16, 32, 64, 128, 256])
+@parametrize_sample("group", [0, 16, 32, 64, 128, 256], every=2)
 @pytest.mark.parametrize("zeros", [False, True])
 @parametrize_sample("rows", [1, 5, 37], every=2)
 @pytest.mark.parametrize("name", ["int4", "int8"])
@@ -190,7 +190,7 @@ def stored_blocks(name, outputs, inputs):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("rows", [1, 2, 5, 37])
+@parametrize_sample("rows", [1, 2, 5, 37], every=2)
 @parametrize_sample("size", [(112, 768), (16, 256), (130, 512)], every=2)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_blocks_of_ggml(ops, name, rows, size, activations):

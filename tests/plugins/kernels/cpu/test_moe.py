@@ -103,7 +103,7 @@ def test_bf16(ops, size, tokens, dtype):
     close_to_bf16(out, expected(x, weights, ids, wide_gate_up, wide_down))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@parametrize_sample("size", SIZES, every=2)
 @parametrize_sample("tokens", [0, 1, 2, 7, 70], every=2)
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -155,7 +155,7 @@ def test_gates_and_biases(ops, act, tokens, bias):
     close_to_bf16(got, wanted)
 
 
-@pytest.mark.parametrize("form", CODED)
+@parametrize_sample("form", CODED, every=2)
 @pytest.mark.parametrize("size", [(4, 64, 64), (5, 96, 160), (3, 320, 32)])
 @parametrize_sample("tokens", [1, 3, 45], every=2)
 def test_quantized(ops, form, size, tokens):
@@ -185,7 +185,7 @@ def blocks_of(ops, name, experts, parts, outputs, inputs, activations):
     return packed, dequantize(NAMED[name.upper()], stored)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@parametrize_sample("name", BLOCKS, every=2)
 @parametrize_sample("tokens", [1, 3, 45], every=2)
 @pytest.mark.parametrize("activations", ["int8", "bf16"])
 def test_blocks_of_ggml(ops, name, tokens, activations):
@@ -214,7 +214,7 @@ def test_stacks_of_two_formats(ops):
         close_to_bf16(got, expected(x, weights, ids, wide_gate_up, wide_down))
 
 
-@pytest.mark.parametrize("form", [*FLOATS, *CODED])
+@parametrize_sample("form", [*FLOATS, *CODED], every=2)
 @pytest.mark.parametrize(("parts", "outputs", "inputs"), [(2, 40, 64), (1, 130, 96), (2, 64, 32)])
 def test_one_expert_back(ops, form, parts, outputs, inputs):
     packed, weight = stack(ops, form, 3, parts, outputs, inputs)

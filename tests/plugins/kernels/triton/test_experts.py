@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from tests.plugins.kernels.triton.close import assert_close, each_dtype
 
 from modulm.ops import twins
@@ -18,7 +19,7 @@ ROUTES = [
 
 
 @each_dtype
-@pytest.mark.parametrize(("settings", "experts"), ROUTES)
+@parametrize_sample(("settings", "experts"), ROUTES, every=2)
 @pytest.mark.parametrize("biased", [False, True])
 def test_routing(ops, device, settings, experts, biased, dtype):
     logits = torch.randn(5, experts + 3).to(device, dtype)[:, :experts]
@@ -69,7 +70,7 @@ def inputs_of(dtype, device, tokens=6, hidden=40, inner=24, experts=5, top_k=2):
 
 
 @each_dtype
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
+@parametrize_sample("act", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"], every=2)
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_of_floats(ops, device, act, biased, dtype):
     x, weights, ids, gate_up, down = inputs_of(dtype, device)
@@ -102,7 +103,7 @@ CODED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "group", "activations"), CODED)
+@parametrize_sample(("form", "group", "activations"), CODED, every=2)
 def test_experts_of_codes(ops, device, form, group, activations):
     tokens, hidden, inner, experts = 5, 256, 128, 3
     x, weights, ids, *_ = inputs_of(torch.float16, device, tokens, hidden, inner, experts)

@@ -160,6 +160,7 @@ def pid_of(compiler: ConstraintCompiler) -> int:
     return int(str(caught.value).split()[-1])
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_was_killed_is_replaced(
     compiler: ConstraintCompiler, tmp_path: Path
 ) -> None:
