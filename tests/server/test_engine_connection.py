@@ -4,6 +4,7 @@ engine that does not read, resets, half frames. The engine is played by the test
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -18,7 +19,10 @@ import pytest
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead
 from modulm_server.engine import codec
+from modulm_server.engine.adapters import Adapter
+from modulm_server.engine.client import EngineRestarting
 from modulm_server.engine.process_client import ProcessCoreClient
+from modulm_server.engine.replicas import ReplicaSet
 from modulm_server.scripted import scripted_info
 from modulm_weight_transfer.engine import WeightState
 from modulm_wire import frames
@@ -35,8 +39,11 @@ class Link:
             listener.listen(1)
             greeting = threading.Thread(target=self._greet, args=(listener, tokenizer))
             greeting.start()
-            self.client = ProcessCoreClient(str(path), lambda events: None, self._note)
+            self.client = self.connect(str(path))
             greeting.join()
+
+    def connect(self, path: str) -> ProcessCoreClient:
+        return ProcessCoreClient(path, lambda events: None, self._note)
 
     def _note(self, death: EngineDead) -> None:
         self.deaths.append(death)
@@ -139,3 +146,34 @@ def test_a_broken_connection_ends_every_call_with_an_error(
     link.client.close()
     link.client._thread.join(60)
     assert sockets() <= before
+
+
+class Replicas(Link):
+    """The same with the engine as a replica, which is to come back."""
+
+    def connect(self, path: str) -> ProcessCoreClient:
+        address = json.dumps([[0, path, None]])
+        self.replicas = ReplicaSet.join(address, lambda news: None, self._note)
+        (replica,) = self.replicas._replicas
+        assert replica.client is not None
+        return replica.client
+
+
+def test_a_call_in_flight_when_an_engine_dies_says_that_it_comes_back(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    link = Replicas(tokenizer, tmp_path / "engine")
+    try:
+        adapter = Adapter("poet", "/adapters/poet")
+        calls = [link.replicas.load_adapter(adapter, False), link.replicas.unload_adapter("poet")]
+        for operation in ("load_adapter", "unload_adapter"):
+            assert link.read()[0] == operation
+        link.engine.close()
+        for call in calls:
+            with pytest.raises(EngineRestarting):
+                call.result(60)
+        with pytest.raises(EngineRestarting):
+            link.replicas.load_adapter(adapter, False).result(60)
+        assert not link.deaths
+    finally:
+        link.replicas.close()

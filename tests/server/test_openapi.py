@@ -75,6 +75,14 @@ def test_what_the_description_allows_is_answered(make_server: ServerMaker, round
     assert len(statuses) > 30
 
 
+def test_a_scripted_engine_says_what_is_allowed(live: Live) -> None:
+    """Found by `make fuzz`, seed 2750565591: labels that the script did not say were a KeyError."""
+    with live.client() as http:
+        body = {"model": "M", "query": "a", "items": ["b"], "label_token_ids": [0, 7]}
+        answer = http.post("/generative_scoring", json=body)
+        assert answer.json()["data"][0]["score"] == 0.5
+
+
 Kept = TypeVar("Kept")
 
 

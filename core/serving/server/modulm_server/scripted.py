@@ -320,10 +320,12 @@ class _Play:
     running: _Running
 
     def _tokens(self) -> list[int]:
+        """The script's tokens; of those that are not allowed, the first allowed one instead."""
         tokens = self.script.tokens
-        if tokens is not None:
-            return list(tokens)
-        return self.engine.tokenizer.encode(self.script.text, add_special_tokens=False)
+        if tokens is None:
+            tokens = self.engine.tokenizer.encode(self.script.text, add_special_tokens=False)
+        allowed = self.params.allowed_token_ids
+        return [t if not allowed or t in allowed else allowed[0] for t in tokens]
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         params, tokens = self.params, self._tokens()

@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from modulm.errors import EngineStalled
+from modulm.errors import EngineDead, EngineStalled
 from modulm_fleet.router import Router
+from modulm_server.engine.client import EngineRestarting
 from modulm_server.engine.core_client import EngineCoreClient, WorkerCall
 from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.process_client import ProcessCoreClient
@@ -29,6 +30,7 @@ class ReplicaCalls(EngineCoreClient):
 
     _replicas: Sequence[Replica]
     _lock: threading.Lock
+    _ended: threading.Event
 
     @property
     @abstractmethod
@@ -62,7 +64,25 @@ class ReplicaCalls(EngineCoreClient):
         if answers is None:
             answers = Future()
             answers.set_exception(self.down or EngineStalled("no replica accepts requests"))
-        return answers
+            return answers
+        return self._restarting(answers)
+
+    def _restarting(self, answers: Future[T]) -> Future[T]:
+        """The same future; a replica's death meanwhile is EngineRestarting until the set ends."""
+        outcome = Future[T]()
+        outcome.set_running_or_notify_cancel()
+
+        def done(answers: Future[T]) -> None:
+            error = answers.exception()
+            if error is None:
+                outcome.set_result(answers.result())
+            elif isinstance(error, EngineDead) and not self._ended.is_set():
+                outcome.set_exception(EngineRestarting(str(error)))
+            else:
+                outcome.set_exception(error)
+
+        answers.add_done_callback(done)
+        return outcome
 
     def refresh_adapters(self) -> Future[None]:
         return without_result(self._all(lambda client: client.refresh_adapters()))
