@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch, CacheSpec
     from modulm_speculation.draft_model import DraftModel
 
-__all__ = ["HIDDEN", "HiddenChain", "ModelSpeculator", "ends_of"]
+__all__ = ["HIDDEN", "HiddenChain", "ModelSpeculator", "allocated_tokens", "ends_of"]
 
 #: Key in `Batch.extras` of the hidden states that a head continues from: [tokens, hidden].
 HIDDEN = "hidden"
@@ -116,6 +116,13 @@ def ends_of(step: DraftStep) -> np.ndarray:
     places = {row: index for index, row in enumerate(ran.rows.tolist())}
     computed: np.ndarray = ends[[places[row] for row in step.rows]]
     return computed
+
+
+def allocated_tokens(table: np.ndarray, size: int) -> np.ndarray:
+    """Return the tokens that each row has blocks for: [rows]. table: [rows, blocks]."""
+    used = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
+    room: np.ndarray = np.where(table.any(axis=1), used, 0) * size
+    return room
 
 
 def _singles(rows: np.ndarray, positions: np.ndarray) -> Runs:

@@ -13,6 +13,7 @@ from modulm.contracts.drafter import Drafter, DraftStep, Runs
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.step_part import PartRunner, RunnerContext
 from modulm_speculation.adaptive import Adaptive
+from modulm_speculation.chain import allocated_tokens
 
 if TYPE_CHECKING:
     from modulm.contracts.executor import Plan, RowStart
@@ -135,7 +136,9 @@ class DraftRunner(PartRunner):
                 following[index] = tokens[end]
         places = {row: index for index, row in enumerate(order)}
         at = [places[row] for row in step.rows]
-        room = np.min([_room(t[at], s) for t, s in zip(tables, sizes, strict=True)], axis=0)
+        room = np.min(
+            [allocated_tokens(t[at], s) for t, s in zip(tables, sizes, strict=True)], axis=0
+        )
         room = np.clip(room - ends[at], 0, step.most)
         return evolve(
             step,
@@ -185,13 +188,6 @@ class DraftRunner(PartRunner):
             tokens = wider
         tokens[count : count + len(added)] = added
         self._histories[row] = tokens, count + len(added)
-
-
-def _room(table: np.ndarray, size: int) -> np.ndarray:
-    """Return the tokens that each row has blocks for: [rows]. table: [rows, blocks]."""
-    used = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
-    room: np.ndarray = np.where(table.any(axis=1), used, 0) * size
-    return room
 
 
 def _plan_of(runs: Runs, plan: Plan, places: Mapping[int, int]) -> Plan:

@@ -1,0 +1,1 @@
+"""Speculative decoding with DFlash and DSpark heads, which draft a block of tokens at once."""
