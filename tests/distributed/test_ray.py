@@ -43,6 +43,8 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    # Its own 15 would leave its processes nothing on a busy machine.
+    "RAY_worker_niceness": "0",
     # A node that begins on a busy machine takes longer than Ray waits by itself.
     "RAY_py_gcs_connect_timeout_s": f"{PATIENCE}",
     "RAY_worker_register_timeout_seconds": f"{PATIENCE}",

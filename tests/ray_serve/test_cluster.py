@@ -32,6 +32,8 @@ FAST = {
     "RAY_AUTH_MODE": "disabled",
     # Processes are started when they are needed, not one for each processor beforehand.
     "RAY_prestart_worker_first_driver": "0",
+    # Its own 15 would leave them nothing on a busy machine.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -242,8 +242,12 @@ def test_a_replica_that_is_killed(serving: Serving, rank: int) -> None:
     streams, plain = asyncio.run(main())
     assert set(streams) <= {"done", "replica_died"}
     assert plain == ["done"] * 6
+    # A busy machine may be "degraded" for another reason before the death is noticed.
+    until(
+        lambda: serving.health()["replicas"][rank]["restarts"] == restarts + 1,
+        "the replica was not started again",
+    )
     until(serving.well, "the replica did not come back")
-    assert serving.health()["replicas"][rank]["restarts"] == restarts + 1
     assert all(ask(serving, [n, n, n]).status_code == 200 for n in range(30, 38))
 
 
