@@ -157,17 +157,6 @@ def test_states_come_back(
 
 
 @parametrize_sample("tier", TIERS, every=2)
-def test_with_preemption(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
-    with LLM(model("dense"), **FLAGS) as llm:
-        expected, _ = generate(llm)
-    few = FLAGS | {"num_gpu_blocks_override": 10}
-    with LLM(model("dense"), **few, **TIERS[tier](tmp_path)) as llm:
-        for _ in range(2):
-            assert generate(llm)[0] == expected
-            llm.reset_prefix_cache()
-
-
-@parametrize_sample("tier", TIERS, every=2)
 def test_with_two_ranks(tier: str, model: Callable[[str], str], tmp_path: Path) -> None:
     flags = FLAGS | {"tensor_parallel_size": 2}
     with LLM(model("dense"), **flags, **TIERS[tier](tmp_path)) as llm:
