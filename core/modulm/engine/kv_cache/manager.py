@@ -88,7 +88,7 @@ class BlockTables(ABC):
     def lack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
         """Return the blocks missing for rows of `ends` tokens: [rows]; None if none are missing."""
         room = self.room[rows]
-        if not (ends > room).any():
+        if not np.count_nonzero(ends > room):
             return None
         lack: np.ndarray = np.maximum(-((room - ends) // self.size), 0)
         return lack

@@ -102,7 +102,7 @@ class RowTable:
     def stopped(self, rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return which tokens end their rows by a stop id: [rows] bool. ends: rows' new lengths."""
         hits: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
-        if hits.any():
+        if np.count_nonzero(hits):
             hits &= ends >= self.least[rows]
         return hits
 
