@@ -204,3 +204,5 @@ def test_where_a_rank_is():
     assert Launched.of(HERE) == Launched(3, 4, 1, 4)
     elsewhere = Launched.of({**HERE, "LOCAL_WORLD_SIZE": "2"})
     assert elsewhere == Launched(3, 4, 1, 2)  # the loopback's address is none to others
+    script = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # what TRL sets by itself
+    assert Launched.of({**script, "MASTER_ADDR": "x", "MASTER_PORT": "1"}) == Launched(0, 1, 0, 1)

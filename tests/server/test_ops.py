@@ -73,9 +73,14 @@ def test_server_info_keeps_secrets(make_server: ServerMaker) -> None:
     live = make_server(api_key=("very-secret",), max_num_seqs=3)
     with live.client(headers={"Authorization": "Bearer very-secret"}) as client:
         answer = client.get("/server_info")
+        groups = client.get("/server_info", params={"config_format": "json"})
+        assert client.get("/server_info", params={"config_format": "xml"}).status_code == 400
     assert answer.json()["config"]["max_num_seqs"] == 3
     assert answer.json()["config"]["api_key"] == "(set)"
-    assert "very-secret" not in answer.text
+    assert "very-secret" not in answer.text + groups.text
+    vllm_config = groups.json()["vllm_config"]
+    assert vllm_config["scheduler_config"]["max_num_seqs"] == 3
+    assert vllm_config["weight_transfer_config"] is None
 
 
 def test_f07_ready_says_when_the_queue_is_full(make_server: ServerMaker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,68 @@ def test_broadcast(folders: tuple[Path, Path], expected: Answer) -> None:
         llm.finish_weight_update()
         assert answer(llm) == expected
         assert llm.get_weight_version() == 2
+
+
+def test_load_weights_of_a_trainer_in_the_process(
+    folders: tuple[Path, Path], expected: Answer
+) -> None:
+    """What TRL calls in colocate mode, one parameter at a time, its memory used again."""
+    from vllm import LLM as Standin
+
+    with Standin(str(folders[0]), **FLAGS, enable_sleep_mode=True) as llm:
+        before = answer(llm)
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+        tensors = tensors_of(folders[1])
+        for name, tensor in tensors.items():
+            passed = tensor.clone()
+            assert model.load_weights([(name, passed)]) == {name}
+            passed.zero_()
+        assert llm.reset_prefix_cache()
+        assert answer(llm) == expected != before
+        assert llm.get_weight_version() == 1
+        with pytest.raises(ValueError, match="unexpected weights: model\\.nothing"):
+            model.load_weights([("model.nothing", torch.ones(3))])
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        model.load_weights(tensors.items())
+        llm.wake_up(["kv_cache"])
+        assert answer(llm) == expected  # without a reset
+    with LLM(str(folders[0]), **FLAGS, **SHARED) as other:
+        names = Standin.from_config(other.info.config)
+        with names, pytest.raises(ValueError, match="use update_weights with the chosen backend"):
+            names._local_weights.load_weights(tensors.items())
+
+
+def test_the_names_that_trainers_broadcast_with(
+    folders: tuple[Path, Path], expected: Answer
+) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerSendWeightsArgs as Arguments,
+    )
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine as Engine
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    assert get_ip().count(".") == 3
+    tensors = tensors_of(folders[1])
+    info = {"master_address": "127.0.0.1", "master_port": get_open_port(), "rank_offset": 1,
+            "world_size": 2}  # fmt: skip
+    with pytest.raises(ValueError, match="master_port is required"):
+        Engine.trainer_init({"master_address": "x", "world_size": 2})
+    with ThreadPoolExecutor(1) as pool, LLM(
+        str(folders[0]), **FLAGS, weight_transfer_config={"backend": "gloo"}
+    ) as llm:  # fmt: skip
+        connecting = pool.submit(Engine.trainer_init, info)
+        llm.init_weight_transfer_engine(info)
+        group = connecting.result()
+        llm.start_weight_update()
+        sending = pool.submit(
+            Engine.trainer_send_weights, iter(tensors.items()), Arguments(group=group, packed=True)
+        )
+        llm.update_weights({**WeightBroadcaster.info(tensors), "packed": True})
+        sending.result()
+        llm.finish_weight_update()
+        assert answer(llm) == expected
+        group.group.store = group.group.socket = None  # TRL's way to close
 
 
 def test_the_flag(folders: tuple[Path, Path], llm: LLM) -> None:

@@ -304,6 +304,11 @@ class WeightReceiver:
         ranks = parallel.data_parallel_size * world.size
         backend = driver(options, replica * world.size + world.rank, ranks)
         backend.connect(info)
+        cls.attach(worker, backend)
+
+    @classmethod
+    def attach(cls, worker: Worker, backend: WeightTransferBackend) -> None:
+        """Create a worker's receiver for a connected backend."""
         _RECEIVERS[worker] = cls(worker, backend)
 
     @classmethod

@@ -68,10 +68,13 @@ class ModelFacts:
 
 @frozen
 class EngineFacts:
-    """The members of vLLM's `LLM.llm_engine` that scripts use."""
+    """The members of vLLM's `LLM.llm_engine` that scripts use. model_executor: leads to the model
+    at `driver_worker.model_runner.model`; only of an `LLM`.
+    """
 
     info: EngineInfo
     _tokenizer: Tokenizer | None
+    model_executor: Any = None
 
     @property
     def model_config(self) -> ModelFacts:

@@ -26,6 +26,7 @@ from modulm_vllm.params import (
     native_beams,
     of_native,
 )
+from modulm_vllm.weight_loading import LocalWeights
 
 __all__ = ["LLM"]
 
@@ -44,6 +45,19 @@ class LLM(frontend.LLM):
         self._metrics = Metrics(self.info.models[0], adapters=self.info.limit("adapters", "slots"))
         if not self.info.config.observability.disable_log_stats:
             self.count_by(self._metrics)
+
+    @cached_property
+    def _local_weights(self) -> LocalWeights:
+        return LocalWeights(self)
+
+    def _run(self, *arguments: Any) -> list[Any]:
+        self._local_weights.finish()
+        return super()._run(*arguments)
+
+    def reset_prefix_cache(self) -> bool:
+        """Clear the prefix cache."""
+        self._local_weights.finish()
+        return super().reset_prefix_cache()
 
     def generate(
         self,
@@ -212,7 +226,7 @@ class LLM(frontend.LLM):
     @property
     def llm_engine(self) -> EngineFacts:
         """Facts about the engine."""
-        return EngineFacts(self.info, self.tokenizer)
+        return EngineFacts(self.info, self.tokenizer, self._local_weights.executor)
 
     @property
     def model_config(self) -> Any:
@@ -222,6 +236,7 @@ class LLM(frontend.LLM):
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the memory of the KV cache, and at level 2 that of the weights too."""
         with as_vllm():
+            self._local_weights.finish()
             super().sleep(level)
 
     def collective_rpc(self, *arguments: Any, **more: Any) -> list[Any]:

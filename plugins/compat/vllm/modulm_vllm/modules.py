@@ -39,6 +39,7 @@ _LOGPROBS = {
     **_all(_PROMPTS, "PromptLogprobs", "SampleLogprobs"),
 }
 _COMMAND = _all("modulm_vllm.command", "main")
+_TRAINER = "modulm_vllm.weight_broadcast"
 
 #: Module -> its names -> the module that implements them.
 MODULES: Mapping[str, Mapping[str, str]] = {
@@ -60,6 +61,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm.distributed.parallel_state": _all(
         "modulm_vllm.cleanup", "cleanup_dist_env_and_memory", "destroy_distributed_environment",
         "destroy_model_parallel",
+    ),
+    "vllm.distributed.weight_transfer": {},
+    "vllm.distributed.weight_transfer.nccl_engine": _all(
+        _TRAINER, "NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine"
     ),
     "vllm.engine": {},
     "vllm.engine.arg_utils": _all(_ARGUMENTS, "AsyncEngineArgs", "EngineArgs"),
@@ -99,6 +104,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         **_all("modulm_vllm.cleanup", "random_uuid"),
     },
     "vllm.utils.argparse_utils": _PARSER,
+    "vllm.utils.network_utils": _all(_TRAINER, "get_ip", "get_open_port"),
     "vllm.v1": {},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": _all("modulm_vllm.async_engine", "AsyncLLM"),

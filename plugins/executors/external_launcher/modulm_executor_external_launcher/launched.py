@@ -36,6 +36,8 @@ class Launched:
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Self:
         """Parse the environment. Raises ConfigError if a variable is missing."""
+        if variables.get("WORLD_SIZE") == "1":  # a script that sets them itself, as TRL does
+            variables = {"LOCAL_WORLD_SIZE": "1", **variables}
         missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if not variables.get(name)]
         if missing:
             raise ConfigError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NotRequired, TypedDict
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 import modulm
 from modulm import plugins
+from modulm.config.schema.catalog import catalog
 from modulm.errors import EngineError
 from modulm_plugin_lock import name_conflicts
 from modulm_server.engine.metrics import Metrics
@@ -55,12 +58,15 @@ class Version(TypedDict):
 
 
 class ServerInfo(Version):
-    """The served model, and every flag that differs from its default."""
+    """The served model, and every flag that differs from its default. vllm_config: all flags by
+    group, as vLLM's clients read them.
+    """
 
     models: list[str]
     max_model_len: int
     dtype: str
     config: dict[str, Any]
+    vllm_config: NotRequired[dict[str, Any]]
 
 
 class Ops(RouteFamily):
@@ -160,13 +166,12 @@ class Ops(RouteFamily):
         body = with_prefixes(body, self.context.config.group(ServerConfig).metrics_prefix)
         return Response(body, media_type=None, headers={"Content-Type": kind})
 
-    async def server_info(self) -> Response:
-        """Show every flag that differs from its default, without secrets."""
+    async def server_info(self, config_format: Literal["text", "json"] = "text") -> Response:
+        """Show every flag that differs from its default, without secrets. config_format: with
+        json, all flags by group too.
+        """
         config = self.context.config
-        changed = {name: _plain(value) for name, value in config.changed().items()}
-        for secret in ("api_key", "api_key_file", "api_keys_file", "hf_token", "ssl_keyfile"):
-            if secret in changed:
-                changed[secret] = "(set)"
+        changed = _shown(config.changed())
         info = self.context.engine.info
         answer: ServerInfo = {
             "version": modulm.__version__,
@@ -175,7 +180,42 @@ class Ops(RouteFamily):
             "dtype": str(info.dtype),
             "config": changed,
         }
+        if config_format == "json":
+            answer["vllm_config"] = _by_group(dict(_values(config)))
         return json_response(answer)
+
+
+def _values(config: Any) -> Iterator[tuple[str, Any]]:
+    return ((spec.name, value) for spec, value in config.values())
+
+
+_SECRETS = ("api_key", "api_key_file", "api_keys_file", "hf_token", "ssl_keyfile")
+
+
+def _shown(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags as JSON, without secrets."""
+    return {
+        name: "(set)" if name in _SECRETS and value else _plain(value)
+        for name, value in flags.items()
+    }
+
+
+#: Between the words of a class's name.
+_BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def _by_group(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags under the names of vLLM's configurations (`model_config`). A group with one flag of its
+    own name is that flag's table, null without one.
+    """
+    groups: dict[str, Any] = {}
+    for group in catalog().groups:
+        title = group.cls.title.replace("LoRA", "Lora")
+        if title.endswith("Config"):
+            name = _BORDER.sub("_", title).lower()
+            own = _shown({f.name: flags[f.name] for f in group.flags if f.name in flags})
+            groups[name] = own[name] or None if own.keys() == {name} else own
+    return groups
 
 
 def _plain(value: Any) -> Any:

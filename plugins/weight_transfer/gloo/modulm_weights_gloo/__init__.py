@@ -1,5 +1,5 @@
 """Weight updates by broadcast: `WeightBroadcaster` for trainers, and a backend for engines."""
 
-from modulm_weights_gloo.broadcast import WeightBroadcaster
+from modulm_weight_transfer.broadcast import WeightBroadcaster
 
 __all__ = ["WeightBroadcaster"]

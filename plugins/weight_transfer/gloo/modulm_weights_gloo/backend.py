@@ -8,8 +8,8 @@ from typing import Any
 from attrs import field, frozen, validators
 
 from modulm.errors import RequestError
+from modulm_weight_transfer.broadcast import ReceivedTensors, open_group
 from modulm_weight_transfer.contract import TensorSource, WeightTransferBackend
-from modulm_weights_gloo.broadcast import ReceivedTensors, open_group
 
 __all__ = ["GlooBackend", "GlooConfig"]
 

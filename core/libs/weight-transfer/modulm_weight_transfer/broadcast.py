@@ -22,8 +22,10 @@ def open_group(address: str, port: int, rank: int, size: int, seconds: float) ->
     """Create the group of a trainer (rank 0) and workers, waiting for all. Raises EngineError."""
     limit = timedelta(seconds=seconds)
     try:
-        store = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
-        return dist.ProcessGroupGloo(store, rank, size, limit)
+        # torch defines both, and exports neither.
+        classes: Any = dist
+        store = classes.TCPStore(address, port, size, rank == 0, timeout=limit)
+        return classes.ProcessGroupGloo(store, rank, size, limit)
     except (RuntimeError, dist.DistError) as error:
         raise EngineError(f"cannot connect to the trainer at {address}:{port}: {error}") from error
 
@@ -47,7 +49,8 @@ class WeightBroadcaster:
         self, address: str, port: int, workers: int = 1, *, timeout: float = 300.0
     ) -> None:
         self._address, self._port, self._size = address, port, workers + 1
-        self._timeout, self._group = timeout, None
+        self._timeout = timeout
+        self._group: Any = None
         #: The `init_info` of `init_weight_transfer_engine`.
         self.init_info: dict[str, Any] = {
             "master_address": address,
