@@ -223,6 +223,12 @@ def paddle(tokenizer):
     return hf.PaddleOCRVLProcessor(image, tokenizer)
 
 
+def cosmos(tokenizer):
+    image = pil("cosmos3_edge", "Cosmos3EdgeImageProcessorPil", patch_size=4, merge_size=2,
+                size={"shortest_edge": 16 * 16, "longest_edge": 40 * 40})  # fmt: skip
+    return Files("Cosmos3EdgeProcessor", image)
+
+
 def ovis(tokenizer):
     image = pil("ovis2", "Ovis2ImageProcessorPil", size={"height": 28, "width": 28},
                 crop_to_patches=True, max_patches=4)  # fmt: skip
@@ -607,6 +613,7 @@ FAMILIES = {
         {"sizes": ((44, 40), (80, 40), (40, 48)), "chunk": 150},
     ),
     "PaddleOCRVLForConditionalGeneration": (IMAGE, paddle, {}),
+    "Cosmos3EdgeForConditionalGeneration": (QWEN, cosmos, {}),
     "Ovis2ForConditionalGeneration": (OVIS, ovis, {}),
     "Cohere2VisionForConditionalGeneration": (COMMAND_A, command_a, {}),
     "Llama4ForConditionalGeneration": (LLAMA4, llama4, {}),
@@ -636,7 +643,16 @@ OTHERS = {
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "BeeForConditionalGeneration",
+    "DeepseekOCR2ForCausalLM",
+    "DeepseekOCRForCausalLM",
+    "InternS2PreviewForConditionalGeneration",
+    "KeyeForConditionalGeneration",
+    "KeyeVL1_5ForConditionalGeneration",
+    "RForConditionalGeneration",
     "DotsOCRForCausalLM",
+    "Eagle2_5_VLForConditionalGeneration",
+    "NVLM_D",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
     "SkyworkR1VChatModel",
@@ -652,7 +668,8 @@ ALIASES = {
 #: Of `test_image_vectors.py`.
 EMBEDDERS = {
     "CLIPModel", "ColModernVBertForRetrieval", "ColPaliForRetrieval", "ColQwen2ForRetrieval",
-    "ColQwen3", "ColQwen3_5", "OpsColQwen3Model",
+    "ColQwen3", "ColQwen3_5", "ModernVBertModel", "OpsColQwen3Model",
+    "Qwen3VLNemotronEmbedModel",
     "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",
 }  # fmt: skip
 #: Of `test_bridged_images.py`.

@@ -122,6 +122,7 @@ RETRIEVERS = {
         "Qwen3VLForConditionalGeneration", "dims", "custom_text_proj", ((r"^model\.", ""),),
     ),
     "ColQwen3_5": ("Qwen3_5ForConditionalGeneration", "dim", "custom_text_proj", ()),
+    "Qwen3VLNemotronEmbedModel": ("Qwen3VLForConditionalGeneration", "", "", ()),
 }  # fmt: skip
 
 
@@ -138,12 +139,14 @@ def test_colqwens_have_vectors_of_the_model_inside(name, tmp_path):
     inputs = processor_of(inside, tmp_path)(text=[text], images=[page], return_tensors="pt")
     with torch.inference_mode():
         hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
-    expected = torch.nn.functional.normalize(hidden @ weight.T + bias, dim=-1)
+    vectors = hidden @ weight.T + bias if width else hidden
+    expected = torch.nn.functional.normalize(vectors, dim=-1)
     table = json.loads((tmp_path / "config.json").read_text())
-    changes = {"architectures": [name], "model_type": name.lower(), width: 24}
+    changes = {"architectures": [name], "model_type": name.lower()}
+    changes |= {width: 24} if width else {}
     rewrite(tmp_path, {**table, **changes}, lambda old, t: [(replaced(old, names), t)])
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {f"{layer}.weight": weight, f"{layer}.bias": bias}
+    tensors |= {f"{layer}.weight": weight, f"{layer}.bias": bias} if width else {}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "processor_config.json").write_text('{"processor_class": "ColQwen3Processor"}')
     with modulm.LLM(str(tmp_path), **CPU) as llm:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from attrs import evolve
 from torch import Tensor
+from torch.nn import Identity
 
 from modulm.contracts.model import Batch
 from modulm.errors import CheckpointError
@@ -33,7 +34,8 @@ def vlm_table(table: Mapping[str, Any], architecture: str, file: str) -> tuple[d
 class TokenVectors(MultimodalModel):
     """Mixin before the class of a model that reads images.
 
-    `config.width` is the width of the vectors, which have length 1.
+    `config.width` is the width of the vectors, which have length 1. None: the text model's, without
+    a layer after it.
     """
 
     media = ("image",)
@@ -44,7 +46,11 @@ class TokenVectors(MultimodalModel):
     def make_encoders(self, config: Any, b: Builder) -> None:
         super().make_encoders(config, b)  # type: ignore[safe-super]
         hidden, name = config.hidden_size, self.projection
-        self.out = b.linear(name, hidden, config.width, bias=True, split=False)
+        self.out = (
+            Identity()
+            if config.width is None
+            else b.linear(name, hidden, config.width, bias=True, split=False)
+        )
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:

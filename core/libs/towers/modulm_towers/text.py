@@ -21,6 +21,7 @@ TEXT_NAMES = (
 #: `model_type` of a text model inside other models, and the architecture that runs it.
 _TEXT: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
+    "cosmos3_edge_text": "ArceeForCausalLM",
     "deepseek_ocr2_text": "DeepseekForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",

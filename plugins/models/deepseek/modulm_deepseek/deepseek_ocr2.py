@@ -28,13 +28,13 @@ from modulm_towers import (
     tiny_text,
 )
 
-__all__ = ["DeepseekOcr2Config", "DeepseekOcr2ForConditionalGeneration"]
+__all__ = ["DeepseekOcr2Config", "DeepseekOcr2ForConditionalGeneration", "SightConfig"]
 
 _SAM = "vision_tower.sam_encoder"
 
 
 @frozen(kw_only=True)
-class _SightConfig:
+class SightConfig:
     """`vision_config`."""
 
     sam_config: SamConfig
@@ -57,7 +57,7 @@ class _SightConfig:
 class DeepseekOcr2Config(MultimodalConfig):
     """config.json of DeepSeek-OCR 2."""
 
-    vision_type: ClassVar[type | None] = _SightConfig
+    vision_type: ClassVar[type | None] = SightConfig
 
 
 class DeepseekOcr2ForConditionalGeneration(MultimodalModel):

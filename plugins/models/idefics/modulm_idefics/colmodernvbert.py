@@ -34,7 +34,10 @@ class ColModernVBertConfig(Idefics3Config):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        inner, width = vlm_table(table, "ModernVBertModel", file)
+        name = "ModernVBertModel"
+        if "vlm_config" not in table:  # The merged files have the model's keys at the top.
+            table = {"vlm_config": table, "embedding_dim": table.get("embedding_dim", 128)}
+        inner, width = vlm_table(table, name, file)
         return evolve(super().from_table(inner, file), width=width)
 
 
@@ -63,6 +66,12 @@ class ColModernVBertForRetrieval(TokenVectors, ModernVBertModel):
     """ColModernVBERT; all tokens of a prompt attend to each other."""
 
     config_type: ClassVar[type] = ColModernVBertConfig
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names = super().weights(config)
+        merged = (r"^(?:model\.)?custom_text_proj\.", f"{cls.projection}.")
+        return evolve(names, rename=(merged, *names.rename))
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from modulm.errors import RequestError
 from modulm_media import MediaFamily
+
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
 
 __all__ = ["ColModernVBertFamily", "IdeficsFamily", "SmolVLMFamily"]
 
@@ -27,6 +30,19 @@ class IdeficsFamily(MediaFamily):
 
 class ColModernVBertFamily(IdeficsFamily):
     """ColModernVBERT."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        config = files.table("config")
+        if "vlm_config" in config:
+            return super().open_processor(files)
+        # The merged files may name Idefics 3's processor, or code.
+        parts = {name: files.part(name) for name in ("image_processor", "tokenizer")}
+        processor = files.from_parts("colmodernvbert", "ColModernVBertProcessor", parts)
+        vision, factor = config["vision_config"], int(config.get("pixel_shuffle_factor", 4))
+        side = int(vision["image_size"]) // int(vision["patch_size"]) // factor
+        processor.image_seq_len = side * side
+        return processor
 
     def document(self, kind: str, is_only_item: bool) -> str:
         page: str = self.processor.visual_prompt_prefix

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import ModuleList
+from torch.nn import Module, ModuleList
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import CheckpointError
@@ -155,19 +156,27 @@ class InternVLForConditionalGeneration(MultimodalModel):
     names = WeightNames(rewrite=(flat_patches(r"patch_embeddings\.projection\.weight$"),))
 
     def make_encoders(self, config: InternVLConfig, b: Builder) -> None:
-        self.tower = _Tower(config.vision, b.at("vision_tower"))
+        self.tower = self.make_tower(config, b)
         self.scale = int(1 / config.top_level.downsample_ratio)
         inputs, at = config.vision.hidden_size * self.scale**2, b.at("multi_modal_projector")
         self.norm = at.layer_norm("layer_norm", inputs, 1e-5)
-        self.projector = PlainMLP(
-            at, inputs, config.hidden_size, config.top_level.projector_hidden_act,
+        self.projector = self.make_projector(config, inputs, at)
+
+    def make_tower(self, config: InternVLConfig, b: Builder) -> Any:
+        """The encoder, whose `run` makes pixels states of patches."""
+        return _Tower(config.vision, b.at("vision_tower"))
+
+    def make_projector(self, config: InternVLConfig, inputs: int, b: Builder) -> Module:
+        """What makes squares of patches, [n, inputs], embeddings."""
+        return PlainMLP(
+            b, inputs, config.hidden_size, config.top_level.projector_hidden_act,
             up="linear_1", down="linear_2", outputs=config.hidden_size,
         )  # fmt: skip
 
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        side = self.config.vision.side
         states = yield from self.tower.run(pixels)
+        side = math.isqrt(states.shape[1])
         grid = states.reshape(len(pixels), side, side, -1)
         squares = pixel_shuffle(grid, self.scale)
         each = squares.shape[1] * squares.shape[2]

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modulm_internvl.processor import open_processor
-from modulm_media import MediaFamily
+from modulm_internvl.processor import open_processor, published_processor
+from modulm_media import Media, MediaFamily
 
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["InternVLChatFamily", "InternVLFamily", "QianfanFamily"]
+__all__ = [
+    "EagleFamily",
+    "InternVLChatFamily",
+    "InternVLFamily",
+    "NvlmDFamily",
+    "QianfanFamily",
+]
 
 
 class InternVLFamily(MediaFamily):
@@ -44,3 +50,37 @@ class QianfanFamily(InternVLFamily):
     def mark(self, kind: str) -> str:
         mark: str = self.processor.image_placeholder_token
         return mark
+
+
+class EagleFamily(InternVLFamily):
+    """Eagle 2.5, of images."""
+
+    kinds = ("image",)
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        return published_processor(files)
+
+
+class NvlmDFamily(EagleFamily):
+    """NVLM-D: each tile has a tag before its tokens."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        return published_processor(files, {"context_image_token": "<|vision_pad|>"})
+
+    def mark(self, kind: str) -> str:
+        return "<image>"
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.processor.tokenizer.context_image_token_id),)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        reader, tokenizer = self.processor.image_processor, self.processor.tokenizer
+        outputs = reader(images=[media.value], return_tensors="pt", **options)
+        tags = [f"<tile_{i}>" for i in range(1, len(outputs["pixel_values"]))]
+        tokens = tokenizer.context_image_token * int(self.processor.image_seq_length)
+        tiles = "".join(f"{tag}{tokens}" for tag in (*tags, "<tile_global_thumbnail>"))
+        text = f"<Image>{tiles}</Image>"
+        ids = tokenizer([text], add_special_tokens=False)["input_ids"]
+        return {"pixel_values": outputs["pixel_values"], "input_ids": ids}

@@ -11,7 +11,7 @@ from typing import Any
 
 from modulm_media.processors import ProcessorFiles
 
-__all__ = ["open_processor"]
+__all__ = ["open_processor", "published_processor"]
 
 _IMAGES = "transformers.models.got_ocr2.image_processing_pil_got_ocr2"
 _TOKENS = {
@@ -29,11 +29,19 @@ def open_processor(files: ProcessorFiles) -> Any:
     Raises ValueError for a tokenizer without InternVL's tokens, and for settings that are not
     supported.
     """
+    if not isinstance(files.table("config").get("llm_config"), Mapping):
+        return files.processor()
+    return published_processor(files, _TOKENS)
+
+
+def published_processor(files: ProcessorFiles, tokens: Mapping[str, str] = _TOKENS) -> Any:
+    """Create transformers' processor from published files; tokens: attribute to token.
+
+    Raises ValueError for a tokenizer without the tokens, and for settings that are not supported.
+    """
     from modulm_media.video import video_processor_class
 
     config = files.table("config")
-    if not isinstance(config.get("llm_config"), Mapping):
-        return files.processor()
     if not config.get("use_thumbnail", True):
         raise ValueError("use_thumbnail: not supported yet: false")
     vision = config.get("vision_config") or {}
@@ -53,7 +61,11 @@ def open_processor(files: ProcessorFiles) -> Any:
     )
     videos = video_processor_class("InternVLVideoProcessor")(size=size, **normal)
     tokenizer = files.part("tokenizer")
-    for name, token in _TOKENS.items():
+    for name in _TOKENS:  # transformers' class asks for all, and the family for its own.
+        if name not in tokens:
+            for attribute in (name, f"{name}_id"):
+                object.__setattr__(tokenizer, attribute, None)
+    for name, token in tokens.items():
         number = tokenizer.convert_tokens_to_ids(token)
         if number is None or number == tokenizer.unk_token_id:
             raise ValueError(f"its tokenizer has no token {token}")

@@ -97,11 +97,15 @@ class LlavaForConditionalGeneration(MultimodalModel):
     projector: Module
 
     def make_encoders(self, config: LlavaConfig, b: Builder) -> None:
+        kind = PixtralTower if config.vision.model_type == "pixtral" else ClipTower
+        self.tower = kind(config.vision, b.at("vision_tower"))
+        self.projector = self.make_projector(config, b.at("multi_modal_projector"))
+
+    def make_projector(self, config: Any, b: Builder) -> Module:
+        """What makes states of the tower, [n, hidden of the tower], embeddings."""
         vision, keys, hidden = config.vision, config.top_level, config.hidden_size
-        kind = PixtralTower if vision.model_type == "pixtral" else ClipTower
-        self.tower = kind(vision, b.at("vision_tower"))
-        self.projector = PlainMLP(
-            b.at("multi_modal_projector"),
+        return PlainMLP(
+            b,
             vision.hidden_size * len(config.layers),
             hidden,
             keys.projector_hidden_act,

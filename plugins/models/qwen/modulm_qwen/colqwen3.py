@@ -1,4 +1,4 @@
-"""ColQwen 3 and 3.5 (arXiv 2407.01449): vectors of pages and questions by Qwen3-VL and Qwen3.5.
+"""ColQwen 3, 3.5 and Nemotron ColEmbed (arXiv 2407.01449): vectors by Qwen3-VL and Qwen3.5.
 
 Files of several authors differ in names: the width of the vectors, the layer that makes them, and
 whether the model around it has a prefix.
@@ -20,7 +20,14 @@ from modulm_qwen.vl import (
 )
 from modulm_towers import TokenVectors
 
-__all__ = ["ColQwen3", "ColQwen3Config", "ColQwen35", "ColQwen35Config"]
+__all__ = [
+    "ColQwen3",
+    "ColQwen3Config",
+    "ColQwen35",
+    "ColQwen35Config",
+    "Qwen3VLNemotronEmbedConfig",
+    "Qwen3VLNemotronEmbedModel",
+]
 
 #: What files call the width of the vectors.
 _WIDTHS = ("embed_dim", "dims", "dim", "embedding_dim", "projection_dim", "colbert_dim")
@@ -32,20 +39,31 @@ class ColQwen3Config(QwenVLConfig):
 
     around: ClassVar[str] = "Qwen3VLForConditionalGeneration"
     model_type: ClassVar[str] = "qwen3_vl"
+    #: Whether a layer makes the vectors.
+    projects: ClassVar[bool] = True
 
-    width: int = 128
+    width: int | None = 128
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
         """Read config.json. Raises CheckpointError, UnsupportedError."""
         widths = {table[key] for key in _WIDTHS if table.get(key) is not None}
-        if len(widths) != 1 or type(width := widths.pop()) is not int or width < 1:
-            raise CheckpointError(f"{file}: embed_dim: the width of the vectors is expected")
+        width = widths.pop() if len(widths) == 1 else None
+        if (type(width) is not int or width < 1) if cls.projects else (width is not None or widths):
+            expected = "the width of the vectors is" if cls.projects else "no width is"
+            raise CheckpointError(f"{file}: embed_dim: {expected} expected")
         inner = {key: value for key, value in table.items() if key not in _WIDTHS}
         inner |= dict(table.get("vlm_config") or {})
         names = {"architectures": [cls.around], "model_type": cls.model_type}
         config = super().from_table({**inner, **names, "tie_word_embeddings": True}, file)
         return evolve(config, width=width)
+
+
+@frozen(eq=False, kw_only=True)
+class Qwen3VLNemotronEmbedConfig(ColQwen3Config):
+    """config.json of Nemotron ColEmbed. Its vectors are the text model's, of that width."""
+
+    projects = False
 
 
 @frozen(eq=False, kw_only=True)
@@ -82,6 +100,20 @@ class ColQwen3(_Named, Qwen3VLForConditionalGeneration):
     def tiny(cls) -> Mapping[str, Any]:
         names = {"architectures": ["ColQwen3"], "model_type": "colqwen3"}
         return {**super().tiny(), **names, "embed_dim": 24}
+
+
+class Qwen3VLNemotronEmbedModel(ColQwen3):
+    """Nemotron ColEmbed 2: Qwen3-VL's hidden states are the vectors."""
+
+    config_type = Qwen3VLNemotronEmbedConfig
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        names = {
+            "architectures": ["Qwen3VLNemotronEmbedModel"],
+            "model_type": "qwen3_vl_nemotron_embed",
+        }
+        return {**Qwen3VLForConditionalGeneration.tiny(), **names}
 
 
 class ColQwen35(_Named, Qwen35ForConditionalGeneration):

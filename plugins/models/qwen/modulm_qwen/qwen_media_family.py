@@ -21,9 +21,11 @@ __all__ = [
     "AsrFamily",
     "ColQwen3Family",
     "ColQwenFamily",
+    "Cosmos3EdgeFamily",
     "DotsOcrFamily",
     "ExaoneFamily",
     "HearingFamily",
+    "InternS2Family",
     "JinaFamily",
     "OmniFamily",
     "Qwen3OmniFamily",
@@ -40,6 +42,25 @@ class QwenVLFamily(GridFamily):
 
     def document(self, kind: str, is_only_item: bool) -> str:
         return _between(self.mark(kind))
+
+
+class Cosmos3EdgeFamily(QwenVLFamily):
+    """Cosmos 3 Edge, of images."""
+
+    kinds = ("image",)
+
+
+class InternS2Family(QwenVLFamily):
+    """Intern-S2: Qwen3-VL's processor, whatever code the files name."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from modulm_media.video import video_processor_class
+
+        parts = {name: files.part(name) for name in ("image_processor", "tokenizer")}
+        video = video_processor_class("Qwen3VLVideoProcessor")
+        parts["video_processor"] = None if video is None else video.from_pretrained(files.path)
+        return files.from_parts("qwen3_vl", "Qwen3VLProcessor", parts)
 
 
 class ExaoneFamily(MediaFamily):

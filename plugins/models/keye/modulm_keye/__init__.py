@@ -1,0 +1,1 @@
+"""Keye-VL 1 and 1.5 for modulm."""
