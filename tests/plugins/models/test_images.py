@@ -352,6 +352,14 @@ def blip2(tokenizer):
     return hf.Blip2Processor(image, tokenizer, num_query_tokens=4)
 
 
+class Kinds(ImageFamily):
+    """transformers' processor does not return the kinds of tokens, which its model asks for."""
+
+    def model_inputs(self, processor, prompt):
+        inputs = super().model_inputs(processor, prompt)
+        return {**inputs, "mm_token_type_ids": (inputs["input_ids"] == 480).int()}
+
+
 class Queries(ImageFamily):
     """Transformers' processor takes one image, before the text."""
 
@@ -634,6 +642,7 @@ FAMILIES = {
 #: Those whose prompts are more.
 OTHERS = {
     "Blip2ForConditionalGeneration": Queries,
+    "Cosmos3EdgeForConditionalGeneration": Kinds,
     "Llama4ForConditionalGeneration": Halves,
     "Kimi_K25ForConditionalGeneration": Clips,
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,

@@ -261,6 +261,12 @@ def ocr_inputs(reader, text, pictures):
 
 
 #: Text models of these have a head of their own.
+NVLM_SEES = {
+    "vision_config": {
+        **driver("InternVLForConditionalGeneration").tiny()["vision_config"],
+        "attention_bias": True,
+    }
+}  # fmt: skip
 QWEN3 = {"text_config": tiny_text("qwen3", head_dim=16)}
 RELATIVES = {
     "RForConditionalGeneration": Relative(
@@ -278,7 +284,7 @@ RELATIVES = {
     **{
         name: Relative(
             "PaddleOCRVLForConditionalGeneration", {"image_token": "<|image_pad|>"}, paddle,
-            "The <|vision_start|><|image_pad|><|vision_end|> is", adapt=keye(whole),
+            "The <|vision_start|><|image_pad|><|vision_end|> is", adapt=keye(whole), reader=name,
             rename=(("model.language_model.", "model."), ("model.projector.", "mlp_AR."),
                     ("model.visual.", "visual.")),
         )
@@ -294,7 +300,7 @@ RELATIVES = {
         "InternVLForConditionalGeneration",
         {"0": "<|vision_pad|>", "1": "<Image>", "2": "</Image>", "3": "<tile_1>"},
         internvl, "The <image> is", adapt=nvlm, stored=opengvlab, sizes=((56, 42),),
-        inputs=intern_inputs("<Image>{}</Image>"), reader="NVLM_D",
+        changes=NVLM_SEES, inputs=intern_inputs("<Image>{}</Image>"), reader="NVLM_D",
     ),
     "DeepseekOCR2ForCausalLM": Relative(
         "DeepseekOcr2ForConditionalGeneration", IMAGE, lambda tokenizer: DeepseekOcr(),
