@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -16,6 +17,7 @@ from attrs import evolve
 import modulm
 from modulm.contracts.sampling import PoolingParams
 from modulm.errors import ConfigError, RequestError
+from modulm_route_pooling import io_processing
 from modulm_route_pooling.schema import EmbedRequest
 from modulm_route_pooling.vectors import encode_vector
 from modulm_server.io_processor import IOProcessor
@@ -174,10 +176,13 @@ class Alike(IOProcessor):
 
     name = "alike"
     api = 1
+    released: ClassVar[threading.Event] = threading.Event()
 
     def parse_data(self, data: Any) -> list[str]:
         if data == "raise":
             raise ValueError("boom")
+        if data == "hang":
+            Alike.released.wait()
         if not isinstance(data, list):
             raise RequestError("data must be a list of texts", "data")
         return data
@@ -197,6 +202,23 @@ def processing(make_server: ServerMaker) -> Iterator[Live]:
     modulm.register("io_processors", "alike", Alike)
     yield make_server(info={"tasks": ("embed",)}, io_processor_plugin="alike")
     modulm.unregister("io_processors", "alike")
+
+
+def test_an_io_processor_that_hangs_is_given_up(
+    processing: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request ends after the limit and others do not wait; its thread may still end."""
+    monkeypatch.setattr(io_processing, "_LIMIT", 0.05)
+    try:
+        with processing.client() as client:
+            failed = client.post("/pooling", json={"data": "hang"})
+            assert failed.status_code == 500
+            assert error_of(failed)["message"].endswith("parse_data takes more than 0.05 s")
+            monkeypatch.undo()
+            answer = client.post("/pooling", json={"data": ["a", "a"]})
+            assert answer.json()["data"]["width"] == 4
+    finally:
+        Alike.released.set()
 
 
 def test_data_goes_through_the_io_processor(processing: Live, pooling: Live) -> None:

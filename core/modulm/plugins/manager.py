@@ -30,7 +30,7 @@ from modulm.plugins.files import load_file, loaded_files
 from modulm.plugins.index import install_hint, is_first_party
 from modulm.plugins.kinds import Kind, find_kind, kind_names
 from modulm.plugins.moved import driver_name
-from modulm.plugins.selection import Selection, check_terms
+from modulm.plugins.selection import Selection, check_terms, offers_of
 
 if TYPE_CHECKING:
     from pluggy import HookRelay
@@ -221,7 +221,7 @@ class PluginManager:
         if off is not None:
             switched = f"is disabled by --plugins={self.selection}"
             return error(f"{kind.noun} {name!r} of {off.origin} {switched}")
-        offers = _offers(self.names(kind.name))
+        offers = offers_of(self.names(kind.name))
         names = sorted(offers)
         close = [offers[near] for near in get_close_matches(name, names, n=3)]
         parts = [f"no installed plugin provides {kind.noun} {name!r}"]
@@ -454,14 +454,6 @@ def _check_alone(hook: Declaration, hooks: Iterable[Declaration]) -> None:
             f"hook plugin {hook.name!r} is provided by {' and by '.join(origins)}; that of "
             f"{hook.distribution} is not used; disable one of them: --plugins=-{hook.distribution}"
         )
-
-
-def _offers(declarations: Iterable[Declaration]) -> dict[str, str]:
-    """Return each name as messages suggest it: with the distributions of other projects."""
-    origins: defaultdict[str, list[str]] = defaultdict(list)
-    for each in declarations:
-        origins[each.name] += [] if is_first_party(each.distribution) else [each.origin]
-    return {n: f"{n} ({' and '.join(by)})" if by else n for n, by in origins.items()}
 
 
 def _is_version(value: Any) -> bool:

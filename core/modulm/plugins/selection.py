@@ -12,7 +12,7 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party, normalized
 from modulm.plugins.records import altered_files, record_digest
 
-__all__ = ["CORE", "FIRST_PARTY", "Selection", "check_terms"]
+__all__ = ["CORE", "FIRST_PARTY", "Selection", "check_terms", "offers_of"]
 
 #: The core's distribution; allow lists never exclude it.
 CORE = "modulm"
@@ -67,6 +67,14 @@ class Selection:
         return named or self.isolation(declaration) is not None
 
 
+def offers_of(declarations: Sequence[Declaration]) -> dict[str, str]:
+    """Return each name as messages suggest it: with the distributions of other projects."""
+    origins: dict[str, list[str]] = {each.name: [] for each in declarations}
+    for each in declarations:
+        origins[each.name] += [] if is_first_party(each.distribution) else [each.origin]
+    return {n: f"{n} ({' and '.join(by)})" if by else n for n, by in origins.items()}
+
+
 def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:
     """Raise ConfigError, with close matches, for a term that matches no plugin."""
     for term in terms:
@@ -79,8 +87,8 @@ def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:
                 raise ConfigError(
                     "plugins", f"no installed plugin is called {term!r}; did you mean {there}?"
                 )
-        names = {d.name for d in known} | {d.distribution for d in known}
-        close = get_close_matches(term, sorted(names), n=3)
+        offers = {d.distribution: d.distribution for d in known} | offers_of(known)
+        close = [offers[near] for near in get_close_matches(term, sorted(offers), n=3)]
         hint = f"did you mean {' or '.join(close)}?" if close else "see `modulm plugins list`"
         raise ConfigError("plugins", f"no installed plugin is called {term!r}; {hint}")
 

@@ -57,6 +57,12 @@ KITS: Mapping[str, str] = MappingProxyType(
         "step_parts": "modulm.testing.step_parts:check_step_part",
         "logits_processors": "modulm.testing.logits:check_logits_processor",
         "commands": "modulm.testing.commands:check_command",
+        "kernels": "modulm.testing.ops:check_kernels",
+        "ops": "modulm.testing.ops:check_op",
+        "poolers": "modulm.testing.poolers:check_pooler",
+        "checkpoints": "modulm.testing.named_checkpoints:check_named_checkpoint",
+        "flags": "modulm.testing.flag_groups:check_flag_group",
+        "worker_functions": "modulm_distributed.worker_function_kit:check_worker_function",
         "hooks": "modulm.testing.hook_plugins:check_hooks",
     }
 )

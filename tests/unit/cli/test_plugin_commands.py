@@ -121,8 +121,11 @@ def test_an_allow_list_does_not_shut_out_commands(run: Run) -> None:
     [
         (["plugins", "list", "schedulrs"], "there is no kind 'schedulrs'"),
         (["--plugins=modulm-fnie", "plugins"], "did you mean modulm-fine"),
-        (["plugins", "show", "shortst"], "did you mean shortest"),
-        (["plugins", "new", "kernels", "x"], "no template for kernels yet"),
+        (
+            ["plugins", "show", "shortst"],
+            "did you mean shortest (modulm-fine 1.0 and modulm-twice 1.0)?",
+        ),
+        (["plugins", "new", "isolators", "x"], "no template for isolators yet"),
         (["plugins", "new", "models", "a b"], "use letters, digits and single hyphens"),
         (["plugins", "new", "modls", "x"], "there is no kind 'modls'"),
         (["sick"], "no voice"),
@@ -229,6 +232,15 @@ NEW = {
     "media_families": "Look",
     "io_processors": "cover",
     "stat_loggers": "notes",
+    "kernels": "fused",
+    "ops": "soft-clamp",
+    "poolers": "mean",
+    "worker_functions": "norms",
+    "checkpoints": "poem",
+    "flags": "greet",
+    "collectives": "store",
+    "chat_templates": "plainly",
+    "weight_transfer": "inline",
 }
 #: Run by default; the others, and their kits, by tests/unit/plugins/test_kits.py.
 OWN_TESTS = ("models", "hooks", "commands", "adapter_resolvers", "schedulers")

@@ -10,8 +10,10 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from samples import parametrize_sample
 
+import modulm
 from modulm.config import EngineConfig
 from modulm.config.schema import Flag, FlagGroup, Kind, catalog, flag, flag_group
 from modulm.config.schema.known import known_flags
@@ -262,6 +264,17 @@ def test_no_effect_and_deprecated_flags_give_a_notice() -> None:
     assert set(notices) == {"--jit-monitor-verbose", "--swap-space"}
     assert notices["--jit-monitor-verbose"].startswith("no effect: ")
     assert notices["--swap-space"].startswith("no effect: ")
+
+
+def test_renamed_flags_say_until_when_the_old_name_works() -> None:
+    config = EngineConfig.from_keywords(guided_decoding_backend="auto")
+    (notice,) = config.notices()
+    assert notice.message == (
+        "deprecated: use --structured-outputs-config.backend; the old name works until modulm 0.3"
+    )
+    renamed = [flag for flag in known_flags().values() if flag.state.kind is Kind.RENAMED]
+    ends = {flag.state.reason.rpartition(" ")[2] for flag in renamed}
+    assert [end for end in ends if Version(end) > Version(modulm.__version__)] == [*ends], "gone"
 
 
 def test_unknown_names_come_with_close_ones() -> None:

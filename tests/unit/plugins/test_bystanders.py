@@ -36,6 +36,7 @@ from modulm.plugins import PluginManager, calls, defaults
 from modulm.plugins.kinds import find_kind
 from modulm.plugins.manager import using
 from modulm_isolation.process_state import watch_imports
+from modulm_server.engine.heartbeat import plugin_at_work
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
 
@@ -484,3 +485,32 @@ def test_a_slow_import_names_the_package_that_took_the_time(install, driver, mon
     monkeypatch.setattr(calls, "_working_package", lambda thread: next(looks))
     calls._watch(PluginManager().find("schedulers", "slow"), 0, threading.Event())
     assert "is still being imported after 0 s, at work in mod_heavy" in caplog.text
+
+
+def test_a_stalled_engine_names_the_plugin_whose_code_it_runs(install):
+    """Of a third party, in any hook or driver; nothing is added where none is at work."""
+    source = """
+        import threading
+        from modulm.plugins import hookimpl
+
+        entered, released = threading.Event(), threading.Event()
+
+        @hookimpl
+        def modulm_step_finished(stats):
+            entered.set()
+            released.wait()
+    """
+    install("modulm-a", {"modulm": {"slow": "mod_a"}}, {"mod_a": source})
+    with using(PluginManager()) as manager:
+        assert plugin_at_work() == ""
+        hooks = manager.hook
+        module = sys.modules["mod_a"]
+        thread = threading.Thread(target=lambda: hooks.modulm_step_finished(stats=None))
+        thread.start()
+        try:
+            module.entered.wait()
+            where = plugin_at_work()
+        finally:
+            module.released.set()
+            thread.join()
+    assert where == ", in modulm_step_finished of hooks/slow (modulm-a 1.0)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,10 @@ from modulm.plugins.kinds import kind_names
 from modulm.testing import kit
 from modulm_command_plugins.template import names_of, rendered, templates
 
+#: Kinds whose packages have a file beside the module, by its suffix.
+DATA = {"chat_templates": ".jinja"}
 #: Kinds whose kits take seconds: by default only their first planted bug is tried.
-SLOW = {"models", "executors", "step_parts", "routes"}
+SLOW = {"models", "executors", "step_parts", "routes", "worker_functions", "collectives"}
 
 #: Kind -> (text of the new package, what it is replaced by, part of the kit's message).
 PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
@@ -254,6 +257,106 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("events += [Content(text)] if text else []", "pass", "."),
         ("[Reasoning(text)] if text", "[Content(text)] if text", "."),
     ),
+    "kernels": (
+        ("weight.float() + offset", "weight.float()", "differs from its twin"),
+        ("scale, eps)", "scale, 1e-6)", "differs from its twin"),
+        ("return result if out is None else out.copy_(result)", "return result", "does not return the tensor"),
+        ("result = wide.to(x.dtype)", "result = wide", "not torch.bfloat16"),
+        ("    wide = torch", "    x = x - x.mean(0)\n    wide = torch", "differs from its twin|other rows"),
+        ("    wide = torch", "    x.mul_(1.5)\n    wide = torch", "differs from its twin"),
+        ("return Probe(1, ", "return (1, ", "not a Probe"),
+        ("return Probe(1, ", "return Probe(-1, ", "negative"),
+        ('else None', 'else False', "not a reason or None"),
+        ('{"rms_norm": rms_norm}', '{"rms_norm": rms_norm, "pack_linear": rms_norm}', "share a format"),
+    ),
+    "ops": (
+        ("wide = x.float()", "x.mul_(2.0)\n    wide = x.float()", "writes to argument 0"),
+        ("wide = x.float() * weight.float()", "wide = x.float() * weight.float() + torch.rand(1)", "random"),
+        ("wide = x.float()", "x = x - x.mean(0)\n    wide = x.float()", "other rows"),
+        ("wide = x.float()", "wide = x.view(-1, 32).view(-1).view(-1, 32).float()", "adjacent in memory"),
+        (".to(x.dtype)", ".double()", "float64"),
+        ('    """limit', '    __doc__ = """limit', "no docstring"),
+        ("def x(x: Tensor, weight: Tensor, limit: float = 10.0)", "def x(x, weight, limit=1, **more)", "need names"),
+        ("(torch.tanh(wide / limit) * limit)", "(torch.tanh(wide / limit) * (limit if x.dtype is torch.float32 else 9.0))", "than float32"),
+    ),
+    "collectives": (
+        ("first, *others = self._gather(x)", "first, *others = self._gather(x)[:2]", "not the sum"),
+        ("first.float() if x.is_floating_point() else first", "first", "rounds after each rank"),
+        ("torch.cat(self._gather(x), -1)", "torch.cat(self._gather(x), 0)", "last dimension"),
+        ("return self._gather(x)[source]", "return self._gather(x)[0]", "another tensor"),
+        ("tensor_split(self.size)[self.rank]", "tensor_split(self.size)[self.size - 1 - self.rank]", "its rows of the sum"),
+        ("x.detach().cpu().contiguous()", "x.detach().cpu().t().contiguous() if x.dim() == 2 else x.detach().cpu().contiguous()", "all_reduce"),
+        ("for tensor in tensors:\n            self.send(tensor,", "for tensor in tensors[::-1]:\n            self.send(tensor,", "take_over"),
+        ("        return total.to(x.dtype)", "        return x.copy_(total)", "changes its input"),
+        ("members.rank, members.size, members.name", "members.rank, members.size + 1, members.name", "gave rank"),
+        ("return None\n", "return ''\n", "not a reason or None"),
+    ),
+    "weight_transfer": (
+        ("for name, x in self._tensors.items()", "for name, x in list(self._tensors.items())[1:]", "index"),
+        ("name, tuple(x.shape)", "name, tuple(x.shape[::-1])", "has shape"),
+        ("yield from self._tensors.items()", "yield from reversed(self._tensors.items())", "order"),
+        ("yield from self._tensors.items()", "while self._tensors:\n            name = next(iter(self._tensors))\n            yield name, self._tensors.pop(name)", "other tensors"),
+        ("except (ValueError, TypeError) as error", "except KeyError as error", "not RequestError"),
+        ("end > min(len(data), self.config.most) or end == start", "False", "not RequestError"),
+        ('info.get("data") or ""', 'info.pop("data")', "changes update_info"),
+        ("flat = torch.frombuffer(data[start:end]", "flat = torch.frombuffer(data[:end - start]", "other numbers"),
+    ),
+    "poolers": (
+        ("cumsum(0)[-1:]", "cumsum(0)[-2:-1]", "another result"),
+        ("self._sums.pop(row, None)", "pass", "the next request"),
+        ("vector[0].float()", "vector[0].double()", "not float32"),
+        ("vector[0].float()", "vector.float()", "gave shape"),
+        ("return {row: self._vector(row) for row in rows}", "return {row: self._vector(rows[0]) for row in rows}", "other rows|one result"),
+        ("if task not in _TASKS:", "if False:", "not refused"),
+        ("for key in settings:", "for key in ():", "not refused"),
+        ("return {**_SETTINGS, **given}", "return dict(_SETTINGS)", "drops a setting"),
+        ("for layer in self._layers", "for layer in ()", "layers of the checkpoint"),
+        ("from collections.abc", "import torch\nfrom collections.abc", "front ends have none"),
+        ("if self._tokenizer is None:", "if False:", "without a tokenizer"),
+        ('== "pooling"', '!= "x"', "is to generate"),
+    ),
+    "checkpoints": (
+        ('return "HuggingFaceTB/SmolLM2-135M-Instruct"', 'return "https://example.org/model"', "no hub id"),
+        ('return "HuggingFaceTB/SmolLM2-135M-Instruct"', 'return Path("weights")', "working directory"),
+        ('return "HuggingFaceTB/SmolLM2-135M-Instruct"', 'return Path(__import__("tempfile").mkdtemp())', "config.json"),
+        ('return "HuggingFaceTB/SmolLM2-135M-Instruct"', 'return "me/" + __import__("uuid").uuid4().hex', "second time"),
+        ('name = "x"', 'name = "me/x"', "a path or a hub id"),
+        ("api = 2", "api = 9", "version 9"),
+        ('return ("The quick brown fox jumps over the lazy dog.", "Two and two is four.")', 'return "The quick brown fox"', "one text"),
+        ('"Two and two is four."', "4", "not a text"),
+        ("def source(cls)", "def source(cls, revision)", "cannot be called"),
+    ),
+    "flags": (
+        ("@flag_group\n", "", "not decorated"),
+        ('title = "XFlags"', 'title = ""', "no title"),
+        ('"Maximum size of what is done."', '""', "no help"),
+        ('"What is done."', '"mode"', "no sentence"),
+        ("x_limit: int = flag(64", "x_limit: int = flag(0", "below the minimum"),
+        ('flag("off"', 'flag("auto"', "not one of"),
+        ("x_limit: int", "max_num_seqs: int", "already has max_num_seqs"),
+        ('unit="characters"', 'aliases=("model",)', "already has model"),
+        ("from modulm.contracts", "import torch\nfrom modulm.contracts", "imports torch"),
+    ),
+    "worker_functions": (
+        ("def x(", "async def x(", "coroutine"),
+        ("round(float(parameter.norm()), digits)", "parameter.norm()", "cannot be sent"),
+        ('return {"rank": worker.rank, "norms": norms}', "return object()", "cannot be sent"),
+        ("def x(worker: WorkerHandle, digits", "def x(*, worker, digits", "first argument"),
+        ("    norms = {", "    worker.model.train()\n    norms = {", "changes the worker"),
+        ("    norms = {", "    import torch\n    torch.set_default_dtype(torch.float64)\n    norms = {", "changes the worker"),
+        ('\n\ndef x(', '\n\ndef made():\n  def x(worker):\n    return 1\n  return x\nx = made()\n\ndef y(', "top of its module"),
+        ("worker.model.named_parameters()", "worker.parameters()", "no attribute"),
+    ),
+    "chat_templates": (
+        ('with_name("x.jinja")', 'with_name("y.jinja")', "cannot be read"),
+        ("tool_parser=None", 'tool_parser="hermess"', "not installed"),
+        ("TEMPLATE = ChatTemplate(", "TEMPLATE = dict(path=", "no ChatTemplate"),
+        ("tool_parser=None", "head='{% for x in %}'", "not valid Jinja"),
+        ("tool_parser=None", "head='{% set messages = messages[1:] %}'", "is not in the prompt"),
+        ("tool_parser=None", "head='{% set messages = messages[::-1] %}'", "order of messages"),
+        ("tool_parser=None", "head='{% set tools = none %}'", "tool's name"),
+        ("tool_parser=None", "head='{{ add_generation_prompt }}'", "the end of the prompt"),
+    ),
 }  # fmt: skip
 
 
@@ -270,6 +373,11 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
     module = ModuleType(names.package)
     sys.modules[names.package] = module
     registered = []
+    if kind in DATA:
+        folder = Path(tempfile.mkdtemp())
+        path = f"x{DATA[kind]}"
+        (folder / path).write_text(rendered(names)[f"{names.package}/{path}"])
+        module.__file__ = str(folder / "__init__.py")
     try:
         exec(compile(source, f"{names.package}.py", "exec"), vars(module))
         if kind in ("adapter_resolvers", "stat_loggers"):
@@ -278,7 +386,8 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
         public = [name for name in module.__all__ if name[0].isupper()]
         classes = [name for name in public if not name.endswith(("Config", "Options", "Flags"))]
         classes = [name for name in classes if not name.endswith("Layer")]
-        yield module if kind == "hooks" else vars(module)[classes[0] if classes else "command"]
+        name = (classes or public or module.__all__)[0]
+        yield module if kind == "hooks" else vars(module)[name]
     finally:
         del sys.modules[names.package]
         for which in registered:
@@ -364,6 +473,8 @@ def test_new_packages_have_files_to_publish_them(tmp_path: Path) -> None:
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/plugin-kinds.md"
 HEAD = "| kind | template | contract kit | planted bugs caught | page |\n|---|---|---|---|---|\n"
+#: Kinds that other packages do not write: the section of the page that says why.
+OURS = {"isolators": "#isolators"}
 #: Kind -> page, for those that are described on the page of another subject.
 ELSEWHERE = {
     "kernels": "plugins-kernels.md",
@@ -395,11 +506,22 @@ def table_of_kinds() -> str:
         runs = "own" if tested else "class, version, signatures"
         runs = runs if kit.has_kit(kind) else "-"
         page = page_of(kind)
+        if kind in OURS:
+            lines.append(f"| `{kind}` | - | - | - | [why not]({OURS[kind]}) |\n")
+            continue
         lines.append(
             f"| `{kind}` | {own} | {runs} | {len(PLANTED.get(kind, ())) or '-'} | "
             f"[{page.partition('#')[0].removesuffix('.md')}]({page}) |\n"
         )
     return HEAD + "".join(lines)
+
+
+def test_every_kind_has_all_of_it_or_a_reason() -> None:
+    kinds = {"hooks", *kind_names()} - OURS.keys()
+    assert kinds == set(templates()) == {kind for kind in kinds if kit.kit_of(kind)}
+    assert not [kind for kind in kinds if page_of(kind) == "drivers.md"]
+    page = PAGE.read_text(encoding="utf-8").lower()
+    assert not [kind for kind, link in OURS.items() if f"\n## {link[1:]}\n" not in page]
 
 
 def test_the_table_of_kinds_is_true() -> None:

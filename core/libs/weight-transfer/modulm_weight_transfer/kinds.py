@@ -9,4 +9,5 @@ WEIGHT_TRANSFER = Kind(
     "weight transfer backend",
     "weights",
     "modulm_weight_transfer.contract:WeightTransferBackend",
+    kit="modulm_weight_transfer.testing:check_weight_transfer",
 )

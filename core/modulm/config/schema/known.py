@@ -80,7 +80,7 @@ def _flag(names: str, text: str, state: Kind, reason: str) -> KnownFlag:
     return evolve(
         spec,
         default=value,
-        state=State(state, f"use --{remark}" if renamed else remark or reason),
+        state=State(state, f"use --{remark}; {reason}" if renamed else remark or reason),
         target=remark.replace("-", "_") if renamed else "",
     )
 

@@ -19,6 +19,7 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.kinds import find_kind, kind_names
 from modulm.plugins.records import altered_files, record_digest
+from modulm.plugins.selection import offers_of
 from modulm_command_plugins.package_commands import COMMANDS
 from modulm_command_plugins.tables import print_table
 
@@ -321,8 +322,8 @@ def _matching(name: str) -> list[Declaration]:
         return matches
     from difflib import get_close_matches
 
-    known = sorted({d.name for d in everything} | {d.distribution for d in everything})
-    close = get_close_matches(name, known, n=3)
+    offers = {d.distribution: d.distribution for d in everything} | offers_of(everything)
+    close = [offers[near] for near in get_close_matches(name, sorted(offers), n=3)]
     hint = f"did you mean {' or '.join(close)}?" if close else "see `modulm plugins list`"
     raise PluginNotFound(f"no installed plugin is called {name!r}; {hint}")
 

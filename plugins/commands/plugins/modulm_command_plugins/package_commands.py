@@ -16,6 +16,7 @@ import click
 from modulm import plugins
 from modulm.errors import ConfigError, PluginNotFound
 from modulm.plugins.index import is_first_party, normalized
+from modulm.plugins.selection import offers_of
 from modulm_command_plugins.tables import print_table
 
 if TYPE_CHECKING:
@@ -160,8 +161,8 @@ def _distribution(name: str) -> str:
         return packages.pop()
     if packages:
         raise PluginNotFound(f"{name} is of several packages: {', '.join(sorted(packages))}")
-    known = sorted({d.distribution for d in declared} | {d.name for d in declared})
-    close = get_close_matches(name, known, n=3)
+    offers = {d.distribution: d.distribution for d in declared} | offers_of(declared)
+    close = [offers[near] for near in get_close_matches(name, sorted(offers), n=3)]
     hint = f"did you mean {' or '.join(close)}?" if close else "see `modulm plugins list`"
     raise PluginNotFound(f"no installed plugin is called {name!r}; {hint}")
 

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from attrs import define, field
 
+from modulm.plugins import current
+from modulm.plugins.index import is_first_party
 from modulm_server.flags import ServerConfig, WatchdogConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
     from typing import Self
 
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Plan
     from modulm.engine.core.engine_core import EngineCore
     from modulm.engine.core.loop import EngineLoop
+    from modulm.plugins.declaration import Declaration
 
-__all__ = ["StepWatch", "interval_of", "stacks_file"]
+__all__ = ["StepWatch", "interval_of", "plugin_at_work", "stacks_file"]
 
 #: Seconds allowed per token of a step that computes: 70 billion parameters on two cores.
 _PER_TOKEN = 0.25
@@ -91,10 +96,10 @@ class StepWatch:
             self._worked = now
         idle = now - max(self._worked, since)
         if idle > self.timeout:
-            return f"a step has done nothing for {idle:.0f} s"
+            return f"a step has done nothing for {idle:.0f} s{plugin_at_work()}"
         lasts = now - since
         if lasts > self.timeout + self._allowance(plan):
-            return f"a step has not ended for {lasts:.0f} s"
+            return f"a step has not ended for {lasts:.0f} s{plugin_at_work()}"
         return None
 
     def _allowance(self, plan: Plan | None) -> float:
@@ -103,6 +108,30 @@ class StepWatch:
             return self.cold
         cold = self.cold if plan.step <= _COLD_STEPS else 0.0
         return cold + _PER_TOKEN * int(plan.counts.sum())
+
+
+def plugin_at_work() -> str:
+    """Return ", in FUNCTION of PLUGIN" for a third party's code that this process runs, else "".
+
+    It is the innermost such frame of any other thread, the main thread's last.
+    """
+    homes: dict[str, Declaration] = {}
+    for declared in current().everything():
+        if not is_first_party(declared.distribution):
+            module = declared.target.partition(":")[0]
+            homes.setdefault(module, declared)
+            homes.setdefault(module.partition(".")[0], declared)
+    main, own = threading.main_thread().ident, threading.get_ident()
+    frames = sys._current_frames() if homes else {}
+    for thread in sorted(frames.keys() - {own}, key=lambda ident: ident == main):
+        frame: FrameType | None = frames[thread]
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__", ""))
+            plugin = homes.get(name) or homes.get(name.partition(".")[0])
+            if plugin is not None:
+                return f", in {frame.f_code.co_qualname} of {plugin}"
+            frame = frame.f_back
+    return ""
 
 
 def interval_of(config: EngineConfig) -> float:

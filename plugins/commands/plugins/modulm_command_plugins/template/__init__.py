@@ -23,7 +23,13 @@ __all__ = ["Names", "add", "names_of", "render", "rendered", "templates"]
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 _HOOKS = Kind("hooks", "hook plugin", "hooks")
 #: Suffix of the entry point, if it is not the kind's class.
-_ATTRIBUTE = {"hooks": "", "commands": ":command"}
+_ATTRIBUTE = {
+    "hooks": "",
+    "commands": ":command",
+    "chat_templates": ":TEMPLATE",
+    "ops": ":$name",
+    "worker_functions": ":$name",
+}
 _CLASS = {
     "models": "ForCausalLM",
     "attention": "Attention",
@@ -47,6 +53,12 @@ _CLASS = {
     "stat_loggers": "Logger",
     "transcribers": "Transcriber",
     "media_families": "Family",
+    "kernels": "Kernels",
+    "poolers": "Pooler",
+    "checkpoints": "Checkpoint",
+    "flags": "Flags",
+    "collectives": "Collectives",
+    "weight_transfer": "Backend",
 }
 #: Suffix of the driver's name, for kinds whose drivers have the name of an architecture.
 _ARCHITECTURE = {
@@ -68,6 +80,9 @@ _WITH = {
     "stat_loggers": ("modulm-server",),
     "transcribers": ("modulm-speech", "modulm-tokenizers"),
     "media_families": ("modulm-media",),
+    "chat_templates": ("modulm-chat",),
+    "collectives": ("modulm-distributed",),
+    "weight_transfer": ("modulm-weight-transfer",),
 }
 #: Entry points besides the driver's: kind -> group and class suffix.
 _MORE = dict.fromkeys(("adapter_resolvers", "stat_loggers"), ("modulm.flags", "Flags"))
@@ -75,6 +90,8 @@ _MORE = dict.fromkeys(("adapter_resolvers", "stat_loggers"), ("modulm.flags", "F
 _FLAG = {"adapter_resolvers": "table", "stat_loggers": "file"}
 #: Kinds whose template writes files when it is used.
 _WRITES = ("kv_connectors", "stat_loggers")
+#: Files beside the module, by their suffixes; they have the driver's name.
+_DATA = {"chat_templates": ".jinja"}
 #: Files of every package, besides its own.
 _COMMON = ("README.md", ".github/workflows/test.yml", ".github/workflows/publish.yml")
 
@@ -145,6 +162,7 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
     common: with those that every repository of its own needs (README, CI, publishing).
     """
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
+    attribute = attribute.replace("$name", names.driver.replace("-", "_"))
     needed = ["modulm", *_WITH.get(names.kind, ())]
     more_group, suffix = _MORE.get(names.kind, ("", ""))
     table = f'\n[project.entry-points."{more_group}"]\n'
@@ -176,6 +194,10 @@ def rendered(names: Names, *, common: bool = True) -> dict[str, str]:
     sources |= {path: folder.joinpath("common", f"{Path(path).name}.txt") for path in shared}
     if common:
         sources[f"{names.package}/modulm.toml"] = folder.joinpath("common", "modulm.toml.txt")
+    if data := _DATA.get(names.kind):
+        sources[f"{names.package}/{names.driver}{data}"] = folder.joinpath(
+            names.kind, f"data{data}.txt"
+        )
     fits = folder.joinpath(names.kind, "fits.toml.txt")
     if fits.is_file():
         sources[f"{names.package}/fits.toml"] = fits
@@ -205,6 +227,9 @@ def add(kind: str, name: str, folder: Path) -> list[Path]:
         folder / package / f"{module}.py": files[f"{names.package}/__init__.py"],
         folder / "tests" / f"test_{module}.py": files[f"tests/test_{names.package}.py"],
     }
+    if data := _DATA.get(kind):
+        file = f"{names.driver}{data}"
+        written[folder / package / file] = files[f"{names.package}/{file}"]
     for path in written:
         if path.exists():
             raise ConfigError("name", f"{path} already exists")
