@@ -5,8 +5,10 @@
 220 packages of another project are made in a folder: metadata with entry points of several kinds, a
 module and a manifest each. Both commands are run with and without that folder, one after the other.
 Figures are processor seconds (user and system), the lowest of all rounds: other load on the machine
-adds to them and never takes away. --before also runs both with the sources of another commit of
-this repository, from a worktree.
+adds to them and never takes away. "As wheels" is the same environment as pip makes it of wheels:
+all packages in one folder, instead of an entry of the path for each editable one. --before also runs
+both with the sources of another commit of this repository, from a worktree, which come before the
+installed ones: a longer path, so compare it only with another commit.
 """
 
 from __future__ import annotations
@@ -39,11 +41,23 @@ def make_packages(site: Path, count: int) -> None:
         (site / name / "modulm.toml").write_text(MANIFEST.format(kind=kind))
 
 
-def seconds(arguments: list[str], path: list[str]) -> float:
-    """Processor seconds of one run of the command line."""
+def as_wheels(folder: Path) -> None:
+    """Link all installed packages and their metadata in one folder."""
+    site = Path(next(path for path in sys.path if path.endswith("site-packages")))
+    packages = [path for path in sys.path if Path(path).is_relative_to(ROOT)]
+    for home in (*map(Path, packages), ROOT / "core", *ROOT.glob("kernels/*"), site):
+        for path in home.iterdir():
+            own = home == site or (path / "__init__.py").is_file()
+            editable = path.suffix == ".pth" or path.name.startswith(("_editable", "__editable"))
+            if own and not editable and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+
+
+def seconds(arguments: list[str], path: list[str], flags: list[str]) -> float:
+    """Processor seconds of one run of the command line. flags: of Python."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
-        [sys.executable, "-m", "modulm", *arguments],
+        [sys.executable, *flags, "-m", "modulm", *arguments],
         check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "COLUMNS": "100"},
     )  # fmt: skip
@@ -64,10 +78,14 @@ def main() -> None:
     parser.add_argument("--before", metavar="COMMIT")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        site, tree = Path(name) / "site", Path(name) / "tree"
+        site, tree, wheels = (Path(name) / each for each in ("site", "tree", "wheels"))
         site.mkdir()
+        wheels.mkdir()
+        as_wheels(wheels)
         make_packages(site, arguments.packages)
         cases = {"now": [], f"now, {arguments.packages} packages more": [str(site)]}
+        cases["as wheels"] = [str(wheels)]
+        cases[f"as wheels, {arguments.packages} packages more"] = [str(wheels), str(site)]
         if arguments.before:
             git = ["git", "-C", str(ROOT), "worktree"]
             subprocess.run([*git, "add", "-f", "--detach", str(tree), arguments.before], check=True)
@@ -80,9 +98,10 @@ def main() -> None:
         try:
             for _ in range(arguments.rounds):
                 for case, path in cases.items():
+                    flags = ["-S"] if "wheels" in case else []
                     for command, words in COMMANDS.items():
                         key = case, command
-                        lowest[key] = min(lowest.get(key, 1e9), seconds(words, path))
+                        lowest[key] = min(lowest.get(key, 1e9), seconds(words, path, flags))
         finally:
             if arguments.before:
                 subprocess.run([*git, "remove", "--force", str(tree)], check=True)
