@@ -6,9 +6,9 @@
 module and a manifest each. Both commands are run with and without that folder, one after the other.
 Figures are processor seconds (user and system), the lowest of all rounds: other load on the machine
 adds to them and never takes away. "As wheels" is the same environment as pip makes it of wheels:
-all packages in one folder, instead of an entry of the path for each editable one. --before also runs
-both with the sources of another commit of this repository, from a worktree, which come before the
-installed ones: a longer path, so compare it only with another commit.
+all packages in one folder, instead of an entry of the path for each editable one. --before also
+runs both with the sources of another commit of this repository, from a worktree, which come before
+the installed ones: a longer path, so compare it only with another commit.
 """
 
 from __future__ import annotations
