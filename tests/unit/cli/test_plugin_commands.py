@@ -237,7 +237,7 @@ NEW = {
     "poolers": "mean",
     "worker_functions": "norms",
     "checkpoints": "poem",
-    "flags": "greet",
+    "flags": "salute",
     "collectives": "store",
     "chat_templates": "plainly",
     "weight_transfer": "inline",
