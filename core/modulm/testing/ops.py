@@ -238,18 +238,18 @@ def _check_call(
         assert one.dtype == other.dtype, f"{name} of {dtype} gives {one.dtype}, not {other.dtype}"
     again = _call(op, [_moved(each, device) for each in sample(_ROWS, dtype)])[1:]
     _compare(again, actual, f"{name}: the same call gives another result", exact=True)
-    _check_rows(op, arguments_of(sample, dtype, device), actual, dtype, exact=True, name=name)
+    _check_rows(op, _new_arguments(sample, dtype, device), actual, dtype, exact=True, name=name)
     if name == "linear":
         _check_unpacked(ops, arguments[1])
     elif "out" in inspect.signature(known[name]).parameters and len(_tensors(actual[1])) == 1:
         out = torch.full_like(_tensors(actual[1])[0], torch.nan)
-        result = op(*arguments_of(sample, dtype, device)[: _before_out(known[name])], out=out)
-        plain = op(*arguments_of(sample, dtype, device)[: _before_out(known[name])])
+        result = op(*_new_arguments(sample, dtype, device)[: _before_out(known[name])], out=out)
+        plain = op(*_new_arguments(sample, dtype, device)[: _before_out(known[name])])
         assert result is out, f"{name} does not return the tensor `out`"
         _compare(out, plain, f"{name} does not fill `out`", exact=True)
 
 
-def arguments_of(sample: Sample, dtype: torch.dtype, device: torch.device) -> list[Any]:
+def _new_arguments(sample: Sample, dtype: torch.dtype, device: torch.device) -> list[Any]:
     """New arguments of a call, on the device."""
     return [_moved(each, device) for each in sample(_ROWS, dtype)]
 
