@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from largest_inputs import inputs_of
 from loop_turns import BOUND, Beat
 from samples import parametrize_sample
 
@@ -333,3 +334,42 @@ def test_a_key_cannot_use_up_the_files_of_another(make_server: ServerMaker) -> N
         mine = [http.post("/v1/files", headers=ann, **parts).status_code for _ in range(4)]
         theirs = [http.post("/v1/files", headers=bob, **parts).status_code for _ in range(2)]
     assert (mine, theirs) == ([200, 200, 429, 429], [200, 200])
+
+
+@pytest.fixture(scope="module")
+def complete(make_server: ServerMaker, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """A server with all families of routes."""
+    folder = str(tmp_path_factory.mktemp("adapters"))
+    return make_server(
+        {
+            "tasks": ("generate", "embed", "classify", "score"), "max_model_len": 1 << 20,
+            "parts": {"adapters": {"slots": 2}},
+        },
+        enable_lora=True, allow_runtime_lora_updating=True, allowed_lora_path=(folder,),
+        server_dev_mode=True, enable_tokenizer_info_endpoint=True,
+    )  # fmt: skip
+
+
+def test_every_route_has_a_largest_input(complete: Live) -> None:
+    """Other than sockets, whose messages `tests/server/test_realtime.py` sends."""
+    routes = complete.served.api.router.routes
+    inputs = inputs_of(complete.served.api)
+    assert len(inputs) > 90
+    unwatched = {r.path for r in routes if not getattr(r, "methods", None)}  # type: ignore[attr-defined]
+    assert unwatched <= {"/v1/realtime"}
+
+
+@parametrize_sample("part", range(40), every=20)
+def test_the_largest_input_of_each_route_is_read_off_the_loop(complete: Live, part: int) -> None:
+    """What a route refuses counts too: it has read it first."""
+    slow = []
+    for one in inputs_of(complete.served.api)[part::40]:
+        with complete.client() as http:
+            http.get("/v1/models")
+            beat = Beat(complete.loop)
+            answer = http.request(one.method, one.url, **one.arguments)
+        longest = beat.end()
+        assert answer.status_code < 500 or answer.status_code == 501, (one.path, answer.text[:300])
+        if longest >= BOUND:
+            slow.append(f"{one.method} {one.path}: {longest:.3f} s")
+    assert not slow, "\n".join(slow)

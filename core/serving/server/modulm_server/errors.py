@@ -186,7 +186,7 @@ def model_error(model: str) -> ApiError:
 
 def error_body(error: ApiError) -> ErrorAnswer:
     """OpenAI's error object."""
-    message = _PRIVATE.sub("[...]", error.message)[:_LONGEST] or "error"
+    message = _PRIVATE.sub("[...]", error.message[: 2 * _LONGEST])[:_LONGEST] or "error"
     return {
         "error": {
             "message": message,

@@ -66,7 +66,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.media_type == _EVENTS:
             scope["modulm.filler"] = _COMMENT
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(head)
+        except BaseException:
+            await self._discard()
+            raise
         watch = scope.get("modulm.watch")
         if watch is not None:
             watch()
@@ -74,6 +79,14 @@ class EventStream(Response):
         else:
             with suppress(ClientGone):
                 await until_disconnect(self._pump(scope, send), receive)
+
+    async def _discard(self) -> None:
+        """Close the generator before its first frame. It must begin, to close what it holds."""
+        first = asyncio.ensure_future(anext(self._frames, None))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await self._frames.aclose()
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._frames) as frames, self._keep_alive(send) as sent:

@@ -134,14 +134,14 @@ class Batch:
         except LinesError as error:
             self.give_up("lines", str(error))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def give_up(self, code: str, message: str) -> None:
         """End the batch with an error."""
         self.trouble.append(_error(code, message))
         self.enter("failed")
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End the batch with an error, which may come from one of its lines."""
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]

@@ -103,7 +103,7 @@ class BatchStore:
             return
         task = asyncio.get_running_loop().create_task(self._run(batch, work))
         # Not in the task itself, which may be cancelled before it starts.
-        task.add_done_callback(lambda _: self._finish(batch, lock))
+        task.add_done_callback(lambda done: self._finish(batch, lock, done))
         self._running[batch.id] = (batch, task, lock)
 
     def resume(self, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
@@ -181,8 +181,11 @@ class BatchStore:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait({doing})
 
-    def _finish(self, batch: Batch, lock: int) -> None:
+    def _finish(self, batch: Batch, lock: int, task: asyncio.Task[None]) -> None:
         """Record the end of a batch's task, and release its lock."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not batch.is_over:
+            batch.fail(error)
         if batch.cancelled and not batch.is_over:
             batch.enter("cancelled")
         self._try(self._prepare_save(batch))

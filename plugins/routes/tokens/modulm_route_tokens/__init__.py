@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -232,8 +233,10 @@ class Tokens(RouteFamily):
     async def info(self) -> Response:
         """Facts about the tokenizer."""
         tokenizer = self.context.generation.tokenizer
+        # The first use imports transformers and reads the tokenizer again, which takes seconds.
+        backend = await asyncio.to_thread(lambda: tokenizer.backend)
         answer: TokenizerInfo = {
-            "tokenizer_class": type(tokenizer.backend).__name__,
+            "tokenizer_class": type(backend).__name__,
             "vocab_size": len(tokenizer),
             "special_tokens": dict(tokenizer.special),
             "stop_token_ids": list(tokenizer.stop_ids),

@@ -1,8 +1,8 @@
 """A model checker for scheduler and cache: any order of arrivals, aborts and steps, with prefixes,
-preemption, transfers, adapters, media and drafts at once.
+preemption, transfers, adapters, media and drafts at once, under each scheduling policy.
 
-What it promises: pools conserve their blocks after every step; the oldest request never waits more
-than `PATIENCE` steps for a token or a part of its prompt; every request ends, with
+What it promises: pools conserve their blocks after every step; the request that a policy puts first
+never waits more than `PATIENCE` steps for a token or a part of its prompt; every request ends, with
 the tokens that it gets alone. `make fuzz` runs it with new examples.
 """
 
@@ -18,16 +18,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from modulm.contracts.media import MediaItem
+from modulm.contracts.policy import Policy
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.limits import Limits
 from modulm.testing.connectors import FakeConnector
-from modulm.testing.engines import check_empty, free_blocks, make_engine
+from modulm.testing.engines import ByArrival, check_empty, free_blocks, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, encoded_tokens, reference_tokens
+from modulm_scheduler_fair.policy import Fair
+from modulm_scheduler_priority import Priority
 
-#: Steps in which the oldest request must have progressed: it may wait for transfers (3 polls each),
-#: for a slot that the adapter of a running request has, and for the encoder.
-PATIENCE = 40
+#: Steps in which the first request must have progressed: it may wait for transfers (3 polls each),
+#: for a slot that the adapter of a running request has, and for the encoder. With fair shares also
+#: for the quanta of the other tenants, which may be owed more.
+PATIENCE = {"arrival": 40, "priority": 40, "fair": 160}
+TENANTS = ("", "ann", "bob")
 PLACEHOLDER = 7
 MEMORIES = [
     (Group(4, 100),),
@@ -50,6 +55,7 @@ class Submitted:
     text: np.ndarray
     tokens: int
     salt: str | None
+    priority: int = 0
     progressed: int = 0
     computed: int = 0
     aborted: bool = False
@@ -68,6 +74,7 @@ class Scheduling(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 3]),
         slow=st.integers(0, 3),
         bad=st.integers(2, 5),
+        policy=st.sampled_from(sorted(PATIENCE)),
     )
     def start(
         self,
@@ -80,6 +87,7 @@ class Scheduling(RuleBasedStateMachine):
         drafts: int,
         slow: int,
         bad: int,
+        policy: str,
     ) -> None:
         connector = FakeConnector(lambda i: i % (slow + 1), lambda i: i % bad == 0)
         self.executor = FakeExecutor(
@@ -87,13 +95,17 @@ class Scheduling(RuleBasedStateMachine):
             drafts=drafts, drafter=drafter if drafts else None,
         )  # fmt: skip
         limits = Limits(rows=rows, tokens=tokens, long=long, reserve=reserve)
+        policies: dict[str, Policy] = {
+            "arrival": ByArrival(), "priority": Priority(), "fair": Fair(2 * tokens),
+        }  # fmt: skip
+        self.policy = policy
         self.engine, self.seen = make_engine(
-            self.executor, limits, None, depth, connector=connector
+            self.executor, limits, policies[policy], depth, connector=connector
         )
         self.windows = [group.window for group in groups]
         self.requests: dict[str, Submitted] = {}
         self.steps = 0
-        self.oldest: str | None = None
+        self.waiting_first: str | None = None
 
     @rule(
         stem=st.sampled_from([[], [9] * 8, [9] * 17, [10, 11, 12, 13] * 5]),
@@ -102,6 +114,8 @@ class Scheduling(RuleBasedStateMachine):
         adapter=st.sampled_from([None, None, "a", "b", "c"]),
         image=st.integers(0, 6),
         salt=st.sampled_from([None, "x"]),
+        tenant=st.integers(0, 2),
+        priority=st.sampled_from([0, 0, 0, 1, 5]),
     )
     def submit(
         self,
@@ -111,6 +125,8 @@ class Scheduling(RuleBasedStateMachine):
         adapter: str | None,
         image: int,
         salt: str | None,
+        tenant: int,
+        priority: int,
     ) -> None:
         prompt, media = np.array([*stem, *tail]), ()
         text = prompt.copy()
@@ -121,10 +137,14 @@ class Scheduling(RuleBasedStateMachine):
             text[at : at + length] = encoded_tokens(item)
         name = f"r{len(self.requests)}"
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        self.requests[name] = Submitted(text, tokens, salt, self.steps)
+        arrival = len(self.requests)
+        self.requests[name] = Submitted(text, tokens, salt, priority, self.steps)
         self.engine.submit(
-            Request(id=name, prompt=prompt, params=params, adapter=adapter, media=media, salt=salt)
-        )
+            Request(
+                id=name, prompt=prompt, params=params, adapter=adapter, media=media, salt=salt,
+                tenant=TENANTS[tenant], weight=1.0 + tenant, priority=priority, arrival=arrival,
+            )
+        )  # fmt: skip
 
     @precondition(lambda self: self.open())
     @rule(number=st.integers(0, 50))
@@ -150,6 +170,17 @@ class Scheduling(RuleBasedStateMachine):
             if name not in self.seen.finished and not request.aborted
         ]
 
+    def first(self) -> str | None:
+        """The open request that the policy puts first; with fair shares, the oldest one that is not
+        in the background, if there is one.
+        """
+        waiting = self.open()
+        if self.policy == "priority":
+            return min(waiting, key=lambda name: self.requests[name].priority, default=None)
+        if self.policy == "fair":
+            return min(waiting, key=lambda name: self.requests[name].priority > 0, default=None)
+        return next(iter(waiting), None)
+
     def tick(self) -> bool:
         before = {name: len(self.seen.tokens.get(name, ())) for name in self.open()}
         busy = self.engine.tick()
@@ -162,12 +193,12 @@ class Scheduling(RuleBasedStateMachine):
             if len(self.seen.tokens.get(name, ())) > tokens or computed > request.computed:
                 request.progressed = self.steps
             request.computed = computed
-        if (oldest := next(iter(self.open()), None)) is not None:
-            request = self.requests[oldest]
-            if oldest != self.oldest:
-                self.oldest, request.progressed = oldest, self.steps
+        if (first := self.first()) is not None:
+            request = self.requests[first]
+            if first != self.waiting_first:
+                self.waiting_first, request.progressed = first, self.steps
             waited = self.steps - request.progressed
-            assert waited <= PATIENCE, f"{oldest} has not progressed for {waited} steps"
+            assert waited <= PATIENCE[self.policy], f"{first} has not progressed for {waited} steps"
         return busy
 
     @invariant()

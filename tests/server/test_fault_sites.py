@@ -1,0 +1,266 @@
+"""A fault at each await, socket and file operation of what serves: the server goes on, and nothing
+is left of the request that met it.
+
+`fault_sites.toml` has a row for each of them, found by AST: under "reached" with the scenario that
+reaches it; under "elsewhere" what no scenario reaches, and, by module, the tests that run it
+("tests", written by hand). After a change:
+
+    PYTHONPATH=.:tests/support .venv/bin/python tests/server/test_fault_sites.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from fault_parts import PARTS
+from fault_scenarios import CHAT, SCENARIOS, TURN
+from fault_sites import Faults, sites_of
+from samples import parametrize_sample
+from tests.server.conftest import reply
+
+from modulm.config import EngineConfig
+from modulm.errors import ModulmError
+from modulm.testing.checkpoints import make_tokenizer
+from modulm_server.scripted import ScriptedEngine, scripted_info
+from modulm_server.testing import Live, serve_in_thread
+from modulm_tokenizers.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+#: What runs beside or below requests. Commands end with their errors.
+SCOPE = (
+    "core/serving/server", "core/serving/fleet", "core/libs/*", "plugins/routes/*",
+    "plugins/executors/*", "plugins/kv_connectors/*",
+)  # fmt: skip
+#: Modules of tests and kits.
+TOOLS = ("testing", "scripted", "kits")
+TABLE = HERE / "fault_sites.toml"
+ROWS = tomllib.loads(TABLE.read_text())
+REACHED: dict[str, dict[str, str]] = ROWS["reached"]
+ELSEWHERE: dict[str, list[str]] = ROWS["elsewhere"]
+#: By module or a beginning of its name.
+TESTS: dict[str, str] = ROWS["tests"]
+#: What happens when a server starts and stops, which the fault may prevent.
+LIFE = "start and stop"
+AWAIT = ("await", "async")
+#: uvicorn's main loop, which does nothing that can fail.
+CLOCK = "Server.on_tick: await super().on_tick(counter)"
+KEY = "the key"
+
+
+def all_sites() -> dict[str, list[str]]:
+    """Sites by module."""
+    sites = {}
+    for pattern in SCOPE:
+        for folder in sorted(ROOT.glob(pattern)):
+            for path in sorted(folder.rglob("*.py")):
+                name = ".".join(path.relative_to(folder).with_suffix("").parts)
+                name = name.removesuffix(".__init__")
+                if name.rpartition(".")[2] not in TOOLS and (here := sites_of(path)):
+                    sites[name] = here
+    return sites
+
+
+def covering(module: str) -> str | None:
+    """The tests that run what no scenario reaches."""
+    names = [name for name in TESTS if module == name or module.startswith(f"{name}.")]
+    return TESTS[max(names, key=len)] if names else None
+
+
+def test_each_has_a_row() -> None:
+    sites = all_sites()
+    rows = {
+        module: {*REACHED.get(module, ()), *ELSEWHERE.get(module, ())}
+        for module in REACHED.keys() | ELSEWHERE.keys()
+    }
+    missing = [f"{m}: {site}" for m in sites for site in sites[m] if site not in rows.get(m, ())]
+    assert not missing, f"add a scenario and rewrite {TABLE.name}:\n" + "\n".join(missing)
+    stale = [f"{m}: {site}" for m in rows for site in rows[m] if site not in sites.get(m, ())]
+    assert not stale, f"rewrite {TABLE.name}:\n" + "\n".join(stale)
+    assert not [module for module in ELSEWHERE if covering(module) is None]
+    for tests in TESTS.values():
+        assert tests.split(), TABLE.name
+        assert all((ROOT / path).exists() for path in tests.split()), tests
+
+
+class World:
+    """A server of the scripted engine with a folder of files, and what it has in peace."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = load_tokenizer(make_tokenizer(folder / "tokenizer", vocab=512))
+        self.config = EngineConfig.from_keywords(
+            model="M", disable_uvicorn_access_log=True, enable_auto_tool_choice=True,
+            tool_call_parser="hermes", file_storage_path=str(folder / "stored"), api_key=[KEY],
+            server_dev_mode=True, allow_runtime_lora_updating=True, enable_lora=True,
+            allowed_lora_path=(str(folder),), enable_tokenizer_info_endpoint=True,
+        )  # fmt: skip
+
+    @contextmanager
+    def server(self) -> Iterator[tuple[Live, httpx.Client]]:
+        info = scripted_info(
+            self.tokenizer, config=self.config, parts={"adapters": {"slots": 2}},
+            tasks=("generate", "embed", "classify", "score"),
+        )  # fmt: skip
+        engine = ScriptedEngine(self.tokenizer, reply, info)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with (
+            serve_in_thread(engine, self.config) as live,
+            live.client(headers=headers, timeout=60) as http,
+        ):
+            yield live, http
+
+    def run(self, live: Live | None, http: httpx.Client | None, scenario: str) -> None:
+        """Errors are what clients see of the fault; that nothing ends is none of them."""
+        try:
+            if scenario in PARTS:
+                with tempfile.TemporaryDirectory() as folder:
+                    PARTS[scenario](Path(folder))
+            elif scenario == LIFE:
+                with self.server() as (_, other):
+                    other.get("/health")
+            else:
+                assert live is not None
+                assert http is not None
+                SCENARIOS[scenario](live, http)
+        except httpx.TimeoutException:
+            raise
+        except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError, ModulmError):
+            return
+
+
+def tasks(live: Live) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    return asyncio.run_coroutine_threadsafe(count(), live.loop).result(60)
+
+
+def check_as_before(live: Live, http: httpx.Client, before: int) -> None:
+    """It answers, the engine runs nothing, and no task is left."""
+    with suppress(httpx.TransportError):  # a connection that the fault closed
+        http.get("/health")
+    answer = http.post(CHAT, json={"model": "M", "messages": TURN})
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello there."
+    identity = http.post("/v1/files", data={"purpose": "user_data"}, files={"file": ("x", b"x")})
+    assert http.delete(f"/v1/files/{identity.json()['id']}").is_success
+    end = time.monotonic() + 30
+    while live.engine.active or tasks(live) > before:
+        assert time.monotonic() < end, (live.engine.active, tasks(live), before)
+        time.sleep(0.002)
+    assert live.served.app.body_bytes.bytes == 0  # type: ignore[attr-defined]
+
+
+def check_part(name: str) -> None:
+    """It works again, and its sockets are closed."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory() as folder:
+        PARTS[name](Path(folder))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def served(world: World) -> Iterator[tuple[Live, httpx.Client, int]]:
+    with world.server() as (live, http):
+        http.post(CHAT, json={"model": "M", "messages": TURN})
+        yield live, http, tasks(live)
+
+
+def kinds(site: str, scenario: str) -> tuple[str, ...]:
+    """Only requests are cancelled: batches and servers end by other ways, with their own tests."""
+    if site == CLOCK:
+        return ()
+    if "async with aclosing(" in site:  # it only remembers what to close
+        return ("cancel",)
+    if site.partition(": ")[2].split()[0] not in AWAIT:
+        return ("ENOSPC", "EIO", "EMFILE")
+    return ("EIO",) if scenario == LIFE or scenario.startswith("a batch") else ("cancel", "EIO")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@parametrize_sample("module", REACHED, every=16)
+def test_a_fault_at_each(
+    world: World,
+    served: tuple[Live, httpx.Client, int],
+    module: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    live, http, before = served
+    faults = Faults()
+    with faults.inside([importlib.import_module(module)]):
+        for site, scenario in REACHED[module].items():
+            for kind in kinds(site, scenario):
+                faults.arm((module, site), kind)
+                try:
+                    world.run(live, http, scenario)
+                    faults.disarm()
+                    if scenario in PARTS:
+                        check_part(scenario)
+                    else:
+                        check_as_before(live, http, before)
+                except Exception as error:
+                    error.add_note(f"{kind} at {module}: {site}, by {scenario!r}")
+                    raise
+
+
+def main() -> None:
+    """Write the table: run every scenario, and note which reaches what."""
+
+    def row(pair: tuple[str, str]) -> str:
+        return f"{json.dumps(pair[0])} = {json.dumps(pair[1])}"
+
+    sites = all_sites()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        with world.server() as (_, http):
+            http.get("/health")
+        modules = [sys.modules[name] for name in sites if name in sys.modules]
+        first: dict[tuple[str, str], str] = {}
+
+        def note(name: str, live: Live | None = None, http: httpx.Client | None = None) -> None:
+            world.run(live, http, name)
+            for site in faults.reached:
+                first.setdefault(site, name)
+
+        with Faults().inside(modules) as faults:
+            for name in (*PARTS, LIFE):
+                note(name)
+            with world.server() as (live, http):
+                for name in SCENARIOS:
+                    note(name, live, http)
+    lines = ["# Written by tests/server/test_fault_sites.py, but for the tests.", "", "[tests]"]
+    lines += [*map(row, TESTS.items()), ""]
+    for module, here in sites.items():
+        rows = [(site, first[module, site]) for site in here if (module, site) in first]
+        lines += [f"[reached.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
+    lines += ["[elsewhere]"]
+    for module, here in sites.items():
+        if rest := [site for site in here if (module, site) not in first]:
+            lines += [f"{json.dumps(module)} = [", *(f"  {json.dumps(one)}," for one in rest), "]"]
+    TABLE.write_text("\n".join(lines) + "\n")
+    print(len(first), "of", sum(map(len, sites.values())))
+
+
+if __name__ == "__main__":
+    main()
