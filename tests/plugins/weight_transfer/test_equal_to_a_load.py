@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from modulm import LLM, SamplingParams
-from modulm.errors import EngineError, RequestError
+from modulm.errors import EngineAsleep, EngineError, RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm_weights_gloo import WeightBroadcaster
@@ -99,6 +99,32 @@ def test_formats_at_load(architecture: str, quantization: str, tmp_path: Path) -
 )
 def test_layouts_of_ranks(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
     check(architecture, {"dtype": "bfloat16", **flags}, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_sleep_by_tags_of_two_ranks(tmp_path: Path) -> None:
+    """Weights come back alone, are updated, and then the caches come; at both levels."""
+    old, new = (make_tiny(tmp_path / str(seed), "Qwen3ForCausalLM", seed=seed) for seed in (1, 2))
+    flags = {**FLAGS, "tensor_parallel_size": 2, "enable_sleep_mode": True}
+    with LLM(str(new), **flags) as llm:
+        expected = answer(llm)
+    with LLM(str(old), **flags, **SHARED) as llm:
+        before = answer(llm)
+        llm.init_weight_transfer_engine()
+        for level, source, result in ((1, new, expected), (2, new, expected), (1, old, before)):
+            llm.sleep(level)
+            with pytest.raises(EngineAsleep):
+                answer(llm)
+            llm.wake_up(["weights"])
+            with SharedWeights(tensors_of(source)) as shared:
+                llm.start_weight_update()
+                llm.update_weights(shared.info)
+                llm.finish_weight_update()
+            with pytest.raises(EngineAsleep):
+                answer(llm)
+            llm.wake_up(["kv_cache"])
+            assert answer(llm) == result
+    assert before != expected
 
 
 def share(folder: Path, pipe: Connection) -> None:
