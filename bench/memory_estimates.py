@@ -25,15 +25,16 @@ from modulm.errors import ModulmError
 from modulm.plugins import manager
 from modulm.testing.models import tiny_folder
 from modulm.testing.oracles import oracle_of
+from modulm_memory.allocations import Allocations
 from modulm_memory.estimate import estimate
-from modulm_memory.testing import PeakMemory, measured
+from modulm_memory.testing import measured
 
 FORMATS = (None, "int8", "int4", "fp8")
 #: Tokens of the prompt whose step is measured.
 _TOKENS = 255
 _HEADS = (
-    ("| architecture | weights | rank | estimate | held | error | caches, est. | held |",
-     "|---|---|---|---|---|---|---|---|"),
+    (("| architecture | weights | rank | weights | held | caches | held | step | held | error "
+     "| error of all |"), "|---|---|---|---|---|---|---|---|---|---|---|"),
     ("| architecture | tokens | estimate | most at once | error |", "|---|---|---|---|---|"),
 )  # fmt: skip
 
@@ -58,13 +59,17 @@ def rows(architecture: str, number: int) -> Iterator[str]:
                 sys.stderr.write(f"{architecture} on {ranks} ranks: {error}\n")
                 continue
             for rank in found.ranks:
-                weights, caches = measured(config, plugins, rank.rank, rank.sizing.blocks)
-                off = 100 * (rank.fixed / weights - 1)
+                tokens = min(found.length - 1, _TOKENS)
+                held = measured(config, plugins, rank.rank, rank.sizing.blocks, tokens)
+                total = rank.fixed + rank.cache_bytes + (step := rank.widths.step(tokens, 1))
+                off = 100 * (total / (held.weights + held.caches + held.step) - 1)
                 yield (
                     f"| {architecture} | {quantization or 'as stored'} "
                     f"| {rank.rank + 1} of {ranks} "
-                    f"| {rank.fixed:,} | {weights:,} | {off:+.2f} % "
-                    f"| {rank.cache_bytes:,} | {caches:,} |"
+                    f"| {rank.fixed:,} | {held.weights:,} "
+                    f"| {rank.cache_bytes:,} | {held.caches:,} "
+                    f"| {step:,} | {held.step:,} | {100 * (step / held.step - 1):+.1f} % "
+                    f"| {off:+.2f} % |"
                 )
 
 
@@ -76,9 +81,9 @@ def step(architecture: str, number: int) -> Iterator[str]:
     run = ModelRunner.run
 
     def measured_run(runner: ModelRunner, plan: Any) -> Any:
-        with PeakMemory() as memory:
+        with Allocations() as allocations:
             result = run(runner, plan)
-        peaks.append(memory.peak)
+        peaks.append(allocations.peak)
         return result
 
     with tempfile.TemporaryDirectory() as name:

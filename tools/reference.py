@@ -254,8 +254,11 @@ histogram `x` as `x_bucket`, `x_sum` and `x_count`. Adapter metrics need `--enab
 sleep and weight updates `--server-dev-mode`; process metrics need Linux.
 
 A [server of several models](many-models.md) has the metrics of each loaded model, with the label
-`model_name`, and `modulm:model_memory_bytes`, `modulm:model_memory_beyond_estimate_bytes` and
-`modulm:model_loads`. HTTP and process metrics are of the server as a whole.
+`model_name`, and `modulm:model_loads`. HTTP and process metrics are of the server as a whole.
+
+`modulm:model_memory_bytes` and `modulm:model_memory_beyond_estimate_bytes` are measured for each
+model, also on a server of one, if its engine has processes of its own on this machine. The engine
+estimates what it was to hold at the first scrape, as [`modulm fit`](fit.md) does.
 
 `--metrics-prefix modulm vllm` shows each metric of the engine under both names, for boards made for
 vLLM; the command `vllm` of [modulm-vllm](vllm-scripts.md) does so by default.

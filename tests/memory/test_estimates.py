@@ -32,16 +32,21 @@ from modulm.testing.models import tiny_folder
 from modulm.testing.oracles import oracle_of
 from modulm_command_fit.command import command as fit_command
 from modulm_memory.advice import changes_for
+from modulm_memory.allocations import Allocations
 from modulm_memory.estimate import estimate
 from modulm_memory.report import report
-from modulm_memory.testing import PeakMemory, measured
+from modulm_memory.testing import measured
 from modulm_server.command import command as serve_command
 
 TOLERANCE = 0.05
-#: Full, sliding, latent caches and states; experts; tied heads; encoders; ranks and formats.
+#: Tokens of the prompt whose activations are measured.
+TOKENS = 255
+#: Full, sliding, latent caches and states; experts; tied heads; encoders; sparse attention; ranks
+#: and formats.
 SAMPLE = (
     ("Gemma3ForCausalLM", {"quantization": "int4", "kv_cache_dtype": "int8"}),
-    ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
+    ("DeepseekV32ForCausalLM", {"tensor_parallel_size": 2}),
+    ("T5ForConditionalGeneration", {}),
     ("Qwen3NextForCausalLM", {}),
 )
 AT_LOAD = (None, "int8", "int4", "fp8")
@@ -75,10 +80,15 @@ def check(folder, **flags):
         with pytest.raises(UnsupportedError, match=re.escape(str(error))):
             measured(config, plugins, 0, 8)
         return
+    tokens = min(found.length - 1, TOKENS)
     for rank in found.ranks:
-        weights, caches = measured(config, plugins, rank.rank, rank.sizing.blocks)
-        assert rank.fixed == pytest.approx(weights, rel=TOLERANCE)
-        assert rank.cache_bytes == caches
+        held = measured(config, plugins, rank.rank, rank.sizing.blocks, tokens)
+        step = rank.widths.step(tokens, 1)
+        assert rank.fixed == pytest.approx(held.weights, rel=TOLERANCE)
+        assert rank.cache_bytes == held.caches
+        assert step == pytest.approx(held.step, rel=TOLERANCE)
+        total = held.weights + held.caches + held.step
+        assert rank.fixed + rank.cache_bytes + step == pytest.approx(total, rel=TOLERANCE)
         assert not rank.weights.notes
 
 
@@ -112,18 +122,18 @@ def test_activations_of_a_step(monkeypatch):
     peaks, run = [], ModelRunner.run
 
     def measured_run(runner, plan):
-        with PeakMemory() as memory:
+        with Allocations() as allocations:
             result = run(runner, plan)
-        peaks.append(memory.peak)
+        peaks.append(allocations.peak)
         return result
 
     monkeypatch.setattr(ModelRunner, "run", measured_run)
     llm = LLM("demo", kv_cache_memory_bytes=8 << 20, max_num_seqs=1)
     (rank,) = estimate(llm.info.config, manager.current()).ranks
     params = SamplingParams(max_tokens=1, temperature=0)
-    llm.generate([{"prompt_token_ids": [5] * 255}], params, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": [5] * TOKENS}], params, use_tqdm=False)
     llm.shutdown()
-    assert rank.widths.step(255, 1) == pytest.approx(max(peaks), rel=TOLERANCE)
+    assert rank.widths.step(TOKENS, 1) == pytest.approx(max(peaks), rel=TOLERANCE)
 
 
 def test_what_does_not_fit_comes_with_commands_that_do(wide):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 
 import pytest
@@ -16,9 +17,12 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_command_explain.command import decisions_for
 from modulm_memory import estimate as estimates
+from modulm_memory import usage
 from modulm_memory.estimate import estimate
 from modulm_memory.fitting import stored_bytes
 from modulm_platform_cpu.platform import CpuPlatform
+from modulm_server import memory_metrics
+from modulm_server.memory_metrics import EngineMemory
 from modulm_server.models.hosted_model import HostedModel
 from modulm_server.models.memory import Needs, changes_within, needs_of
 from modulm_server.models.settings import ModelSettings
@@ -105,6 +109,18 @@ def test_auto_takes_the_best_format_that_fits(small, free, formats):
         assert as_stored.context < found.context
 
 
+def test_an_automatic_length_is_the_longest_that_fits_and_is_said(caplog):
+    flags = {"max_model_len": "auto", "kv_cache_memory_bytes": MIB, "max_num_seqs": 1}
+    with caplog.at_level(logging.INFO), LLM("demo", **flags) as llm:
+        length, config = llm.info.max_model_len, llm.info.config
+    found = estimate(EngineConfig.from_keywords(**flags), manager.current())
+    (rank,) = found.ranks
+    step = rank.groups[0].block_size
+    assert length == found.context < found.length
+    assert rank.caches_of_one(config, length) <= MIB < rank.caches_of_one(config, length + step)
+    assert f"max_model_len is {length} instead of {found.length}" in caplog.text
+
+
 def test_explain_builds_a_model_once_and_shows_what_was_chosen(small, monkeypatch):
     from modulm.config.sources import keywords
 
@@ -147,6 +163,44 @@ def test_the_memory_of_devices_counts_for_the_budget(monkeypatch):
     assert model.engine.calls == 2
     assert model.memory == llm.info.description.weight_bytes
     llm.shutdown()
+
+
+def test_a_server_of_one_model_counts_memory_beyond_its_estimate(monkeypatch):
+    """Workers say once what they were to hold; models without an estimate have no count."""
+    llm = LLM("demo", kv_cache_memory_bytes=1 << 20)
+    (rank,) = estimate(llm.info.config, manager.current()).ranks
+    expected = rank.fixed + rank.step + rank.cache_bytes + 100 * MIB
+
+    class Engine:
+        process_ids = (os.getpid(),)
+
+        async def collective_rpc(self, method, timeout):
+            return llm.collective_rpc(method, timeout)
+
+    def measured(engine):
+        memory = EngineMemory("demo", engine)
+        asyncio.run(memory.measure())
+        return {
+            sample.name: (sample.labels, sample.value)
+            for metric in memory.collect()
+            for sample in metric.samples
+        }
+
+    monkeypatch.setattr(usage, "_before_loading", 100 * MIB)
+    monkeypatch.setattr(memory_metrics, "process_bytes", lambda process: expected + 8 * MIB)
+    label = {"model_name": "demo"}
+    found = measured(Engine())
+    assert found["modulm:model_memory_bytes"][1] > 50 * MIB
+    assert found["modulm:model_memory_beyond_estimate_bytes"] == (label, 8 * MIB)
+    monkeypatch.setattr(memory_metrics, "process_bytes", lambda process: expected - 1)
+    assert measured(Engine())["modulm:model_memory_beyond_estimate_bytes"] == (label, 0)
+    monkeypatch.setattr(estimates, "resolve_checkpoint", refuse)
+    assert measured(Engine()).keys() == {"modulm:model_memory_bytes"}
+    llm.shutdown()
+
+
+def refuse(*args):
+    raise CheckpointError("unknown")
 
 
 def test_a_model_of_the_pool_is_estimated_within_its_budget(monkeypatch):

@@ -37,7 +37,7 @@ KEYS = [{"Authorization": f"Bearer {key}"} for key in "ab"]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "models.yaml"
-    write_models(file, "one: {}", "two: {aliases: [deux]}", "three: {sleep: 1}", "broken: {}")
+    write_models(file, "one: {}", "two: {aliases: [deux]}", "three: {sleep: true}", "broken: {}")
     return file
 
 

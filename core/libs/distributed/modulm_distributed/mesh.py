@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import evolve, frozen
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
@@ -18,6 +19,8 @@ from modulm_distributed.context import ContextMesh
 from modulm_distributed.replica_experts import ReplicaExperts
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from modulm.contracts.config.parallel import ParallelConfig
     from modulm.contracts.platform import Platform
     from modulm.parallel.mesh import SpreadExperts
@@ -80,15 +83,30 @@ class RankSpec:
         return self.tensor * self.pipeline
 
 
+class PlannedGroup(ProcessGroup):
+    """A rank without connections. Its collectives allocate what connected ranks would, and return
+    zeros.
+    """
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else torch.zeros_like(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else x.new_zeros(*x.shape[:-1], x.shape[-1] * self.size)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).tensor_split(self.size)[self.rank]
+
+
 def planned_mesh(spec: RankSpec) -> Mesh:
     """Return the groups of a rank without connections, to plan what it would hold."""
     stage, share = divmod(spec.rank, spec.tensor)
-    tensor = ProcessGroup(share, spec.tensor)
+    tensor = PlannedGroup(share, spec.tensor)
     pipeline = ProcessGroup(stage, spec.pipeline, layers=tuple(spec.layers))
     expert = tensor if spec.expert_parallel else ProcessGroup()
     if spec.replicas > 1:
-        expert = ProcessGroup(spec.replica * spec.tensor + share, spec.replicas * spec.tensor)
-    world = ProcessGroup(spec.rank, spec.ranks)
+        expert = PlannedGroup(spec.replica * spec.tensor + share, spec.replicas * spec.tensor)
+    world = PlannedGroup(spec.rank, spec.ranks)
     mesh = Mesh(tensor=tensor, pipeline=pipeline, expert=expert, world=world)
     if spec.context == 1:
         return mesh

@@ -22,6 +22,7 @@ from modulm.loading.model import build_model, plan_checkpoint, state_block, tabl
 from modulm_distributed.mesh import RankSpec, planned_mesh
 from modulm_memory.held import HeldMemory, tensors_of
 from modulm_memory.planning import assumed_memory, making_proposals, proposal_estimate
+from modulm_memory.rehearsal import rehearse
 from modulm_memory.steps import StepWidths, step_bytes, step_widths
 from modulm_memory.weights import Weights, weigh
 
@@ -200,11 +201,14 @@ def estimate_opened(
     parallel = resolved.parallel
     ranks: list[RankEstimate] = []
     built: Any = None
+    masks = any(part.masks for part in open_parts(resolved, plugins))
     for spec in RankSpec.all_ranks(parallel, ""):
-        built = _build(opened, plugins, spec)
+        built = build_model(
+            resolved, opened.checkpoint, opened.platform, plugins, planned_mesh(spec), masks=masks
+        )
         _, workers = share_of(parallel, spec.rank)
         device = memory or opened.platform.memory_per_worker(workers)
-        ranks.append(_of_rank(opened, built, spec.rank, device))
+        ranks.append(_of_rank(opened, built, spec.rank, device, masks=masks))
     winner = next((d.winner for d in built.choices.decisions if d.subject == "quantization"), None)
     return Estimate(
         config=resolved,
@@ -219,14 +223,9 @@ def estimate_opened(
     )
 
 
-def _build(opened: ResolvedCheckpoint, plugins: PluginManager, spec: RankSpec) -> Any:
-    config = opened.resolved.config
-    masks = any(part.masks for part in open_parts(config, plugins))
-    mesh = planned_mesh(spec)
-    return build_model(config, opened.checkpoint, opened.platform, plugins, mesh, masks=masks)
-
-
-def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) -> RankEstimate:
+def _of_rank(
+    opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory, *, masks: bool
+) -> RankEstimate:
     config, shared, model = opened.resolved.config, built.shared, built.model
     caches = model.caches
     decoder = _decoder(caches)
@@ -242,13 +241,16 @@ def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) 
     block = state_block(config, shared.max_length)
     groups = group_caches(caches, built.choices.backends, block)
     rows = table_rows(shared.max_length, groups, memory.total)
+    if not index:
+        widths, note = _rehearsed(opened.platform, built, groups, widths, masks=masks)
+        weights = evolve(weights, notes=(*weights.notes, *note))
     found = RankEstimate(
         rank=rank,
         weights=weights,
         stored=stored,
         tables=sum(rows * rope.size * 4 for rope in shared.ropes),
         buffers=_buffers(model),
-        step=step_bytes(widths, config),
+        step=step_bytes(widths, config, shared.max_length),
         widths=widths,
         adapters=0 if shared.adapters is None else _adapters(shared.adapters),
         groups=groups,
@@ -257,6 +259,24 @@ def _of_rank(opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory) 
         sizing=None,
     )
     return _with_sizes(config, opened.platform, found, shared.max_length)
+
+
+def _rehearsed(
+    platform: Platform,
+    built: Any,
+    groups: Sequence[CacheGroup],
+    widths: StepWidths,
+    *,
+    masks: bool,
+) -> tuple[StepWidths, tuple[str, ...]]:
+    """Add how a step grows, where the platform does not measure it; else why that is unknown."""
+    if platform.device.type != "cpu" or built.shared.mesh.pipeline.size > 1:
+        return widths, ()
+    try:
+        return evolve(widths, growth=rehearse(built, groups, platform, masks=masks)), ()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return widths, (f"activations are estimated from the widths of layers: {reason}",)
 
 
 def _with_sizes(

@@ -174,7 +174,7 @@ class _Fitting:
         rank = min(found.ranks, key=lambda rank: rank.memory.free - rank.fixed)
         left = rank.memory.free - rank.fixed
         limit = int(left * (_MEASURED if self.measures else _UNMEASURED))
-        while rank.widths.step(tokens, rows) > limit:
+        while rank.widths.step(tokens, rows, found.length) > limit:
             fewer_rows = own.max_num_seqs is None and rows > 1
             fewer_tokens = own.max_num_batched_tokens is None and tokens > max(rows, _TOKENS)
             if fewer_rows and (rank.widths.logits(rows) > limit // 2 or not fewer_tokens):
@@ -184,8 +184,8 @@ class _Fitting:
             else:
                 break
         before, after = (
-            rank.widths.step(default_tokens, default_rows),
-            rank.widths.step(tokens, rows),
+            rank.widths.step(default_tokens, default_rows, found.length),
+            rank.widths.step(tokens, rows, found.length),
         )
         reason = (
             f"{size(left)} are free beside the weights; a step of {default_tokens} tokens and "

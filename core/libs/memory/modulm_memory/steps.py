@@ -1,4 +1,4 @@
-"""Bytes of a step's activations, from the widths of a model's layers."""
+"""Bytes of a step's activations: rehearsed, or from the widths of a model's layers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import CacheSpec
     from modulm.nn.builder import Shared
+    from modulm_memory.rehearsal import Growth
 
 __all__ = ["StepWidths", "step_bytes", "step_widths"]
 
@@ -33,16 +34,25 @@ _LOGITS_FP32 = 2
 @frozen
 class StepWidths:
     """What a step holds, in bytes. token: of the widest layer and the stream beside it, for each
-    token. stream: of a token's hidden state. row: of a row's logits.
+    token. stream: of a token's hidden state. row: of a row's logits. encoder: of the widest layer
+    of an encoder, for each of its rows. growth: as rehearsed, in place of `token`.
     """
 
     token: int
     stream: int
     row: int
+    encoder: int = 0
+    growth: Growth | None = None
 
-    def step(self, tokens: int, rows: int) -> int:
-        """Return the activations of a step: the widest layer, or the logits of all rows."""
-        return max(tokens * self.token, self.logits(rows) + tokens * self.stream)
+    def step(self, tokens: int, rows: int, context: int | None = None) -> int:
+        """Return the activations of a step: of the layers, or of the logits of all rows.
+
+        context: tokens of a sequence so far, by default those of the step.
+        """
+        layers = tokens * self.token
+        if self.growth is not None:
+            layers = self.growth.at(tokens, context)
+        return max(layers, self.logits(rows) + tokens * self.stream)
 
     def logits(self, rows: int) -> int:
         """Return the bytes of the logits of `rows`."""
@@ -71,8 +81,15 @@ def step_widths(shared: Shared, caches: Sequence[CacheSpec], decoder: str) -> St
             stream = max(stream, spec.inputs)
         else:
             blocks.setdefault(unit.path.rpartition(".")[0], []).append(spec)
-    widest = max((_block(path, specs, caches) for path, specs in blocks.items()), default=0)
-    return StepWidths((widest + streams * stream) * size, stream * size, row)
+    widths = {path: _block(path, specs, caches) for path, specs in blocks.items()}
+    encoders = [width for path, width in widths.items() if not path.startswith(decoder)]
+    widest = max(widths.values(), default=0)
+    return StepWidths(
+        token=(widest + streams * stream) * size,
+        stream=stream * size,
+        row=row,
+        encoder=max(encoders, default=0) * size,
+    )
 
 
 def _block(path: str, specs: Sequence[LinearSpec], caches: Sequence[CacheSpec]) -> int:
@@ -98,7 +115,8 @@ def _block(path: str, specs: Sequence[LinearSpec], caches: Sequence[CacheSpec]) 
     return width
 
 
-def step_bytes(widths: StepWidths, config: EngineConfig) -> int:
-    """Return the activations of the largest step."""
+def step_bytes(widths: StepWidths, config: EngineConfig, context: int) -> int:
+    """Return the activations of the largest step. context: tokens of the longest sequence."""
     tokens = int(config.scheduler.max_num_batched_tokens or 1)
-    return widths.step(tokens, min(int(config.scheduler.max_num_seqs or 1), tokens))
+    rows = min(int(config.scheduler.max_num_seqs or 1), tokens)
+    return max(widths.step(tokens, rows, context), tokens * widths.encoder)

@@ -1,13 +1,49 @@
-"""What running workers hold in memory."""
+"""What running workers hold in memory, and what was to be expected of them."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from attrs import frozen
 
 if TYPE_CHECKING:
     from modulm.contracts.executor import WorkerHandle
 
-__all__ = ["device_bytes"]
+__all__ = ["Expected", "device_bytes", "expected_bytes", "note_process", "process_bytes"]
+
+#: Bytes of this process before its model was loaded.
+_before_loading = 0
+
+
+@frozen
+class Expected:
+    """What a worker's process was expected to hold. process_id: on its machine. bytes: None if the
+    model cannot be estimated. on_device: whether its tensors are in the memory of a device.
+    """
+
+    process_id: int
+    bytes: int | None
+    on_device: bool
+
+
+def process_bytes(process_id: int) -> int:
+    """Return the memory of a process, in which pages that several processes share count
+    proportionally; 0 on systems without /proc.
+    """
+    try:
+        text = Path(f"/proc/{process_id}/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    sizes = (line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))
+    return int(next(sizes, "0")) << 10
+
+
+def note_process() -> None:
+    """Note the size of this process before its model is loaded."""
+    global _before_loading
+    _before_loading = process_bytes(os.getpid())
 
 
 def device_bytes(worker: WorkerHandle) -> int | None:
@@ -17,3 +53,20 @@ def device_bytes(worker: WorkerHandle) -> int | None:
     since its tensors are in the process's memory.
     """
     return worker.platform.reset_peak_memory()
+
+
+def expected_bytes(worker: WorkerHandle) -> Expected:
+    """Estimate what a worker's process was to hold: the process before its model was loaded, and
+    weights, caches and the largest step as `modulm fit` estimates them. A worker function.
+    """
+    from modulm.errors import ModulmError
+    from modulm.plugins import manager
+    from modulm_memory.estimate import estimate
+
+    on_device = device_bytes(worker) is not None
+    try:
+        rank = estimate(worker.config, manager.current()).ranks[worker.rank]
+    except ModulmError:
+        return Expected(os.getpid(), None, on_device)
+    held = rank.fixed + rank.step + rank.cache_bytes
+    return Expected(os.getpid(), held + (0 if on_device else _before_loading), on_device)

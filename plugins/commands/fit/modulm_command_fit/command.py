@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -28,12 +31,25 @@ def command(draft: Draft, model_tag: str | None, as_json: bool, device_memory: s
     Takes the flags of `modulm serve`. Reads config.json and headers of weight files only; for a hub
     id, these are all that is downloaded. Exits with 1 if the model does not fit.
     """
-    from modulm_memory.report import report
-    from modulm_memory.sizes import parse_memory
-
     print_notices(draft.notices)
-    memory = parse_memory(device_memory)
-    text, fits = report(draft.config, draft.explicit, memory, as_json=as_json)
+    with _without_collection():
+        from modulm_memory.report import report
+        from modulm_memory.sizes import parse_memory
+
+        memory = parse_memory(device_memory)
+        text, fits = report(draft.config, draft.explicit, memory, as_json=as_json)
     click.echo(text)
     if not fits:
         raise SystemExit(1)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Suspend garbage collection, which finds little while modules are imported."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -14,13 +14,14 @@ from attrs import frozen
 from modulm.contracts.platform import Memory
 from modulm.errors import ModulmError
 from modulm_fleet.placement import placement
+from modulm_memory.usage import process_bytes
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
     from modulm_memory.estimate import Estimate
 
-__all__ = ["Needs", "changes_within", "measure", "needs_of"]
+__all__ = ["Needs", "changes_within", "measure", "needs_of", "process_tree"]
 
 log = logging.getLogger("modulm_server")
 
@@ -158,11 +159,12 @@ def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
     """The memory of processes and, in a tree, of those that they started, in bytes: pages that
     several processes share count proportionally. 0 on systems without /proc.
     """
-    processes = _tree(process_ids) if tree else process_ids
-    return sum(_proportional(process) for process in processes)
+    processes = process_tree(process_ids) if tree else process_ids
+    return sum(process_bytes(process) for process in processes)
 
 
-def _tree(process_ids: Iterable[int]) -> Iterator[int]:
+def process_tree(process_ids: Iterable[int]) -> Iterator[int]:
+    """Yield processes and those that they started."""
     waiting = list(process_ids)
     while waiting:
         process = waiting.pop()
@@ -171,12 +173,3 @@ def _tree(process_ids: Iterable[int]) -> Iterator[int]:
             for task in (_PROC / str(process) / "task").iterdir():
                 children = (task / "children").read_text(encoding="ascii").split()
                 waiting += map(int, children)
-
-
-def _proportional(process: int) -> int:
-    folder = _PROC / str(process)
-    with suppress(OSError):
-        for line in (folder / "smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0

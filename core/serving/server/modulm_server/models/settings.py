@@ -148,8 +148,8 @@ def _read(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSet
             raise ConfigError(key, "is a setting of the whole server: set it on the command line")
     aliases = _texts("aliases", own.get("aliases", ()))
     sleep = own.get("sleep", 0)
-    if sleep not in (0, 1, 2) or isinstance(sleep, bool):
-        raise ConfigError("sleep", "must be 0, 1 or 2")
+    if sleep not in (0, 1, 2):
+        raise ConfigError("sleep", "must be true, 0, 1 or 2")
     if sleep:
         values["enable_sleep_mode"] = True
     try:
@@ -167,7 +167,7 @@ def _read(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSet
         keep_alive=keep_alive,
         pinned=_switch("pinned", own),
         preload=_switch("preload", own),
-        sleep=sleep,
+        sleep=int(sleep),
         adapters=tuple(_adapter_names(model_config)),
     )
 

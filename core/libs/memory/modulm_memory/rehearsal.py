@@ -1,0 +1,260 @@
+"""Rehearses a step without weights, to see what its activations allocate.
+
+The model is built once more, with linear layers that return zeros. Everything else runs as it
+would: norms, attention and recurrent layers, with the chosen ops and backends. Three short prompts
+show how each allocation grows with the tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter
+
+from modulm.contracts.media import MediaItem
+from modulm.contracts.quantization import LinearSpec, QuantizationMethod
+from modulm.engine.kv_cache.sizing import allocate
+from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner
+from modulm.engine.worker.profiling import null_plan
+from modulm.nn.builder import Builder
+from modulm_memory.allocations import Allocations
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
+    from modulm.contracts.ops import Ops
+    from modulm.contracts.platform import Platform
+    from modulm.contracts.quantization import CheckpointInfo, ParamSpec
+    from modulm.loading import CacheGroup
+    from modulm.nn.builder import Shared
+
+__all__ = ["Growth", "rehearse", "step_allocations"]
+
+#: Tokens of the shortest prompt; the others have two and three times as many. Not a multiple of the
+#: chunks of recurrent layers, so that what they pad is allocated.
+_TOKENS = 127
+#: Smallest part of a size that is a square term; less is rounding.
+_SQUARE = 0.002
+#: Media of models whose encoder reads the prompt.
+_TEXT = ("text",)
+#: Layers that run after one of each kind has.
+_MORE_LAYERS = 1
+
+
+@frozen(eq=False)
+class Growth:
+    """Bytes that are alive at each moment of a step.
+
+    terms: [moments, 3] float64: constant, per token, and per pair of tokens.
+    """
+
+    terms: np.ndarray
+
+    def at(self, tokens: int, context: int | None = None) -> int:
+        """Return the most bytes at once in a step of `tokens` tokens.
+
+        context: tokens of a sequence so far, by default those of the step.
+        """
+        factors = np.array([1.0, tokens, float(tokens) * (context or tokens)])
+        return round(float((self.terms @ factors).max(initial=0.0)))
+
+    @classmethod
+    def through(cls, tokens: int, sizes: Sequence[Sequence[int]]) -> Growth:
+        """Fit the sizes at each moment of steps of `tokens`, twice and three times as many tokens.
+
+        Steps of different moments are compared by their largest sizes.
+        """
+        if len({len(each) for each in sizes}) > 1:
+            sizes = [[max(each)] for each in sizes]
+        one, two, three = (np.array(each, dtype=np.float64) for each in sizes)
+        square = (three - 2 * two + one) / 2
+        square[np.abs(square) < _SQUARE * three] = 0
+        slope = np.where(square == 0, (three - one) / 2, two - one - 3 * square)
+        return cls(np.stack([one - slope - square, slope / tokens, square / tokens**2], -1))
+
+
+class _Enough(Exception):
+    """Raised when layers of all kinds have run."""
+
+
+class _NoWeights(QuantizationMethod):
+    """The method of linear layers without weights, whose outputs are zeros."""
+
+    name = "none"
+    api = 1
+
+    def __init__(self, ops: Ops, device: torch.device) -> None:
+        self.ops, self._device = ops, device
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+    @classmethod
+    def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
+        return None
+
+    def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
+        return {}
+
+    def finish(self, layer: Module, spec: LinearSpec) -> None:
+        return None
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], _spec(layer).outputs)
+
+    def experts(self, layer: Module) -> object:
+        return _spec(layer)
+
+    def embed(self, layer: Module, ids: Tensor) -> Tensor:
+        return self._zeros(_spec(layer), len(ids))
+
+    def dequantize(self, layer: Module, spec: LinearSpec) -> Tensor:
+        return self._zeros(spec, spec.outputs)
+
+    def _zeros(self, spec: LinearSpec, rows: int) -> Tensor:
+        return torch.zeros(rows, spec.inputs, dtype=getattr(torch, spec.dtype), device=self._device)
+
+
+def _spec(layer: Module) -> LinearSpec:
+    return cast("LinearSpec", layer.spec)
+
+
+def _mix(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: object, down: LinearSpec, **more: object
+) -> Tensor:
+    """The op `fused_experts` for layers without weights."""
+    return x.new_zeros(len(x), down.outputs)
+
+
+class _Substituted(SimpleNamespace):
+    """An op table with some ops replaced."""
+
+    def __init__(self, ops: Any, **others: Callable[..., Any]) -> None:
+        super().__init__(**others)
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def find(self, name: str) -> Any:
+        return vars(self).get(name) or self._ops.find(name)
+
+
+@torch.inference_mode()
+def rehearse(
+    built: Any, groups: Sequence[CacheGroup], platform: Platform, *, masks: bool
+) -> Growth:
+    """Return how the memory of a step grows, from the steps of three prompts.
+
+    built: the model as the loader builds it, without weights. masks: as in `build_model`. Raises
+    what layers raise that do not run without weights.
+    """
+    model, shared = _build(built, masks=masks)
+    tokens = max(min(_TOKENS, shared.max_length // 3), 1)
+    for table in shared.ropes.values():
+        table.fill(3 * tokens, shared.max_length, shared.device)
+    caches = allocate(model.caches, groups, [2] * len(groups), platform)
+    sizes = [step_allocations(model, groups, caches, platform, tokens * i) for i in (1, 2, 3)]
+    return Growth.through(tokens, sizes)
+
+
+@torch.inference_mode()
+def step_allocations(
+    model: Any,
+    groups: Sequence[CacheGroup],
+    caches: tuple[tuple[Any, ...], tuple[int, ...]],
+    platform: Platform,
+    tokens: int,
+) -> list[int]:
+    """Compute a prompt of `tokens` tokens; return the bytes of its tensors after each operation.
+
+    caches: as `allocate` returns them. The prompt of a model with an encoder of texts is the
+    encoder's; its decoder computes one token.
+    """
+    encodes = tuple(model.media) == _TEXT
+    counts = np.array([1 if encodes else tokens], dtype=np.int32)
+    plan = null_plan(counts, [group.block_size for group in groups])
+    with Allocations() as allocations:
+        builder = BatchBuilder(
+            GroupPlanner.all(groups), *caches, rows=2, tokens=tokens, platform=platform
+        )
+        batch: Batch = builder.build(plan, counts.cumsum() - 1)
+        if encodes:
+            ids = {"input_ids": np.zeros(tokens, dtype=np.int64)}
+            with suppress(_Enough):
+                model.encode([MediaItem("text", b"", 0, tokens, ids, cross=True)])
+        with suppress(_Enough):
+            model.forward(batch)
+    return list(allocations.live)
+
+
+def _build(built: Any, *, masks: bool) -> tuple[Any, Shared]:
+    """Build a model again without weights, with as many layers as are needed to see all kinds."""
+    shared: Shared = built.shared
+    method = _NoWeights(cast("Ops", _Substituted(built.ops, fused_experts=_mix)), shared.device)
+    shared = evolve(
+        shared, units=[], elsewhere=[], caches=[], ropes={}, scales=set(), adapters=None, told=None,
+        masks=masks, ops=method.ops, plain=method, choose_method=lambda spec: method,
+        choose_backend=built.choices.backends.__getitem__,
+    )  # fmt: skip
+    model = type(built.model)(built.settings, Builder(shared)).eval()
+    idle = _stop_early(model)
+    units = [unit for unit in shared.units if id(unit.module) not in idle]
+    for slot in (slot for unit in units for slot in unit.slots):
+        zeros = torch.zeros(slot.shape, dtype=slot.dtype, device=shared.device)
+        setattr(slot.module, slot.attribute, Parameter(zeros, requires_grad=False))
+    for unit in units:
+        tied = unit.waits_for is not None and unit.waits_for.module is not unit.module
+        if unit.finish is not None and not tied:
+            unit.finish()
+    return model, shared
+
+
+def _stop_early(model: Module) -> set[int]:
+    """Make lists of layers stop once a layer of each kind has run, and one more.
+
+    Returns the ids of the modules that do not run.
+    """
+    idle: set[int] = set()
+    for layers in model.modules():
+        if not isinstance(layers, ModuleList) or not _have_caches(layers):
+            continue
+        kinds = [_kind(layer) for layer in layers]
+        stop = max(kinds.index(kind) for kind in kinds) + 1 + _MORE_LAYERS
+        if stop < len(layers):
+            layers[stop].register_forward_pre_hook(_end)
+            idle |= {id(module) for layer in layers[stop:] for module in layer.modules()}
+            idle -= {id(module) for layer in layers[:stop] for module in layer.modules()}
+    return idle
+
+
+def _end(layer: Module, inputs: object) -> None:
+    raise _Enough
+
+
+def _have_caches(layers: ModuleList) -> bool:
+    """Whether these are the layers of a decoder."""
+    return any(
+        isinstance(getattr(module, "cache", None), int)
+        for layer in layers
+        for module in layer.modules()
+    )
+
+
+def _kind(layer: Module) -> object:
+    """Return a value that is equal for layers that allocate the same."""
+    facts: list[object] = []
+    for module in layer.modules():
+        spec = getattr(module, "spec", None)
+        if isinstance(spec, LinearSpec):
+            spec = (spec.kind, spec.inputs, spec.parts, spec.experts)
+        shapes = tuple(parameter.shape for parameter in module.parameters(recurse=False))
+        facts.append((type(module), spec, shapes, id(getattr(module, "backend", None))))
+    return tuple(facts)
