@@ -273,7 +273,8 @@ def _rehearsed(
     if platform.device.type != "cpu" or built.shared.mesh.pipeline.size > 1:
         return widths, ()
     try:
-        return evolve(widths, growth=rehearse(built, groups, platform, masks=masks)), ()
+        growth = rehearse(built, groups, platform, widths.token, masks=masks)
+        return evolve(widths, growth=growth), ()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return widths, (f"activations are estimated from the widths of layers: {reason}",)

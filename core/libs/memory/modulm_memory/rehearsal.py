@@ -8,7 +8,6 @@ show how each allocation grows with the tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,9 +15,10 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, Parameter
 
 from modulm.contracts.media import MediaItem
+from modulm.contracts.model import StateSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.engine.kv_cache.sizing import allocate
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner
@@ -27,7 +27,7 @@ from modulm.nn.builder import Builder
 from modulm_memory.allocations import Allocations
 
 if TYPE_CHECKING:
-    from modulm.contracts.model import Batch
+    from modulm.contracts.model import Batch, CacheSpec
     from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
     from modulm.contracts.quantization import CheckpointInfo, ParamSpec
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Growth", "rehearse", "step_allocations"]
 
-#: Tokens of the shortest prompt; the others have two and three times as many. Not a multiple of the
-#: chunks of recurrent layers, so that what they pad is allocated.
-_TOKENS = 127
+#: Tokens of the shortest prompt: as many as all layers may compute; the others have two and three
+#: times as many. One less than a multiple of blocks of caches and of chunks of recurrent layers, so
+#: that what these pad is allocated.
+_TOKENS = (127, 63, 31)
+#: Bytes that the layers of all three prompts may write.
+_WORK = 2 << 30
 #: Smallest part of a size that is a square term; less is rounding.
 _SQUARE = 0.002
 #: Media of models whose encoder reads the prompt.
 _TEXT = ("text",)
-#: Layers that run after one of each kind has.
-_MORE_LAYERS = 1
 
 
 @frozen(eq=False)
@@ -77,10 +78,6 @@ class Growth:
         square[np.abs(square) < _SQUARE * three] = 0
         slope = np.where(square == 0, (three - one) / 2, two - one - 3 * square)
         return cls(np.stack([one - slope - square, slope / tokens, square / tokens**2], -1))
-
-
-class _Enough(Exception):
-    """Raised when layers of all kinds have run."""
 
 
 class _NoWeights(QuantizationMethod):
@@ -149,20 +146,29 @@ class _Substituted(SimpleNamespace):
 
 @torch.inference_mode()
 def rehearse(
-    built: Any, groups: Sequence[CacheGroup], platform: Platform, *, masks: bool
+    built: Any, groups: Sequence[CacheGroup], platform: Platform, width: int, *, masks: bool
 ) -> Growth:
     """Return how the memory of a step grows, from the steps of three prompts.
 
-    built: the model as the loader builds it, without weights. masks: as in `build_model`. Raises
-    what layers raise that do not run without weights.
+    built: the model as the loader builds it, without weights. width: bytes of a token in the widest
+    layer. masks: as in `build_model`. Raises what layers raise that do not run without weights.
     """
     model, shared = _build(built, masks=masks)
-    tokens = max(min(_TOKENS, shared.max_length // 3), 1)
+    tokens = max(min(_shortest(model.caches, width), shared.max_length // 3), 1)
     for table in shared.ropes.values():
         table.fill(3 * tokens, shared.max_length, shared.device)
     caches = allocate(model.caches, groups, [2] * len(groups), platform)
     sizes = [step_allocations(model, groups, caches, platform, tokens * i) for i in (1, 2, 3)]
     return Growth.through(tokens, sizes)
+
+
+def _shortest(caches: Sequence[CacheSpec], width: int) -> int:
+    """Return the tokens of the shortest prompt."""
+    longest, *others = _TOKENS
+    if any(isinstance(cache.spec, StateSpec) for cache in caches):
+        return longest
+    work = 6 * width * max(len(caches), 1)
+    return next((tokens for tokens in (longest, *others) if tokens * work <= _WORK), others[-1])
 
 
 @torch.inference_mode()
@@ -188,15 +194,13 @@ def step_allocations(
         batch: Batch = builder.build(plan, counts.cumsum() - 1)
         if encodes:
             ids = {"input_ids": np.zeros(tokens, dtype=np.int64)}
-            with suppress(_Enough):
-                model.encode([MediaItem("text", b"", 0, tokens, ids, cross=True)])
-        with suppress(_Enough):
-            model.forward(batch)
+            model.encode([MediaItem("text", b"", 0, tokens, ids, cross=True)])
+        model.forward(batch)
     return list(allocations.live)
 
 
 def _build(built: Any, *, masks: bool) -> tuple[Any, Shared]:
-    """Build a model again without weights, with as many layers as are needed to see all kinds."""
+    """Build a model again, without weights."""
     shared: Shared = built.shared
     method = _NoWeights(cast("Ops", _Substituted(built.ops, fused_experts=_mix)), shared.device)
     shared = evolve(
@@ -205,56 +209,11 @@ def _build(built: Any, *, masks: bool) -> tuple[Any, Shared]:
         choose_backend=built.choices.backends.__getitem__,
     )  # fmt: skip
     model = type(built.model)(built.settings, Builder(shared)).eval()
-    idle = _stop_early(model)
-    units = [unit for unit in shared.units if id(unit.module) not in idle]
-    for slot in (slot for unit in units for slot in unit.slots):
+    for slot in (slot for unit in shared.units for slot in unit.slots):
         zeros = torch.zeros(slot.shape, dtype=slot.dtype, device=shared.device)
         setattr(slot.module, slot.attribute, Parameter(zeros, requires_grad=False))
-    for unit in units:
+    for unit in shared.units:
         tied = unit.waits_for is not None and unit.waits_for.module is not unit.module
         if unit.finish is not None and not tied:
             unit.finish()
     return model, shared
-
-
-def _stop_early(model: Module) -> set[int]:
-    """Make lists of layers stop once a layer of each kind has run, and one more.
-
-    Returns the ids of the modules that do not run.
-    """
-    idle: set[int] = set()
-    for layers in model.modules():
-        if not isinstance(layers, ModuleList) or not _have_caches(layers):
-            continue
-        kinds = [_kind(layer) for layer in layers]
-        stop = max(kinds.index(kind) for kind in kinds) + 1 + _MORE_LAYERS
-        if stop < len(layers):
-            layers[stop].register_forward_pre_hook(_end)
-            idle |= {id(module) for layer in layers[stop:] for module in layer.modules()}
-            idle -= {id(module) for layer in layers[:stop] for module in layer.modules()}
-    return idle
-
-
-def _end(layer: Module, inputs: object) -> None:
-    raise _Enough
-
-
-def _have_caches(layers: ModuleList) -> bool:
-    """Whether these are the layers of a decoder."""
-    return any(
-        isinstance(getattr(module, "cache", None), int)
-        for layer in layers
-        for module in layer.modules()
-    )
-
-
-def _kind(layer: Module) -> object:
-    """Return a value that is equal for layers that allocate the same."""
-    facts: list[object] = []
-    for module in layer.modules():
-        spec = getattr(module, "spec", None)
-        if isinstance(spec, LinearSpec):
-            spec = (spec.kind, spec.inputs, spec.parts, spec.experts)
-        shapes = tuple(parameter.shape for parameter in module.parameters(recurse=False))
-        facts.append((type(module), spec, shapes, id(getattr(module, "backend", None))))
-    return tuple(facts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,12 @@ from attrs import frozen
 if TYPE_CHECKING:
     from modulm.contracts.executor import WorkerHandle
 
-__all__ = ["Expected", "device_bytes", "expected_bytes", "note_process", "process_bytes"]
+__all__ = [
+    "Expected", "device_bytes", "expected_bytes", "measure", "note_process", "process_bytes",
+    "process_tree",
+]  # fmt: skip
+
+_PROC = Path("/proc")
 
 #: Bytes of this process before its model was loaded.
 _before_loading = 0
@@ -33,11 +40,29 @@ def process_bytes(process_id: int) -> int:
     proportionally; 0 on systems without /proc.
     """
     try:
-        text = Path(f"/proc/{process_id}/smaps_rollup").read_text(encoding="ascii")
+        text = (_PROC / str(process_id) / "smaps_rollup").read_text(encoding="ascii")
     except OSError:
         return 0
     sizes = (line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))
     return int(next(sizes, "0")) << 10
+
+
+def process_tree(process_ids: Iterable[int]) -> Iterator[int]:
+    """Yield processes and those that they started."""
+    waiting = list(process_ids)
+    while waiting:
+        process = waiting.pop()
+        yield process
+        with suppress(OSError):
+            for task in (_PROC / str(process) / "task").iterdir():
+                children = (task / "children").read_text(encoding="ascii").split()
+                waiting += map(int, children)
+
+
+def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
+    """Return the memory of processes and, in a tree, of those that they started, in bytes."""
+    processes = process_tree(process_ids) if tree else process_ids
+    return sum(process_bytes(process) for process in processes)
 
 
 def note_process() -> None:

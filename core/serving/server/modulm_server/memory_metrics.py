@@ -11,8 +11,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from modulm.errors import EngineError, UnsupportedError
-from modulm_memory.usage import Expected, device_bytes, expected_bytes, process_bytes
-from modulm_server.models.memory import measure, process_tree
+from modulm_memory.usage import (
+    Expected,
+    device_bytes,
+    expected_bytes,
+    measure,
+    process_bytes,
+    process_tree,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +13,17 @@ from attrs import frozen
 from modulm.contracts.platform import Memory
 from modulm.errors import ModulmError
 from modulm_fleet.placement import placement
-from modulm_memory.usage import process_bytes
+from modulm_memory.usage import measure
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
     from modulm_memory.estimate import Estimate
 
-__all__ = ["Needs", "changes_within", "measure", "needs_of", "process_tree"]
+__all__ = ["Needs", "changes_within", "measure", "needs_of"]
 
 log = logging.getLogger("modulm_server")
 
-_PROC = Path("/proc")
 #: Bytes of a process that has imported an engine, where they cannot be measured.
 _PROCESS = 200 << 20
 #: Part of the budget that the caches of one model may use, unless a request needs more.
@@ -153,23 +151,3 @@ def _sizes_caches(config: EngineConfig) -> bool:
     """Whether the engine would choose the size of its caches."""
     cache = config.cache
     return cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None
-
-
-def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
-    """The memory of processes and, in a tree, of those that they started, in bytes: pages that
-    several processes share count proportionally. 0 on systems without /proc.
-    """
-    processes = process_tree(process_ids) if tree else process_ids
-    return sum(process_bytes(process) for process in processes)
-
-
-def process_tree(process_ids: Iterable[int]) -> Iterator[int]:
-    """Yield processes and those that they started."""
-    waiting = list(process_ids)
-    while waiting:
-        process = waiting.pop()
-        yield process
-        with suppress(OSError):
-            for task in (_PROC / str(process) / "task").iterdir():
-                children = (task / "children").read_text(encoding="ascii").split()
-                waiting += map(int, children)
