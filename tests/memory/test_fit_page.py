@@ -58,7 +58,7 @@ def table() -> str:
     found = activations()
     within = {limit: sum(abs(error) <= limit for error in found) for limit in (1, LIMIT)}
     text += (
-        f"\nThe activations of {len(found)} architectures, of the engine's own step: "
+        f"\nThe activations of {len(found)} tiny models, of the engine's own step: "
         f"{within[1]} within 1 %, {within[LIMIT]} within\n5 %.\n"
     )
     return text + (

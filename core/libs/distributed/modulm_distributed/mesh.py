@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from modulm_distributed.collectives import Collectives
     from modulm_distributed.eplb import EplbConfig
 
-__all__ = ["RankSpec", "open_mesh", "planned_mesh"]
+__all__ = ["PlannedGroup", "RankSpec", "open_mesh", "planned_mesh"]
 
 
 @frozen
