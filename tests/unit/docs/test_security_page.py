@@ -16,7 +16,8 @@ ELSEWHERE = {"--h11-max-incomplete-event-size": 1 << 16, "--h11-max-header-count
 def test_the_named_tests_exist() -> None:
     """Each row of the last table names test files, and perhaps functions of them."""
     rows = PAGE.read_text().partition("## Which test holds what")[2].splitlines()
-    rows = [row for row in rows if row.startswith("| ") and "promise" not in row]
+    headers = ("| promise", "| limit or failure")
+    rows = [row for row in rows if row.startswith("| ") and not row.startswith(headers)]
     assert len(rows) > 15
     for row in rows:
         files = [PAGE.parents[1] / path for path in re.findall(r"`(tests/[a-z0-9_/]+\.py)`", row)]
@@ -25,6 +26,21 @@ def test_the_named_tests_exist() -> None:
         text = "".join(file.read_text() for file in files)
         for function in re.findall(r"`(test_[a-z0-9_]+)`", row):
             assert f"def {function}(" in text, f"{function}: {row}"
+
+
+def first_cells(text: str) -> set[str]:
+    rows = [row for row in text.splitlines() if row.startswith("| ")]
+    return {row.split(" | ")[0].removeprefix("| ") for row in rows} - {"what", "what happens"}
+
+
+def test_each_limit_and_failure_has_a_test() -> None:
+    text = PAGE.read_text()
+    sections = {title: text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+                for title in ("Limits", "Failures", "Which test holds what")}  # fmt: skip
+    promises = first_cells(sections["Limits"]) | first_cells(sections["Failures"])
+    assert len(promises) > 40
+    held = first_cells(sections["Which test holds what"].partition("| limit or failure |")[2])
+    assert promises == held
 
 
 def test_flags_and_defaults() -> None:
