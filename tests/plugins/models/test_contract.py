@@ -34,7 +34,7 @@ ARCHITECTURES = [
 ALIKE = {
     "BailingMoeForCausalLM", "Gemma4UnifiedForCausalLM", "PanguEmbeddedForCausalLM",
     "Param2MoEForCausalLM",
-    "SarvamMLAForCausalLM", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
+    "SarvamMLAForCausalLM", "SarvamMoEForCausalLM", "Step1ForCausalLM", "TeleFLMForCausalLM",
     "LlamaBidirectionalForSequenceClassification",
 }  # fmt: skip
 CASES = [

@@ -1,16 +1,19 @@
-"""Reference for tests of Step 3: transformers' Mixtral with factored queries and shared experts."""
+"""References for tests: transformers' Mixtral with Step 3's queries and shared experts, its Llama
+with Step 1's biases.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Linear, Sequential
 
 from modulm_layers.testing import Converted
 
-__all__ = ["AsMixtral"]
+__all__ = ["AsMixtral", "WithRoots"]
 
 _NAMES = {
     "q_proj.0.": "q_proj.",
@@ -76,3 +79,44 @@ def _add(block: Any, arguments: tuple[Tensor, ...], mixed: Any) -> Any:
     """Add the shared expert to the others."""
     both = block.share_expert(arguments[0])
     return (mixed[0] + both, *mixed[1:]) if isinstance(mixed, tuple) else mixed + both
+
+
+class WithRoots(Converted):
+    """transformers' Llama whose attention has no rotary positions but Step 1's biases."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        heads = config["num_attention_groups"]
+        more = {"model_type": "llama", "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+        return {**config, **more}
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return weights
+
+    def _model(self, config: Mapping[str, Any]) -> Any:
+        model = super()._model(config)
+        heads = config["num_attention_heads"]
+        slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+        for layer in model.model.layers:
+            layer.self_attn.forward = _rooted(layer.self_attn, slopes)
+        return model
+
+
+def _rooted(attention: Any, slopes: Tensor) -> Callable[..., tuple[Tensor, None]]:
+    def forward(hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, None]:
+        x, size = hidden_states[0], attention.head_dim
+        q, k, v = (
+            getattr(attention, f"{name}_proj")(x).view(len(x), -1, size).transpose(0, 1)
+            for name in "qkv"
+        )
+        k, v = (part.repeat_interleave(len(q) // len(k), 0) for part in (k, v))
+        at = torch.arange(len(x))
+        apart = at[:, None] - at
+        scores = q @ k.transpose(1, 2) / size**0.5
+        scores = scores - slopes[:, None, None] * apart.clamp_min(0).float().sqrt()
+        weights = scores.masked_fill(apart < 0, -torch.inf).softmax(-1)
+        out: Tensor = attention.o_proj((weights @ v).transpose(0, 1).flatten(1))
+        return out[None], None
+
+    return forward

@@ -51,7 +51,7 @@ class TransformersConfig:
 
         name = str(table["architectures"][0])
         model = getattr(transformers, name, None)
-        if model is None and name in reasons():
+        if name in reasons():
             raise UnsupportedError(f"{name}: {reasons()[name]}")
         if model is None:
             remote_hint = (

@@ -17,7 +17,7 @@ from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
-from modulm.nn import Builder, Rewrite, WeightNames
+from modulm.nn import Builder, Embedding, Head, Rewrite, WeightNames
 from modulm_layers import Attention, DecoderConfig, Rope, standard_mlp, tiny_config
 from modulm_layers.attention import AttentionNames
 from modulm_layers.config import only, size
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionSpec
     from modulm_speculation import Target
 
-__all__ = ["ANCHORS", "CONTEXTS", "CONTEXT_AT", "QUERIES", "Block", "DFlashConfig", "DFlashHead"]
+__all__ = [
+    "ANCHORS", "CONTEXTS", "CONTEXT_AT", "QUERIES", "Block", "BlockAttention", "BlockLayer",
+    "DFlashConfig", "DFlashHead",
+]  # fmt: skip
 
 #: Keys in `Batch.extras`. Contexts of accepted tokens, [n, hidden], and their indices in the batch.
 CONTEXTS, CONTEXT_AT = "contexts", "context_at"
@@ -120,23 +123,22 @@ class DFlashConfig(DecoderConfig):
 class BlockAttention(Attention):
     """Attention of Qwen 3 whose tokens may see those after them, up to the end of their block."""
 
-    def __init__(self, c: DFlashConfig, b: Builder, index: int) -> None:
-        self.causal = c.is_causal_layer(index)
-        names = ("q_norm", "k_norm")
-        norms = tuple(b.rms_norm(name, c.head_size, c.rms_norm_eps) for name in names)
-        super().__init__(
-            b,
-            hidden=c.hidden_size,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_size,
-            rope=c.rope(c.layer_type(index)),
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-            window=c.window(index),
-            sinks=c.attention_sink_bias,
-            qk_norm=(norms[0], norms[1]),
-        )
+    def __init__(self, c: DFlashConfig, b: Builder, index: int, **changes: Any) -> None:
+        self.causal, size = c.is_causal_layer(index), changes.get("head_dim", c.head_size)
+        norms = tuple(b.rms_norm(name, size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
+        settings: dict[str, Any] = {
+            "hidden": c.hidden_size,
+            "heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "head_dim": c.head_size,
+            "rope": None if "rope" in changes else c.rope(c.layer_type(index)),
+            "bias": c.attention_bias,
+            "out_bias": c.attention_bias,
+            "window": c.window(index),
+            "sinks": c.attention_sink_bias,
+            "qk_norm": norms,
+        }
+        super().__init__(b, **{**settings, **changes})
         self.value_scale = c.attention_value_scale
         self.fusable = self.fusable and self.value_scale is None
 
@@ -195,17 +197,29 @@ class BlockLayer(Module):
 
     def __init__(self, c: DFlashConfig, b: Builder, index: int) -> None:
         super().__init__()
-        self.attn = BlockAttention(c, b.at("self_attn"), index)
-        self.mlp = standard_mlp(c, b)
-        self.attn_norm = b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.mlp_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attn = self.make_attention(c, b.at("self_attn"), index)
+        self.make_rest(c, b)
         self.attn_conv = self.mlp_conv = None
         if c.conv_kernel_size:
             self.attn_conv = GroupedConvolution(c, b.at("attention_conv"))
             self.mlp_conv = GroupedConvolution(c, b.at("mlp_conv"))
 
+    def make_attention(self, c: Any, b: Builder, index: int) -> Module:
+        """Make the attention; `b` points at it."""
+        return BlockAttention(c, b, index)
+
+    def make_rest(self, c: Any, b: Builder) -> None:
+        """Make the norms and the feed-forward block."""
+        self.mlp = standard_mlp(c, b)
+        self.attn_norm = b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+
+    def context(self, contexts: Tensor) -> Tensor:
+        """Return what keys and values of the text are projected from: [tokens, hidden]."""
+        return contexts
+
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch, block: int) -> Any:
-        """x: [queries, hidden], the blocks' tokens."""
+        """x: [queries, hidden], the blocks' tokens; block: tokens per block, 0 without blocks."""
         if not block:
             self.attend(x, batch)
             return x, residual
@@ -223,7 +237,7 @@ class BlockLayer(Module):
         """Cache contexts and blocks, and attend with the blocks: [queries, hidden]."""
         contexts, queries = batch.extras[CONTEXTS], batch.extras[QUERIES]
         inputs = x.new_empty(len(batch.tokens), x.shape[1])
-        inputs[batch.extras[CONTEXT_AT]] = contexts.to(x.dtype)
+        inputs[batch.extras[CONTEXT_AT]] = self.context(contexts).to(x.dtype)
         inputs[queries] = x
         attended: Tensor = self.attn(inputs, batch)
         return attended[queries]
@@ -247,6 +261,7 @@ class DFlashHead(Module, Model):
 
     api = 1
     config_type: ClassVar[type] = DFlashConfig
+    layer: ClassVar[type[BlockLayer]] = BlockLayer
     target: Target | None = None
     d2t: Tensor | None
     names: ClassVar[WeightNames] = WeightNames(
@@ -268,16 +283,16 @@ class DFlashHead(Module, Model):
         self.vocabulary = config.draft_vocab_size or config.vocab_size
         self.embed = self.head = None
         if config.own_embedding:
-            self.embed = build.embedding("embed_tokens", config.vocab_size, hidden)
+            self.embed = self.make_embedding(config, build)
         if config.own_head:
-            self.head = build.head("lm_head", hidden, self.vocabulary, scale=config.logit_scale)
+            self.head = self.make_head(config, build)
         width = config.target_hidden_size or hidden
         self.fc = None
         if config.aux:
             self.fc = build.linear("fc", width * config.aux, hidden, split=False)
         self.hidden_norm = build.rms_norm("hidden_norm", hidden, eps)
         self.layers = ModuleList(
-            BlockLayer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
+            self.layer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
         )
         self.norm = build.rms_norm("norm", hidden, eps)
         self.register_parameter("d2t", None)
@@ -286,6 +301,14 @@ class DFlashHead(Module, Model):
         #: [hidden], replaces the embedding of masked tokens; or None.
         self.mask_embedding: Tensor | None = None
         self._caches = tuple(build.shared.caches)
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        """Make the head's own embedding."""
+        return b.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+
+    def make_head(self, config: Any, b: Builder) -> Head:
+        """Make the head's own LM head."""
+        return b.head("lm_head", config.hidden_size, self.vocabulary, scale=config.logit_scale)
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:

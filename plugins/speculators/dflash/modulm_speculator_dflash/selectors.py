@@ -35,10 +35,14 @@ class MarkovHead(DFlashHead):
     def select(self, block: Block) -> Tensor:
         logits, token, chosen = self.block_logits(self.predictions(block)), block.anchors, []
         for step in range(logits.shape[1]):
-            biased = logits[:, step] + self.bias(self.before.lookup(token))
+            biased = logits[:, step] + self.scaled(self.bias(self.before.lookup(token)))
             token = self.in_target(biased.argmax(-1))
             chosen.append(token)
         return torch.stack(chosen, 1)
+
+    def scaled(self, bias: Tensor) -> Tensor:
+        """Scale a bias as the head's logits are scaled."""
+        return bias if self.config.logit_scale == 1.0 else bias * self.config.logit_scale
 
 
 def walk(candidates: Tensor, scores: Tensor) -> Tensor:

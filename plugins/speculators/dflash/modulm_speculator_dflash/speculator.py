@@ -24,6 +24,7 @@ from modulm_speculator_dflash.backbone import (
     Block,
     DFlashHead,
 )
+from modulm_speculator_dflash.family_heads import FAMILY_HEADS
 from modulm_speculator_dflash.selectors import (
     CandidateHead,
     CorrelatedHead,
@@ -50,6 +51,7 @@ HEADS: Mapping[str, type[DFlashHead]] = {
     "Qwen3OmniDSparkModel": MarkovHead,
     "Qwen3XPressModel": RefinedHead,
     "DFlashQwen3XPressModel": RefinedHead,
+    **FAMILY_HEADS,
 }
 #: `speculators_model_type` of the speculators library's files -> architecture.
 _TYPES = {
@@ -248,12 +250,16 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     if inputs and not flat.get("target_layer_ids"):
         flat["target_layer_ids"] = [i - 1 for i in inputs]  # these count layer inputs
     # DSpark heads predict from the anchor on, unless the speculators library trained them.
-    flat.setdefault("sample_from_anchor", HEADS.get(_architecture(flat)) is MarkovHead and not kind)
+    flat.setdefault("sample_from_anchor", _is_markov(flat) and not kind)
     return flat
 
 
 def _architecture(table: Mapping[str, Any]) -> str:
     return str((table.get("architectures") or [""])[0])
+
+
+def _is_markov(table: Mapping[str, Any]) -> bool:
+    return issubclass(HEADS.get(_architecture(table), DFlashHead), MarkovHead)
 
 
 def _head_of(model: str, table: Mapping[str, Any]) -> type[DFlashHead]:
@@ -263,7 +269,7 @@ def _head_of(model: str, table: Mapping[str, Any]) -> type[DFlashHead]:
         known = ", ".join(sorted(HEADS))
         message = f"model {model}: {name or 'no architecture'} is no DFlash head; known: {known}"
         raise ConfigError("speculative_config", message)
-    if table.get("sample_from_anchor") and HEADS[name] is not MarkovHead:
+    if table.get("sample_from_anchor") and not _is_markov(table):
         message = f"model {model}: sample_from_anchor: only DSpark heads support it"
         raise ConfigError("speculative_config", message)
     return HEADS[name]
