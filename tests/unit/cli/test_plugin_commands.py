@@ -123,7 +123,7 @@ def test_an_allow_list_does_not_shut_out_commands(run: Run) -> None:
         (["--plugins=modulm-fnie", "plugins"], "did you mean modulm-fine"),
         (
             ["plugins", "show", "shortst"],
-            "did you mean shortest (modulm-fine 1.0 and modulm-twice 1.0)?",
+            "did you mean shortest (modulm-fine 1.0 and modulm-twice 1.0)",
         ),
         (["plugins", "new", "isolators", "x"], "no template for isolators yet"),
         (["plugins", "new", "models", "a b"], "use letters, digits and single hyphens"),
