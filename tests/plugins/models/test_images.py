@@ -676,7 +676,8 @@ ALIASES = {
 
 #: Of `test_image_vectors.py`.
 EMBEDDERS = {
-    "CLIPModel", "ColModernVBertForRetrieval", "ColPaliForRetrieval", "ColQwen2ForRetrieval",
+    "CLIPModel", "ColUltraVBertForRetrieval",
+    "ColModernVBertForRetrieval", "ColPaliForRetrieval", "ColQwen2ForRetrieval",
     "ColQwen3", "ColQwen3_5", "ModernVBertModel", "OpsColQwen3Model",
     "Qwen3VLNemotronEmbedModel",
     "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",

@@ -126,7 +126,7 @@ RETRIEVERS = {
 }  # fmt: skip
 
 
-@parametrize_sample("name", RETRIEVERS, every=3)
+@parametrize_sample("name", RETRIEVERS, every=4)
 def test_colqwens_have_vectors_of_the_model_inside(name, tmp_path):
     """Of a page between texts, whatever the files call the parts."""
     inside, width, layer, names = RETRIEVERS[name]

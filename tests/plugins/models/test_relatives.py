@@ -327,7 +327,7 @@ RELATIVES = {
 }  # fmt: skip
 
 
-@parametrize_sample("name", RELATIVES, every=6)
+@parametrize_sample("name", RELATIVES, every=12)
 def test_relatives_compute_what_their_parts_do(name, tmp_path):
     relative, table = RELATIVES[name], driver(name).tiny()
     family = ImageFamily(
@@ -400,6 +400,40 @@ def test_merged_files_of_colmodernvbert_have_its_vectors(tmp_path):
         request = {"prompt": text, "multi_modal_data": {"image": page}}
         (output,) = llm.encode(request, pooling_task="token_embed", use_tqdm=False)
     assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+    assert (torch.from_numpy(output.outputs.data) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.exhaustive
+def test_ultravberts_hidden_states_are_vectors(tmp_path):
+    """Of a page and a question; pages have at most as many tiles as the file says."""
+    table, name = driver("ColUltraVBertForRetrieval").tiny(), "UltraVBertModel"
+    keys = {key: value for key, value in table.items() if key != "architectures"}
+    family = ImageFamily(Made(name), IDEFICS, lambda tokenizer: Nothing(), changes=keys)
+    write_family(family, tmp_path)
+    model = (
+        getattr(hf, name)
+        .from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
+    weights = {old: tensor.clone() for old, tensor in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**sizes, "max_image_tiles": 2}))
+    load_processor.cache_clear()
+    (page,), text = images([(56, 28)]), "A <image> of Paris"
+    inputs = processor_of("ColUltraVBertForRetrieval", tmp_path)(
+        text=[text], images=[page], add_special_tokens=False, return_tensors="pt",
+        size={"longest_edge": 56},
+    )  # fmt: skip
+    inputs.pop("rows", None), inputs.pop("cols", None)
+    with torch.inference_mode():
+        hidden = model(**inputs).last_hidden_state[0]
+    with modulm.LLM(str(tmp_path), **CPU) as llm:
+        request = {"prompt": text, "multi_modal_data": {"image": page}}
+        (output,) = llm.encode(request, pooling_task="token_embed", use_tqdm=False)
+    assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+    expected = torch.nn.functional.normalize(hidden, dim=-1)
     assert (torch.from_numpy(output.outputs.data) - expected).abs().max() < 1e-4
 
 

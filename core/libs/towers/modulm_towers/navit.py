@@ -109,4 +109,5 @@ def patch_squares(x: Tensor, grid: Sequence[int], merge: int) -> Tensor:
     """[patches, hidden], row by row -> [tokens, merge * merge * hidden]."""
     frames, rows, columns = grid
     cut = patches(x.view(frames, rows, columns, -1).permute(0, 3, 1, 2), merge)
-    return cut.unflatten(2, (x.shape[1], -1)).transpose(2, 3).flatten(2).flatten(0, 1)
+    squares: Tensor = cut.reshape(*cut.shape[:2], x.shape[1], -1).transpose(2, 3)
+    return squares.flatten(2).flatten(0, 1)

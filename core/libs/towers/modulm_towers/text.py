@@ -60,6 +60,7 @@ _TEXT: Mapping[str, str] = {
     "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "ultrabert": "UltrabertModel",
 }
 #: Model types whose files have, or once had, the text model's keys at the top level.
 _FLAT: Mapping[str, str] = {
