@@ -61,7 +61,7 @@ def ready_pool(models: int) -> ModelPool:
     info = scripted_info(tokenizer, config=config)
     for model in pool.models:
         model.engine = ScriptedEngine(tokenizer, lambda *_: Reply(""), info)
-        model.routes = ModelRoutes(None, (), {("POST", PATH): endpoint})  # type: ignore[arg-type]
+        model.routes = ModelRoutes(None, (), {("POST", PATH): endpoint}, None)  # type: ignore[arg-type]
         model.state = "loaded"
     return pool
 
