@@ -64,7 +64,7 @@ def table() -> str:
     return text + (
         "\nThe last columns of the table are the largest errors. The sizes of each architecture\n"
         f"are in `{RECORD.relative_to(ROOT)}`; `make test-all`\n"
-        "compares all families and stored formats.\n"
+        "compares all families and stored formats (of those, weights and caches).\n"
     )
 
 

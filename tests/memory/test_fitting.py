@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 
 import pytest
@@ -17,12 +16,9 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_command_explain.command import decisions_for
 from modulm_memory import estimate as estimates
-from modulm_memory import usage
 from modulm_memory.estimate import estimate
 from modulm_memory.fitting import stored_bytes
 from modulm_platform_cpu.platform import CpuPlatform
-from modulm_server import memory_metrics
-from modulm_server.memory_metrics import EngineMemory
 from modulm_server.models.hosted_model import HostedModel
 from modulm_server.models.memory import Needs, changes_within, needs_of
 from modulm_server.models.settings import ModelSettings
@@ -162,40 +158,6 @@ def test_the_memory_of_devices_counts_for_the_budget(monkeypatch):
     asyncio.run(model.measure())
     assert model.engine.calls == 2
     assert model.memory == llm.info.description.weight_bytes
-    llm.shutdown()
-
-
-def test_a_server_of_one_model_counts_memory_beyond_its_estimate(monkeypatch):
-    """Workers say once what they were to hold; models without an estimate have no count."""
-    llm = LLM("demo", kv_cache_memory_bytes=1 << 20)
-    (rank,) = estimate(llm.info.config, manager.current()).ranks
-    expected = rank.fixed + rank.step + rank.cache_bytes + 100 * MIB
-
-    class Engine:
-        process_ids = (os.getpid(),)
-
-        async def collective_rpc(self, method, timeout):
-            return llm.collective_rpc(method, timeout)
-
-    def measured(engine):
-        memory = EngineMemory("demo", engine)
-        asyncio.run(memory.measure())
-        return {
-            sample.name: (sample.labels, sample.value)
-            for metric in memory.collect()
-            for sample in metric.samples
-        }
-
-    monkeypatch.setattr(usage, "_before_loading", 100 * MIB)
-    monkeypatch.setattr(memory_metrics, "process_bytes", lambda process: expected + 8 * MIB)
-    label = {"model_name": "demo"}
-    found = measured(Engine())
-    assert found["modulm:model_memory_bytes"][1] > 50 * MIB
-    assert found["modulm:model_memory_beyond_estimate_bytes"] == (label, 8 * MIB)
-    monkeypatch.setattr(memory_metrics, "process_bytes", lambda process: expected - 1)
-    assert measured(Engine())["modulm:model_memory_beyond_estimate_bytes"] == (label, 0)
-    monkeypatch.setattr(estimates, "resolve_checkpoint", refuse)
-    assert measured(Engine()).keys() == {"modulm:model_memory_bytes"}
     llm.shutdown()
 
 

@@ -61,7 +61,7 @@ SERVER = (
      "output", "prompts"),
     ("api_keys", "auth", "constraints", "errors", "hosts", "json_body", "key_limits", "logprobs",
      "io_processor", "logs", "loopback",
-     "media_service", "memory_metrics", "metrics", "pacing", "page_files", "paging",
+     "media_service", "metrics", "pacing", "page_files", "paging",
      "prompt_caching", "prompt_embeds", "request_cost", "request_guard",
      "request_log", "sampling", "sse", "stat_logger", "stats_log", "text_work"),
     ("generation",),

@@ -33,7 +33,7 @@ CALL_BY_CALL = {
     "PhimoeForCausalLM": "a router that masks as it chooses",
 }
 #: Whose attention runs on the portable backend, which plans nothing that could be recorded.
-PORTABLE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+PORTABLE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Step1ForCausalLM"}
 #: Drivers that say nothing of a tiny checkpoint of their own.
 _OTHERS = {
     "transformers", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",

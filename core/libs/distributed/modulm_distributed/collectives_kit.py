@@ -43,10 +43,10 @@ def check_collectives(driver: type[Collectives]) -> None:
         reason = driver.rejects(platform, members)
         valid = reason is None or (isinstance(reason, str) and reason.strip())
         assert valid, f"rejects() gave {reason!r}, not a reason or None"
-        devices = _RANKS if platform.device.type == "cpu" else torch.accelerator.device_count()
-        if reason is None and devices >= _RANKS:
+        # Ranks that are threads of one process share a device only where that is the host's memory.
+        if reason is None and platform.reset_peak_memory() is None:
             return _check_ranks(driver, platform)
-        reasons.append(f"{platform.name}: {reason or f'it has {devices} devices'}")
+        reasons.append(f"{platform.name}: {reason or 'each rank needs a device of its own'}")
     raise KitNotRun("; ".join(reasons) or "this machine has no platform")
 
 

@@ -269,8 +269,13 @@ def _rehearsed(
     *,
     masks: bool,
 ) -> tuple[StepWidths, tuple[str, ...]]:
-    """Add how a step grows, where the platform does not measure it; else why that is unknown."""
-    if platform.device.type != "cpu" or built.shared.mesh.pipeline.size > 1:
+    """Add how a step grows, where the platform does not measure it; else why that is unknown.
+
+    Platforms that pad steps compile a program for each size, so nothing is rehearsed there.
+    """
+    measured = platform.reset_peak_memory() is not None
+    padded = platform.step_sizes(1, 1) is not None
+    if measured or padded or built.shared.mesh.pipeline.size > 1:
         return widths, ()
     try:
         growth = rehearse(built, groups, platform, widths.token, masks=masks)

@@ -1,4 +1,4 @@
-"""Hooks: propose settings that fit the memory, and note what a process held before its model."""
+"""Hooks: propose settings that fit the memory, and refuse weights that do not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from modulm.plugins import Proposal, hookimpl
 from modulm_memory.planning import making_proposals, refusal
-from modulm_memory.usage import note_process
 
-__all__ = ["modulm_config_final", "modulm_config_proposals", "modulm_model_built"]
+__all__ = ["modulm_config_final", "modulm_config_proposals"]
 
 
 @hookimpl
@@ -31,9 +30,3 @@ def modulm_config_final(config: Any) -> None:
     if error is not None:
         refusal.set(None)
         raise error()
-
-
-@hookimpl
-def modulm_model_built() -> None:
-    """Note the size of the process, for the metric of memory beyond the estimate."""
-    note_process()

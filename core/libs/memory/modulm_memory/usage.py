@@ -1,38 +1,18 @@
-"""What running workers hold in memory, and what was to be expected of them."""
+"""What running workers hold in memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
 if TYPE_CHECKING:
     from modulm.contracts.executor import WorkerHandle
 
-__all__ = [
-    "Expected", "device_bytes", "expected_bytes", "measure", "note_process", "process_bytes",
-    "process_tree",
-]  # fmt: skip
+__all__ = ["device_bytes", "measure", "process_bytes", "process_tree"]
 
 _PROC = Path("/proc")
-
-#: Bytes of this process before its model was loaded.
-_before_loading = 0
-
-
-@frozen
-class Expected:
-    """What a worker's process was expected to hold. process_id: on its machine. bytes: None if the
-    model cannot be estimated. on_device: whether its tensors are in the memory of a device.
-    """
-
-    process_id: int
-    bytes: int | None
-    on_device: bool
 
 
 def process_bytes(process_id: int) -> int:
@@ -65,12 +45,6 @@ def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
     return sum(process_bytes(process) for process in processes)
 
 
-def note_process() -> None:
-    """Note the size of this process before its model is loaded."""
-    global _before_loading
-    _before_loading = process_bytes(os.getpid())
-
-
 def device_bytes(worker: WorkerHandle) -> int | None:
     """Return the bytes of a worker's tensors in the memory of its device.
 
@@ -78,20 +52,3 @@ def device_bytes(worker: WorkerHandle) -> int | None:
     since its tensors are in the process's memory.
     """
     return worker.platform.reset_peak_memory()
-
-
-def expected_bytes(worker: WorkerHandle) -> Expected:
-    """Estimate what a worker's process was to hold: the process before its model was loaded, and
-    weights, caches and the largest step as `modulm fit` estimates them. A worker function.
-    """
-    from modulm.errors import ModulmError
-    from modulm.plugins import manager
-    from modulm_memory.estimate import estimate
-
-    on_device = device_bytes(worker) is not None
-    try:
-        rank = estimate(worker.config, manager.current()).ranks[worker.rank]
-    except ModulmError:
-        return Expected(os.getpid(), None, on_device)
-    held = rank.fixed + rank.step + rank.cache_bytes
-    return Expected(os.getpid(), held + (0 if on_device else _before_loading), on_device)
