@@ -198,7 +198,7 @@ def kinds(site: str, scenario: str) -> tuple[str, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@parametrize_sample("module", REACHED, every=16)
+@parametrize_sample("module", REACHED, every=48)
 def test_a_fault_at_each(
     world: World,
     served: tuple[Live, httpx.Client, int],

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from modulm.config.binding import share_of
 from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.model import CacheKind, Model
-from modulm.contracts.platform import Memory
+from modulm.contracts.platform import Memory, Platform
 from modulm.engine.kv_cache.sizing import Sizing, blocks_needed, cache_budget, share_out
 from modulm.engine.parts import open_parts
 from modulm.errors import ConfigError
@@ -29,7 +29,6 @@ from modulm_memory.weights import Weights, weigh
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.decision import Decision
-    from modulm.contracts.platform import Platform
     from modulm.loading import CacheGroup, ResolvedCheckpoint
     from modulm.plugins.manager import PluginManager
 
@@ -271,11 +270,13 @@ def _rehearsed(
 ) -> tuple[StepWidths, tuple[str, ...]]:
     """Add how a step grows, where the platform does not measure it; else why that is unknown.
 
-    Platforms that pad steps compile a program for each size, so nothing is rehearsed there.
+    Nothing is rehearsed on devices with a queue, or whose steps are padded: those compile a program
+    for each size.
     """
     measured = platform.reset_peak_memory() is not None
+    queued = type(platform).queue is not Platform.queue
     padded = platform.step_sizes(1, 1) is not None
-    if measured or padded or built.shared.mesh.pipeline.size > 1:
+    if measured or queued or padded or built.shared.mesh.pipeline.size > 1:
         return widths, ()
     try:
         growth = rehearse(built, groups, platform, widths.token, masks=masks)

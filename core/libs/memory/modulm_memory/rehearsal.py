@@ -192,7 +192,6 @@ def step_allocations(
             GroupPlanner.all(groups), *caches, rows=2, tokens=tokens, platform=platform
         )
         batch: Batch = builder.build(plan, counts.cumsum() - 1)
-        platform.synchronize()  # layers run outside of the queue that brings the batch
         if encodes:
             ids = {"input_ids": np.zeros(tokens, dtype=np.int64)}
             model.encode([MediaItem("text", b"", 0, tokens, ids, cross=True)])
