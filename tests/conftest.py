@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import listings
 import pytest
+from _pytest.logging import catching_logs
 from forked_python import TEMPLATES
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from httpx._transports import default as httpx_transports
@@ -56,6 +58,24 @@ if FUZZ is None:
     # Examples do not depend on the constants in whichever modules were imported before, for which
     # hypothesis reads the source of all of them.
     providers._get_local_constants = lambda: providers._local_constants
+
+
+def catch_logs(self: catching_logs[Any]) -> logging.Handler:
+    """Attach pytest's handler to the root logger, as all others propagate to it (see `untouch`).
+
+    pytest looks through the thousands of loggers that exist, six times a test.
+    """
+    root = logging.getLogger()
+    if self.level is not None:
+        self.orig_level = root.level
+        self.handler.setLevel(self.level)
+        root.setLevel(min(root.level, self.level))
+    root.addHandler(self.handler)
+    self.attached_loggers.append(root)
+    return self.handler
+
+
+catching_logs.__enter__ = catch_logs  # type: ignore[method-assign]
 
 FAMILIES = ("modulm", "modulm_server", "uvicorn")
 #: Where tiny checkpoints are written.
@@ -107,6 +127,8 @@ class FileScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file.startswith("tests/meta/"):
+            return "tests/meta"  # they share syntax trees
         return nodeid if file in SPLIT else file
 
 
@@ -142,6 +164,7 @@ def own_interpreters() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     TEMPLATES.install()
+    listings.share()
     share_checkpoints(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FileTimes(), "file times")

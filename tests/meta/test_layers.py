@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax_trees import syntax_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -118,7 +119,7 @@ def imports(path: Path) -> tuple[str, ...]:
     `from package import module` is the module.
     """
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -211,7 +212,7 @@ def test_contracts_import_no_torch() -> None:
     for path in (CORE / "contracts").glob("*.py"):
         top = {
             alias.name
-            for node in ast.parse(path.read_text()).body
+            for node in syntax_tree(path).body
             if isinstance(node, ast.Import)
             for alias in node.names
         }
@@ -262,7 +263,7 @@ def test_the_core_names_no_plugin() -> None:
 
 def literals(path: Path) -> Iterator[tuple[int, str]]:
     """Identifiers and strings of a file, docstrings apart."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path)
     documentation = {
         id(node.value)
         for node in ast.walk(tree)

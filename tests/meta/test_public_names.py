@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax_trees import syntax_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core"
@@ -49,7 +50,7 @@ def test_all_is_sorted_and_complete() -> None:
 
 def problems(path: Path) -> Iterator[str]:
     """What is wrong with the `__all__` of a module."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path)
     body = [node for node in tree.body if not isinstance(node, ast.Expr)]
     if not body:
         return

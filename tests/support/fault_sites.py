@@ -103,9 +103,10 @@ class _Sites(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
-        text = ast.unparse(node.func)
+        operation = _operation(node)
+        text = ast.unparse(node.func) if operation else ""
         self.generic_visit(node)
-        if _operation(node):
+        if operation:
             node.func = self._ask("call", node.func, text)
         return node
 

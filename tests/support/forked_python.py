@@ -343,6 +343,9 @@ if __name__ == "__main__":
     for name in (*_IMPORTED, *_plugins()):
         with suppress(ImportError):  # of a package whose extra is not installed
             importlib.import_module(name)
+    sys.path.insert(0, os.path.dirname(__file__))
+    importlib.import_module("listings").share()
+    del sys.path[0]
     if threading.active_count() != 1:
         raise RuntimeError(f"threads do not survive a fork: {threading.enumerate()}")
     gc.freeze()

@@ -37,6 +37,7 @@ from modulm.ops.recording import FixedInputs, signature
 from modulm.plugins import defaults, manager
 from modulm.testing.kit import KitNotRun
 from modulm.testing.paged_attention import ReferencePlan, attend, pick_scores, write_kv
+from modulm.testing.platform import usable_platforms
 
 __all__ = ["SPECS", "check_attention"]
 
@@ -595,16 +596,11 @@ def _bind(platform: Platform) -> Ops:
 
 def _find_platform(backend: type[AttentionBackend]) -> Platform:
     """Return the platform of this machine that lists the backend, or else one that it accepts."""
-    plugins, here = manager.current(), []
-    for declared in plugins.names("platforms"):
-        driver = plugins.load_declared(declared)
-        if driver.probe().score > 0:
-            platform: Platform = driver()
-            if backend.name in driver.attention:
-                return platform
-            here.append(platform)
-    reasons = []
-    for platform in here:
+    platforms, reasons = usable_platforms(), []
+    for platform in platforms:
+        if backend.name in platform.attention:
+            return platform
+    for platform in platforms:
         ops, dtype = _bind(platform), platform.dtypes[0]
         specs = (evolve(spec, dtype=dtype, kv_dtype=dtype) for spec in SPECS.values())
         refusals = [backend.refuses(spec, platform, ops) for spec in specs]

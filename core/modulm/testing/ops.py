@@ -23,11 +23,10 @@ from torch import Tensor
 
 from modulm.contracts.kernels import KernelProvider, Op
 from modulm.contracts.platform import Platform, Probe
-from modulm.errors import ModulmError
 from modulm.ops import sampling_twins, twins
 from modulm.ops.table import BUNDLES, twin_ops
-from modulm.plugins import manager
 from modulm.testing.kit import KitNotRun, sample_of
+from modulm.testing.platform import usable_platforms
 
 __all__ = ["Sample", "check_kernels", "check_op"]
 
@@ -151,7 +150,7 @@ def check_kernels(
     tried: set[str] = set()
     offered: set[str] = set()
     reasons = []
-    for platform in _platforms():
+    for platform in usable_platforms():
         probe = driver.probe(platform)
         assert isinstance(probe, Probe), f"probe() gave {probe!r}, not a Probe"
         assert probe.reason, "probe() gives no reason"
@@ -170,20 +169,6 @@ def check_kernels(
         raise KitNotRun("none of its ops has a sample: pass samples=, or define kit_samples")
     left = sorted(offered - tried)
     return f"without a sample: {', '.join(left)}" if left else ""
-
-
-def _platforms() -> list[Platform]:
-    """Platforms of this machine."""
-    plugins = manager.current()
-    platforms = []
-    for declaration in plugins.names("platforms"):
-        try:
-            cls = plugins.load("platforms", declaration.name)
-            if cls.probe().score > 0:
-                platforms.append(cls())
-        except ModulmError:
-            continue
-    return platforms
 
 
 def _check_table(provider: KernelProvider, ops: Mapping[str, Op]) -> None:

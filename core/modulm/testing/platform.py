@@ -12,14 +12,28 @@ and what an object of it says without touching the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from modulm.contracts.platform import Memory, Platform, Probe, StepSizes
+from modulm.errors import ModulmError
+from modulm.plugins import manager
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_platform"]
+__all__ = ["check_platform", "usable_platforms"]
+
+
+def usable_platforms() -> list[Platform]:
+    """Return the installed platforms whose devices this machine has."""
+    plugins, usable = manager.current(), []
+    for declaration in plugins.names("platforms"):
+        with suppress(ModulmError):
+            driver = plugins.load_declared(declaration)
+            if driver.probe().score > 0:
+                usable.append(driver())
+    return usable
 
 
 def check_platform(platform: type[Platform]) -> str:

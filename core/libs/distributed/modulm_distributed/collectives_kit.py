@@ -18,10 +18,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from modulm.contracts.platform import Platform
-from modulm.errors import ModulmError
 from modulm.parallel import ProcessGroup
-from modulm.plugins import manager
 from modulm.testing.kit import KitNotRun
+from modulm.testing.platform import usable_platforms
 from modulm_distributed.collectives import Collectives, Members
 
 __all__ = ["check_collectives"]
@@ -38,7 +37,7 @@ def check_collectives(driver: type[Collectives]) -> None:
     Raises AssertionError with what was expected, KitNotRun if they cannot be connected here.
     """
     reasons = []
-    for platform in _platforms():
+    for platform in usable_platforms():
         members = Members("kit", 0, _RANKS, c10d.HashStore(), seconds=_SECONDS)
         reason = driver.rejects(platform, members)
         valid = reason is None or (isinstance(reason, str) and reason.strip())
@@ -48,18 +47,6 @@ def check_collectives(driver: type[Collectives]) -> None:
             return _check_ranks(driver, platform)
         reasons.append(f"{platform.name}: {reason or 'each rank needs a device of its own'}")
     raise KitNotRun("; ".join(reasons) or "this machine has no platform")
-
-
-def _platforms() -> list[Platform]:
-    plugins, platforms = manager.current(), []
-    for declaration in plugins.names("platforms"):
-        try:
-            cls = plugins.load("platforms", declaration.name)
-            if cls.probe().score > 0:
-                platforms.append(cls())
-        except ModulmError:
-            continue
-    return platforms
 
 
 def _check_ranks(driver: type[Collectives], platform: Platform) -> None:

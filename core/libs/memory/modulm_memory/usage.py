@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modulm.contracts.executor import WorkerHandle
 
-__all__ = ["device_bytes", "measure", "process_bytes", "process_tree"]
+__all__ = ["device_bytes", "measure"]
 
 _PROC = Path("/proc")
 
 
-def process_bytes(process_id: int) -> int:
+def _process_bytes(process_id: int) -> int:
     """Return the memory of a process, in which pages that several processes share count
     proportionally; 0 on systems without /proc.
     """
@@ -27,7 +27,7 @@ def process_bytes(process_id: int) -> int:
     return int(next(sizes, "0")) << 10
 
 
-def process_tree(process_ids: Iterable[int]) -> Iterator[int]:
+def _process_tree(process_ids: Iterable[int]) -> Iterator[int]:
     """Yield processes and those that they started."""
     waiting = list(process_ids)
     while waiting:
@@ -41,8 +41,8 @@ def process_tree(process_ids: Iterable[int]) -> Iterator[int]:
 
 def measure(process_ids: Iterable[int], *, tree: bool = True) -> int:
     """Return the memory of processes and, in a tree, of those that they started, in bytes."""
-    processes = process_tree(process_ids) if tree else process_ids
-    return sum(process_bytes(process) for process in processes)
+    processes = _process_tree(process_ids) if tree else process_ids
+    return sum(_process_bytes(process) for process in processes)
 
 
 def device_bytes(worker: WorkerHandle) -> int | None:

@@ -25,7 +25,7 @@ from modulm_towers.multimodal import (
     tiny_text,
 )
 from modulm_towers.naflex import NaflexTower, Siglip2VisionConfig
-from modulm_towers.navit import NavitConfig, NavitTower, patch_squares
+from modulm_towers.navit import NavitConfig, NavitModel, NavitTower
 from modulm_towers.pieces import Pieces, Tower, through, whole
 from modulm_towers.pixtral import PixtralTower
 from modulm_towers.qformer import QFormer, QFormerConfig
@@ -60,6 +60,7 @@ __all__ = [
     "MultimodalModel",
     "NaflexTower",
     "NavitConfig",
+    "NavitModel",
     "NavitTower",
     "Pieces",
     "PixtralTower",
@@ -83,7 +84,6 @@ __all__ = [
     "halved",
     "interpolated",
     "lengths_of",
-    "patch_squares",
     "patches",
     "pixel_shuffle",
     "sinusoids",

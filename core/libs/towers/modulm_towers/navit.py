@@ -1,12 +1,13 @@
 """SigLIP for images of any size (NaViT, arXiv 2307.06304), of Keye-VL and PaddleOCR-VL.
 
-Learned positions are interpolated, and heads are rotated by rows and columns.
+Learned positions are interpolated, and heads are rotated by rows and columns. Squares of patches
+are normalized and projected to the tokens of a text model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,18 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn import ModuleList
 
-from modulm_layers import size
+from modulm.contracts.media import MediaItem
+from modulm.nn import Builder, WeightNames
+from modulm_layers import PlainMLP, size
 from modulm_towers.blocks import Block, BlockShape, patches
 from modulm_towers.grid import axial_turns, grid_coordinates, lengths_of
+from modulm_towers.multimodal import MultimodalModel, flat_patches
 from modulm_towers.pieces import Pieces, Tower, through
 
-if TYPE_CHECKING:
-    from modulm.nn import Builder
-
-__all__ = ["NavitConfig", "NavitTower", "patch_squares"]
+__all__ = ["NavitConfig", "NavitModel", "NavitTower"]
 
 Grids = Sequence[Sequence[int]]
+_PROJECTOR_EPS = 1e-5
 
 
 @frozen(kw_only=True)
@@ -105,7 +107,46 @@ class NavitTower(Tower):
         return resized[0].flatten(1).T.repeat(frames, 1)
 
 
-def patch_squares(x: Tensor, grid: Sequence[int], merge: int) -> Tensor:
+class NavitModel(MultimodalModel):
+    """A text model with positions on three axes behind the encoder and its projector."""
+
+    axes = 3
+    names = WeightNames(
+        rename=((r"^visual\.vision_model\.", "visual."), (r"^mlp_AR\.", "projector.")),
+        ignore=(r"^visual\.(head\.|embeddings\.(position_ids|packing_position_embedding))",),
+        rewrite=(flat_patches(r"\.patch_embedding\.weight$"),),
+    )
+    #: Whether squares of patches are normalized whole, instead of each patch.
+    whole_squares: ClassVar[bool] = False
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        vision, at = config.vision, b.at("projector")
+        self.tower = NavitTower(vision, b.at("visual"))
+        inner = vision.hidden_size * vision.spatial_merge_size**2
+        width = inner if self.whole_squares else vision.hidden_size
+        self.norm = at.layer_norm("pre_norm", width, _PROJECTOR_EPS)
+        self.projector = PlainMLP(
+            at, inner, inner, "gelu", up="linear_1", down="linear_2", outputs=config.hidden_size
+        )
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        merge = self.config.vision.spatial_merge_size
+        pixels = torch.cat([self.tensor(item, "pixel_values").flatten(1) for item in items])
+        grids = [item.tensors["image_grid_thw"].reshape(-1, 3).tolist() for item in items]
+        flat = [grid for item_grids in grids for grid in item_grids]
+        hidden = yield from self.tower.run(pixels, flat)
+        hidden = hidden if self.whole_squares else self.norm(hidden)
+        per_image = hidden.split([t * h * w for t, h, w in flat])
+        squares = torch.cat(
+            [_patch_squares(part, grid, merge) for part, grid in zip(per_image, flat, strict=True)]
+        )
+        tokens: Tensor = self.projector(self.norm(squares) if self.whole_squares else squares)
+        counts = [sum(t * h * w for t, h, w in item_grids) // merge**2 for item_grids in grids]
+        per_item: Sequence[Tensor] = tokens.split(counts)  # type: ignore[no-untyped-call]
+        return per_item
+
+
+def _patch_squares(x: Tensor, grid: Sequence[int], merge: int) -> Tensor:
     """[patches, hidden], row by row -> [tokens, merge * merge * hidden]."""
     frames, rows, columns = grid
     cut = patches(x.view(frames, rows, columns, -1).permute(0, 3, 1, 2), merge)

@@ -424,6 +424,8 @@ def _matches(route: BaseRoute, other: BaseRoute) -> bool:
     pattern = str(getattr(other, "path", ""))
     path = _PARAMETER.sub(lambda match: _EXAMPLES.get(match[1], "x"), pattern)
     path += "/x" if isinstance(other, Mount) else ""
+    if isinstance(route, Route) and not route.param_convertors and route.path != path:
+        return False  # what `Route.matches` would find out with a regular expression
     kind = "websocket" if isinstance(other, WebSocketRoute) else "http"
     scope = {"type": kind, "path": path, "headers": []}
     methods = getattr(other, "methods", None) or {"GET"}

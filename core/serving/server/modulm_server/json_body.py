@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -131,9 +131,15 @@ def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = T
 
 def request_docs(schema: type[msgspec.Struct]) -> dict[str, Any]:
     """Build `openapi_extra` for a route: the schema of its request body, for /docs."""
+    content = {"application/json": {"schema": _body_schema(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@cache
+def _body_schema(schema: type[msgspec.Struct]) -> Any:
+    """The JSON schema of a body without references. It is shared, and must not be changed."""
     shape = msgspec.json.schema(schema)
-    body = _resolved(shape, shape.get("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+    return _resolved(shape, shape.get("$defs", {}))
 
 
 def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
