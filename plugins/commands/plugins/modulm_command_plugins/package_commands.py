@@ -55,6 +55,12 @@ def _read(sources: Sequence[str]) -> list[PackageIndex]:
 @click.option("--unlisted", is_flag=True, help="Install names that no index lists, too.")
 @click.option("--any-version", is_flag=True, help="Let installed packages be replaced.")
 @click.option("--installer-option", "more", multiple=True, help="Option for uv or pip.")
+@click.option("--require-attestations", is_flag=True, help="Only wheels with an attestation.")
+@click.option(
+    "--trust-root",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="trusted_root.json of the Sigstore that signs. Default: the public one's.",
+)
 def install(
     packages: tuple[str, ...],
     sources: tuple[str, ...],
@@ -63,19 +69,28 @@ def install(
     unlisted: bool,
     any_version: bool,
     more: tuple[str, ...],
+    require_attestations: bool,
+    trust_root: Path | None,
 ) -> None:
     """Install plugin packages with uv, or else pip.
 
     PACKAGES are names in an index, wheels, folders, or git+https URLs. The command is printed
-    before it runs. Wheels of an index must have the digest that it lists. Installed packages keep
-    their versions. Installing runs code of the package only if it is no wheel.
+    before it runs. Wheels of an index must have the digest that it lists, and the attestation if it
+    lists one. Installed packages keep their versions. Installing runs code of the package only if
+    it is no wheel.
     """
+    from attrs import evolve
+
     from modulm_command_plugins.installer import constraints, install_command, run
 
     indexes = _read(sources)
+    if require_attestations:
+        indexes = [evolve(index, requires_attestations=True) for index in indexes]
     with tempfile.TemporaryDirectory(prefix="modulm-install-") as name:
         folder = Path(name)
-        pairs = [_requirement(package, indexes, folder, unlisted) for package in packages]
+        pairs = [
+            _requirement(package, indexes, folder, unlisted, trust_root) for package in packages
+        ]
         limits = None
         if not any_version:
             limits = folder / "constraints.txt"
@@ -91,11 +106,22 @@ def install(
 
 
 def _requirement(
-    package: str, indexes: Sequence[PackageIndex], folder: Path, unlisted: bool
+    package: str,
+    indexes: Sequence[PackageIndex],
+    folder: Path,
+    unlisted: bool,
+    trust_root: Path | None,
 ) -> tuple[str, str]:
     """Return the name, "" if unknown, and what the installer is given. Raises PluginNotFound."""
+    from modulm_command_plugins.attestations import describe_publisher
     from modulm_command_plugins.package_index import fetch
 
+    if all(index.requires_attestations for index in indexes) and (
+        Path(package).exists() or "://" in package
+    ):
+        raise ConfigError(
+            "packages", f"{package} is in no index, so nothing says by whom it must be attested"
+        )
     if package.startswith("git+") or "://" in package:
         return "", package
     if Path(package).exists() and ("/" in package or package.endswith(".whl")):
@@ -112,7 +138,14 @@ def _requirement(
         if entry.misfits():
             continue
         if entry.url:
-            return entry.name, str(fetch(entry, index.source, folder))
+            path, attested = fetch(entry, index, folder, trust_root)
+            if attested:
+                click.echo(f"{path.name} is attested by {describe_publisher(entry.publisher)}")
+            return entry.name, str(path)
+        if index.requires_attestations:
+            raise ConfigError(
+                "packages", f"{package} is installed by its name, without an attestation to check"
+            )
         return entry.name, f"{entry.name}=={entry.version}"
     if releases:
         wrong = "; ".join(releases[0][1].misfits())
@@ -221,7 +254,16 @@ def outdated(ctx: click.Context, sources: tuple[str, ...], as_json: bool) -> Non
 @click.option(
     "--quality", default="listed", show_default=True, type=click.Choice(("tested", "listed"))
 )
-def make_index(folder: Path, quality: str) -> None:
+@click.option(
+    "--publisher",
+    metavar="JSON",
+    help='Who signed the .publish.attestation files beside the wheels: {"kind": "GitHub", '
+    '"repository": "me/foo", "workflow": "publish.yml"}.',
+)
+@click.option("--require-attestations", is_flag=True, help="Wheels without one are refused.")
+def make_index(
+    folder: Path, quality: str, publisher: str | None, require_attestations: bool
+) -> None:
     """Write FOLDER/index.json, which lists the wheels in FOLDER. Runs nothing of them.
 
     --quality tested says that the contract kits of all of them passed.
@@ -230,11 +272,25 @@ def make_index(folder: Path, quality: str) -> None:
 
     from modulm_command_plugins.package_index import describe_wheels
 
-    index = describe_wheels(folder.glob("*.whl"))
+    index = describe_wheels(folder.glob("*.whl"), _publisher(publisher))
     entries = tuple(evolve(entry, quality=quality) for entry in index.packages)
     target = folder / "index.json"
-    target.write_text(evolve(index, packages=entries).text(), encoding="utf-8")
+    index = evolve(index, packages=entries, requires_attestations=require_attestations)
+    target.write_text(index.text(), encoding="utf-8")
     click.echo(f"wrote {target}: {len(entries)} packages")
+
+
+def _publisher(text: str | None) -> dict[str, str] | None:
+    """Parse --publisher. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise ConfigError("publisher", f"is no JSON: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+        raise ConfigError("publisher", "is no JSON object of strings")
+    return table
 
 
 def _newest(indexes: Sequence[PackageIndex]) -> Iterator[Entry]:

@@ -5,8 +5,11 @@
       "contracts": {"tool_parsers": [1, 2]}, "quality": "listed",
       "url": "modulm_parser_foo-1.0.0-py3-none-any.whl", "sha256": "..."}]}
 
-`url` is absolute or relative to the index. An entry without one is installed by its name. The index
-of this project's packages is in this package (`tests/meta/test_index.py` writes it).
+`url` is absolute or relative to the index. An entry without one is installed by its name.
+`provenance` is the URL of a wheel's attestations (PEP 740), and `publisher` says who must have
+signed one: {"kind": "GitHub", "repository": "me/foo", "workflow": "publish.yml"}. An index with
+`"requires_attestations": true` refuses wheels without. The index of this project's packages is in
+this package (`tests/meta/test_index.py` writes it).
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ FORMAT = 1
 #: Levels of quality, best first: of this project; its contract kits pass in its publisher's tests;
 #: only listed.
 QUALITIES = ("first-party", "tested", "listed")
-#: Maximum size of an index and of a wheel in bytes, and seconds without an answer.
+#: Maximum size of an index or provenance, and of a wheel, in bytes; seconds without an answer.
 _INDEX_BYTES, _WHEEL_BYTES, _TIMEOUT = 16 << 20, 1 << 30, 30.0
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -50,6 +53,7 @@ class Entry:
 
     provides: "kind/name". contracts: kind -> lowest and highest version of its contract.
     url: of the wheel; then sha256 is its digest. version: "" stands for this modulm's.
+    provenance: URL of the wheel's attestations. publisher: who must have signed one of them.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Entry:
     quality: str = "listed"
     url: str = ""
     sha256: str = ""
+    provenance: str = ""
+    publisher: Mapping[str, str] = field(factory=dict)
 
     def problem(self) -> str:
         """Describe what is wrong with the entry, or return ""."""
@@ -69,6 +75,10 @@ class Entry:
             return f"quality {self.quality!r} is none of {', '.join(QUALITIES)}"
         if self.url and not _HASH.fullmatch(self.sha256):
             return "an entry with a url needs the sha256 of its wheel, 64 hexadecimal digits"
+        if bool(self.provenance) is not bool(self.publisher):
+            return "provenance and publisher belong together: whose attestations count"
+        if self.provenance and not self.url:
+            return "an entry with a provenance needs the url of the wheel that it is of"
         try:
             Version(self.version)
         except InvalidVersion:
@@ -88,11 +98,15 @@ class Entry:
 
 @frozen
 class PackageIndex:
-    """The entries of one index. source: where it was read from."""
+    """The entries of one index.
+
+    source: where it was read from. requires_attestations: wheels without one are refused.
+    """
 
     version: int
     packages: tuple[Entry, ...]
     source: str = ""
+    requires_attestations: bool = False
 
     def releases(self, name: str) -> list[Entry]:
         """Return the releases of a package, newest first."""
@@ -105,7 +119,9 @@ class PackageIndex:
             {key: value for key, value in asdict(entry).items() if value or key == "name"}
             for entry in self.packages
         ]
-        return json.dumps({"version": self.version, "packages": entries}, indent=1) + "\n"
+        demands = {"requires_attestations": True} if self.requires_attestations else {}
+        table = {"version": self.version, **demands, "packages": entries}
+        return json.dumps(table, indent=1) + "\n"
 
 
 def first_party() -> PackageIndex:
@@ -138,32 +154,50 @@ def _parsed(text: str, source: str) -> PackageIndex:
     for entry in entries:
         if problem := entry.problem():
             raise ConfigError("index", f"{source}: {entry.name}: {problem}")
-    return PackageIndex(index.version, tuple(entries), source)
+    return evolve(index, packages=tuple(entries), source=source)
 
 
-def fetch(entry: Entry, source: str, folder: Path) -> Path:
-    """Return the path of an entry's wheel, downloaded into `folder` if it is on the network.
+def fetch(
+    entry: Entry, index: PackageIndex, folder: Path, trust_root: Path | None = None
+) -> tuple[Path, str]:
+    """Return the path of an entry's wheel in `folder` and the type of its attestation, "" for none.
 
-    Raises ConfigError if it cannot be read or has another digest than the index says.
+    trust_root: keys of another Sigstore than the public one. Raises ConfigError if the wheel cannot
+    be read, has another digest than the index says, or lacks the attestation that it says.
     """
-    if "://" in source or "://" in entry.url:
-        url = urljoin(source, entry.url)
-        content = _download(url, _WHEEL_BYTES)
-        path = folder / Path(urlsplit(url).path).name
-    else:
-        url = str(Path(source).parent / entry.url)
-        try:
-            content = Path(url).read_bytes()
-        except OSError as error:
-            raise ConfigError("index", f"cannot read {url}: {error.strerror}") from error
-        path = folder / Path(url).name
+    label = f"{entry.name} {entry.version}"
+    if index.requires_attestations and not entry.provenance:
+        raise ConfigError(
+            "index", f"{label} has no attestation, and {index.source} requires one of each wheel"
+        )
+    url, content = _read_relative(entry.url, index.source, _WHEEL_BYTES)
+    path = folder / Path(urlsplit(url).path if "://" in url else url).name
     digest = hashlib.sha256(content).hexdigest()
     if digest != entry.sha256:
         raise ConfigError(
-            "index", f"{url} has the SHA-256 {digest}, and {source} says {entry.sha256}"
+            "index", f"{url} has the SHA-256 {digest}, and {index.source} says {entry.sha256}"
         )
+    attested = ""
+    if entry.provenance:
+        from modulm_command_plugins.attestations import check_attestation
+
+        _, provenance = _read_relative(entry.provenance, index.source, _INDEX_BYTES)
+        wheel = (path.name, digest)
+        attested = check_attestation(label, wheel, provenance, entry.publisher, trust_root)
     path.write_bytes(content)
-    return path
+    return path, attested
+
+
+def _read_relative(url: str, source: str, most: int) -> tuple[str, bytes]:
+    """Return the whole URL or path of what is beside an index, and its content."""
+    if "://" in source or "://" in url:
+        whole = urljoin(source, url)
+        return whole, _download(whole, most)
+    whole = str(Path(source).parent / url)
+    try:
+        return whole, Path(whole).read_bytes()
+    except OSError as error:
+        raise ConfigError("index", f"cannot read {whole}: {error.strerror}") from error
 
 
 def _download(url: str, most: int) -> bytes:
@@ -182,12 +216,33 @@ def _download(url: str, most: int) -> bytes:
     return content
 
 
-def describe_wheels(wheels: Iterable[Path]) -> PackageIndex:
+def describe_wheels(
+    wheels: Iterable[Path], publisher: Mapping[str, str] | None = None
+) -> PackageIndex:
     """Describe wheels that are beside the index. Reads metadata and runs nothing of them.
 
-    Raises ConfigError for a file that is no wheel.
+    publisher: who signed the `WHEEL.publish.attestation` beside each wheel; `WHEEL.provenance` is
+    written of it. Raises ConfigError for a file that is no wheel.
     """
-    return PackageIndex(FORMAT, tuple(_described(wheel) for wheel in sorted(wheels)))
+    wheels = sorted(wheels)
+    entries = tuple(_described(wheel) for wheel in wheels)
+    if publisher is None:
+        return PackageIndex(FORMAT, entries)
+    folders = {wheel.name: wheel.parent for wheel in wheels}
+    return PackageIndex(
+        FORMAT, tuple(_attested(entry, folders[entry.url], publisher) for entry in entries)
+    )
+
+
+def _attested(entry: Entry, folder: Path, publisher: Mapping[str, str]) -> Entry:
+    from modulm_command_plugins.attestations import make_provenance
+
+    attestation = folder / f"{entry.url}.publish.attestation"
+    if not attestation.exists():
+        return entry
+    provenance = make_provenance([attestation.read_bytes()], publisher)
+    (folder / f"{entry.url}.provenance").write_bytes(provenance)
+    return evolve(entry, provenance=f"{entry.url}.provenance", publisher=publisher)
 
 
 def _described(wheel: Path) -> Entry:
