@@ -32,7 +32,8 @@ ARCHITECTURES = [
 
 #: Have another family's layers with settings of their own: `make test` checks that family.
 ALIKE = {
-    "BailingMoeForCausalLM", "Gemma4UnifiedForCausalLM", "PanguEmbeddedForCausalLM",
+    "BailingMoeForCausalLM", "Gemma4UnifiedForCausalLM", "InternLM2VEForCausalLM",
+    "PanguEmbeddedForCausalLM",
     "Param2MoEForCausalLM",
     "SarvamMLAForCausalLM", "SarvamMoEForCausalLM", "Step1ForCausalLM", "TeleFLMForCausalLM",
     "LlamaBidirectionalForSequenceClassification",

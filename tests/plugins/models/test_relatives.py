@@ -19,6 +19,7 @@ from tests.plugins.models.test_images import (
     INTERNVL,
     ONEVISION,
     QWEN,
+    clip,
     internvl,
     onevision,
     paddle,
@@ -260,6 +261,30 @@ def ocr_inputs(reader, text, pictures):
     return {**seen, "input_ids": ids["input_ids"], **more}
 
 
+def rows_of_text(reader, text, pictures):
+    """Inputs of LLaVA, with Tarsier's token after each row of four patches and after the last."""
+    row = "<image>" * 4 + "<newline>"
+    filled = text.replace("<image>", row * 4 + "<new>")
+    return with_pixels(reader, filled, pictures)
+
+
+def numbered(reader, text, pictures):
+    """Inputs of LLaVA with Mantis's numbers around images. Each part is a text of its own."""
+    first, *rest = text.split("<image>")
+    parts = [first]
+    for index, part in enumerate(rest):
+        parts += [f"(image {index + 1}: <Image>", "<image>" * 16, "</Image>)", part]
+    ids = [
+        i for part in parts for i in reader.tokenizer(part, add_special_tokens=False)["input_ids"]
+    ]
+    return {**with_pixels(reader, "", pictures), "input_ids": torch.tensor([ids])}
+
+
+def with_pixels(reader, text, pictures):
+    ids = reader.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return {**reader.image_processor(images=pictures, return_tensors="pt"), "input_ids": ids}
+
+
 #: Text models of these have a head of their own.
 NVLM_SEES = {
     "vision_config": {
@@ -269,6 +294,21 @@ NVLM_SEES = {
 }  # fmt: skip
 QWEN3 = {"text_config": tiny_text("qwen3", head_dim=16)}
 RELATIVES = {
+    "TarsierForConditionalGeneration": Relative(
+        "LlavaForConditionalGeneration", {**IMAGE, "0": "<newline>", "1": "<new>"}, clip,
+        "The <image> of <image> is", inputs=rows_of_text, reader="TarsierForConditionalGeneration",
+    ),
+    "MantisForConditionalGeneration": Relative(
+        "LlavaForConditionalGeneration", IMAGE, clip, "The <image> of <image> is", inputs=numbered,
+        reader="MantisForConditionalGeneration",
+    ),
+    "Tarsier2ForConditionalGeneration": Relative(
+        "Qwen2VLForConditionalGeneration", QWEN, qwen("Qwen2VLProcessor"),
+        "The <|vision_start|><|image_pad|><|vision_end|> is",
+        rename=(("model.visual.", "vision_tower."), ("lm_head.", "language_model.lm_head."),
+                ("model.language_model.", "language_model.model.")),
+        reader="Tarsier2ForConditionalGeneration",
+    ),
     "RForConditionalGeneration": Relative(
         "LlavaOnevisionForConditionalGeneration", ONEVISION, onevision,
         "The <image> of <image> is", adapt=pre_norm(1), changes=QWEN3,

@@ -61,7 +61,7 @@ class DifferentialAttention(Module):
         super().__init__()
         if b.ranks > 1:
             raise UnsupportedError(
-                "tensor_parallel_size: not supported yet: heads in pairs (DiffLlama)"
+                f"tensor_parallel_size: not supported yet: heads in pairs ({b.prefix})"
             )
         self.heads, self.kv_heads, self.size = c.heads, c.kv_heads, c.head_size
         self.start = 0.8 - 0.6 * math.exp(-0.3 * index)
@@ -72,7 +72,7 @@ class DifferentialAttention(Module):
         self.qkv = b.linear("qkv_proj", c.hidden_size, parts, bias=c.attention_bias)
         width = c.heads * self.size
         self.out = b.row_linear("o_proj", width, c.hidden_size, bias=c.attention_bias)
-        self.norm = RMSNorm(b.ops, c.rms_norm_eps)
+        self.norm = self.make_norm(c, b)
         for name in _WEIGHTS:
             b.parameter(name, self, name, (self.size,), dtype=torch.float32)
         units = b.shared.units
@@ -91,14 +91,26 @@ class DifferentialAttention(Module):
         #: Lambda: the weight of the head that is subtracted.
         self.weight = self.start
 
+    def make_norm(self, c: DiffLlamaConfig, b: Builder) -> Module:
+        """Make the norm of a pair's output: [tokens, pairs, 2 head_dim]."""
+        return RMSNorm(b.ops, c.rms_norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values [tokens, heads, head_dim], pairs half the heads apart.
+
+        x: [tokens, hidden].
+        """
+        qkv = self.qkv(x).view(x.shape[0], -1, self.size)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return q, k, v
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        tokens, qkv = x.shape[0], self.qkv(x).view(x.shape[0], -1, self.size)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        tokens, (q, k, v) = x.shape[0], self.project(x)
         q, k = q.contiguous(), k.contiguous()
         self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, self.neox)
         pairs = torch.cat(v.chunk(2, dim=1), dim=-1).repeat(1, 2, 1)
-        out = qkv.new_empty(tokens, self.heads, 2 * self.size)
+        out = q.new_empty(tokens, self.heads, 2 * self.size)
         plan = batch.plan(self.cache)
         self.backend.forward(q, k, pairs, batch.caches[self.cache], plan, out, PLAIN)
         first, second = out.chunk(2, dim=1)

@@ -24,7 +24,13 @@ from modulm_layers import (
     tiny_config,
 )
 
-__all__ = ["InternLM2Config", "InternLM2ForCausalLM", "InternLM2ForRewardModel", "InternLM2Layer"]
+__all__ = [
+    "InternLM2Config",
+    "InternLM2ForCausalLM",
+    "InternLM2ForRewardModel",
+    "InternLM2Layer",
+    "InternLM2VEForCausalLM",
+]
 
 
 @frozen(kw_only=True)
@@ -88,3 +94,21 @@ class InternLM2ForRewardModel(TextVectors, InternLM2ForCausalLM):
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
         return evolve(super().weights(config), ignore=(r"^output\.", r"^lm_head\."))
+
+
+class InternLM2VEForCausalLM(InternLM2ForCausalLM):
+    """The text model of Mono-InternVL (arXiv 2410.08202).
+
+    Each layer has a second feed-forward block for the tokens of images, which text does not use.
+    """
+
+    oracle = "modulm_internlm.oracle:WithVisualExperts"
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return evolve(super().weights(config), ignore=(r"\.feed_forward_ve\.",))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        names = {"architectures": ["InternLM2VEForCausalLM"], "bias": False}
+        return {**super().tiny(), **names}

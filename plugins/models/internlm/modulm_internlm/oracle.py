@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modulm_layers.testing import Converted, stack_heads
 
-__all__ = ["AsLlama"]
+__all__ = ["AsLlama", "WithVisualExperts"]
 
 _NAMES = {
     "self_attn.o_proj": "attention.wo",
@@ -38,3 +38,17 @@ class AsLlama(Converted):
             where = name.replace("self_attn.q_proj", "attention.wqkv")
             stored[where] = stack_heads(*parts, config["num_key_value_heads"])
         return self.renamed(stored, _NAMES)
+
+
+class WithVisualExperts(AsLlama):
+    """transformers' Llama; the files have a second feed-forward block per layer."""
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        stored = super().store(config, weights)
+        visual = {
+            name.replace(".feed_forward.", ".feed_forward_ve."): tensor
+            for name, tensor in stored.items()
+        }
+        return {**visual, **stored}

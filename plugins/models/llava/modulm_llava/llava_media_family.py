@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import evolve
 
+from modulm.errors import CheckpointError
 from modulm_media.rows import RowsFamily
 
 if TYPE_CHECKING:
+    from modulm_media import Media, Processed
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["LlavaFamily", "LlavaNextVideoFamily", "LlavaOnevisionFamily", "PreNormFamily"]
+__all__ = [
+    "LlavaFamily",
+    "LlavaNextVideoFamily",
+    "LlavaOnevisionFamily",
+    "MantisFamily",
+    "PreNormFamily",
+    "TarsierFamily",
+]
 
 
 class LlavaFamily(RowsFamily):
@@ -50,3 +61,61 @@ class PreNormFamily(LlavaOnevisionFamily):
         processor.vision_feature_select_strategy = "full"
         processor.vision_aspect_ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
         return processor
+
+
+class _BuiltFamily(LlavaFamily):
+    """LLaVA's processor from its parts, whatever code the files name."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        parts = {name: files.part(name) for name in ("image_processor", "tokenizer")}
+        processor = files.from_parts("llava", "LlavaProcessor", parts)
+        config = files.table("config")
+        vision = config.get("vision_config") or {}
+        processor.patch_size = int(vision.get("patch_size", 14))
+        strategy = str(config.get("vision_feature_select_strategy", "default"))
+        processor.vision_feature_select_strategy = strategy
+        # CLIP's encoder has a class token, SigLIP's has none.
+        has_class = "siglip" not in str(vision.get("model_type", "clip_vision_model"))
+        processor.num_additional_image_tokens = int(has_class)
+        return processor
+
+
+class TarsierFamily(_BuiltFamily):
+    """Tarsier: `image_newline_idx` is the token after a row, `image_new_idx` the last one."""
+
+    def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
+        processed = super().process(media, options)
+        rows = math.isqrt(len(processed.tokens))
+        grid = processed.tokens[: rows * rows].reshape(rows, rows)
+        newline, last = (self._token(f"image_{name}_idx") for name in ("newline", "new"))
+        ends = np.full((rows, 1), newline, dtype=np.int64)
+        tokens = np.append(np.concatenate([grid, ends], axis=1).ravel(), last)
+        embedded = np.isin(tokens, self.features(media.kind))
+        return evolve(processed, tokens=tokens, embedded=embedded)
+
+    def _token(self, key: str) -> int:
+        token = self.config.get(key)
+        if not isinstance(token, int):
+            raise CheckpointError(f"config.json: {key}: a token's id is needed, got {token!r}")
+        return token
+
+
+class MantisFamily(_BuiltFamily):
+    """Mantis: an image's tokens are between "(image 1: <Image>" and "</Image>)"."""
+
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        at = count = 0
+        for first in range(len(tokens) - len(mark) + 1):
+            if first >= at and np.array_equal(tokens[first : first + len(mark)], mark):
+                count += 1
+                end = first + len(mark)
+                before, after = self._encode(f"(image {count}: <Image>"), self._encode("</Image>)")
+                parts += [tokens[at:first], before, tokens[first:end], after]
+                at = end
+        return np.concatenate([*parts, tokens[at:]])
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)

@@ -31,6 +31,8 @@ __all__ = [
     "Qwen3OmniFamily",
     "Qwen25VLFamily",
     "QwenVLFamily",
+    "Tarsier2Family",
+    "as_qwen2_vl",
 ]
 
 #: Keywords for using the audio of videos: vLLM's, and transformers' own.
@@ -61,6 +63,43 @@ class InternS2Family(QwenVLFamily):
         video = video_processor_class("Qwen3VLVideoProcessor")
         parts["video_processor"] = None if video is None else video.from_pretrained(files.path)
         return files.from_parts("qwen3_vl", "Qwen3VLProcessor", parts)
+
+
+def as_qwen2_vl(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json of Tarsier 2 with the keys of Qwen2-VL."""
+    text = table.get("text_config") or {}
+    vision = table.get("vision_config") or text.get("vision_config") or {}
+    tokens = {
+        key: table.get(key, text[key])
+        for key in ("image_token_id", "video_token_id", "vision_start_token_id")
+        if isinstance(table.get(key, text.get(key)), int)
+    }
+    return {
+        **table,
+        **tokens,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "text_config": {**text, "model_type": "qwen2_vl_text"},
+        "vision_config": {**vision, "model_type": "qwen2_vl"},
+    }
+
+
+class Tarsier2Family(QwenVLFamily):
+    """Tarsier 2: Qwen2-VL's processor, whatever code the files name."""
+
+    video_processor = "Qwen2VLVideoProcessor"
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, as_qwen2_vl(config))
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from modulm_media.video import video_processor_class
+
+        parts = {name: files.part(name) for name in ("image_processor", "tokenizer")}
+        video = video_processor_class("Qwen2VLVideoProcessor")
+        parts["video_processor"] = None if video is None else video.from_pretrained(files.path)
+        return files.from_parts("qwen2_vl", "Qwen2VLProcessor", parts)
 
 
 class ExaoneFamily(MediaFamily):
