@@ -61,7 +61,7 @@ SERVER = (
     ("absent_fields", "directory", "engine", "first_request", "flags", "heap", "kinds", "openapi",
      "output", "prompts"),
     ("api_keys", "auth", "constraints", "errors", "hosts", "json_body", "key_limits", "logprobs",
-     "io_processor", "logs", "loopback",
+     "io_processor", "logs", "loop_watch", "loopback",
      "media_service", "metrics", "pacing", "page_files", "paging",
      "prompt_caching", "prompt_embeds", "request_cost", "request_guard",
      "request_log", "sampling", "sse", "stat_logger", "stats_log", "text_work"),

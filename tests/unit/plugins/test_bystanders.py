@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from modulm_isolation.process_state import watch_imports
 from modulm_server.engine.heartbeat import plugin_at_work
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
+from modulm_server.loop_watch import LoopWatch
 
 PLATFORM = """
     import torch
@@ -514,3 +516,58 @@ def test_a_stalled_engine_names_the_plugin_whose_code_it_runs(install):
             module.released.set()
             thread.join()
     assert where == ", in modulm_step_finished of hooks/slow (modulm-a 1.0)"
+
+
+@pytest.fixture
+def time_of_loops(caplog: pytest.LogCaptureFixture) -> list[float]:
+    """The time that a `LoopWatch` reads; what it logs is caught."""
+    caplog.set_level(logging.INFO, logger="modulm.server")
+    return [100.0]
+
+
+def test_a_plugin_that_holds_up_the_event_loop_is_named(install, caplog, time_of_loops):
+    """While it does, and for how long afterwards; it is not stopped, which only --isolate can."""
+    source = """
+        from modulm.plugins import hookimpl
+
+        @hookimpl
+        def modulm_request_admitted(request, params):
+            params.look()
+    """
+    install("modulm-a", {"modulm": {"slow": "mod_a"}}, {"mod_a": source})
+    now = time_of_loops
+    watch = LoopWatch(budget=5.0, clock=lambda: now[0])
+
+    def look() -> None:
+        for _ in range(4):
+            now[0] += 2.0
+            watcher = threading.Thread(target=watch.look)
+            watcher.start()
+            watcher.join()
+
+    with using(PluginManager()) as manager:
+        watch._thread = threading.get_ident()
+        watch.tick()
+        manager.hook.modulm_request_admitted(request=None, params=SimpleNamespace(look=look))
+        watch.tick()
+    reports = [record.getMessage() for record in caplog.records if record.name == "modulm.server"]
+    assert reports == [
+        (
+            "the server has not answered for 6 s: its event loop is held up, in "
+            "modulm_request_admitted of hooks/slow (modulm-a 1.0); `--isolate` limits the time of "
+            "hooks, parsers and routes (plugins-isolation)"
+        ),
+        "the server answers again, after 8.0 s",
+    ]
+
+
+def test_a_server_that_was_stopped_itself_blames_nobody(caplog, time_of_loops):
+    now = time_of_loops
+    watch = LoopWatch(budget=5.0, clock=lambda: now[0])
+    now[0] += 3.0
+    watch.look()
+    now[0] += 600.0
+    watch.look()
+    assert caplog.text == ""
+    watch.tick()
+    assert "the server answers again, after 603.0 s" in caplog.text

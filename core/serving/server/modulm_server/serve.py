@@ -37,6 +37,7 @@ from modulm_server.first_request import first_request
 from modulm_server.flags import ServerConfig
 from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
+from modulm_server.loop_watch import LoopWatch
 from modulm_server.protocol import affordable, protocol
 from modulm_server.stats_log import Statistics, open_loggers
 
@@ -324,6 +325,7 @@ class Server(uvicorn.Server):
         self.stats: Statistics | None = None
         self.workers: Workers | None = None
         self.failed = False
+        self._loop_watch = LoopWatch()
 
     def watch(self, certificates: _Certificates) -> None:
         """Reload TLS files when they change."""
@@ -345,6 +347,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             await self._served.start()
+            self._loop_watch.start()
             self.announce()
 
     @contextmanager
@@ -380,6 +383,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
+        self._loop_watch.tick()
         if self._served.generation.engine.dead:
             self._died = self._died or time.monotonic()
             if time.monotonic() > self._died + _LAST_WORDS:
@@ -397,6 +401,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop_watch.stop()
         engine = self._served.generation.engine
         self._served.generation.closing = True
         if self.workers is not None:

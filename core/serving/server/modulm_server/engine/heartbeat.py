@@ -110,10 +110,11 @@ class StepWatch:
         return cold + _PER_TOKEN * int(plan.counts.sum())
 
 
-def plugin_at_work() -> str:
+def plugin_at_work(thread: int | None = None) -> str:
     """Return ", in FUNCTION of PLUGIN" for a third party's code that this process runs, else "".
 
-    It is the innermost such frame of any other thread, the main thread's last.
+    It is the innermost such frame of the thread with this identifier. None: of any other thread,
+    the main thread's last.
     """
     homes: dict[str, Declaration] = {}
     for declared in current().everything():
@@ -123,8 +124,9 @@ def plugin_at_work() -> str:
             homes.setdefault(module.partition(".")[0], declared)
     main, own = threading.main_thread().ident, threading.get_ident()
     frames = sys._current_frames() if homes else {}
-    for thread in sorted(frames.keys() - {own}, key=lambda ident: ident == main):
-        frame: FrameType | None = frames[thread]
+    threads = sorted(frames.keys() - {own}, key=lambda ident: ident == main)
+    for ident in threads if thread is None else frames.keys() & {thread}:
+        frame: FrameType | None = frames[ident]
         while frame is not None:
             name = str(frame.f_globals.get("__name__", ""))
             plugin = homes.get(name) or homes.get(name.partition(".")[0])
