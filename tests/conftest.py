@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import zlib
@@ -51,7 +52,7 @@ httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ss
 FUZZ = None if "CI" in os.environ else os.environ.get("MODULM_FUZZ")
 # How long an example takes says how busy the machine is.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", UNTIMED, derandomize=True, database=None)
+settings.register_profile("same", UNTIMED, derandomize=True, database=None, max_examples=50)
 settings.register_profile("fuzz", UNTIMED, database=None, print_blob=True)
 settings.load_profile("same" if FUZZ is None else "fuzz")
 if FUZZ is None:
@@ -163,6 +164,8 @@ def own_interpreters() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     TEMPLATES.install()
     listings.share()
     share_checkpoints(config)
@@ -195,7 +198,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -83,7 +83,7 @@ FAMILIES = {
 ALIKE = {
     "dense, two heads of keys", "sinks, one head of keys", "recurrent, the first",
     "hybrid, one head of keys", "hybrid in each layer", "norms of each head",
-    "windows of several kinds",
+    "windows of several kinds", "chunks", "norms over all heads", "quantized",
 }  # fmt: skip
 
 

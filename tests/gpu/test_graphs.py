@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def using(platform=GraphPlatform):
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    return {name: answers(folder, enforce_eager=True) for name, folder in folders.items()}
+    """The answers of a model's eager steps."""
+    return cache(lambda name: answers(folders[name], enforce_eager=True))
 
 
 @parametrize_sample("mode", RECORDED, every=4)
 def test_the_same_tokens_as_without_graphs(folders, expected, mode) -> None:
     name = "Qwen3ForCausalLM"
-    assert answers(folders[name], cudagraph_mode=mode, async_scheduling=True) == expected[name]
+    assert answers(folders[name], cudagraph_mode=mode, async_scheduling=True) == expected(name)
     recorder, graphs = GraphPlatform.recorder, GraphPlatform.graphs
     assert recorder.recordings == RECORDED[mode]
     assert recorder.reasons == {}
@@ -93,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_windows_and_states(folders, expected, name, ahead) -> None:
-    assert answers(folders[name], async_scheduling=ahead) == expected[name]
+    assert answers(folders[name], async_scheduling=ahead) == expected(name)
     recorder = GraphPlatform.recorder
     assert recorder.repeated > 8, recorder.reasons
     # Layers that keep states ask for the rows: their steps are recorded whole, or not at all.
@@ -117,7 +119,7 @@ def test_eager_steps_record_nothing(folders) -> None:
 def test_attention_that_cannot_be_recorded_is_left_out(folders, expected) -> None:
     name = "Qwen3ForCausalLM"
     results = answers(folders[name], attention_backend="sdpa")
-    assert [tokens for tokens, *_ in results] == [tokens for tokens, *_ in expected[name]]
+    assert [tokens for tokens, *_ in results] == [tokens for tokens, *_ in expected(name)]
     recorder = GraphPlatform.recorder
     assert "cannot be recorded" in recorder.reasons["whole"]
     assert recorder.recordings == 4  # in pieces, decode steps as well

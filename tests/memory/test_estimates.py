@@ -41,12 +41,10 @@ from modulm_server.command import command as serve_command
 TOLERANCE = 0.05
 #: Tokens of the prompt whose activations are measured.
 TOKENS = 255
-#: Full, sliding, latent caches and states; experts; tied heads; encoders; sparse attention; ranks
-#: and formats.
+#: Sliding and latent caches, states; experts; sparse attention; tied heads; ranks and formats.
 SAMPLE = (
     ("Gemma3ForCausalLM", {"quantization": "int4", "kv_cache_dtype": "int8"}),
     ("DeepseekV32ForCausalLM", {"tensor_parallel_size": 2}),
-    ("T5ForConditionalGeneration", {}),
     ("Qwen3NextForCausalLM", {}),
 )
 AT_LOAD = (None, "int8", "int4", "fp8")

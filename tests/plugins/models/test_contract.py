@@ -43,6 +43,6 @@ CASES = [
 ]
 
 
-@parametrize_sample("architecture", CASES, every=3)
+@parametrize_sample("architecture", CASES, every=4)
 def test_contract(architecture):
     check_model(manager.current().load("models", architecture), attention_backend="sdpa")

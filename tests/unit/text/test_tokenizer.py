@@ -61,7 +61,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int]) 
     return [*(detokenizer.feed([index]) for index in ids), detokenizer.finish()]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     ids=st.lists(st.integers(0, VOCAB - 1), max_size=40),
     skip=st.booleans(),
@@ -70,7 +70,7 @@ def test_random_ids_of_bytes(bytes_tokenizer: Tokenizer, ids: list[int], skip: b
     assert "".join(stream(bytes_tokenizer, ids, skip, [])) == bytes_tokenizer.decode(ids, skip)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(ids=st.lists(st.integers(0, 269), max_size=40), skip=st.booleans())
 def test_random_ids_of_pieces(pieces_tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(stream(pieces_tokenizer, ids, skip, [])) == pieces_tokenizer.decode(ids, skip)

@@ -43,18 +43,20 @@ def measured(
 ) -> Held:
     """Load a rank's weights, allocate caches of `blocks`, and compute a prompt of `tokens` tokens.
 
-    Counts all tensors of the process that were not there before. The rank is loaded in this
-    process, without connections to the others.
+    Counts all tensors of the process that were not there before: the garbage collector never looks
+    at those again (`gc.freeze`). The rank is loaded in this process, without connections to the
+    others.
     """
     opened = resolve_checkpoint(config, plugins, "server")
     resolved, platform = opened.resolved.config, opened.platform
     spec = RankSpec.all_ranks(resolved.parallel, "")[rank]
     masks = any(part.masks for part in open_parts(resolved, plugins))
-    before = _live()
+    gc.collect()
+    gc.freeze()
     loaded = load_model(
         resolved, opened.checkpoint, platform, plugins, planned_mesh(spec), masks=masks
     )
-    weights = _live().bytes - before.bytes
+    weights = _new_tensors().bytes
     held = HeldMemory()
     caches = allocate(loaded.model.caches, loaded.groups, blocks, platform)
     for cache in caches[0]:
@@ -63,7 +65,8 @@ def measured(
     return Held(weights, held.bytes, step)
 
 
-def _live() -> HeldMemory:
+def _new_tensors() -> HeldMemory:
+    """The tensors that were made since `gc.freeze`."""
     gc.collect()
     held = HeldMemory()
     kinds = ((each, type(each)) for each in gc.get_objects())
