@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from attrs import evolve
+from starlette.types import ASGIApp
 from tests.speech.whisper import whisper_words
 
 from modulm.config import EngineConfig
 from modulm.contracts.media import MediaItem
 from modulm.contracts.outputs import Logprob
 from modulm_media import MediaPrompt
+from modulm_server.app import Served
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 from modulm_tokenizers.tokenizer import load_tokenizer
@@ -142,6 +144,11 @@ def serve_ears(folder: Path, watched: Callable[..., Any] | None, **flags: Any) -
     keywords = {"model": "M", "disable_uvicorn_access_log": True, "max_audio_clip_filesize_mb": 3,
              "max_transcription_seconds": 120.0, **flags}  # fmt: skip
     config = EngineConfig.from_keywords(**keywords)
-    with serve_in_thread(Hears(folder, config), config, watched) as live:
-        live.served.generation.media.reader = Reader()
+
+    def listen(served: Served) -> ASGIApp:
+        """Before the server starts, which opens the model's own reader in a thread."""
+        served.generation.media.reader = Reader()
+        return served.app if watched is None else watched(served)
+
+    with serve_in_thread(Hears(folder, config), config, listen) as live:
         yield live

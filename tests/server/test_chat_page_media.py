@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.types import ASGIApp
 from tests.media.checkpoint import SLOTS, write_llava
 from tests.media.files import image_file, shade, sound_file, tone, video_file
 from tests.server.browser import BROWSER, Browser
 
 from modulm.config import EngineConfig
 from modulm_media import Media, MediaFamily, MediaReader, Processed, Sound, Video
+from modulm_server.app import Served
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 from modulm_tokenizers.tokenizer import load_tokenizer
@@ -52,8 +54,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     config = EngineConfig.from_keywords(model="M", disable_uvicorn_access_log=True)
     info = scripted_info(tokenizer, config=config, max_model_len=2048, path=str(folder))
     engine = ScriptedEngine(tokenizer, lambda prompt, params: Reply("A tree."), info)
-    with serve_in_thread(engine, config) as live:
-        live.served.generation.media.reader = MediaReader(Senses, info, tokenizer)
+
+    def sense(served: Served) -> ASGIApp:
+        served.generation.media.reader = MediaReader(Senses, info, tokenizer)
+        return served.app
+
+    with serve_in_thread(engine, config, sense) as live:
         yield live
 
 
