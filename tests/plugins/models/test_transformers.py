@@ -89,6 +89,7 @@ NATIVE = (
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM",
+    "LongcatFlashForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM",
     "MinistralForCausalLM",
@@ -148,7 +149,6 @@ WITH_SIZES = (
 WITH_LATENT = (
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
-    "LongcatFlashForCausalLM",
     "MiniCPM3ForCausalLM",
 )
 #: Take none of them.

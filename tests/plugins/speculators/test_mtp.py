@@ -25,6 +25,11 @@ from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderL
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrTextDecoderLayer
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
+from transformers.models.longcat_flash.modeling_longcat_flash import (
+    LongcatFlashMLA,
+    LongcatFlashMLP,
+    LongcatFlashRMSNorm,
+)
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
@@ -113,6 +118,22 @@ class NemotronDrafts(nn.Module):
         return x
 
 
+class LongcatDrafts(nn.Module):
+    """DeepSeek's dense layer with LongCat's scales, and its names."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.self_attn = LongcatFlashMLA(config, index)
+        self.transformer_layer = nn.ModuleDict({"mlp": LongcatFlashMLP(config)})
+        self.input_layernorm = LongcatFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LongcatFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x), **inputs)[0]
+        out: Tensor = self.transformer_layer["mlp"](self.post_attention_layernorm(x))
+        return x + out
+
+
 def _with_norms(config: Any, index: int) -> nn.Module:
     """openPangu's layer."""
     layer = DeepseekV3DecoderLayer(config, index)
@@ -121,6 +142,7 @@ def _with_norms(config: Any, index: int) -> nn.Module:
 
 
 MIMO = "model.mtp_layers.0"
+LONGCAT = "model.mtp.layers.0"
 OCR = "model.language_model.layers.{n}"
 NEMOTRON = "mtp.layers.0"
 LAYOUTS = {
@@ -152,6 +174,10 @@ LAYOUTS = {
     "NemotronHForCausalLM": Layout(
         NemotronDrafts, 0, "mtp.layers", f"{NEMOTRON}.enorm", f"{NEMOTRON}.hnorm",
         f"{NEMOTRON}.eh_proj", "mtp.layers.1.final_layernorm", normed=True,
+    ),
+    "LongcatFlashForCausalLM": Layout(
+        LongcatDrafts, 0, LONGCAT, f"{LONGCAT}.enorm.m", f"{LONGCAT}.hnorm.m",
+        f"{LONGCAT}.eh_proj", "model.mtp.norm", normed=True,
     ),
     "PanguUltraMoEForCausalLM": _nextn(_with_norms, oracle=AsDeepseekV3),
 }  # fmt: skip

@@ -74,7 +74,8 @@ class MoE(Module):
     `wide_router` computes the router in fp32, for models whose expert scores lie close together.
     `choice_bias` adds a stored bias to the scores used for choosing, not to the weights. `act` is
     an activation's name in config.json, or a `Gate`. `shared` is a block that every token takes in
-    addition (Dai et al., arXiv 2401.06066).
+    addition (Dai et al., arXiv 2401.06066). `identities` more experts, the last ones for the
+    router, return their input (arXiv 2410.07348).
     """
 
     choice_bias: Tensor | None
@@ -87,6 +88,7 @@ class MoE(Module):
         inner: int,
         experts: int,
         routing: Routing,
+        identities: int = 0,
         act: str | Gate = "silu",
         router_bias: bool = False,
         wide_router: bool = False,
@@ -96,7 +98,9 @@ class MoE(Module):
     ) -> None:
         super().__init__()
         self.ops, self.routing = b.ops, asdict(routing)
-        self.router = b.router(names.router, hidden, experts, bias=router_bias, wide=wide_router)
+        choices = experts + identities
+        self.router = b.router(names.router, hidden, choices, bias=router_bias, wide=wide_router)
+        self.first_identity = experts if identities else None
         sizes = {names.gate: inner, names.up: inner}
         self.gate_up = b.experts(
             names.gate_up_stack, experts, hidden, sizes, names.one, bias=names.gate_up_bias
@@ -118,11 +122,16 @@ class MoE(Module):
         self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)
         if choice_bias:
-            b.parameter(names.choice_bias, self, "choice_bias", (experts,), dtype=torch.float32)
+            b.parameter(names.choice_bias, self, "choice_bias", (choices,), dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         weights, ids = self.route(self.router(x))
+        kept: Tensor | None = None
+        if self.first_identity is not None:
+            identity = ids >= self.first_identity
+            kept = (weights * identity).sum(-1, keepdim=True)
+            weights, ids = weights.masked_fill(identity, 0), ids.masked_fill(identity, 0)
         gate_up, down = self.gate_up, self.down
         mixed: Tensor = self.fused_experts(
             x,
@@ -135,6 +144,8 @@ class MoE(Module):
             **self.gate,
         )
         mixed = self.summed(mixed)
+        if kept is not None:
+            mixed = mixed + (kept * x).to(mixed.dtype)
         return mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
 
     def summed(self, mixed: Tensor) -> Tensor:

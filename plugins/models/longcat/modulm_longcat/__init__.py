@@ -1,0 +1,1 @@
+"""LongCat-Flash for modulm."""
