@@ -20,6 +20,8 @@ from workspace import ALL_KINDS, LIBRARIES  # noqa: E402
 
 PAGES = ROOT / "docs/contracts"
 CHANGES = ROOT / "tools/contract_changes.toml"
+#: Kind -> a further module whose public classes its drivers implement or return.
+_FURTHER = {"tokenizers": "core/modulm/contracts/tokenizer.py"}
 _FOOT = "*Generated from the docstrings by `tools/contract_pages.py`.*\n"
 
 
@@ -78,7 +80,9 @@ def page(kind: str) -> str:
     """The page of one kind."""
     module, file, name = contracts()[kind]
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"}
+    classes = public_classes(tree)
+    if kind in _FURTHER:
+        classes |= public_classes(ast.parse((ROOT / _FURTHER[kind]).read_text(encoding="utf-8")))
     version = version_of(file)
     noun = ALL_KINDS[kind].noun
     lines = [
@@ -101,6 +105,11 @@ def page(kind: str) -> str:
         )
     lines += ["- **1**: The first version.", "", _FOOT]
     return "\n".join(lines)
+
+
+def public_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    """The public classes of a module by name."""
+    return {n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"}
 
 
 def described(node: ast.ClassDef) -> Iterator[str]:

@@ -22,7 +22,11 @@ API = 1
 
 
 class Candidate(Protocol):
-    """A waiting or running request, as policies see it. tenant, weight: as in `Request`."""
+    """A waiting or running request, as policies see it.
+
+    arrival: seconds of `time.monotonic()`. priority: lower ones go first. prompt_len: tokens.
+    tenant, weight: as in `Request`.
+    """
 
     @property
     def id(self) -> str: ...

@@ -21,7 +21,10 @@ API = 1
 
 
 class Codec(ABC):
-    """The operations that differ between tokenizer implementations."""
+    """The operations that differ between tokenizer implementations: a vocabulary of your own.
+
+    special: add the tokens that the format puts around a text, such as a beginning.
+    """
 
     #: The Rust tokenizer, if there is one; its decoder determines `spelling`.
     core: tokenizers.Tokenizer | None = None
@@ -30,27 +33,38 @@ class Codec(ABC):
     spelling: Literal["byte_level", "byte_fallback", "raw"] = "raw"
 
     @abstractmethod
-    def encode(self, text: str, special: bool) -> list[int]: ...
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return a text's ids. Added tokens that are written in it become their ids."""
 
     @abstractmethod
     def fit(
         self, texts: Sequence[str], special: bool, limit: int | None, side: str
-    ) -> tuple[list[int], list[int]]: ...
+    ) -> tuple[list[int], list[int]]:
+        """Return ids and token types (0, or 1 in the second text) of one text or a pair.
+
+        limit: maximum number of ids, those of `special` included; the longer text is cut first,
+        on its "left" or "right" `side`.
+        """
 
     @abstractmethod
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of ids; unknown ids are left out, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
-    def token(self, index: int) -> str | None: ...
+    def token(self, index: int) -> str | None:
+        """Return the token as the vocabulary spells it, or None for an unused id."""
 
     @abstractmethod
-    def index(self, token: str) -> int | None: ...
+    def index(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, or None."""
 
     @abstractmethod
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Return the number of ids: the highest one plus one."""
 
     @abstractmethod
-    def special_ids(self) -> frozenset[int]: ...
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids that `skip_special_tokens` leaves out."""
 
     def added(self) -> Mapping[str, int]:
         """Return text -> id of the added tokens, special and others."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -522,6 +523,12 @@ def test_every_kind_has_all_of_it_or_a_reason() -> None:
     assert not [kind for kind in kinds if page_of(kind) == "drivers.md"]
     page = PAGE.read_text(encoding="utf-8").lower()
     assert not [kind for kind, link in OURS.items() if f"\n## {link[1:]}\n" not in page]
+
+
+def test_the_page_of_new_plugins_names_every_template() -> None:
+    page = (PAGE.parent / "write-a-plugin.md").read_text(encoding="utf-8")
+    table = page.partition("| | kinds |\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall("`([a-z_]+)`", table)) == sorted(templates())
 
 
 def test_the_table_of_kinds_is_true() -> None:
