@@ -256,7 +256,8 @@ class BatchStore:
     def _lock(self, identity: str, wait: bool = False) -> int | None:
         """A descriptor that holds the batch's lock; None if another server holds it.
 
-        wait: until it is free. Raises OSError if the file cannot be created.
+        wait: until it is free. Raises OSError if the file cannot be created or locked, as on file
+        systems without locks.
         """
         path = self._path(identity, "lock")
         while True:
@@ -265,10 +266,12 @@ class BatchStore:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 if is_at(descriptor, path):
                     return descriptor
-            except OSError:
+            except BlockingIOError:  # another server holds it
                 wait = False
-            # Held by another server, or removed by the one that held it.
-            os.close(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # held by another server, or removed by the one that held it
             if not wait:
                 return None
 
