@@ -363,7 +363,7 @@ def test_what_an_import_changes_for_others_is_named_at_the_start(install, driver
         "modulm-b", {"modulm.schedulers": {"two": "mod_b:Shortest"}}, {"mod_b": changes + driver}
     )
     threads, limit = torch.get_num_threads(), sys.getrecursionlimit()
-    before = signal.getsignal(signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     watch_imports()
     try:
         manager = PluginManager()
