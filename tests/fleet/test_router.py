@@ -182,3 +182,99 @@ def test_whatever_happens_the_books_are_right(seed: int) -> None:
         assert fleet.prefixes._tokens[place] == sum(fleet.prefixes._pieces[place].values()) <= 600
         fleet.remove(place)
     assert len(fleet.prefixes) == 0
+
+
+def engine_names(
+    tokens: list[int], algorithm: str, root: bytes = b"", **fields: object
+) -> list[bytes]:
+    chain = Chain(asked("engine", tokens, **fields), BLOCK, hasher(algorithm), root)
+    chain.extend(np.array(tokens, np.int32))
+    return chain.names
+
+
+def stored(
+    tokens: list[int], names: list[bytes], extra: list[list[str] | None] | None = None
+) -> list:
+    """The event of a prompt's blocks, as an engine with these names publishes it."""
+    hashes = [int.from_bytes(name[-8:], "big") for name in names]
+    event = ["BlockStored", hashes, None, tokens[: BLOCK * len(names)], BLOCK, None, "GPU", None]
+    return [*event, extra] if extra else event
+
+
+def removed(names: list[bytes]) -> list:
+    return ["BlockRemoved", [int.from_bytes(name[-8:], "big") for name in names], "GPU"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "root"),
+    [("sha256", b""), ("sha256_cbor", b""), ("builtin", b""), ("sha256", b"updated weights")],
+)
+def test_events_say_what_is_cached_whatever_the_engine_names_blocks(
+    algorithm: str, root: bytes
+) -> None:
+    fleet, tokens = router(3, algorithm=algorithm), prompt(1)
+    names = engine_names(tokens, algorithm, root)
+    for replica in range(3):
+        fleet.blocks.reset(replica, complete=True)
+    # Sent by another front end, so nothing else tells this one.
+    fleet.record_events(1, [stored(tokens[:160], names[:10])])
+    fleet.record_events(2, [stored(tokens, names)])
+    assert dict(fleet.blocks.cached(asked("a", tokens))) == {1: 160, 2: 320}
+    assert fleet.send((asked("a", [*tokens, 7]),)) == 2
+    assert fleet.loads[2] == 1 + 16
+    fleet.record_end("a")
+    fleet.record_events(2, [removed(names[4:5])])
+    assert dict(fleet.blocks.cached(asked("a", tokens))) == {1: 160, 2: 64}
+    assert fleet.send((asked("b", tokens),)) == 1
+    fleet.record_events(1, [["AllBlocksCleared"]])
+    fleet.record_events(2, [removed(names[:4] + names[5:])])
+    assert not len(fleet.blocks)
+
+
+def test_blocks_of_tenants_are_found_by_the_engines_hashes() -> None:
+    fleet, tokens = router(2), prompt(1)
+    names = engine_names(tokens, "sha256", salt="s")
+    extra: list[list[str] | None] = [["digest"], *[None] * (len(names) - 1)]
+    fleet.blocks.reset(1, complete=True)
+    fleet.record_events(1, [stored(tokens, names, extra)])
+    assert dict(fleet.blocks.cached(asked("a", tokens, salt="s"))) == {1: 320}
+    assert not fleet.blocks.cached(asked("a", tokens))
+    assert fleet.blocks.is_exact(1)
+    # Other prompts show that this engine's hashes are its own: salted ones cannot be found.
+    fleet.record_events(1, [stored(prompt(2), engine_names(prompt(2), "builtin"))])
+    assert not fleet.blocks.is_exact(1)
+
+
+def test_estimates_count_until_the_prompt_is_computed_or_while_events_are_missing() -> None:
+    fleet, tokens = router(2), prompt(1)
+    names = engine_names(tokens, "sha256")
+    fleet.blocks.reset(0, complete=True), fleet.blocks.reset(1, complete=True)
+    place = fleet.send((asked("a", tokens),))
+    fleet.record_events(place, [stored(tokens[:16], names[:1])])
+    assert fleet.prefixes.holds(place, names[7])  # it is on its way
+    fleet.record_tokens(place, ["a"])
+    fleet.record_events(place, [stored(tokens, names), removed(names)])
+    assert len(fleet.prefixes) == 0
+    # A gap: what is cached is not known, so what was sent counts again.
+    fleet.blocks.reset(place, complete=False)
+    fleet.record_end("a")
+    fleet.disable(1 - place)
+    fleet.send((asked("c", tokens),))
+    fleet.enable(1 - place)
+    fleet.record_tokens(place, ["c"])
+    fleet.record_events(place, [stored(prompt(3), engine_names(prompt(3), "sha256"))])
+    assert fleet.send((asked("d", tokens),)) == place
+    fleet.record_events(place, [["AllBlocksCleared"]])
+    assert fleet.blocks.is_exact(place)
+
+
+def test_events_of_another_layout_are_refused() -> None:
+    fleet = router(1, 160)
+    with pytest.raises(ValueError, match="blocks of 32"):
+        fleet.record_events(0, [["BlockStored", [1], None, [1] * 32, 32, None, "GPU"]])
+    with pytest.raises(ValueError, match="Unknown"):
+        fleet.record_events(0, [["Unknown", []]])
+    tokens = prompt(1, 21 * BLOCK)
+    event = stored(tokens, engine_names(tokens, "sha256"))
+    with pytest.raises(ValueError, match="more than 20 blocks"):
+        fleet.record_events(0, [event])

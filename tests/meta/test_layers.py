@@ -80,6 +80,8 @@ OUTSIDE = ("modulm.testing", "modulm.__init__")
 EXCEPTIONS = {
     # The process-wide manager reads the environment's selection on first use.
     ("modulm.plugins.manager", "modulm.config.environ"),
+    # Lazy: without the package, no engine publishes events.
+    ("modulm_server.engine.cache_events", "modulm_kv_events.subscriber"),
     # Public names, for type checkers; who uses them without the package is told what to install.
     ("modulm", "modulm_frontend.beam_search"),
     ("modulm", "modulm_frontend.llm"),

@@ -377,7 +377,9 @@ def test_a_stopped_rank_is_told_and_a_killed_engine_leaves_nothing(
 
 
 @pytest.mark.exhaustive
-def test_a_replica_that_stands_still_is_left_out_until_it_answers(tiny_folder: Path) -> None:
+def test_a_replica_that_stands_still_is_left_out_until_it_answers(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     async def ask_one(llm: AsyncLLM, name: str, tokens: int) -> tuple[str | None, int]:
         params = SamplingParams(
             max_tokens=tokens, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY
@@ -396,6 +398,10 @@ def test_a_replica_that_stands_still_is_left_out_until_it_answers(tiny_folder: P
             AsyncLLM, str(tiny_folder), data_parallel_size=2, cpu_threads=1, max_model_len=256,
             num_gpu_blocks_override=64, engine_heartbeat_timeout=2.0,
             watchdog_config={"check_interval": 0.05, "dump_stacks": False},
+            kv_events_config={
+                "enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events",
+                "replay_endpoint": f"ipc://{tmp_path}/replay",
+            },
         )  # fmt: skip
         try:
             client = llm._core._replicas[0].client
@@ -412,7 +418,19 @@ def test_a_replica_that_stands_still_is_left_out_until_it_answers(tiny_folder: P
             ends = await asyncio.gather(*(ask_one(llm, f"then{n}", 5) for n in range(8)))
             assert ends == [("length", 5)] * 8
             assert list(llm._core.router.loads) == [0, 0]
+            await follow_events(llm)
         finally:
             await asyncio.to_thread(llm.shutdown)
+
+    async def follow_events(llm: AsyncLLM) -> None:
+        """The router knows what replicas have cached, beside its own estimates."""
+        blocks = llm._core.router.blocks
+        async with asyncio.timeout(60):
+            while not len(blocks):
+                await asyncio.sleep(0.02)
+            await llm.reset_prefix_cache()
+            while len(blocks):
+                await asyncio.sleep(0.02)
+        assert [blocks.is_exact(index) for index in range(2)] == [True, True]
 
     asyncio.run(main())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +29,7 @@ from modulm_kv_events import Settings
 from modulm_kv_events.part import KVEventsPart
 from modulm_kv_events.planner import EventsPlanner
 from modulm_kv_events.publisher import Publisher
+from modulm_kv_events.subscriber import Source, Subscriber, source_of
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -208,3 +212,125 @@ def test_replicas_have_endpoints_of_their_own() -> None:
     settings = Settings(endpoint="tcp://*:5557", replay_endpoint="ipc:///tmp/x")
     assert settings.of_replica(0) == ("tcp://*:5557", "ipc:///tmp/x")
     assert settings.of_replica(2) == ("tcp://*:5559", "ipc:///tmp/x_dp2")
+
+
+class Heard:
+    """What a subscriber reports, in order."""
+
+    def __init__(self) -> None:
+        self.news: list[Any] = []
+        self._changed = threading.Condition()
+
+    def add(self, one: Any) -> None:
+        with self._changed:
+            self.news.append(one)
+            self._changed.notify_all()
+
+    def apply(self, key: int, events: Sequence[Any]) -> None:
+        if events == ["bad"]:
+            raise ValueError("bad")
+        self.add(events[0])
+
+    def wait(self, last: Any) -> list[Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: last in self.news, 30)
+            news, self.news = self.news, []
+        return news
+
+
+@pytest.fixture
+def heard() -> Iterator[tuple[Heard, Subscriber]]:
+    heard = Heard()
+    subscriber = Subscriber(
+        lambda key: heard.add("begin"), heard.apply, lambda key: heard.add("lost")
+    )
+    yield heard, subscriber
+    subscriber.close()
+
+
+def publish_until(publisher: Publisher, heard: Heard, *, last: int) -> list[Any]:
+    """Publish numbered events until the subscriber, which connects in its own time, has one."""
+    number = last
+    while not any(isinstance(one, int) and one >= last for one in heard.news):
+        publisher.publish([number])
+        number += 1
+        time.sleep(0.01)
+    return heard.wait(number - 1)
+
+
+def test_a_subscriber_repairs_gaps_by_replay(
+    tmp_path: Path, heard: tuple[Heard, Subscriber]
+) -> None:
+    """What came before it subscribed, batches that were dropped, and those lost for good."""
+    news, subscriber = heard
+    address = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    settings = Settings(True, endpoint=address[0], replay_endpoint=address[1], buffer_steps=50)
+    publisher = Publisher(settings)
+    try:
+        for number in range(5):
+            publisher.publish([number])
+        subscriber.follow(0, Source(*address))
+        got = publish_until(publisher, news, last=5)
+        assert got == ["begin", *range(got[-1] + 1)]
+        following = got[-1] + 1
+        # The network drops three batches; the publisher has them.
+        send, left = publisher._events.send_multipart, [3]
+
+        def drop(frames: list[bytes]) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                send(frames)
+
+        publisher._events = SimpleNamespace(send_multipart=drop)
+        for number in range(following, following + 5):
+            publisher.publish([number])
+        assert news.wait(following + 4) == list(range(following, following + 5))
+        # It has a place for fewer than are missing.
+        left[0] = 60
+        for number in range(61):
+            publisher.publish([1000 + number])
+        got = news.wait(1060)
+        assert got[0] == "lost"
+        assert got[1:] == list(range(1061 - len(got[1:]), 1061))
+        publisher.publish(["bad"])
+        publisher.publish(["after"])
+        assert news.wait("after") == ["lost", "after"]
+    finally:
+        publisher.close()
+
+
+def test_a_publisher_that_begins_anew_is_noticed(
+    tmp_path: Path, heard: tuple[Heard, Subscriber]
+) -> None:
+    news, subscriber = heard
+    settings = Settings(True, endpoint=f"ipc://{tmp_path}/events")
+    source = Source(settings.endpoint)
+    subscriber.follow(0, source)
+    for _ in range(2):
+        publisher = Publisher(settings)
+        try:
+            got = publish_until(publisher, news, last=0)
+        finally:
+            publisher.close()
+        assert got[0] in ("begin", "lost")
+    assert "lost" in got
+    subscriber.follow(0, source)  # as when a replica was restarted
+    publisher = Publisher(settings)
+    try:
+        assert publish_until(publisher, news, last=0)[0] == "begin"
+    finally:
+        publisher.close()
+
+
+def test_what_another_process_can_subscribe_to() -> None:
+    def source(**events: Any) -> Source | str | None:
+        table = {"enable_kv_cache_events": True, **events}
+        config = EngineConfig().with_(kv_events_config=table)
+        return source_of(config, "10.0.0.5")
+
+    replay = source(replay_endpoint="tcp://*:7001", topic="t")
+    assert replay == Source("tcp://10.0.0.5:5557", "tcp://10.0.0.5:7001", "t")
+    assert source(endpoint="ipc:///run/events") == Source("ipc:///run/events")
+    assert "tcp://*:PORT" in str(source(endpoint="tcp://router:5557"))
+    assert "process only" in str(source(endpoint="inproc://events"))
+    assert source(publisher="null") is None

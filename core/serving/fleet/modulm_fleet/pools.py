@@ -106,7 +106,8 @@ class PoolRouter(Router):
         if not ((up & self._pools).any() and (up & ~self._pools).any()):
             return False
         names, ends = self.names(request)
-        return self._choose(names, ends, request.prompt_len)[1] >= self._least
+        cached = self._cached(request)
+        return self._choose(names, ends, request.prompt_len, cached)[1] >= self._least
 
     def send(self, requests: Sequence[Request]) -> int:
         self._sends_prefill = requests[0].id in self._prefills
@@ -115,12 +116,14 @@ class PoolRouter(Router):
         finally:
             self._sends_prefill = False
 
-    def _choose(self, names: list[bytes], ends: list[int], tokens: int) -> tuple[int, float]:
+    def _choose(
+        self, names: list[bytes], ends: list[int], tokens: int, cached: Mapping[int, int]
+    ) -> tuple[int, float]:
         right = self._pools if self._sends_prefill else ~self._pools
         for pool in (right, ~right):
             with self._only(pool):
                 try:
-                    return super()._choose(names, ends, tokens)
+                    return super()._choose(names, ends, tokens, cached)
                 except EngineStalled:
                     continue
         raise EngineStalled("no replica accepts requests")

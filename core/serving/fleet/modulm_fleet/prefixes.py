@@ -15,6 +15,8 @@ from attrs import define, field
 from modulm.engine.kv_cache.prefix_index import block_extra, hasher
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from modulm.contracts.requests import Request
 
 __all__ = ["CachedPrefixes", "PrefixHasher"]
@@ -121,6 +123,13 @@ class CachedPrefixes:
             tokens -= pieces.pop(name)
             self._remove(replica, name)
         self._tokens[replica] = tokens
+
+    def keep(self, replica: int, names: AbstractSet[bytes]) -> None:
+        """Record that a replica holds no other pieces than these."""
+        pieces = self._pieces[replica]
+        for name in [name for name in pieces if name not in names]:
+            self._tokens[replica] -= pieces.pop(name)
+            self._remove(replica, name)
 
     def forget(self, replica: int) -> None:
         """Record that a replica holds nothing."""

@@ -3,6 +3,10 @@
 These are the replica's pending tokens plus the part of the prompt that it has not cached. So a
 request goes where its prefix is cached, unless that replica is so busy that another one would
 compute the prefix sooner.
+
+What a replica has cached is known from its events (`record_events`), if it publishes any, and
+otherwise estimated from what it was sent. With events, prompts are estimated only until they are
+computed, or while events are missing.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import numpy as np
 from attrs import frozen
 
 from modulm.errors import EngineStalled
+from modulm_fleet.cached_blocks import CachedBlocks
 from modulm_fleet.prefixes import CachedPrefixes, PrefixHasher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from modulm.contracts.requests import Request, StepEvents
 
@@ -34,10 +40,13 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 @frozen
 class _Charge:
-    """The load of a sequence on its replica. missing: prompt tokens to compute."""
+    """The load of a sequence on its replica. missing: prompt tokens to compute. names: the prompt's
+    pieces until they are.
+    """
 
     replica: int
     missing: float
+    names: Sequence[bytes] = ()
 
 
 class Router:
@@ -53,6 +62,7 @@ class Router:
     ) -> None:  # fmt: skip
         self.names = PrefixHasher(block, algorithm)
         self.prefixes = CachedPrefixes(replicas, capacity)
+        self.blocks = CachedBlocks(replicas, block, 2 * capacity // block, algorithm)
         self._shared = shared
         self._loads = [0.0] * replicas
         # The loads as an array; infinite for replicas that take no requests.
@@ -97,13 +107,25 @@ class Router:
         ends: list[int] = []
         if self.prefixes.capacity and request.reads_prefix:
             names, ends = self.names(request)
-        return self.send_named([r.id for r in requests], names, ends, request.prompt_len)
+        sequences = [r.id for r in requests]
+        return self._send(sequences, names, ends, request.prompt_len, self._cached(request))
+
+    def _cached(self, request: Request) -> Mapping[int, int]:
+        """Tokens of the prompt that replicas have cached, by their events."""
+        reads = self.prefixes.capacity and request.reads_prefix
+        return self.blocks.cached(request) if reads else {}
 
     def send_named(
         self, sequences: Sequence[str], names: list[bytes], ends: list[int], tokens: int
     ) -> int:
         """See `send`: for a prompt of `tokens` tokens whose pieces are hashed."""
-        replica, missing = self._choose(names, ends, tokens)
+        return self._send(sequences, names, ends, tokens, {})
+
+    def _send(
+        self, sequences: Sequence[str], names: list[bytes], ends: list[int], tokens: int,
+        cached: Mapping[int, int],
+    ) -> int:  # fmt: skip
+        replica, missing = self._choose(names, ends, tokens, cached)
         self._count(replica, sequences, names, ends, missing)
         return replica
 
@@ -131,14 +153,19 @@ class Router:
         """Record a request of a replica. missing: tokens of its prompt to compute."""
         self.prefixes.add(replica, names, ends)
         for sequence in sequences:
-            self._open[sequence] = _Charge(replica, missing)
+            self._open[sequence] = _Charge(replica, missing, names)
             self._sent[replica] += 1
             self._computing[replica].add(sequence)
             self._charge(replica, missing + _RUNNING)
             missing = 0.0  # the other sequences of the request find the prompt cached
 
-    def _choose(self, names: list[bytes], ends: list[int], tokens: int) -> tuple[int, float]:
-        """The replica with the least to compute first, and the tokens of the prompt it lacks."""
+    def _choose(
+        self, names: list[bytes], ends: list[int], tokens: int, cached: Mapping[int, int]
+    ) -> tuple[int, float]:
+        """The replica with the least to compute first, and the tokens of the prompt it lacks.
+
+        cached: see `_cached`.
+        """
         loads, prefixes = self._loads, self.prefixes
         idle = int(self._all.argmin())
         if not self._up[idle]:
@@ -158,6 +185,10 @@ class Router:
             for replica in self._some(holders):
                 if self._up[replica] and loads[replica] + rest < cost:
                     best, left, cost = replica, rest, loads[replica] + rest
+        for replica, known in cached.items():
+            rest = tokens - known
+            if self._up[replica] and loads[replica] + rest < cost:
+                best, left, cost = replica, rest, loads[replica] + rest
         if left == tokens:
             best = self._first(names, least + tokens if self._shared else least)
         return best, float(left)
@@ -189,6 +220,16 @@ class Router:
                 charge = self._open[sequence]
                 self._open[sequence] = _Charge(replica, 0.0)
                 self._charge(replica, -charge.missing)
+
+    def record_events(self, replica: int, events: Sequence[Any]) -> None:
+        """Record a replica's KV events. What it has computed is no longer estimated.
+
+        Raises ValueError if they have another layout.
+        """
+        self.blocks.apply(replica, events)
+        if self.blocks.is_exact(replica):
+            computing = self._computing[replica]
+            self.prefixes.keep(replica, {n for s in computing for n in self._open[s].names})
 
     def record_end(self, sequence: str) -> None:
         """Record the end of a sequence. Unknown ones are ignored."""

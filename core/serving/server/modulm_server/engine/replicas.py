@@ -24,6 +24,7 @@ from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_fleet.announce import Announcements
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
+from modulm_server.engine.cache_events import CacheEvents
 from modulm_server.engine.client import EngineRestarting, ReplicaHealth
 from modulm_server.engine.core_client import (
     ReplicaEvents,
@@ -89,6 +90,7 @@ class ReplicaSet(ReplicaCalls):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._router: Router | None = None
+        self._cache_events = CacheEvents(self._lock, lambda: self.router)
         #: The process that starts the replicas, if this one joined them.
         self._parent: int | None = None
         self._announced: Announcements | None = None
@@ -262,6 +264,8 @@ class ReplicaSet(ReplicaCalls):
             replica.since, replica.due, replica.failed = time.monotonic(), None, 0
             replica.up = True
             self._router.enable(index)
+        if len(self._replicas) > 1:
+            self._cache_events.follow(index, client.info.config, replica.address.where)
         self._tell(ReplicaReady(index))
         if ended.is_set():
             self._handle_death(index, ended, EngineDead("the engine's process is gone"))
@@ -581,6 +585,7 @@ class ReplicaSet(ReplicaCalls):
             self._ended.set()
         if self._watcher.is_alive():
             self._watcher.join()
+        self._cache_events.close()
         if self._announced is not None:
             self._announced.close()
         if self._group is not None:
