@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FilesystemResolver"]
 
-#: Relative paths below the root, without `..`.
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
+#: Relative paths below the root, without `..`, and their maximum length, which file systems accept.
+_NAME, _LONGEST = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII), 255
 
 
 class FilesystemResolver(AdapterResolver):
@@ -40,7 +40,7 @@ class FilesystemResolver(AdapterResolver):
         return cls(folder)
 
     def resolve(self, name: str) -> Path | None:
-        if not _NAME.fullmatch(name):
+        if len(name) > _LONGEST or not _NAME.fullmatch(name):
             return None
         path = self._folder / name
         if not (path / "adapter_config.json").is_file():

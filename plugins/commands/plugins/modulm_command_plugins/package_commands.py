@@ -252,7 +252,11 @@ def outdated(ctx: click.Context, sources: tuple[str, ...], as_json: bool) -> Non
 @click.command("index")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--quality", default="listed", show_default=True, type=click.Choice(("tested", "listed"))
+    "--quality",
+    default="listed",
+    show_default=True,
+    type=click.Choice(("tested", "listed")),
+    help="What the index says of all packages.",
 )
 @click.option(
     "--publisher",
