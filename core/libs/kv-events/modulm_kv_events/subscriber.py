@@ -67,7 +67,8 @@ def _reachable(endpoint: str, host: str) -> str:
 class _Stream:
     """The state of one source. following: number of the next batch; seconds: time of the last one.
 
-    waiting: live batches during a replay, which ends at `deadline` (monotonic seconds).
+    waiting: live batches during a replay, which ends at `deadline` (monotonic seconds). warned: the
+    log says that its events are not understood.
     """
 
     events: Any
@@ -76,6 +77,7 @@ class _Stream:
     seconds: float = 0.0
     deadline: float | None = None
     waiting: deque[tuple[int, bytes]] = field(factory=deque)
+    warned: bool = False
 
 
 class Subscriber:
@@ -209,6 +211,8 @@ class Subscriber:
             stream.following, stream.seconds = number + 1, seconds
             self._apply(key, events)
         except (ValueError, TypeError) as error:
-            log.warning("KV events that are not understood are ignored: %s", error)
+            if not stream.warned:
+                log.warning("KV events that are not understood are ignored: %s", error)
+            stream.warned = True
             stream.following = number + 1
             self._lost(key)
