@@ -35,6 +35,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
+from transformers.models.step3p7.modeling_step3p7 import Step3p7DecoderLayer
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
@@ -48,6 +49,7 @@ from modulm_pangu.oracle import AsDeepseekV3, add_norms
 from modulm_speculation.automatic import choose_speculator
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
+from modulm_stepfun.oracle import AsStep37
 
 PROMPTS = [[5, 99, 7, 300, 41, 8], [17, 3], [8] * 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -59,7 +61,8 @@ class Layout:
     """Where a family's files have the layer, and what the layer is. like: the index of the model's
     layer that it is like; {n}: how many layers there are. shared: the norm is the model's own.
     written: the architecture that transformers makes the model of, if not the file's. oracle: what
-    makes the model if transformers has none; its experts are chosen without a bias.
+    makes the model if transformers has none; its experts are chosen without a bias. rotary: further
+    arguments of the model's rotary positions.
     """
 
     layer: Callable[[Any, int], nn.Module]
@@ -75,6 +78,7 @@ class Layout:
     state_first: bool = False
     written: str = ""
     oracle: Any = None
+    rotary: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(factory=dict)
 
 
@@ -141,6 +145,13 @@ def _with_norms(config: Any, index: int) -> nn.Module:
     return layer
 
 
+def _unclamped(config: Any, index: int) -> nn.Module:
+    """Step 3.5's dense layer, whose activations have no bounds in layers that draft."""
+    layer = Step3p7DecoderLayer(config, index)
+    layer.mlp.limit = float("inf")
+    return layer
+
+
 MIMO = "model.mtp_layers.0"
 LONGCAT = "model.mtp.layers.0"
 OCR = "model.language_model.layers.{n}"
@@ -178,6 +189,9 @@ LAYOUTS = {
     "LongcatFlashForCausalLM": Layout(
         LongcatDrafts, 0, LONGCAT, f"{LONGCAT}.enorm.m", f"{LONGCAT}.hnorm.m",
         f"{LONGCAT}.eh_proj", "model.mtp.norm", normed=True,
+    ),
+    "Step3p5ForCausalLM": evolve(
+        _nextn(_unclamped, oracle=AsStep37, offset=1.0, rotary=("full_attention",)), like=0
     ),
     "PanguUltraMoEForCausalLM": _nextn(_with_norms, oracle=AsDeepseekV3),
 }  # fmt: skip
@@ -281,7 +295,7 @@ class Reference:
             x = F.linear(torch.cat(both[:: -1 if of.state_first else 1], -1), self.maps[of.project])
             positions = torch.arange(x.shape[1])[None]
             axes = positions.expand(3, -1, -1) if model is not self.model.model else positions
-            turns = None if rotary is None else rotary(x, axes)
+            turns = None if rotary is None else rotary(x, axes, *of.rotary)
             x = self.layer(
                 x, attention_mask=self._window(x), position_ids=positions, position_embeddings=turns
             )

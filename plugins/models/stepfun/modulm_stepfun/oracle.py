@@ -1,19 +1,20 @@
 """References for tests: transformers' Mixtral with Step 3's queries and shared experts, its Llama
-with Step 1's biases.
+with Step 1's biases, its Step 3.7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Sequential
+from torch.nn import Linear, Module, Sequential
 
 from modulm_layers.testing import Converted
 
-__all__ = ["AsMixtral", "WithRoots"]
+__all__ = ["AsMixtral", "AsStep37", "WithRoots"]
 
 _NAMES = {
     "q_proj.0.": "q_proj.",
@@ -79,6 +80,49 @@ def _add(block: Any, arguments: tuple[Tensor, ...], mixed: Any) -> Any:
     """Add the shared expert to the others."""
     both = block.share_expert(arguments[0])
     return (mixed[0] + both, *mixed[1:]) if isinstance(mixed, tuple) else mixed + both
+
+
+class AsStep37(Converted):
+    """The text model of transformers' Step 3.7 with a language-model head."""
+
+    def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return config
+
+    def store(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        names = {
+            ".mlp.gate.weight": ".moe.gate.weight",
+            ".mlp.gate.e_score_correction_bias": ".moe.router_bias",
+            ".mlp.experts.gate_up_proj": ".moe.gate_up_proj",
+            ".mlp.experts.down_proj": ".moe.down_proj.weight",
+            ".mlp.shared_experts.": ".share_expert.",
+        }
+        stored = dict(self.renamed(weights, names))
+        for name in [name for name in stored if name.endswith(".moe.gate_up_proj")]:
+            gate, up = stored.pop(name).chunk(2, dim=1)
+            at = name.removesuffix("gate_up_proj")
+            stored |= {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+        return stored
+
+    def _model(self, config: Mapping[str, Any]) -> Any:
+        from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+        settings = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+        theirs = Step3p7TextConfig(**settings, attn_implementation="eager")
+        return _WithHead(Step3p7TextModel(theirs).float(), theirs).eval()
+
+
+class _WithHead(Module):
+    def __init__(self, model: Any, config: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Any:
+        states = self.model(tokens).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(states))
 
 
 class WithRoots(Converted):

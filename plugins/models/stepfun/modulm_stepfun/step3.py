@@ -27,10 +27,16 @@ from modulm_layers import (
     tiny_config,
 )
 
-__all__ = ["Step3Config", "Step3Layer", "Step3TextForCausalLM"]
+__all__ = [
+    "Step3Config",
+    "Step3Layer",
+    "Step3TextForCausalLM",
+    "layer_indices",
+    "split_stack",
+]
 
 
-def _indices(value: Any) -> tuple[int, ...] | None:
+def layer_indices(value: Any) -> tuple[int, ...] | None:
     """Return layers from a list or from numbers between commas."""
     if isinstance(value, str):
         value = [int(part) for part in value.split(",")]
@@ -60,7 +66,7 @@ class Step3Config(DecoderConfig):
     moe_intermediate_size: int = size(5120)
     share_expert_dim: int = size(5120)
     norm_expert_weight: bool = False
-    moe_layers_enum: Any = field(default=None, converter=_indices)
+    moe_layers_enum: Any = field(default=None, converter=layer_indices)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -140,7 +146,7 @@ def _experts(c: Step3Config, b: Builder) -> MoE:
     )
 
 
-def _split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def split_stack(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Split the stack of a projection [experts, outputs, inputs]."""
     at, _, part = name.removesuffix(".weight").rpartition(".")
     for expert, weight in enumerate(tensor):
@@ -153,7 +159,7 @@ class Step3TextForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = Step3Config
     layer = Step3Layer
-    names = WeightNames(rewrite=(Rewrite(r"\.moe\.(gate|up|down)_proj\.weight$", _split),))
+    names = WeightNames(rewrite=(Rewrite(r"\.moe\.(gate|up|down)_proj\.weight$", split_stack),))
     oracle = "modulm_stepfun.oracle:AsMixtral"
 
     @classmethod

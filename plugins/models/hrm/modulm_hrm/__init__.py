@@ -1,0 +1,1 @@
+"""HRM-Text for modulm."""
