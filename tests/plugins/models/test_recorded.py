@@ -27,6 +27,8 @@ CALL_BY_CALL = {
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
     "Ministral3ForCausalLM": "queries that grow",
+    "HrmTextForCausalLM": "sums of two states",
+    "Step3p5ForCausalLM": "gates per head",
     "LongcatFlashForCausalLM": "experts that return their input",
     "MotifForCausalLM": "values of two heads at once, polynomials",
     "MllamaForCausalLM": "layers behind gates, which find out who looks at nothing",

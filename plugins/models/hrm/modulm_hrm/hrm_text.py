@@ -7,7 +7,7 @@ sees itself whole (`token_type_ids`) is a choice of the caller in transformers, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -17,7 +17,7 @@ from torch.nn import Module, ModuleList
 from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.model import Batch
 from modulm.errors import UnsupportedError
-from modulm.nn import Builder, Embedding, RMSNorm
+from modulm.nn import Builder, Embedding, Rewrite, RMSNorm, WeightNames
 from modulm_layers import (
     Attention,
     AttentionNames,
@@ -115,6 +115,20 @@ class HrmTextLayer(PreNormLayer):
             RMSNorm(b.ops, c.rms_norm_eps),
             standard_mlp(c, b),
         )
+        self.ops = b.ops
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: [tokens, hidden]; the branches are added at once, because the norms are not fused."""
+        x = self.ops.add(x, self.attn(self.attn_norm(x), batch))
+        return self.ops.add(x, self.mlp(self.mlp_norm(x))), None
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Split what is stored as one weight: gate, queries, keys, values."""
+    for part, rows in zip(("gate", "q", "k", "v"), tensor.chunk(4), strict=True):
+        yield name.replace("gqkv_proj", f"{part}_proj"), rows
 
 
 class HrmTextForCausalLM(DecoderForCausalLM):
@@ -122,6 +136,10 @@ class HrmTextForCausalLM(DecoderForCausalLM):
 
     api = 1
     config_type = HrmTextConfig
+    names = WeightNames(
+        rename=((r"\.attn\.", ".self_attn."),),
+        rewrite=(Rewrite(r"\.self_attn\.gqkv_proj\.(weight|bias)$", _parts),),
+    )
     start: Tensor
 
     def __init__(self, config: HrmTextConfig, build: Builder) -> None:
@@ -163,12 +181,11 @@ class HrmTextForCausalLM(DecoderForCausalLM):
 
     def _stack(self, which: int, x: Tensor, batch: Batch, run: int) -> Tensor:
         """Run one stack and its norm: [tokens, hidden]."""
-        residual: Tensor | None = None
         for layer in self.layers[which * self.config.depth :][: self.config.depth]:
             attention: Any = layer.attn
             attention.select(run)
-            x, residual = layer(x, residual, batch)
-        normed: Tensor = self.norm.add(x, residual)[0]
+            x, _ = layer(x, None, batch)
+        normed: Tensor = self.norm(x)
         return normed
 
     @classmethod
