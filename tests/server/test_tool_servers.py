@@ -1,4 +1,4 @@
-"""Responses whose tools this server runs, with a real tool server over stdio and over HTTP."""
+"""Responses and chats whose tools this server runs, with a real tool server over stdio and HTTP."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
-from modulm_route_responses.flags import ResponsesConfig
-from modulm_route_responses.tool_servers import ToolServers, read_servers
+from modulm_server.flags import ServerConfig
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, error_of, serve_in_thread
+from modulm_server.tool_servers import ToolServers, read_servers
 
 URL = "/v1/responses"
 SCRIPT = str(Path(tool_server.__file__))
@@ -211,6 +211,69 @@ def test_calls_of_the_clients_tools_end_the_turn(client) -> None:
     assert answer.output[-1].type == "function_call"
 
 
+def test_chats_have_the_servers_calls(client, live) -> None:
+    messages: Any = [{"role": "user", "content": "use both"}]
+    options: Any = {"model": "M", "tools": [tool()]}
+    answer = client.chat.completions.create(messages=messages, **options)
+    message = answer.choices[0].message
+    assert (message.content, message.tool_calls) == ("Done.", None)
+    assert answer.choices[0].finish_reason == "stop"
+    made = message.model_extra["mcp_calls"]
+    assert [each["output"] for each in made] == ["It rains in Paris.", "It rains in Rome."]
+    last = live.engine.seen[-1][0]
+    assert "get_weather{'city': 'Paris'}get_weather{'city': 'Rome'}[tool]" in last["prompt"]
+    assert answer.usage.prompt_tokens > len(last["prompt_token_ids"])
+    messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "thanks"}]
+    client.chat.completions.create(messages=messages, **options)
+    assert "<tool_response>It rains in Rome." in live.engine.seen[-1][0]["prompt"]
+    streamed: list[Any] = []
+    ends = []
+    for chunk in client.chat.completions.create(messages=messages[:1], stream=True, **options):
+        streamed += (chunk.choices[0].delta.model_extra or {}).get("mcp_calls", [])
+        assert not chunk.choices[0].delta.tool_calls
+        ends.append(chunk.choices[0].finish_reason)
+    assert [each["output"] for each in streamed] == ["It rains in Paris.", "It rains in Rome."]
+    assert [end for end in ends if end] == ["stop"]
+
+
+def test_chats_wait_for_approval(client, live) -> None:
+    options: Any = {"model": "M", "tools": [tool("careful")]}
+    messages: Any = [{"role": "user", "content": "use weather"}]
+    answer = client.chat.completions.create(messages=messages, **options)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    (request,) = message.model_extra["mcp_approval_requests"]
+    assert request == {"id": call.id, "server_label": "careful", "name": "get_weather"}
+    assert answer.choices[0].finish_reason == "tool_calls"
+    messages.append(message.model_dump(exclude_none=True))
+    said = {"role": "tool", "tool_call_id": call.id}
+    declined: Any = [*messages, {**said, "approve": False}]
+    client.chat.completions.create(messages=declined, **options)
+    assert "<tool_response>the user did not approve" in live.engine.seen[-1][0]["prompt"]
+    messages.append({**said, "approve": True})
+    after = client.chat.completions.create(messages=messages, **options).choices[0].message
+    (made,) = after.model_extra["mcp_calls"]
+    assert (made["id"], made["output"]) == (call.id, "It rains in Paris.")
+    messages += [after.model_dump(exclude_none=True), {"role": "user", "content": "thanks"}]
+    client.chat.completions.create(messages=messages, **options)  # runs nothing again
+    assert live.engine.seen[-1][0]["prompt"].count("It rains in Paris.") == 1
+    del messages[3]["mcp_calls"]
+    with pytest.raises(openai.BadRequestError, match="no later message has this call"):
+        client.chat.completions.create(messages=messages, **options)
+
+
+def test_chats_end_after_too_many_calls_and_at_the_clients(client) -> None:
+    mine: Any = {"type": "function", "function": {"name": "get_time"}}
+    options: Any = {"model": "M", "tools": [tool(), mine]}
+    for question, reason in (("use weather again", "length"), ("use mine", "tool_calls")):
+        messages: Any = [{"role": "user", "content": question}]
+        answer = client.chat.completions.create(messages=messages, **options)
+        assert answer.choices[0].finish_reason == reason
+    assert [each.function.name for each in answer.choices[0].message.tool_calls] == ["get_time"]
+    with pytest.raises(openai.BadRequestError, match="one choice"):
+        client.chat.completions.create(messages=messages, n=2, **options)
+
+
 @pytest.mark.parametrize(
     ("entry", "status", "message"),
     [
@@ -246,4 +309,4 @@ def test_wrong_files_name_the_entry(tmp_path: Path, servers: Any, message: str) 
         read_servers(str(file))
     assert caught.value.field == "tool_server"
     with pytest.raises(ConfigError, match="cannot be read"):
-        ToolServers.of(ResponsesConfig(tool_server=str(tmp_path / "none.yaml")))
+        ToolServers.of(ServerConfig(tool_server=str(tmp_path / "none.yaml")))

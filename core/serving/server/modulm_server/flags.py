@@ -187,6 +187,17 @@ class ServerConfig(FlagGroup):
         "full", "Content of system_fingerprint.", choices=("full", "hash", "custom", "none")
     )
     fingerprint_value: str | None = flag(None, "Fingerprint for --fingerprint-mode custom.")
+    tool_server: str | None = flag(
+        None, "YAML file of tool servers (MCP) that requests may use.", unit="path"
+    )
+    tool_timeout: float = flag(60.0, "Time for a call of a tool server.", unit="s", least=0.1)
+    tool_result_bytes: int = flag(
+        65536, "Maximum size of a tool server's result; more is cut off.", unit="bytes", least=1
+    )
+    tool_calls: int = flag(
+        20, "Maximum calls of tool servers in an answer. Responses may set a lower max_tool_calls.",
+        least=1,
+    )  # fmt: skip
 
     def __attrs_post_init__(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

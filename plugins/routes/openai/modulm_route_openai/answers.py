@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import modulm
+from modulm.contracts.parser import Content, Reasoning
 from modulm_plugin_lock import lock_digest
 from modulm_server.flags import ServerConfig
 from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from modulm.contracts.outputs import RequestMetrics, RequestOutput
+    from modulm.contracts.parser import Event
     from modulm_route_openai.objects import (
         ChatLogprobs,
         CompletionLogprobs,
@@ -38,6 +40,7 @@ __all__ = [
     "fingerprint",
     "paced",
     "prompt_logprobs",
+    "split_in_order",
     "transferred",
     "usage",
 ]
@@ -254,3 +257,18 @@ def prompt_logprobs(
         }
         for position in positions
     ]
+
+
+def split_in_order(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """Split events into runs that fit into one delta each: reasoning, then content, then calls."""
+    if len(events) < 2:
+        return [events]
+    runs: list[list[Event]] = [[]]
+    last = 0
+    for event in events:
+        rank = 0 if isinstance(event, Reasoning) else 1 if isinstance(event, Content) else 2
+        if rank < last:
+            runs.append([])
+        runs[-1].append(event)
+        last = rank
+    return list(runs)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+from msgspec import structs
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm_parsing import new_call_id, thinking_variables
@@ -21,9 +22,11 @@ from modulm_route_openai.answers import (
     fingerprint,
     paced,
     prompt_logprobs,
+    split_in_order,
     transferred,
     usage,
 )
+from modulm_route_openai.messages import check_messages, last_text
 from modulm_route_openai.rendering import rendered
 from modulm_route_openai.schema import ChatRequest
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
@@ -35,13 +38,17 @@ from modulm_server.constraints import (
 )
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
+from modulm_server.hosted_tools import HostedTools, hosted_tools
+from modulm_server.hosted_turns import HostedTurns, with_hosted_calls
 from modulm_server.json_body import bad_field, convert, json_response
+from modulm_server.key_limits import current_key
 from modulm_server.prompts import ChatOptions
 from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
+from modulm_server.tool_servers import ToolServers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import (
+        ApprovalRequest,
         ChatChoice,
         ChatChunk,
         ChatChunkChoice,
@@ -62,16 +70,19 @@ if TYPE_CHECKING:
         ToolCallDelta,
     )
     from modulm_route_openai.schema import ChatBatchRequest
+    from modulm_server.hosted_turns import HostedCall
     from modulm_server.route import RouteContext
 
 __all__ = ["Chat"]
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-
 
 @frozen
 class _Job:
-    """A validated request with its rendered prompt."""
+    """A validated request with its rendered prompt.
+
+    hosted: the tools that the server runs. messages: with those calls; approved: the calls that the
+    client approved in this request.
+    """
 
     id: str
     created: int
@@ -80,6 +91,9 @@ class _Job:
     turn: ChatTurn
     role: str
     echo: str
+    hosted: HostedTools
+    messages: Sequence[dict[str, Any]]
+    approved: Sequence[HostedCall]
 
     @property
     def single_call(self) -> bool:
@@ -93,6 +107,13 @@ class Chat:
         self._context = context
         self._generation = context.generation
         self._parsers = Parsers.of(context.config)
+        flags = context.config.group(ServerConfig)
+        self._tool_servers = ToolServers.shared(context.stores, flags)
+
+    async def stop(self) -> None:
+        """End the sessions with tool servers."""
+        if self._context.front:
+            await self._tool_servers.close()
 
     async def answer(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request, streamed or whole."""
@@ -100,8 +121,8 @@ class Chat:
         started = await job.turn.start()
         if body.stream:
             quiet = self._context.config.group(ServerConfig).sse_keep_alive_interval
-            return EventStream(self._frames(job, started), quiet=quiet)
-        return json_response(await self._whole(job, started))
+            return EventStream(self._frames(request, job, started), quiet=quiet)
+        return json_response(await self._whole(request, job, started))
 
     async def batch(self, request: Request, body: ChatBatchRequest) -> Response:
         """Answer several conversations in one response, each with one choice."""
@@ -117,10 +138,9 @@ class Chat:
         async def one(index: int) -> ChatCompletion:
             if not conversations[index]:
                 raise bad_field("messages", f"messages: conversation {index} is empty")
-            job = await self._job(
-                request, ChatRequest(**{**table, "messages": conversations[index]})
-            )
-            answer = await self._whole(job, await job.turn.start())
+            one_body = ChatRequest(**{**table, "messages": conversations[index]})
+            job = await self._job(request, one_body)
+            answer = await self._whole(request, job, await job.turn.start())
             answer["choices"][0]["index"] = index
             return answer
 
@@ -146,7 +166,7 @@ class Chat:
 
     async def rendered(self, request: Request, body: ChatRequest) -> Response:
         """Render the request as an engine request."""
-        job = await self._job(request, body)
+        job = await self._job(request, body, runs=False)
         turn, tokenizer = job.turn, self._generation.tokenizer
         return json_response(
             rendered(job.id, job.model, body, turn.prompt, turn.engine_params(), tokenizer)
@@ -154,12 +174,56 @@ class Chat:
 
     # Reading the request.
 
-    async def _job(self, request: Request, body: ChatRequest) -> _Job:
+    async def _job(self, request: Request, body: ChatRequest, runs: bool = True) -> _Job:
+        """Validate and render a request. Calls that it approves are made first, if it `runs`."""
         model = await self._generation.find_model(body.model)
         self._generation.check_open()
         self._check_supported(body)
-        _check_messages(body.messages)
-        tools = check_tools(body.tools)
+        hosted = await self._hosted_tools(body)
+        messages, approved = await with_hosted_calls(body.messages, hosted, runs=runs)
+        check_messages(messages)
+        turn = await self._turn(request, body, messages, hosted, model.adapter)
+        continued = bool(body.continue_final_message)
+        server = self._context.config.group(ServerConfig)
+        return _Job(
+            id=answer_id("chatcmpl", request, body.request_id),
+            created=int(time.time()),
+            model=model.name,
+            body=body,
+            turn=turn,
+            role=messages[-1]["role"] if continued else server.response_role,
+            echo=last_text(messages) if body.echo else "",
+            hosted=hosted,
+            messages=messages,
+            approved=approved,
+        )
+
+    async def _hosted_tools(self, body: ChatRequest) -> HostedTools:
+        """The tools of type mcp. Raises ApiError."""
+        given = [tool for tool in body.tools or () if isinstance(tool, dict)]
+        functions = [tool.get("function") for tool in given]
+        tools = [
+            {"type": "function", "name": function.get("name")}
+            if isinstance(function, dict)
+            else tool
+            for tool, function in zip(given, functions, strict=True)
+        ]
+        hosted = await hosted_tools(tools, self._tool_servers, current_key())
+        several = (body.n or 1) * (body.best_of or 1) > 1 or body.use_beam_search
+        if hosted.by_name and several:
+            raise bad_field("n", "n: tools of type mcp need one choice, without beam search")
+        return hosted
+
+    async def _turn(
+        self,
+        request: Request,
+        body: ChatRequest,
+        messages: Sequence[dict[str, Any]],
+        hosted: HostedTools,
+        adapter: str | None,
+    ) -> ChatTurn:
+        own = [t for t in body.tools or () if not isinstance(t, dict) or t.get("type") != "mcp"]
+        tools = check_tools([*own, *hosted.functions])
         choice, allowed = allowed_tools(body.tool_choice or ("auto" if tools else "none"), tools)
         fewer = len(allowed) < len(tools)
         forced = partial(
@@ -177,7 +241,7 @@ class Chat:
         turn = ChatTurn(
             generation=self._generation,
             prompt=await self._generation.from_messages(
-                body.messages, self._options(body, tools, choice, variables)
+                messages, self._options(body, tools, choice, variables)
             ),
             params=params,
             parsers=self._parsers,
@@ -191,20 +255,21 @@ class Chat:
             fields={"structured_outputs": origin or "", "prompt": "messages"},
             priority=check_priority(self._context.config, body.priority),
             cache_salt=body.cache_salt,
-            adapter=model.adapter,
+            adapter=adapter,
         )
         turn.check()
-        continued = bool(body.continue_final_message)
-        server = self._context.config.group(ServerConfig)
-        return _Job(
-            id=answer_id("chatcmpl", request, body.request_id),
-            created=int(time.time()),
-            model=model.name,
-            body=body,
-            turn=turn,
-            role=body.messages[-1]["role"] if continued else server.response_role,
-            echo=_last_text(body.messages) if body.echo else "",
-        )
+        return turn
+
+    def _hosted_turns(self, request: Request, job: _Job, started: RunningTurn) -> HostedTurns:
+        """The answer to a request with tools that the server runs."""
+        body = structs.replace(job.body, tool_choice=None)
+
+        def next_turn(more: list[dict[str, Any]]) -> Awaitable[ChatTurn]:
+            messages = [*job.messages, *more]
+            return self._turn(request, body, messages, job.hosted, job.turn.adapter)
+
+        limit = self._context.config.group(ServerConfig).tool_calls
+        return HostedTurns(started, job.hosted, limit, next_turn, single=job.single_call)
 
     def _check_supported(self, body: ChatRequest) -> None:
         """Raise ApiError(400) for unsupported fields and values."""
@@ -269,8 +334,18 @@ class Chat:
 
     # A whole answer.
 
-    async def _whole(self, job: _Job, started: RunningTurn) -> ChatCompletion:
-        output, messages = await started.messages()
+    async def _whole(self, request: Request, job: _Job, started: RunningTurn) -> ChatCompletion:
+        if job.hosted.by_name:
+            turns = self._hosted_turns(request, job, started)
+            output, message, calls = await turns.message()
+            messages = [message]
+            prompt, thought = turns.prompt_tokens, turns.thinking_tokens
+            cached = cached_tokens(job.body, self._context.config, output)
+            cached = None if cached is None else turns.cached_tokens
+        else:
+            output, messages = await started.messages()
+            prompt, thought = len(output.prompt_token_ids), await started.reasoning_tokens()
+            cached, calls = cached_tokens(job.body, self._context.config, output), []
         body: ChatCompletion = {
             "id": job.id,
             "object": "chat.completion",
@@ -278,13 +353,10 @@ class Chat:
             "model": job.model,
             "system_fingerprint": fingerprint(self._context.config, self._context.engine),
             "choices": [choice async for choice in paced(messages, partial(self._choice, job))],
-            "usage": usage(
-                len(output.prompt_token_ids),
-                sum(message.generated for message in messages),
-                cached_tokens(job.body, self._context.config, output),
-                await started.reasoning_tokens(),
-            ),
+            "usage": usage(prompt, sum(message.generated for message in messages), cached, thought),
         }
+        if made_calls := [*job.approved, *calls]:
+            body["choices"][0]["message"]["mcp_calls"] = made_calls
         single = output if job.turn.params.n == 1 else None
         made = body["usage"]["completion_tokens"]
         if measured := draft_metrics(job.body, self._context.config, single, made):
@@ -317,7 +389,9 @@ class Chat:
             "reasoning_content": parsed.reasoning,
         }
         if calls:
-            message_object["tool_calls"] = [call.as_openai() for call in calls]
+            message_object["tool_calls"] = openai_calls = [call.as_openai() for call in calls]
+            if labels := _approval_labels(job, openai_calls):
+                message_object["mcp_approval_requests"] = labels
         choice: ChatChoice = {
             "index": message.index,
             "message": message_object,
@@ -339,7 +413,14 @@ class Chat:
 
     # A stream.
 
-    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
+    async def _frames(
+        self, request: Request, job: _Job, started: RunningTurn
+    ) -> AsyncGenerator[bytes, None]:
+        if job.hosted.by_name:
+            turns = self._hosted_turns(request, job, started)
+            async for part in self._hosted_frames(job, turns):
+                yield part
+            return
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
         deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
@@ -371,9 +452,35 @@ class Chat:
             yield frame({**head, "usage": total, **metrics})
         yield DONE
 
+    async def _hosted_frames(self, job: _Job, turns: HostedTurns) -> AsyncGenerator[bytes, None]:
+        """The frames of an answer in which the server calls tools."""
+        counted, head = StreamUsage(job.body, self._context.config), self._head(job)
+        deltas, opened = _Deltas(job), False
+        async with aclosing(turns.steps()) as steps:
+            async for step in steps:
+                choices: list[ChatChunkChoice] = []
+                if not opened:
+                    opened = True
+                    choices.append(_opening(job, 0))
+                    choices += [_called(call) for call in job.approved]
+                if step.call is not None:
+                    choices.append(_called(step.call))
+                if step.delta is not None:
+                    choices += self._pieces(job, step.delta, deltas)
+                counted.prompt(0, turns.prompt_tokens, turns.cached_tokens)
+                counted.generated(0, turns.generated)
+                for choice in choices:
+                    body: ChatChunk = {**head, "choices": [choice]}
+                    if counted.each:
+                        body["usage"] = counted.now(0)
+                    yield frame(body)
+        if counted.last:
+            yield frame({**head, "usage": counted.total(turns.thinking_tokens)})
+        yield DONE
+
     def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:
         """The chunk choices of a delta, mostly one."""
-        *others, last = _split_in_order(new.events)
+        *others, last = split_in_order(new.events)
         for events in others:
             delta = deltas.convert(events)
             if delta:
@@ -417,30 +524,18 @@ class _Deltas:
                     self.called = True
                     function: FunctionDelta = {"name": name, "arguments": ""}
                     called = call_id or new_call_id()
-                    delta.setdefault("tool_calls", []).append(
-                        {"index": index, "id": called, "type": "function", "function": function}
-                    )
+                    call: ToolCallDelta = {
+                        "index": index, "id": called, "type": "function", "function": function
+                    }  # fmt: skip
+                    delta.setdefault("tool_calls", []).append(call)
+                    if labels := _approval_labels(self._job, [call]):
+                        delta.setdefault("mcp_approval_requests", []).extend(labels)
                 case ToolArguments(index, text) if self._includes(index):
                     _add_arguments(delta.setdefault("tool_calls", []), index, text)
         return delta
 
     def _includes(self, index: int) -> bool:
         return index == 0 or not self._job.single_call
-
-
-def _split_in_order(events: Sequence[Event]) -> list[Sequence[Event]]:
-    """Split events into runs that fit into one delta each: reasoning, then content, then calls."""
-    if len(events) < 2:
-        return [events]
-    runs: list[list[Event]] = [[]]
-    last = 0
-    for event in events:
-        rank = 0 if isinstance(event, Reasoning) else 1 if isinstance(event, Content) else 2
-        if rank < last:
-            runs.append([])
-        runs[-1].append(event)
-        last = rank
-    return list(runs)
 
 
 def _add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:
@@ -455,29 +550,22 @@ def _opening(job: _Job, index: int) -> ChatChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
+def _called(call: HostedCall) -> ChatChunkChoice:
+    delta: ChatDelta = {"mcp_calls": [call]}
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _approval_labels(job: _Job, calls: Sequence[Any]) -> list[ApprovalRequest]:
+    """Which of the client's calls are of tool servers, and wait for an approval."""
+    tools = job.hosted.by_name
+    return [
+        {"id": call["id"], "server_label": tool.label, "name": tool.name}
+        for call in calls
+        if (tool := tools.get(call["function"]["name"])) is not None
+    ]
+
+
 def _reason(job: _Job, reason: str, called: bool) -> str:
     """ "tool_calls" if the model chose to call; "stop" for a tool named by the request."""
     is_named = not isinstance(job.turn.tool_choice, str)
     return "tool_calls" if called and reason == "stop" and not is_named else reason
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    for index, message in enumerate(messages):
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise bad_field(
-                "messages", f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}"
-            )
-        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-            raise bad_field("messages", f"messages[{index}].tool_call_id must be a string")
-        optional = role == "assistant" or role == "function"
-        if message.get("content") is None and not optional:
-            raise bad_field("messages", f"messages[{index}].content is missing")
-
-
-def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

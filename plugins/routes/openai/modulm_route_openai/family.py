@@ -47,6 +47,7 @@ class OpenAI(RouteFamily):
         without_prefix = APIRouter(tags=["OpenAI"])
         router = APIRouter(prefix="/v1", tags=["OpenAI"])
         completions, chat = Completions(self.context), Chat(self.context)
+        self._chat = chat
 
         models = Models(self.context)
         router.add_api_route(
@@ -127,3 +128,6 @@ class OpenAI(RouteFamily):
 
         router.routes.extend(without_prefix.routes)
         return router
+
+    async def stop(self) -> None:
+        await self._chat.stop()

@@ -8,9 +8,11 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from modulm_frontend.draft_metrics import SpecDecodeFigures
 from modulm_parsing.message import OpenAICall
+from modulm_server.hosted_turns import HostedCall
 from modulm_server.logprobs import TokenLogprob
 
 __all__ = [
+    "ApprovalRequest",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -144,6 +146,14 @@ class ChatLogprobs(TypedDict):
     content: list[TokenLogprob]
 
 
+class ApprovalRequest(TypedDict):
+    """A call of a tool server that waits for the client's approval. id: of the call."""
+
+    id: str
+    server_label: str
+    name: str
+
+
 class ChatMessage(TypedDict):
     """The message of the model."""
 
@@ -153,6 +163,8 @@ class ChatMessage(TypedDict):
     reasoning: str | None
     reasoning_content: str | None
     tool_calls: NotRequired[list[OpenAICall]]
+    mcp_calls: NotRequired[list[HostedCall]]
+    mcp_approval_requests: NotRequired[list[ApprovalRequest]]
 
 
 class ChatChoice(TypedDict):
@@ -200,6 +212,8 @@ class ChatDelta(TypedDict, total=False):
     reasoning: str
     reasoning_content: str
     tool_calls: list[ToolCallDelta]
+    mcp_calls: list[HostedCall]
+    mcp_approval_requests: list[ApprovalRequest]
 
 
 class ChatChunkChoice(TypedDict):

@@ -16,11 +16,11 @@ from msgspec import structs
 from starlette.responses import Response
 
 from modulm_parsing import thinking_variables
+from modulm_route_responses.approvals import approvals, declined
 from modulm_route_responses.body import refuse, response, summed, usage
 from modulm_route_responses.conversations import Conversation, Conversations
 from modulm_route_responses.events import Log
 from modulm_route_responses.flags import ResponsesConfig
-from modulm_route_responses.hosted_tools import HostedTools, approvals, declined, hosted_tools
 from modulm_route_responses.objects import Deleted, Event, InputTokens, ResponseObject
 from modulm_route_responses.output import LogprobsOf, Output
 from modulm_route_responses.prompts import StoredPrompts
@@ -37,13 +37,13 @@ from modulm_route_responses.schema import (
     wants_logprobs,
 )
 from modulm_route_responses.store import Store, Stored
-from modulm_route_responses.tool_servers import ToolServers
 from modulm_server.auth import owner_of
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import tool_names
 from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import force_calls
+from modulm_server.hosted_tools import HostedTools, hosted_tools
 from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
 from modulm_server.key_limits import current_key
 from modulm_server.openapi import response_docs
@@ -52,6 +52,7 @@ from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import check_priority
 from modulm_server.sse import EventStream, event
+from modulm_server.tool_servers import ToolServers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -125,7 +126,9 @@ class Responses(RouteFamily):
         self._conversations: Conversations = stores.setdefault("conversations", Conversations())
         flags = self.context.config.group(ResponsesConfig)
         self._prompts = StoredPrompts.of(flags)
-        self._tool_servers, self._most_calls = ToolServers.of(flags), flags.tool_calls
+        server_flags = self.context.config.group(ServerConfig)
+        self._tool_servers = ToolServers.shared(stores, server_flags)
+        self._most_calls = server_flags.tool_calls
         router = APIRouter(prefix="/v1", tags=["Responses"])
         stream_docs = response_docs(ResponseObject, events=Event)
         for path, endpoint, answers in (
@@ -151,8 +154,8 @@ class Responses(RouteFamily):
         return router
 
     async def stop(self) -> None:
-        await self._tool_servers.close()
         if self.context.front:
+            await self._tool_servers.close()
             await self._store.stop()
 
     async def create(self, request: Request) -> Response:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from modulm.contracts.outputs import Position
     from modulm.contracts.parser import Event
-    from modulm_route_responses.hosted_tools import HostedTool
     from modulm_server.chat_turn import Delta
+    from modulm_server.hosted_tools import HostedTool
 
 __all__ = ["LogprobsOf", "Output"]
 

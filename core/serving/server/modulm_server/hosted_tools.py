@@ -9,16 +9,19 @@ from uuid import uuid4
 
 from attrs import define, field, frozen
 
-from modulm_route_responses.tool_servers import Outcome, ToolServer, ToolServerError, ToolServers
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
+from modulm_server.tool_servers import Outcome, ToolServer, ToolServerError, ToolServers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from modulm_server.api_keys import ApiKey
 
-__all__ = ["HostedTool", "HostedTools", "approvals", "declined", "hosted_tools"]
+__all__ = ["DECLINED", "HostedTool", "HostedTools", "hosted_tools"]
+
+#: The result of a call that the client did not approve.
+DECLINED = "the user did not approve this call"
 
 _KNOWN = ("type", "server_label", "server_description", "allowed_tools", "require_approval")
 _FUNCTION = re.compile("[A-Za-z0-9_-]{1,64}")
@@ -62,6 +65,13 @@ class HostedTools:
         """Return a tool of a server; None if the request does not allow it."""
         tools = self.by_name.values()
         return next((t for t in tools if (t.label, t.name) == (label, name)), None)
+
+    def model_name(self, label: str, name: str) -> str:
+        """The model's name of a tool; also of one that the request does not have."""
+        for model_name, tool in self.by_name.items():
+            if (tool.label, tool.name) == (label, name):
+                return model_name
+        return name
 
     async def run(self, item: dict[str, Any]) -> None:
         """Call the tool of an item of type mcp_call, and put the result into it."""
@@ -155,40 +165,3 @@ def _needs_approval(setting: Any, name: str, where: str) -> bool:
         if names is not None and name in names:
             return bool(key == "always")
     return "never" in setting or "always" not in setting
-
-
-def approvals(
-    responses: Iterable[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]
-) -> list[tuple[dict[str, Any], bool]]:
-    """Return (item of type mcp_call, whether it was approved) for each approval response.
-
-    items: of the conversation so far, with the requests. Raises ApiError(400).
-    """
-    requests = {i["id"]: i for i in items if i.get("type") == "mcp_approval_request" and "id" in i}
-    calls = []
-    for response in responses:
-        request = requests.get(response.get("approval_request_id"))
-        if request is None or not isinstance(response.get("approve"), bool):
-            raise bad_field(
-                "input",
-                "input: an mcp_approval_response needs approve, and the approval_request_id of a "
-                "request in this conversation",
-            )
-        call = {
-            "id": f"mcp_{uuid4().hex}",
-            "type": "mcp_call",
-            "status": "in_progress",
-            "approval_request_id": request["id"],
-            "server_label": request["server_label"],
-            "name": request["name"],
-            "arguments": request["arguments"],
-            "output": None,
-            "error": None,
-        }
-        calls.append((call, response["approve"]))
-    return calls
-
-
-def declined(call: dict[str, Any]) -> None:
-    """Mark a call that the client did not approve."""
-    call |= {"status": "failed", "error": "the user did not approve this call"}

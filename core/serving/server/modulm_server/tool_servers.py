@@ -20,12 +20,19 @@ from modulm.plugins.index import to_install
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
-    from modulm_route_responses.flags import ResponsesConfig
     from modulm_server.api_keys import ApiKey
+    from modulm_server.flags import ServerConfig
 
-__all__ = ["Outcome", "ServerSettings", "ToolServer", "ToolServers", "read_servers"]
+__all__ = [
+    "Outcome",
+    "ServerSettings",
+    "ToolServer",
+    "ToolServerError",
+    "ToolServers",
+    "read_servers",
+]
 
 log = logging.getLogger("modulm_server")
 
@@ -251,7 +258,7 @@ class ToolServers:
         self._servers = {server.settings.label: server for server in servers}
 
     @classmethod
-    def of(cls, flags: ResponsesConfig) -> ToolServers:
+    def of(cls, flags: ServerConfig) -> ToolServers:
         """The servers that the flags name. Raises ConfigError, also without the package mcp."""
         if flags.tool_server is None:
             return cls()
@@ -266,6 +273,14 @@ class ToolServers:
                 for settings in read_servers(flags.tool_server).values()
             ]
         )
+
+    @classmethod
+    def shared(cls, stores: MutableMapping[str, Any], flags: ServerConfig) -> ToolServers:
+        """The servers of a family, also for several models. stores: of its context."""
+        if "tool_servers" not in stores:
+            stores["tool_servers"] = cls.of(flags)
+        servers: ToolServers = stores["tool_servers"]
+        return servers
 
     def find(self, label: str, key: ApiKey | None, where: str) -> ToolServer:
         """Return a server that the key may use. Raises ApiError(400) naming the field.
