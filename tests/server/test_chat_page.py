@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tool_server
 from samples import parametrize_sample
 from tests.server.browser import BROWSER, Browser
 from tests.server.scripted_models import several_models
@@ -128,8 +130,14 @@ def tool() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def page(tokenizer: Tokenizer, tool: str) -> Iterator[Live]:
+def page(
+    tokenizer: Tokenizer, tool: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
+    servers = tmp_path_factory.mktemp("tools") / "servers.yaml"
+    command = [sys.executable, str(Path(tool_server.__file__))]
+    servers.write_text(json.dumps({"servers": {"weather": {"command": command}}}))
     config = EngineConfig.from_keywords(
+        tool_server=str(servers),
         model="M",
         disable_uvicorn_access_log=True,
         enable_auto_tool_choice=True,
@@ -532,6 +540,20 @@ def test_tools_are_run_over_http(tab: Browser, page: Live, tool: str) -> None:
     tab.click("details.call .run")
     tab.wait("document.body.innerText.includes('--chat-page-tool-origins http://127.0.0.1:9')")
     tab.run("faults.length = 0")
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_calls_of_tool_servers_are_approved(tab: Browser, page: Live) -> None:
+    setting(tab, "tools", json.dumps([{"type": "mcp", "server_label": "weather"}]))
+    say(tab, "call")
+    assert "weather waits for your approval" in tab.text(".calls")
+    tab.click(".calls .approve")
+    tab.wait(f"{IDLE} && document.body.innerText.includes('The tool said so.')")
+    assert "It rains in Paris." in asked(page)
+    assert "It rains in Paris." in tab.run("document.querySelector('.hosted').textContent")
+    say(tab, "thanks")
+    assert asked(page).count("It rains in Paris.") == 1
 
 
 def test_origins_of_tools_are_origins() -> None:

@@ -259,6 +259,15 @@ export class App {
     }
   }
 
+  /** The server makes the calls of its tool servers, or the model reads that they were declined. */
+  approve(node, yes, conversation = this.current) {
+    if (this.runs.has(conversation.id)) return undefined;
+    let last = node;
+    for (const { id, name } of node.calls)
+      last = add(conversation, last, { role: "tool", call: id, name, approve: yes, content: yes ? "approved" : "declined" });
+    return this.answer(conversation);
+  }
+
   /** The results of a node's calls go to the model. */
   give(node, texts, conversation = this.current, rounds = 0) {
     if (this.runs.has(conversation.id)) return undefined;

@@ -12,7 +12,7 @@ function pretty(text) {
 
 /**
  * The calls of a node. results: text by call id of those that are answered; address(call): where a
- * tool can be run, if anywhere; act: {run(call), runOn(), give(texts), note(call, text)}.
+ * tool can be run, if anywhere; act: {run(call), runOn(), give(texts), approve(yes), note(call, text)}.
  */
 export function callsView(node, results, address, act) {
   const open = !results && node.state !== "running";
@@ -22,9 +22,23 @@ export function callsView(node, results, address, act) {
     act.give(Object.fromEntries([...fields].map(([id, field]) => [id, field.value])));
   } });
   for (const call of node.calls ?? []) box.append(callView(node, call, results?.[call.id], open, address(call), act, fields));
-  if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, "Send results"),
+  // Calls of tool servers are approved together, if all are.
+  const asks = (node.calls ?? []).length && node.calls.every(({ id }) => node.approvals?.[id]);
+  if (open && asks) box.append(make("div", { class: "row" },
+    make("button", { type: "button", class: "main approve", onclick: () => act.approve(true) }, "Approve"),
+    make("button", { type: "button", class: "decline", onclick: () => act.approve(false) }, "Decline")));
+  else if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, "Send results"),
     (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, "Run and go on")));
   return box;
+}
+
+/** Calls that the server made, with their results. */
+export function hostedView(calls) {
+  return make("div", { class: "calls hosted", role: "group", "aria-label": "Calls of tool servers" }, ...calls.map((call) =>
+    make("details", { class: "call" },
+      make("summary", {}, "Called ", make("b", {}, call.name), ` of ${call.server_label}`, call.error !== null && " (failed)"),
+      make("pre", { tabIndex: 0 }, pretty(call.arguments)), make("div", { class: "faint" }, "Result"),
+      make("pre", { class: "result", tabIndex: 0 }, pretty(call.output ?? call.error ?? "")))));
 }
 
 function callView(node, call, result, open, address, act, fields) {
@@ -32,7 +46,9 @@ function callView(node, call, result, open, address, act, fields) {
     make("summary", {}, "Calls ", make("b", {}, call.name)), make("pre", { tabIndex: 0 }, pretty(call.arguments)));
   if (result !== undefined)
     fold.append(make("div", { class: "faint" }, "Result"), make("pre", { class: "result", tabIndex: 0 }, pretty(result)));
-  if (!open) return fold;
+  const label = node.approvals?.[call.id];
+  if (label && open) fold.append(make("p", { class: "faint" }, `The tool server ${label} waits for your approval.`));
+  if (!open || label) return fold;
   const field = make("textarea", { rows: 2, class: "result", spellcheck: "false", "aria-label": `Result of ${call.name}`,
     placeholder: "What the tool gives", value: node.results?.[call.id] ?? "" });
   field.addEventListener("input", () => act.note(call, field.value));

@@ -41,7 +41,7 @@ export const GROUPS = [
     { name: "constraint", label: "Schema, expression, lines or grammar", kind: "text", code: true, wide: true },
   ]],
   ["Tools", [
-    { name: "tools", label: "Tools, a JSON array; with a \"url\" beside \"function\" this page can run them",
+    { name: "tools", label: "Tools, a JSON array; with a \"url\" beside \"function\" this page can run them; {\"type\": \"mcp\", \"server_label\": ...}: the server does",
       kind: "json", code: true, wide: true, hint: '[{"type": "function", "function": {"name": "get_weather", '
         + '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}, "url": "http://localhost:9000/weather"}]' },
     { name: "tool_choice", label: "Calls", kind: "choice",

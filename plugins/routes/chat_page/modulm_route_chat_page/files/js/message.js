@@ -1,7 +1,7 @@
 // One message on the screen.
 
 import { preview } from "./attachments.js";
-import { callsView } from "./calls.js";
+import { callsView, hostedView } from "./calls.js";
 import { copyBy } from "./copy.js";
 import { icon, iconButton, make } from "./dom.js";
 import { described, duration } from "./figures.js";
@@ -50,7 +50,7 @@ export class MessageView {
   }
 
   updateAnswer() {
-    const { content, reasoning, state, calls, logprobs } = this.message;
+    const { content, reasoning, state, calls, hosted, logprobs } = this.message;
     const running = state === "running", thinking = running && !content && !calls?.length;
     this.node.classList.toggle("running", running);
     this.node.setAttribute("aria-busy", String(running));
@@ -59,7 +59,7 @@ export class MessageView {
     const asTokens = this.tokens && Boolean(logprobs?.length);
     this.markdown.node.hidden = asTokens;
     if (!asTokens) this.markdown.set(content, running);
-    this.extra.replaceChildren(...[asTokens && tokensView(logprobs), calls?.length && this.calls(),
+    this.extra.replaceChildren(...[asTokens && tokensView(logprobs), hosted?.length && hostedView(hosted), calls?.length && this.calls(),
       state === "failed" && this.failure()].filter(Boolean));
   }
 
@@ -77,6 +77,7 @@ export class MessageView {
       run: (call) => act.runCall(message, call),
       runOn: () => act.runOn(message),
       give: (texts) => act.give(message, texts),
+      approve: (yes) => act.approve(message, yes),
       note: (call, text) => { (message.results ??= {})[call.id] = text; act.keep(); },
     });
   }

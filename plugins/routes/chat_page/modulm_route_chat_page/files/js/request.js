@@ -17,13 +17,17 @@ export function history(nodes) {
   return sent;
 }
 
-const answered = (node) => node.state !== "failed" && Boolean(node.content || node.calls?.length);
+const answered = (node) => node.state !== "failed"
+  && Boolean(node.content || node.calls?.length || node.hosted?.length);
 
 function message(node) {
   if (node.role === "user") return { role: "user", content: asked(node) };
+  if (node.role === "tool" && node.approve !== undefined)
+    return { role: "tool", tool_call_id: node.call, name: node.name, approve: node.approve };
   if (node.role === "tool") return { role: "tool", tool_call_id: node.call, name: node.name, content: node.content };
   const made = { role: "assistant", content: node.content };
   if (node.reasoning) made.reasoning_content = node.reasoning;
+  if (node.hosted?.length) made.mcp_calls = node.hosted;
   if (node.calls?.length)
     made.tool_calls = node.calls.map((call) => (
       { id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));

@@ -78,6 +78,8 @@ export class Run {
     }
     if (delta.content) node.content += delta.content;
     for (const part of delta.tool_calls ?? []) takeCall(node, part);
+    for (const call of delta.mcp_calls ?? []) (node.hosted ??= []).push(call);
+    for (const { id, server_label } of delta.mcp_approval_requests ?? []) (node.approvals ??= {})[id] = server_label;
     if (choice.logprobs?.content) (node.logprobs ??= []).push(...choice.logprobs.content.map(shortened));
     if (choice.finish_reason) node.finish = choice.finish_reason;
     this.changed(node);
