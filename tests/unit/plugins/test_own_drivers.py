@@ -49,3 +49,8 @@ def test_the_log_line_passes_its_kit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="modulm_server.stats")
     logger = current().load("stat_loggers", "log")
     kit.check("stat_loggers", logger, sample=lambda folder: ({}, lambda: len(caplog.records)))
+
+
+@pytest.mark.exhaustive
+def test_the_executor_of_processes_passes_its_kit() -> None:
+    kit.check("executors", current().load("executors", "mp"))

@@ -511,6 +511,8 @@ class WorkersExecutor(Executor):
         for stream in self._streams:
             stream.close()
         self._streams = []
+        with self._lock:  # later steps and calls get an error
+            self._dead = self._dead or EngineDead("the executor was stopped")
         self._close_rings()
         self._leave()
         self.end(_GRACE)
