@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
-from modulm_route_openai.chat import _split_in_order
+from modulm_route_openai.answers import split_in_order
 from modulm_server.testing import Live
 
 ServerMaker = Callable[..., Live]
@@ -274,10 +274,10 @@ def test_a_stream_tells_thoughts_and_calls_in_order(chat: openai.OpenAI) -> None
 def test_one_delta_is_split_where_the_order_would_be_lost() -> None:
     call = [ToolStart(0, "f"), ToolArguments(0, "{}"), ToolEnd(0)]
     events: list[Any] = [Reasoning("a"), Content("b"), *call, Reasoning("c"), Content("d")]
-    assert _split_in_order(events) == [events[:5], events[5:]]
-    assert _split_in_order(events[:5]) == [events[:5]]
-    assert _split_in_order([Content("b"), Reasoning("a")]) == [[Content("b")], [Reasoning("a")]]
-    assert _split_in_order([]) == [[]]
+    assert split_in_order(events) == [events[:5], events[5:]]
+    assert split_in_order(events[:5]) == [events[:5]]
+    assert split_in_order([Content("b"), Reasoning("a")]) == [[Content("b")], [Reasoning("a")]]
+    assert split_in_order([]) == [[]]
 
 
 def test_items_are_in_order_and_come_back_in_order(chat: openai.OpenAI, plain: Live) -> None:
