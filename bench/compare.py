@@ -91,7 +91,7 @@ def bound(case: str, weights: str, size: dict[str, int], peaks: dict[str, float]
 
 def peaks() -> dict[str, float]:
     found = probe()
-    return {"read": float(found["read GB/s"]), "gemm": float(found["bf16 gemm GFLOP/s"])}
+    return {"read": float(found["read GB/s"]), "gemm": float(found["gemm GFLOP/s"])}
 
 
 def run(name: str, python: str, checkpoint: Path, cases: list[str], weights: str) -> dict:

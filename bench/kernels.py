@@ -244,7 +244,7 @@ def measure(case: Case, peaks: dict[str, object], seconds: float) -> dict[str, o
     mine, other = best_time(case.run, seconds), best_time(case.other, seconds)
     work, unit, peak = case.bytes, "GB/s", peaks["read GB/s"]
     if case.flops:
-        work, unit, peak = case.flops, "GFLOP/s", peaks["bf16 gemm GFLOP/s"]
+        work, unit, peak = case.flops, "GFLOP/s", peaks["gemm GFLOP/s"]
     rate = work / mine / 1e9
     return {
         "name": case.name,
