@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from index_wheels import POINTS, wheel
+from local_sigstore import LocalSigstore
 
 from modulm.plugins import PluginManager
 from modulm.plugins.manager import using
 from modulm_command_plugins.command import command
-
-pytest.importorskip("pypi_attestations", reason="no pypi-attestations: make setup installs it")
-
-from local_sigstore import LocalSigstore
 
 PUBLISHER = {"kind": "GitHub", "repository": "me/longest", "workflow": "publish.yml"}
 
