@@ -10,10 +10,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.support.samples import parametrize_sample
 
 from modulm import LLM, AsyncLLM, SamplingParams
 from modulm.contracts.requests import Request
@@ -30,6 +32,17 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 PROMPTS = [{"prompt_token_ids": [5 + i, 9, 40, 7] * 20} for i in range(3)]
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)
+#: States after each 64 tokens, beside attention with blocks of 16.
+STATES = {
+    "mamba_cache_mode": "all",
+    "mamba_block_size": 64,
+    "max_num_batched_tokens": 128,
+    "block_size": 16,
+    "num_gpu_blocks_override": 64,
+}
+LONG = [{"prompt_token_ids": [5 + i, 9, 40, 7] * 36} for i in range(2)]
+HYBRIDS = ["Qwen3NextForCausalLM", "MambaForCausalLM", "FalconH1ForCausalLM"]
+ONE = PARAMS.with_(max_tokens=1)
 #: Tokens of a prompt's full blocks.
 STORED = 64
 PREFILL = {
@@ -76,9 +89,11 @@ def drain(llm: LLM) -> None:
     check_empty(llm._core.loop)
 
 
-def ask(llm: LLM, params: SamplingParams, transfers: list[Any]) -> list[Any]:
+def ask(
+    llm: LLM, params: SamplingParams, transfers: list[Any], prompts: list[Any] = PROMPTS
+) -> list[Any]:
     each = [params.with_(extra_args={"kv_transfer_params": table}) for table in transfers]
-    outputs = llm.generate(PROMPTS[: len(each)], each, use_tqdm=False)
+    outputs = llm.generate(prompts[: len(each)], each, use_tqdm=False)
     drain(llm)
     return outputs
 
@@ -135,6 +150,29 @@ def test_windows_and_latent_caches(architecture: str, model: Callable[..., str])
         assert [table is not None for table in prefill(first)] == [complete] * 3
         first.reset_prefix_cache()
         assert results(outputs) == results(first.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@parametrize_sample("architecture", HYBRIDS, 3)
+def test_states_of_recurrent_layers(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(make_tiny(tmp_path / "model", architecture))
+    flags = STATES | {"max_model_len": 256}
+    with LLM(folder, **FLAGS | flags) as llm:
+        expected = results(llm.generate(LONG, PARAMS, use_tqdm=False))
+    port = free_port()
+    with (
+        engine(folder, "kv_producer", port, **flags) as first,
+        engine(folder, "kv_consumer", 1, **flags) as second,
+        engine(folder, "kv_consumer", 1, **flags | {"mamba_block_size": 128}) as other,
+    ):
+        params = [output.kv_transfer_params for output in ask(first, ONE, [PREFILL] * 2, LONG)]
+        outputs = ask(second, PARAMS, params, LONG)
+        assert results(outputs) == expected
+        assert [output.num_cached_tokens for output in outputs] == [128] * 2
+        outputs = ask(other, PARAMS, params[:1], LONG)
+        assert [output.num_cached_tokens for output in outputs] == [0]
+    assert "refused: mamba_block_size is 64 where the blocks are, and 128 here" in caplog.text
 
 
 @pytest.mark.exhaustive

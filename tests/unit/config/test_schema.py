@@ -28,7 +28,7 @@ from modulm_gpu.flags import CompilationConfig
 from modulm_hooks_otlp.flags import TracesConfig
 from modulm_isolation.flags import IsolationConfig
 from modulm_kv_events.flags import KVEventsConfig
-from modulm_kv_transfer.flags import KVTransferConfig
+from modulm_kv_transfer.flags import ECTransferConfig, KVTransferConfig
 from modulm_mapped_weights.flags import MappedWeightsFlags
 from modulm_media.flags import MediaConfig
 from modulm_plugin_lock.flags import PluginLockConfig
@@ -164,7 +164,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-hooks-otlp": TracesConfig,
         "modulm-isolation": IsolationConfig,
         "modulm-kv-events": KVEventsConfig,
-        "modulm-kv-transfer": KVTransferConfig,
+        "modulm-kv-transfer": (ECTransferConfig, KVTransferConfig),
         "modulm-route-adapters": ServedAdaptersConfig,
         "modulm-plugin-lock": PluginLockConfig,
         "modulm-prefix-retention": PrefixRetentionConfig,

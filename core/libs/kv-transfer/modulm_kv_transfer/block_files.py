@@ -27,6 +27,7 @@ __all__ = [
     "Stored",
     "block_path",
     "clear",
+    "describe",
     "evict",
     "hold",
     "models",
@@ -133,6 +134,17 @@ def read(path: Path, described: Mapping[str, Any], into: memoryview) -> None:
         raise BadFile(f"{path.name}: {count} of {len(into)} bytes")
     if _checksum(into) != header.get("checksum"):
         raise BadFile(f"{path.name}: the checksum is wrong")
+
+
+def describe(path: Path) -> tuple[Mapping[str, Any], int]:
+    """Return a file's header, and the size of its block in bytes. Raises BadFile, OSError."""
+    with path.open("rb", buffering=0) as file:
+        line, end, _ = file.read(_HEADER).partition(b"\n")
+        size = os.fstat(file.fileno()).st_size - len(line) - 1
+    header = _header(line if end else b"")
+    if not header or header.get("bytes") != size:
+        raise BadFile(f"{path.name}: {header.get('bytes')} bytes are expected, {size} are there")
+    return header, size
 
 
 def _header(line: bytes) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from modulm.contracts.flags import FlagGroup, flag, flag_group, read_mapping, suggest
 from modulm.errors import ConfigError
 
-__all__ = ["KVTransferConfig"]
+__all__ = ["ECTransferConfig", "KVTransferConfig"]
 
 _KEYS = (
     "kv_connector", "kv_role", "kv_connector_extra_config", "engine_id", "kv_ip", "kv_port",
@@ -33,6 +33,55 @@ def _transfer(value: Any) -> Mapping[str, Any]:
         message = "kv_connector_extra_config: must be a table of options"
         raise ConfigError("kv_transfer_config", message)
     return table
+
+
+_EC_KEYS = ("ec_connector", "ec_role", "ec_connector_extra_config", "engine_id", "ec_ip", "ec_port")
+#: Keys of vLLM that say nothing here: outputs stay in host memory and files.
+_EC_IGNORED = ("ec_buffer_device", "ec_buffer_size", "ec_rank", "ec_parallel_size")
+_EC_ROLES = ("ec_both", "ec_producer", "ec_consumer")
+
+
+def _encoder_transfer(value: Any) -> Mapping[str, Any]:
+    """Read vLLM's ECTransferConfig. Raises ConfigError for an unknown key or role."""
+    name = "ec_transfer_config"
+    table = read_mapping(name, value)
+    for key in table:
+        if key in _EC_IGNORED:
+            message = f"{key} is not supported: outputs are stored in files; leave it out"
+            raise ConfigError(name, message)
+        if key not in _EC_KEYS:
+            known = ", ".join(_EC_KEYS)
+            raise ConfigError(name, f"{key} is not one of {known}{suggest(key, _EC_KEYS)}")
+    if not table:
+        return table
+    if not isinstance(table.get("ec_connector"), str):
+        raise ConfigError(name, "ec_connector: must be the name of a connector")
+    if table.get("ec_role") not in _EC_ROLES:
+        message = f"ec_role: {table.get('ec_role')!r} is not one of {', '.join(_EC_ROLES)}"
+        raise ConfigError(name, message)
+    if not isinstance(table.get("ec_connector_extra_config", {}), Mapping):
+        raise ConfigError(name, "ec_connector_extra_config: must be a table of options")
+    if not isinstance(table.get("ec_ip", ""), str):
+        raise ConfigError(name, "ec_ip: must be an address")
+    port = table.get("ec_port", 1)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 1 << 16:
+        raise ConfigError(name, "ec_port: must be a port")
+    return table
+
+
+@flag_group
+class ECTransferConfig(FlagGroup):
+    """Outputs of media encoders outside the engine."""
+
+    title = "ECTransferConfig"
+
+    ec_transfer_config: Mapping[str, Any] = flag(
+        {},
+        "Store of encoder outputs, in vLLM's format: ec_connector (vLLM's name of it, or an "
+        "installed driver), ec_role (ec_producer, ec_consumer or ec_both), "
+        "ec_connector_extra_config (its options), ec_ip and ec_port.",
+        parse=_encoder_transfer,
+    )
 
 
 @flag_group

@@ -7,7 +7,7 @@ from typing import Any
 from modulm.errors import ConfigError
 from modulm.plugins import hookimpl, manager
 from modulm_kv_transfer.choice import connector_tables
-from modulm_kv_transfer.flags import KVTransferConfig
+from modulm_kv_transfer.flags import ECTransferConfig, KVTransferConfig
 from modulm_kv_transfer.remote import RemoteConnector
 
 __all__ = ["modulm_config_final"]
@@ -16,6 +16,10 @@ __all__ = ["modulm_config_final"]
 @hookimpl
 def modulm_config_final(config: Any) -> None:
     """Raise an error for a connector that is not installed, or for unknown options."""
+    if config.group(ECTransferConfig).ec_transfer_config:
+        from modulm_kv_transfer.encoder_choice import encoder_connector
+
+        encoder_connector(config, manager.current())
     connector = manager.current().configured("kv_connectors", connector_tables(config))
     late = config.group(KVTransferConfig).kv_offloading_policy != "all"
     if late and (connector is None or issubclass(connector[0], RemoteConnector)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["engine_facts", "model_digest"]
+__all__ = ["encoder_facts", "engine_facts", "facts_digest", "model_digest"]
 
 #: Flags that change keys, values or the cache layout.
 _FLAGS = (
@@ -42,7 +43,8 @@ def model_digest(config: Any, plugins: Any) -> str:
 #: Flags that must agree between two engines that exchange blocks.
 _SHARED = (
     "dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "quantization",
-    "prefix_caching_hash_algo", "attention_backend", "tensor_parallel_size",
+    "prefix_caching_hash_algo", "attention_backend", "mamba_cache_mode", "mamba_block_size",
+    "tensor_parallel_size",
     "pipeline_parallel_size", "decode_context_parallel_size",
 )  # fmt: skip
 
@@ -66,6 +68,37 @@ def engine_facts(config: Any, plugins: Any) -> dict[str, str]:
         if file.is_file() and file.suffix not in (".md", ".txt", ".jinja", ".json"):
             digest.update(_sample(file, timed=False))
     return {"version": version("modulm"), "model": digest.hexdigest()[:32], **facts}
+
+
+#: Flags that must agree between two engines that exchange encoder outputs.
+_ENCODER = ("device", "dtype", "quantization", "mm_processor_kwargs")
+#: Parts of names of a checkpoint's files that say how media are processed.
+_PROCESSING = ("processor", "feature_extractor")
+
+
+def encoder_facts(config: Any, plugins: Any) -> dict[str, str]:
+    """Return what encoder outputs depend on besides the item, by flag.
+
+    `tensor_parallel_size` is 1 if each rank has whole encoders, since it then changes no bits.
+    Raises CheckpointError.
+    """
+    from modulm.loading import open_checkpoint
+
+    checkpoint = open_checkpoint(config, plugins)
+    facts = {name: str(config.value(name)) for name in _ENCODER}
+    split = config.value("mm_encoder_tp_mode") == "weights"
+    facts["tensor_parallel_size"] = str(config.value("tensor_parallel_size") if split else 1)
+    path = Path(checkpoint.path)
+    digest = hashlib.blake2b(engine_facts(config, plugins)["model"].encode())
+    for file in sorted(path.iterdir()) if path.is_dir() else []:
+        if file.suffix == ".json" and any(part in file.name for part in _PROCESSING):
+            digest.update(file.name.encode() + file.read_bytes())
+    return {"version": version("modulm"), "model": digest.hexdigest()[:32], **facts}
+
+
+def facts_digest(facts: Mapping[str, str]) -> str:
+    """Return a digest of facts: 32 hex digits."""
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _sample(file: Path, *, timed: bool = True) -> bytes:

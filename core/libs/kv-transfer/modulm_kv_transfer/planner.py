@@ -401,11 +401,6 @@ class RemoteTransferPlanner(TransferPlanner):
 
     def __init__(self, index: RemoteIndex, context: PlannerContext) -> None:
         super().__init__(index, context)
-        if self._units.states:
-            raise ConfigError(
-                "kv_transfer_config",
-                "recurrent states cannot be sent to other engines yet: use host or disk",
-            )
         self._remote = index
         self._known: set[str] = set()
         #: Requests whose answers have no `kv_transfer_params` yet.

@@ -20,6 +20,12 @@ from modulm.contracts.connector import (
 )
 from modulm_kv_transfer import block_files as files
 from modulm_kv_transfer.copies import CopyingMover, TransferFailed
+from modulm_kv_transfer.encoder_outputs import (
+    EncoderConnector,
+    EncoderOutputs,
+    EncoderTransfer,
+    FileEncoderOutputs,
+)
 from modulm_kv_transfer.holds import HeldBlocks
 
 __all__ = ["DiskConnector", "DiskOptions"]
@@ -153,8 +159,8 @@ class _Mover(CopyingMover):
                 files.release(self._path(name))
 
 
-class DiskConnector(KVConnector):
-    """Stores blocks in files, for this engine, other engines on the host, and later ones."""
+class DiskConnector(KVConnector, EncoderConnector):
+    """Stores blocks and encoder outputs in files, for all engines on the host, and later ones."""
 
     name: ClassVar[str] = "disk"
     api: ClassVar[int | tuple[int, int]] = 3
@@ -174,3 +180,6 @@ class DiskConnector(KVConnector):
 
     def mover(self) -> KVMover:
         return _Mover(self.config, self._model, *self._shares)
+
+    def encoder_outputs(self, transfer: EncoderTransfer) -> EncoderOutputs:
+        return FileEncoderOutputs(self.config.folder, self.config.max_bytes, transfer.model)

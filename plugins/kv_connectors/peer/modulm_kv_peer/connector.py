@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,17 +24,22 @@ from modulm.errors import ConfigError, RequestError
 from modulm_distributed.secret import read_secret, secret_file
 from modulm_distributed.tls import tls_contexts
 from modulm_kv_peer.client import PeerClient, Writer
+from modulm_kv_peer.encoder_outputs import PeerEncoderOutputs
 from modulm_kv_peer.layout import Layout, block_loader, source_ranks
 from modulm_kv_peer.memory import SharedMemory
 from modulm_kv_peer.server import PeerServer
 from modulm_kv_peer.store import PeerStore
 from modulm_kv_peer.wire import Deadline
+from modulm_kv_transfer.block_files import FOLDER
 from modulm_kv_transfer.copies import CopyingMover
+from modulm_kv_transfer.encoder_outputs import EncoderConnector, EncoderOutputs, EncoderTransfer
 from modulm_kv_transfer.remote import FIELD, RemoteConnector, RemoteIndex, transfer_params
 
 __all__ = ["PeerConnector", "PeerOptions"]
 
 _FLAG = "kv_transfer_config"
+#: Flag that is "all" if recurrent states are cached.
+_STATES = "mamba_cache_mode"
 #: Fetches at once; others wait, and their time runs.
 _FETCHES = 32
 
@@ -50,6 +56,10 @@ class PeerOptions:
     without a new block. allowed_hosts: values of remote_host that requests may have. secret_file: a
     file that all engines share; not needed on loopback addresses. shared_memory: whether engines on
     one machine use it instead of a socket, if both can.
+
+    Of encoder outputs (`--ec-transfer-config`), peers: HOST:PORT of the engines that compute them.
+    shared_storage_path: folder of those that were computed or fetched. max_bytes: of all files in
+    it.
     """
 
     kv_role: str = field(
@@ -63,6 +73,9 @@ class PeerOptions:
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     secret_file: str | None = None
     shared_memory: bool = True
+    peers: tuple[str, ...] = ()
+    shared_storage_path: str = FOLDER
+    max_bytes: int = field(default=16 << 30, validator=ge(1))
 
     @property
     def produces(self) -> bool:
@@ -251,8 +264,8 @@ class _Mover(CopyingMover):
         super().close()
 
 
-class PeerConnector(RemoteConnector):
-    """Moves the blocks of prompts between engines."""
+class PeerConnector(RemoteConnector, EncoderConnector):
+    """Moves the blocks of prompts, and encoder outputs, between engines."""
 
     name: ClassVar[str] = "peer"
     api: ClassVar[int | tuple[int, int]] = 3
@@ -267,11 +280,12 @@ class PeerConnector(RemoteConnector):
     def describe_engine(self, facts: Mapping[str, str], replica: int) -> None:
         self._size = int(facts["tensor_parallel_size"])
         self._port = self.config.kv_port + replica * self._ranks
-        split_context = facts["decode_context_parallel_size"] != "1"
+        # Ranks have different tokens, or parts of recurrent states that are no whole heads.
+        same_size = facts["decode_context_parallel_size"] != "1" or facts[_STATES] == "all"
         self._facts = {
             name: value
             for name, value in facts.items()
-            if split_context or name != "tensor_parallel_size"
+            if same_size or name != "tensor_parallel_size"
         }
 
     def index(self) -> RemoteIndex:
@@ -279,3 +293,10 @@ class PeerConnector(RemoteConnector):
 
     def mover(self) -> KVMover:
         return _Mover(self.config, self._facts, self._port, self._size)
+
+    def encoder_outputs(self, transfer: EncoderTransfer) -> EncoderOutputs:
+        options = self.config
+        return PeerEncoderOutputs(
+            Path(options.shared_storage_path).expanduser(), options.max_bytes, transfer,
+            peers=options.peers, secret_file=options.secret_file, seconds=options.timeout,
+        )  # fmt: skip

@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -17,7 +18,7 @@ from modulm_kv_peer.memory import SharedMemory
 from modulm_kv_peer.store import PeerStore
 from modulm_kv_peer.wire import Deadline, Fault, differing, receive, send, set_deadline
 
-__all__ = ["PeerServer"]
+__all__ = ["PeerServer", "TlsServer"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -29,42 +30,30 @@ _GRACE = 5.0
 _PART = 16
 
 
-class PeerServer:
+class TlsServer(ABC):
     """Listens at host:port and answers each connection in a thread.
 
-    facts: what a peer must have in common. size: tensor parallel size. memory: the store's, if it
-    is shared. seconds: for one connection, or for each part of blocks that are being computed.
-    Raises ConfigError if the address cannot be used.
+    seconds: for the handshake. flag, key: where the port is set, for messages. Raises ConfigError
+    if the address cannot be used.
     """
 
     def __init__(
-        self,
-        store: PeerStore,
-        layout: Layout,
-        size: int,
-        memory: SharedMemory | None,
-        facts: Mapping[str, str],
-        tls: TlsContexts,
-        host: str,
-        port: int,
-        seconds: float,
+        self, tls: TlsContexts, host: str, port: int, seconds: float, flag: str, key: str
     ) -> None:
-        self._store, self._facts, self._tls, self._seconds = store, facts, tls, seconds
-        self._layout, self._size, self._memory = layout, size, memory
+        self._tls, self._seconds = tls, seconds
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed, self._ending = False, threading.Event()
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise ConfigError("kv_transfer_config", f"kv_port: {host}:{port}: {error}") from error
+            raise ConfigError(flag, f"{key}: {host}:{port}: {error}") from error
         self._threads: set[threading.Thread] = set()
         self._thread = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End all connections and threads."""
-        self._store.close()
         with self._lock:
             self._closed = True
             self._ending.set()
@@ -113,6 +102,39 @@ class PeerServer:
                 self._open.discard(peer)
                 self._threads.discard(threading.current_thread())
             peer.close()
+
+    @abstractmethod
+    def _answer(self, peer: ssl.SSLSocket) -> None:
+        """Answer a connection. Raises OSError, Fault."""
+
+
+class PeerServer(TlsServer):
+    """Gives the blocks of a store to other engines.
+
+    facts: what a peer must have in common. size: tensor parallel size. memory: the store's, if it
+    is shared. seconds: for one connection, or for each part of blocks that are being computed.
+    Raises ConfigError if the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        store: PeerStore,
+        layout: Layout,
+        size: int,
+        memory: SharedMemory | None,
+        facts: Mapping[str, str],
+        tls: TlsContexts,
+        host: str,
+        port: int,
+        seconds: float,
+    ) -> None:
+        self._store, self._facts = store, facts
+        self._layout, self._size, self._memory = layout, size, memory
+        super().__init__(tls, host, port, seconds, "kv_transfer_config", "kv_port")
+
+    def close(self) -> None:
+        self._store.close()
+        super().close()
 
     def _answer(self, peer: ssl.SSLSocket) -> None:
         deadline = Deadline(self._seconds)

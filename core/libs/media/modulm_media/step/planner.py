@@ -20,9 +20,10 @@ from modulm.contracts.media import MediaItem
 from modulm.contracts.requests import Request
 from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, WaitingRequest
 from modulm.errors import RequestError
+from modulm_kv_transfer.encoder_outputs import EncoderOutputs
 from modulm_media.step.values import EncodePlan, MediaRow
 
-__all__ = ["EncoderPlanner", "NoEncoders"]
+__all__ = ["EncoderPlanner", "FetchingPlanner", "NoEncoders"]
 
 
 def _row_value(request: Request) -> MediaRow | None:
@@ -266,3 +267,31 @@ class EncoderPlanner(PartPlanner):
     def cached(self) -> Mapping[bytes, int]:
         """Hash -> number of embeddings, for the worker's cached items."""
         return self._cached
+
+
+class FetchingPlanner(EncoderPlanner):
+    """Lets requests wait until encoder outputs of other hosts are on this one; others overtake."""
+
+    def __init__(self, context: PlannerContext, outputs: EncoderOutputs) -> None:
+        super().__init__(context)
+        self._outputs = outputs
+        #: Whether a request waited when the step was planned.
+        self._deferred = False
+
+    def defers(self, waiting: WaitingRequest, before: Sequence[WaitingRequest]) -> bool:
+        request = waiting.request
+        items = [i.hash for i in request.media if i.encoded and i.hash not in self._cached]
+        if not items or self._outputs.fetch(request.id, items):
+            return False
+        self._deferred = True
+        return True
+
+    def plan(self, step: StepDraft, left: int) -> EncodePlan | None:
+        """Return what encoders do. An empty plan lets an idle worker wait for a moment."""
+        deferred, self._deferred = self._deferred, False
+        if deferred and not len(step.rows):
+            return EncodePlan()
+        return super().plan(step, left)
+
+    def finished(self, request: str) -> None:
+        self._outputs.finish(request)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,9 +19,15 @@ from modulm.contracts.model import Batch
 from modulm.contracts.step_part import BuiltModel, PartRunner, RunnerContext
 from modulm.engine.worker.input_batch import Runs, cross_layout
 from modulm.errors import EngineError
+from modulm_kv_transfer.encoder_outputs import EncoderOutputs, EncoderTransfer
 from modulm_media.step.values import EncodePlan, MediaRow
 
 __all__ = ["MediaRunner"]
+
+log = logging.getLogger("modulm.engine")
+
+#: Seconds that a step without rows waits while requests wait for encoder outputs of other hosts.
+_PAUSE = 0.002
 
 Pieces: TypeAlias = Generator[int, None, Sequence[torch.Tensor]]
 
@@ -42,10 +50,19 @@ class _PromptParts:
 class MediaRunner(PartRunner):
     """Runs the encoders that plans name, caches their outputs by hash, and adds them to batches.
 
-    Rows without media cost nothing: they are not tracked.
+    Rows without media cost nothing: they are not tracked. stored, transfer: encoder outputs outside
+    the engine, and what they are for.
     """
 
-    def __init__(self, built: BuiltModel) -> None:
+    def __init__(
+        self,
+        built: BuiltModel,
+        stored: EncoderOutputs | None = None,
+        transfer: EncoderTransfer | None = None,
+    ) -> None:
+        self._mesh = built.mesh
+        self._source = stored if transfer is not None and transfer.consumes else None
+        self._target = stored if transfer is not None and transfer.produces else None
         self._model = built.loaded.model
         self._groups = built.loaded.groups
         self._scheduler = built.config.scheduler
@@ -100,6 +117,8 @@ class MediaRunner(PartRunner):
         """
         if value is None and not self.begun:
             return None
+        if value is not None and not len(plan.rows):
+            time.sleep(_PAUSE)
         value = value or EncodePlan()
         self._focus(None, None)
         for digest in value.drop:
@@ -110,12 +129,41 @@ class MediaRunner(PartRunner):
             for row, index in value.items
             if (item := self._rows[row].media[index]).hash not in self._outputs
         }
+        loaded = self._load(tuple(items.values())) if items and self._source is not None else ()
+        for digest in loaded:
+            del items[digest]
         if value.rows:
             pieces = self._model.encode_in_pieces
             self.begun |= {digest: (item, pieces((item,))) for digest, item in items.items()}
         elif items:
             self._keep(tuple(items.values()), self._model.encode(tuple(items.values())))
-        return tuple(self._go_on(value.rows or math.inf)) or None
+        return (*loaded, *self._go_on(value.rows or math.inf)) or None
+
+    def _load(self, items: Sequence[MediaItem]) -> tuple[bytes, ...]:
+        """Load the outputs that all ranks have; return the hashes of their items."""
+        source = self._source
+        outputs = [None if source is None else source.load(item.hash) for item in items]
+        found = torch.tensor(
+            [o is not None and len(o) == i.length for i, o in zip(items, outputs, strict=True)],
+            dtype=torch.int64, device=self._device,
+        )  # fmt: skip
+        world = self._mesh.world
+        everywhere = world.all_reduce(found).tolist() if world.size > 1 else found.tolist()
+        loaded = []
+        for item, output, ranks in zip(items, outputs, everywhere, strict=True):
+            if output is not None and ranks == world.size:
+                self._outputs[item.hash] = output.to(self._device)
+                loaded.append(item.hash)
+        return tuple(loaded)
+
+    def _store(self, item: MediaItem) -> None:
+        """Store an output for other engines, on the first rank."""
+        if self._target is None or self._mesh.world.rank:
+            return
+        try:
+            self._target.save(item.hash, self._outputs[item.hash])
+        except OSError as error:
+            log.warning("an encoder output could not be stored: %s", error)
 
     def amend_layout(self, plan: Plan, spec: AttentionSpec, layout: StepLayout) -> StepLayout:
         if not self._rows:
@@ -158,6 +206,7 @@ class MediaRunner(PartRunner):
                 )
             # Encoder outputs may be views of one large tensor, which would stay allocated.
             self._outputs[item.hash] = output.clone()
+            self._store(item)
 
     def spans(self, plan: Plan) -> np.ndarray | None:
         """Return `StepLayout.spans`, [n, 3] int32, of the items that end in the plan's tokens. An
