@@ -75,7 +75,7 @@ class Choices:
             self.decisions.append(
                 Decision("model", (Verdict(implementation),), implementation, "set by --model-impl")
             )
-            return self._trusted(self.plugins.load("models", implementation))
+            return self._require_trust(self.plugins.load("models", implementation))
         overrides = self.config.model.model_class_overrides
         for name in names:
             if name in overrides:
@@ -85,20 +85,20 @@ class Choices:
                 driver: type[Model] = self.plugins.load("models", name)
                 return driver
         if not may_convert(self.config, names, self.plugins, self.recipe):
-            return self._trusted(self._keep(self._chosen(names)))
+            return self._require_trust(self._keep(self._choose_model(names)))
         installed = {d.name for d in self.plugins.names("models")}
         pooler = open_pooler(self.config, self.plugins)
         conversion = pooler.conversion(self.config, names, installed, self.recipe)
         if conversion is not None:
             base, kind = conversion
-            chosen = self._trusted(self._keep(self._chosen((base,))))
+            chosen = self._require_trust(self._keep(self._choose_model((base,))))
             reason = "converted for pooling, by flags, files or architecture"
             self.decisions.append(Decision("pooling", (Verdict(kind),), kind, reason))
             settings = pooling_settings(self.config, self.recipe)
             return pooler.convert(chosen, kind, self.checkpoint.config, settings)
-        return self._trusted(self._keep(self._chosen(names)))
+        return self._require_trust(self._keep(self._choose_model(names)))
 
-    def _chosen(self, names: Sequence[str]) -> defaults.Chosen[type[Model]]:
+    def _choose_model(self, names: Sequence[str]) -> defaults.Chosen[type[Model]]:
         try:
             return defaults.choose_model(self.plugins, names, self.checkpoint.config)
         except ArchitectureNotFound as error:
@@ -106,7 +106,7 @@ class Choices:
                 raise
             raise UnsupportedError(f"{names[0]} is {kind}") from error
 
-    def _trusted(self, driver: type[Model]) -> type[Model]:
+    def _require_trust(self, driver: type[Model]) -> type[Model]:
         """Return the driver if its code may run. Raises ConfigError."""
         if driver.remote_code and not self.config.model.trust_remote_code:
             code = self.checkpoint.config.get("auto_map")

@@ -60,8 +60,8 @@ class WorkerExecutor(Executor):
     def run(self, plan: Plan) -> StepResult:
         if self._worker is None:
             raise EngineError("the executor was not started, or has been stopped")
-        result = self._worker.run(self._sent(plan))
-        return result if self._part is None else self._returned(result)
+        result = self._worker.run(self._send_plan(plan))
+        return result if self._part is None else self._return_result(result)
 
     def _packed(self, values: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Send this part's value through bytes."""
@@ -77,11 +77,11 @@ class WorkerExecutor(Executor):
             sent[part.name] = unpack(msgspec.msgpack.decode(data))
         return sent
 
-    def _sent(self, plan: Plan) -> Plan:
+    def _send_plan(self, plan: Plan) -> Plan:
         admit = tuple(evolve(start, parts=self._packed(start.parts, "row")) for start in plan.admit)
         return evolve(plan, parts=self._packed(plan.parts, "plan"), admit=admit)
 
-    def _returned(self, result: StepResult) -> StepResult:
+    def _return_result(self, result: StepResult) -> StepResult:
         reports = tuple(
             evolve(report, value=self._packed({report.part: report.value}, "report")[report.part])
             for report in result.parts

@@ -21,7 +21,7 @@ _PRIVATE = frozenset({"write_kv", "plan_attention", "paged_attention", "qkv_prep
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
-def _known(options: CpuOptions, attribute: Attribute[Any], value: str | None) -> None:
+def _check_level(options: CpuOptions, attribute: Attribute[Any], value: str | None) -> None:
     if value is not None:
         library.check(value)
 
@@ -30,7 +30,7 @@ def _known(options: CpuOptions, attribute: Attribute[Any], value: str | None) ->
 class CpuOptions:
     """`level`: the instruction set to use; None: the best one that this machine supports."""
 
-    level: str | None = field(default=None, validator=_known)
+    level: str | None = field(default=None, validator=_check_level)
 
 
 class CpuKernels(KernelProvider):

@@ -36,7 +36,7 @@ class BlockUnits:
         self.parts = tuple(
             (index, place)
             for index, (group, count) in enumerate(zip(groups, self._counts, strict=True))
-            for place in range(max(0, count - _seen(group)), count)
+            for place in range(max(0, count - _lookback(group)), count)
         )
 
     def names(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
@@ -58,7 +58,7 @@ class BlockUnits:
         }  # fmt: skip
 
 
-def _seen(group: GroupCapacity) -> int:
+def _lookback(group: GroupCapacity) -> int:
     """Return how many of the last blocks before a token it depends on."""
     if group.kind == "state":
         return 1

@@ -194,14 +194,14 @@ def _tool_parser(
     if choice == "required" and not enforced_format:
         return RequiredCalls(context)
     if not isinstance(choice, str) and not enforced_format:
-        return NamedCall(context, _chosen(choice))
+        return NamedCall(context, _function_name(choice))
     if not name:
         return None
     parser: ToolParser = plugins.load("tool_parsers", name)(context)
     return parser
 
 
-def _chosen(choice: Mapping[str, Any]) -> str:
+def _function_name(choice: Mapping[str, Any]) -> str:
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:

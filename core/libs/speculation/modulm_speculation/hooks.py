@@ -62,7 +62,7 @@ def _registered(table: dict[str, Any]) -> str:
     return path
 
 
-def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
+def _make_driver(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     """Return (driver, its options, whether draft lengths adapt), or None."""
     requested = requested_method(config.group(SpeculationConfig))
     if requested is None:
@@ -87,7 +87,7 @@ def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
 
 
 def _automatic(config: EngineConfig, loaded: Loaded) -> tuple[Any, Any, bool] | None:
-    """Return what `_made` does, as chosen by `--speculative auto`."""
+    """Return what `_make_driver` does, as chosen by `--speculative auto`."""
     from modulm.loading import open_checkpoint
     from modulm_speculation.automatic import choose_speculator
 
@@ -113,13 +113,13 @@ def _automatic(config: EngineConfig, loaded: Loaded) -> tuple[Any, Any, bool] | 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
     """Validate the speculator's options before a model is loaded."""
-    _made(config)
+    _make_driver(config)
 
 
 @hookimpl
 def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> Drafter | None:
     """Create the speculator of `--speculative-config`."""
-    made = _made(config)
+    made = _make_driver(config)
     if made is None and config.group(SpeculationConfig).speculative == "auto":
         made = _automatic(config, loaded)
     if made is None:

@@ -96,19 +96,19 @@ def is_ordinary(constraint: StructuredOutputs) -> bool:
         tagged = isinstance(root, dict) and root.keys() == {"type", "format"}
         if constraint.structural_tag is not None and not tagged:
             return False
-        return _left(root, root, _ORDINARY_NODES) > 0
+        return _remaining_budget(root, root, _ORDINARY_NODES) > 0
     except (ValueError, RecursionError):
         return False
 
 
-def _left(schema: Any, root: Any, budget: int) -> int:
+def _remaining_budget(schema: Any, root: Any, budget: int) -> int:
     """Return the node budget left after a schema; 0 if it is not ordinary."""
     if isinstance(schema, bool):
         return budget - 1
     if isinstance(schema, dict) and schema.get("type") in _ORDINARY_PARTS:
         parts = [schema[key] for key in ("json_schema", "content", "format") if key in schema]
         for each in schema.get("elements", parts):
-            budget = _left(each, schema.get("json_schema", root), budget)
+            budget = _remaining_budget(each, schema.get("json_schema", root), budget)
         return budget - 1
     if budget <= 0 or not isinstance(schema, dict) or not schema.keys() <= _ORDINARY:
         return 0
@@ -123,7 +123,7 @@ def _left(schema: Any, root: Any, budget: int) -> int:
     inner += several if isinstance(several, list) else ()
     budget -= 1 + len(schema.get("enum", ()))
     for each in inner:
-        budget = _left(each, root, budget)
+        budget = _remaining_budget(each, root, budget)
     return budget
 
 

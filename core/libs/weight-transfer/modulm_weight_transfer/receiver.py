@@ -138,7 +138,7 @@ class _BlankModel:
                 self._owners[id(slot.module), slot.attribute] = family
             for module in modules_of(unit.module, unit.finish):
                 self._baselines.setdefault(id(module), Baseline(module))
-            unit.finish = partial(self._put, unit, running, unit.finish)
+            unit.finish = partial(self._install, unit, running, unit.finish)
 
     def named(self, index: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Map each of the model's names to the tensor's own name."""
@@ -211,7 +211,7 @@ class _BlankModel:
             (id(slot.module), slot.attribute)
             for unit in plan.units
             for slot in unit.slots
-            if slot.optional and not _given(slot.ways, plan.routes)
+            if slot.optional and not _any_complete(slot.ways, plan.routes)
         }
         writers = dict(self._writers)
         writers |= {new: writers[id(unit)] for new, unit in self._reduced_units.items()}
@@ -226,7 +226,7 @@ class _BlankModel:
             if id(whole) in self._writers:
                 _renew_adapters(self._running[id(whole)])
 
-    def _put(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
+    def _install(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
         """Finish a module as loading does; refill the running one after all that wait for it."""
         sources = modules_of(unit.module, finish)
         targets = modules_of(running.module, running.finish)
@@ -259,7 +259,7 @@ class _BlankModel:
             self._families[family] += 1
 
 
-def _given(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
+def _any_complete(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
     return any(all(part.name in routes for part in way) for way in ways)
 
 

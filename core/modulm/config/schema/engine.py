@@ -114,7 +114,7 @@ def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     moved: dict[str, Any] = {}
     for alias, value in flags.items():
-        name = _known(known, alias)
+        name = _canonical_name(known, alias)
         parts = _spread(known, name, value) if name in known.tables else {name: value}
         for part, item in parts.items():
             if part in flat and flat[part] != item:
@@ -127,7 +127,7 @@ def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**moved, **flat}
 
 
-def _known(known: Catalog, alias: str) -> str:
+def _canonical_name(known: Catalog, alias: str) -> str:
     name = known.canonical(alias)
     if name is not None:
         return name

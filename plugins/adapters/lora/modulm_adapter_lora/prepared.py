@@ -104,7 +104,7 @@ class Preparer:
         """
         one = _One(self, files)
         for (_, wrappers), change in files.changes.items():
-            if self._wanted(change.module, files.file) and not self._is_elsewhere(one, change):
+            if self._is_target(change.module, files.file) and not self._is_elsewhere(one, change):
                 one.take(change, wrappers)
         one.tie()
         return Prepared(one.layers)
@@ -115,7 +115,7 @@ class Preparer:
         head = self._elsewhere.head if name == _HEAD else None
         return (self._elsewhere.get(name) or head) is not None
 
-    def _wanted(self, module: str, file: Path) -> bool:
+    def _is_target(self, module: str, file: Path) -> bool:
         only = self._options.lora_target_modules
         if only is None or any(f".{module}".endswith(f".{end}") for end in only):
             return True

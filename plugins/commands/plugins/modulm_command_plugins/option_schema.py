@@ -51,8 +51,8 @@ def _object(config: type) -> dict[str, Any]:
 
 
 def _option(attribute: Attribute[Any], config: type) -> dict[str, Any]:
-    schema = _typed(attribute.type)
-    if told := attribute.metadata.get("help") or _told(config, attribute.name):
+    schema = _type_schema(attribute.type)
+    if told := attribute.metadata.get("help") or _option_help(config, attribute.name):
         schema["description"] = told
     default = attribute.default
     if isinstance(default, Factory) and not default.takes_self:  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _option(attribute: Attribute[Any], config: type) -> dict[str, Any]:
     return schema
 
 
-def _told(config: type, name: str) -> str:
+def _option_help(config: type, name: str) -> str:
     """What a docstring says of an option: the text after "name:", up to the next option."""
     names = "|".join(a.name for a in fields(config))
     text = " ".join((config.__doc__ or "").split())
@@ -80,7 +80,7 @@ def _told(config: type, name: str) -> str:
     return match.group(1).rstrip(".") if match else ""
 
 
-def _typed(kind: Any) -> dict[str, Any]:
+def _type_schema(kind: Any) -> dict[str, Any]:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return {"type": _PLAIN[kind]}
@@ -91,9 +91,9 @@ def _typed(kind: Any) -> dict[str, Any]:
     if isinstance(kind, type) and has(kind):
         return _object(kind)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_typed(each) for each in arguments]}
+        return {"anyOf": [_type_schema(each) for each in arguments]}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _typed(arguments[1])}
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
     if isinstance(origin, type) and issubclass(origin, Sequence | set | frozenset):
-        return {"type": "array", "items": _typed(arguments[0])}
+        return {"type": "array", "items": _type_schema(arguments[0])}
     return {}

@@ -119,9 +119,12 @@ class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
         self.heard = b.at("embed_audio").linear(name, samples, hidden, split=False)
 
     def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
-        return [self._heard(item) if item.kind == "audio" else self._seen(item) for item in items]
+        return [
+            self._embed_audio(item) if item.kind == "audio" else self._embed_image(item)
+            for item in items
+        ]
 
-    def _seen(self, item: MediaItem) -> Tensor:
+    def _embed_image(self, item: MediaItem) -> Tensor:
         frames = patches_of(self, item)
         pixels, coordinates = (torch.cat(part) for part in zip(*frames, strict=True))
         x = self.between(self.patch(self.before(pixels)))
@@ -129,7 +132,7 @@ class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
         seen: Tensor = self.seen(self.norms[0](self.after(x)))
         return seen
 
-    def _heard(self, item: MediaItem) -> Tensor:
+    def _embed_audio(self, item: MediaItem) -> Tensor:
         inside = torch.from_numpy(item.tensors["input_features_mask"][0].astype(bool))
         samples = self.tensor(item, "input_features")[0][inside.to(self.device)]
         heard: Tensor = self.heard(self.norms[1](samples))

@@ -70,12 +70,12 @@ class Phi4MultimodalForCausalLM(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         embeddings: list[Tensor] = []
         for item in items:
-            run = self._seen(item) if item.kind == "image" else self._heard(item)
+            run = self._embed_image(item) if item.kind == "image" else self._embed_audio(item)
             item_embeddings = yield from run
             embeddings.append(item_embeddings)
         return embeddings
 
-    def _seen(self, item: MediaItem) -> Pieces[Tensor]:
+    def _embed_image(self, item: MediaItem) -> Pieces[Tensor]:
         side = self.config.vision.crop_size
         rows, columns = (length // side for length in item.tensors["image_sizes"].ravel().tolist())
         count = 1 + rows * columns
@@ -83,7 +83,7 @@ class Phi4MultimodalForCausalLM(MultimodalModel):
         pixels = self.tensor(item, "image_pixel_values")[0, :count]
         return self.sight.run(pixels, filled, (rows, columns))
 
-    def _heard(self, item: MediaItem) -> Pieces[Tensor]:
+    def _embed_audio(self, item: MediaItem) -> Pieces[Tensor]:
         mel = self.tensor(item, "audio_input_features")[0]
         return self.hearing.run(mel, bool(item.tensors["beside_images"]))
 

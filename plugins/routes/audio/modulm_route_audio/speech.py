@@ -272,7 +272,7 @@ class Speech:
             heard.segments = tuple(
                 evolve(each, start=start + each.start, end=start + each.end) for each in segments
             )
-            logprobs = tuple(_chosen(output))
+            logprobs = tuple(_answer_logprobs(output))
             heard.quality = Quality.of(
                 heard.text, [value for _, value in logprobs], _no_speech(question, output)
             )
@@ -406,7 +406,7 @@ async def _deltas(
                 if isinstance(output, Exception):
                     raise output
                 answer = output.outputs[0]
-                logprobs = tuple(_chosen(output)) if options.logprobs else ()
+                logprobs = tuple(_answer_logprobs(output)) if options.logprobs else ()
                 cost = len(output.prompt_token_ids) if first else 0
                 yield Delta(joiner.add(answer.text), logprobs, cost, len(answer.token_ids))
                 first = False
@@ -450,7 +450,7 @@ def _no_speech(question: Question, output: RequestOutput) -> float:
     return 0.0 if logprob is None else math.exp(logprob.logprob)
 
 
-def _chosen(output: RequestOutput) -> list[tuple[int, float]]:
+def _answer_logprobs(output: RequestOutput) -> list[tuple[int, float]]:
     """(token, log probability) of the answer's tokens."""
     answer = output.outputs[0]
     pairs = zip(answer.token_ids, answer.logprobs or (), strict=False)

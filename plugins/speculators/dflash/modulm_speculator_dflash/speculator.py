@@ -127,7 +127,7 @@ class DFlash(ModelSpeculator):
         longest = max(table.get("max_position_embeddings", 0), target.loaded.max_model_len)
         overrides = {
             **table,
-            **_found(names),
+            **_config_keys(names),
             "aux": len(layers),
             "target_hidden_size": _target_table(target)["hidden_size"],
             "max_position_embeddings": longest,
@@ -291,7 +291,7 @@ def _check(model: str, table: Mapping[str, Any], names: Iterable[str], target: T
     theirs = _target_table(target)
     width = table.get("target_hidden_size") or table.get("hidden_size")
     pairs = [("hidden_size", width, theirs["hidden_size"])]
-    if not _found(names)["own_embedding"]:
+    if not _config_keys(names)["own_embedding"]:
         pairs.append(("vocab_size", table.get("vocab_size"), theirs.get("vocab_size")))
     for key, own, other in pairs:
         if own != other:
@@ -303,7 +303,7 @@ def _check(model: str, table: Mapping[str, Any], names: Iterable[str], target: T
         raise ConfigError("speculative_config", message)
 
 
-def _found(names: Iterable[str]) -> dict[str, bool]:
+def _config_keys(names: Iterable[str]) -> dict[str, bool]:
     """Return the keys of `DFlashConfig` for a head's weights."""
     known = {name.removeprefix("model.") for name in names}
     return {

@@ -62,7 +62,7 @@ class Eagle(HiddenChain):
         layers = cls.layers(config.model, table, target)
         overrides = {
             **table,
-            **_found(names, both=cls.head is Eagle3Head),
+            **_config_keys(names, both=cls.head is Eagle3Head),
             "aux": len(layers),
             HEAD: str((table.get("architectures") or [""])[0]),
             "target_hidden_size": _width(target),
@@ -159,7 +159,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**layer, "norm_before_residual": True, **outer}
 
 
-def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
+def _config_keys(names: Iterable[str], *, both: bool) -> dict[str, bool]:
     """Return the keys of `EagleConfig` for a head's weights. both: also embedding and LM head."""
     known = {name.removeprefix("model.") for name in names}
     return {
