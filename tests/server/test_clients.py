@@ -231,8 +231,9 @@ def test_who_leaves_is_no_error(live: Live, caplog: pytest.LogCaptureFixture) ->
         until(lambda: live.engine.active == 0)
         with connect(live) as sock:
             sock.sendall(request(CHAT, {"messages": MESSAGES})[:-5])
-    gc.collect()
-    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    gc.collect()  # on a busy machine this takes seconds, and the loops of all servers warn of it
+    records = [record for record in caplog.records if record.module != "loop_watch"]
+    assert not [record for record in records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_a_batch_does_not_leave(live: Live) -> None:
