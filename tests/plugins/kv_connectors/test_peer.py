@@ -24,6 +24,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm_kv_peer.connector import PeerOptions, _Index
 from modulm_kv_peer.wire import differing
+from modulm_kv_transfer.runner import TransferRunner
 from modulm_server.app import create_app
 
 FLAGS: dict[str, Any] = {
@@ -138,6 +139,24 @@ def test_the_proxys_way(model: Callable[..., str], expected: list[Any]) -> None:
         # The blocks are in the prefix cache now: nothing is fetched, whatever the address.
         again = ask(second, PARAMS, [{**params[0], "remote_port": 1}])
         assert results(again) == expected[:1]
+
+
+def test_only_the_last_chunk_is_left_when_a_prompt_ends(
+    model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+    begin = TransferRunner.begin
+
+    def noted(self: Any, plan: Any, value: Any) -> None:
+        saves = () if value is None else value.saves
+        steps.append((len(plan.tokens), sum(len(save.names) for save in saves)))
+        begin(self, plan, value)
+
+    monkeypatch.setattr(TransferRunner, "begin", noted)
+    with engine(model(), "kv_producer", free_port(), max_model_len=256) as llm:
+        ask(llm, ONE, [PREFILL], [{"prompt_token_ids": [5, 9, 40] * 60}])
+    # Tokens of each step, and blocks that are sent while it runs: those of the step before.
+    assert [step for step in steps if any(step)] == [(64, 0), (64, 2), (52, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])

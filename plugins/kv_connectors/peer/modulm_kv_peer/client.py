@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from modulm_distributed.tls import TlsContexts
 from modulm_kv_peer.layout import Layout
 from modulm_kv_peer.memory import open_shared
+from modulm_kv_peer.nixl import NixlAgent
 from modulm_kv_peer.wire import Deadline, Fault, receive, receive_into, send
 
 __all__ = ["Opener", "PeerClient", "Writer"]
@@ -22,16 +23,26 @@ Writer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], None]
 #: Makes a writer for blocks of a layout, from an engine of a tensor parallel size; None: none of
 #: them are needed.
 Opener: TypeAlias = Callable[[Layout, int], Writer | None]
+#: A peer's memory: its slots, and what returns the first blocks of some of them.
+_Memory: TypeAlias = tuple[int, Callable[[Sequence[int], Deadline], list[torch.Tensor]]]
 
 
 class PeerClient:
     """Fetches blocks; any thread may call `fetch`.
 
-    facts: of this engine. shared: whether to read shared memory if a peer offers it.
+    facts: of this engine. shared: whether to read shared memory if a peer offers it. agent: NIXL's,
+    to read the memory of other peers.
     """
 
-    def __init__(self, facts: Mapping[str, str], tls: TlsContexts, *, shared: bool) -> None:
-        self._facts, self._tls, self._shared = facts, tls, shared
+    def __init__(
+        self,
+        facts: Mapping[str, str],
+        tls: TlsContexts,
+        *,
+        shared: bool,
+        agent: NixlAgent | None = None,
+    ) -> None:
+        self._facts, self._tls, self._shared, self._agent = facts, tls, shared, agent
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
@@ -69,7 +80,7 @@ class PeerClient:
     ) -> None:
         question = {
             "engine": self._facts, "names": names, "seconds": deadline.left,
-            "computing": deadline.renewed, "shared": self._shared,
+            "computing": deadline.renewed, "shared": self._shared, "nixl": self._agent is not None,
         }  # fmt: skip
         send(peer, question, deadline)
         answer = receive(peer, deadline)
@@ -82,22 +93,53 @@ class PeerClient:
         write = opener(layout, size)
         if write is None:
             return
-        memory = None
+        with ExitStack() as stack:
+            memory = self._memory(answer, layout.width, stack)
+            if isinstance(answer.get("memory"), dict) or isinstance(answer.get("nixl"), dict):
+                send(peer, {"slots": memory is not None}, deadline)
+            self._receive(peer, len(names), layout.width, memory, write, deadline)
+
+    def _memory(self, answer: Mapping[str, Any], width: int, stack: ExitStack) -> _Memory | None:
+        """Return how to read the peer's memory, or None. Raises Fault."""
         if isinstance(answer.get("memory"), dict):
-            memory = open_shared(answer["memory"], layout.width)
-            send(peer, {"shared": memory is not None}, deadline)
+            blocks = open_shared(answer["memory"], width)
+            if blocks is not None:
+                return len(blocks), lambda slots, _: [blocks[slot] for slot in slots]
+        if self._agent is not None and isinstance(answer.get("nixl"), dict):
+            reader = stack.enter_context(self._agent.reader(answer["nixl"], width))
+            return len(reader), reader.rows
+        return None
+
+    def _receive(
+        self,
+        peer: socket.socket,
+        total: int,
+        width: int,
+        memory: _Memory | None,
+        write: Writer,
+        deadline: Deadline,
+    ) -> None:
+        """Write `total` blocks as they arrive. Raises Fault."""
         count = 0
-        while count < len(names):
+        while count < total:
             part = receive(peer, deadline)
             if "missing" in part:
-                raise Fault(f"{part['missing']} of {len(names)} blocks are not there")
-            rows = _rows(peer, part, len(names) - count, layout.width, memory, deadline)
-            write(count, rows)
-            if memory is not None:
-                send(peer, {"copied": len(rows)}, deadline)
-            count += len(rows)
+                raise Fault(f"{part['missing']} of {total} blocks are not there")
+            if memory is None:
+                rows = _rows(peer, part, total - count, width, deadline)
+                write(count, rows)
+                count += len(rows)
+            else:
+                slots = _slots(part, total - count, memory[0])
+                done = 0
+                while done < len(slots):
+                    rows = memory[1](slots[done:], deadline)
+                    write(count + done, rows)
+                    done += len(rows)
+                send(peer, {"copied": len(slots)}, deadline)
+                count += len(slots)
             deadline.renew()
-        # The blocks in shared memory were not overwritten meanwhile.
+        # The blocks in the peer's memory were not overwritten meanwhile.
         if receive(peer, deadline) != {"complete": True}:
             raise Fault("its answer cannot be read")
 
@@ -110,22 +152,20 @@ class PeerClient:
                     peer.shutdown(socket.SHUT_RDWR)
 
 
+def _slots(part: Mapping[str, Any], most: int, slots: int) -> list[int]:
+    """Return the slots of a part, at least one. Raises Fault."""
+    listed = part.get("slots")
+    if not isinstance(listed, list) or not 0 < len(listed) <= most:
+        raise Fault("its answer cannot be read")
+    if not all(isinstance(slot, int) and 0 <= slot < slots for slot in listed):
+        raise Fault("its answer cannot be read")
+    return listed
+
+
 def _rows(
-    peer: socket.socket,
-    part: Mapping[str, Any],
-    most: int,
-    width: int,
-    memory: torch.Tensor | None,
-    deadline: Deadline,
+    peer: socket.socket, part: Mapping[str, Any], most: int, width: int, deadline: Deadline
 ) -> list[torch.Tensor]:
-    """Return the blocks of a part, at least one: a uint8 tensor [width] of each. Raises Fault."""
-    if memory is not None:
-        slots = part.get("slots")
-        if not isinstance(slots, list) or not 0 < len(slots) <= most:
-            raise Fault("its answer cannot be read")
-        if not all(isinstance(slot, int) and 0 <= slot < len(memory) for slot in slots):
-            raise Fault("its answer cannot be read")
-        return [memory[slot] for slot in slots]
+    """Receive the blocks of a part, at least one: a uint8 tensor [width] of each. Raises Fault."""
     count = part.get("blocks")
     if not isinstance(count, int) or not 0 < count <= most:
         raise Fault("its answer cannot be read")

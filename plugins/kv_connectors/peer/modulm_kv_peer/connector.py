@@ -27,6 +27,7 @@ from modulm_kv_peer.client import PeerClient, Writer
 from modulm_kv_peer.encoder_outputs import PeerEncoderOutputs
 from modulm_kv_peer.layout import Layout, block_loader, source_ranks
 from modulm_kv_peer.memory import SharedMemory
+from modulm_kv_peer.nixl import NixlAgent
 from modulm_kv_peer.server import PeerServer
 from modulm_kv_peer.store import PeerStore
 from modulm_kv_peer.wire import Deadline
@@ -55,7 +56,8 @@ class PeerOptions:
     after which a load has ended, one way or the other; while the prompt is being computed, seconds
     without a new block. allowed_hosts: values of remote_host that requests may have. secret_file: a
     file that all engines share; not needed on loopback addresses. shared_memory: whether engines on
-    one machine use it instead of a socket, if both can.
+    one machine use it instead of a socket, if both can. backends: of NIXL, such as UCX, which then
+    moves blocks between machines.
 
     Of encoder outputs (`--ec-transfer-config`), peers: HOST:PORT of the engines that compute them.
     shared_storage_path: folder of those that were computed or fetched. max_bytes: of all files in
@@ -73,6 +75,7 @@ class PeerOptions:
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     secret_file: str | None = None
     shared_memory: bool = True
+    backends: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     shared_storage_path: str = FOLDER
     max_bytes: int = field(default=16 << 30, validator=ge(1))
@@ -185,16 +188,22 @@ class _Mover(CopyingMover):
         memory = self._shared_memory(slots) if options.produces else None
         blocks = self.copier.buffer(slots if options.produces else 0)
         self.store = PeerStore(blocks if memory is None else memory.blocks)
+        agent = NixlAgent(options.backends) if options.backends else None
+        if agent is not None:
+            self._resources.callback(agent.close)
+            if options.produces:
+                agent.register(self.store.memory)
         self._fetchers = ThreadPoolExecutor(_FETCHES, "kv-fetches")
         self._resources.callback(self._fetchers.shutdown, wait=True, cancel_futures=True)
-        self._client = PeerClient(self._facts, tls, shared=options.shared_memory)
+        self._client = PeerClient(self._facts, tls, shared=options.shared_memory, agent=agent)
         self._resources.callback(self._client.close)
         if options.produces:
             address = options.kv_ip, self._port + self.rank
             layout = Layout.of(self.copier)
             server = PeerServer(
-                self.store, layout, self._size, memory, self._facts, tls, *address, options.timeout
-            )
+                self.store, layout, self._size, memory, self._facts, tls, *address,
+                options.timeout, agent,
+            )  # fmt: skip
             self._resources.callback(server.close)
 
     def _shared_memory(self, slots: int) -> SharedMemory | None:

@@ -15,6 +15,7 @@ from modulm_distributed.accepting import accepted
 from modulm_distributed.tls import TlsContexts
 from modulm_kv_peer.layout import Layout
 from modulm_kv_peer.memory import SharedMemory
+from modulm_kv_peer.nixl import NixlAgent
 from modulm_kv_peer.store import PeerStore
 from modulm_kv_peer.wire import Deadline, Fault, differing, receive, send, set_deadline
 
@@ -113,7 +114,7 @@ class PeerServer(TlsServer):
 
     facts: what a peer must have in common. size: tensor parallel size. memory: the store's, if it
     is shared. seconds: for one connection, or for each part of blocks that are being computed.
-    Raises ConfigError if the address cannot be used.
+    agent: NIXL's, with the store registered. Raises ConfigError if the address cannot be used.
     """
 
     def __init__(
@@ -127,8 +128,9 @@ class PeerServer(TlsServer):
         host: str,
         port: int,
         seconds: float,
+        agent: NixlAgent | None = None,
     ) -> None:
-        self._store, self._facts = store, facts
+        self._store, self._facts, self._agent = store, facts, agent
         self._layout, self._size, self._memory = layout, size, memory
         super().__init__(tls, host, port, seconds, "kv_transfer_config", "kv_port")
 
@@ -153,16 +155,22 @@ class PeerServer(TlsServer):
             return
         computing = question.get("computing") is True
         deadline = Deadline(self._seconds, renewed=computing)
-        shared = self._memory is not None and question.get("shared") is True
+        memory = agent = None
+        if self._memory is not None and question.get("shared") is True:
+            memory = self._memory.describe()
+        if self._agent is not None and question.get("nixl") is True:
+            agent = self._agent.describe()
         answer = {
             "blocks": len(names),
             "tensors": self._layout.tensors,
             "tensor_parallel_size": self._size,
-            "memory": self._memory.describe() if self._memory is not None and shared else None,
+            "memory": memory,
+            "nixl": agent,
         }
         send(peer, answer, deadline)
-        if shared:
-            shared = receive(peer, deadline).get("shared") is True
+        shared = False
+        if memory is not None or agent is not None:
+            shared = receive(peer, deadline).get("slots") is True
         patience = min(float(seconds), self._seconds if computing else _GRACE)
         self._send_blocks(peer, names, patience, deadline, shared=shared)
 

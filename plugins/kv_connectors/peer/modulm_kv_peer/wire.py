@@ -1,13 +1,14 @@
 """What engines say to one another: messages of msgpack behind their length, and blocks' bytes.
 
 A connection has one question, `{"engine": facts, "names": [...], "seconds": S, "computing": whether
-the blocks are being computed, "shared": whether shared memory can be read}`. The answer is
-`{"refused": reason}`, or `{"blocks": N, "tensors": layout, "tensor_parallel_size": T, "memory":
-M}`. M describes shared memory, or is None. If it is offered, the asking side says `{"shared":
-bool}`.
+the blocks are being computed, "shared": whether shared memory can be read, "nixl": whether NIXL
+can}`. The answer is `{"refused": reason}`, or `{"blocks": N, "tensors": layout,
+"tensor_parallel_size": T, "memory": M, "nixl": X}`. M and X describe shared memory and an agent of
+NIXL, or are None. If one of them is offered, the asking side says `{"slots": whether it reads
+them}`.
 
 Then blocks follow in parts, as they are computed: `{"blocks": K}` and their bytes, or `{"slots":
-[...]}` of shared memory, which is answered by `{"copied": K}`. `{"complete": true}` or
+[...]}` of the memory, which is answered by `{"copied": K}`. `{"complete": true}` or
 `{"missing": N}` is the end. Both sides prove that they know the secret, and everything that goes
 through a socket is encrypted (TLS 1.3).
 """
