@@ -542,6 +542,17 @@ def test_tools_are_run_over_http(tab: Browser, page: Live, tool: str) -> None:
     tab.run("faults.length = 0")
 
 
+#: A call of a tool server, exported as Markdown and read again.
+EXPORTED = """
+import("./page/js/export.js").then(({ toMarkdown, fromText }) => {
+  const hosted = [{ id: "a", name: "weather", output: "It rains." }];
+  const nodes = { u: { id: "u", role: "user", content: "q", parent: "" },
+    a: { id: "a", role: "assistant", content: "x", hosted, parent: "u" } };
+  const [read] = fromText(toMarkdown({ title: "T", nodes, chosen: { "": "u", u: "a" } }));
+  return JSON.stringify(Object.values(read.nodes));
+})"""
+
+
 @pytest.mark.exhaustive
 @needs_browser
 def test_calls_of_tool_servers_are_approved(tab: Browser, page: Live) -> None:
@@ -552,6 +563,7 @@ def test_calls_of_tool_servers_are_approved(tab: Browser, page: Live) -> None:
     tab.wait(f"{IDLE} && document.body.innerText.includes('The tool said so.')")
     assert "It rains in Paris." in asked(page)
     assert "It rains in Paris." in tab.run("document.querySelector('.hosted').textContent")
+    assert "It rains." in tab.run(EXPORTED)
     say(tab, "thanks")
     assert asked(page).count("It rains in Paris.") == 1
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import tool_server
@@ -89,7 +90,7 @@ def live(tokenizer, watched, http_server, tmp_path_factory) -> Iterator[Live]:
     config = EngineConfig.from_keywords(
         model="M", disable_uvicorn_access_log=True, enable_auto_tool_choice=True,
         tool_call_parser="hermes", chat_template=TEMPLATE, tool_server=str(file),
-        tool_result_bytes=100,
+        tool_result_bytes=100, tool_calls=4,
     )  # fmt: skip
     engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, config=config))
     with serve_in_thread(engine, config, watched) as server:
@@ -234,6 +235,9 @@ def test_chats_have_the_servers_calls(client, live) -> None:
         ends.append(chunk.choices[0].finish_reason)
     assert [each["output"] for each in streamed] == ["It rains in Paris.", "It rains in Rome."]
     assert [end for end in ends if end] == ["stop"]
+    more: Any = {"stream_options": {"include_usage": True}, "extra_body": {"include_metrics": True}}
+    *_, last = client.chat.completions.create(messages=messages[:1], stream=True, **more, **options)
+    assert "metrics" in last.model_extra
 
 
 def test_chats_wait_for_approval(client, live) -> None:
@@ -272,6 +276,96 @@ def test_chats_end_after_too_many_calls_and_at_the_clients(client) -> None:
     assert [each.function.name for each in answer.choices[0].message.tool_calls] == ["get_time"]
     with pytest.raises(openai.BadRequestError, match="one choice"):
         client.chat.completions.create(messages=messages, n=2, **options)
+
+
+SERVER: Any = {"type": "url", "name": "local"}
+TOOLSET: Any = {"type": "mcp_toolset", "mcp_server_name": "local"}
+
+
+@pytest.fixture
+def messages(live: Live) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:
+        yield client.beta.messages
+
+
+def test_messages_have_the_servers_calls(messages, live) -> None:
+    talk: Any = [{"role": "user", "content": "use both"}]
+    options: Any = {
+        "model": "M", "max_tokens": 500, "tools": [TOOLSET], "mcp_servers": [SERVER],
+        "betas": ["mcp-client-2025-11-20"],
+    }  # fmt: skip
+    answer = messages.create(messages=talk, **options)
+    pair = ["mcp_tool_use", "mcp_tool_result"]
+    assert [block.type for block in answer.content] == [*pair, *pair, "text"]
+    used, result = answer.content[:2]
+    assert (used.server_name, used.name, used.input) == ("local", "get_weather", {"city": "Paris"})
+    assert (result.tool_use_id, result.is_error) == (used.id, False)
+    assert result.content[0].text == "It rains in Paris."
+    assert (answer.content[-1].text, answer.stop_reason) == ("Done.", "end_turn")
+    assert answer.usage.input_tokens > len(live.engine.seen[-1][0]["prompt_token_ids"])
+    with messages.stream(messages=talk, **options) as stream:
+        streamed = stream.get_final_message()
+    left_out = {"id", "tool_use_id"}
+    for one, other in zip(streamed.content, answer.content, strict=True):
+        assert one.model_dump(exclude=left_out) == other.model_dump(exclude=left_out)
+    assert streamed.usage.output_tokens == answer.usage.output_tokens
+    talk += [
+        {"role": "assistant", "content": [block.model_dump() for block in answer.content]},
+        {"role": "user", "content": "thanks"},
+    ]
+    assert messages.create(messages=talk, **options).content[0].text == "Done."
+    prompt = live.engine.seen[-1][0]["prompt"]
+    order = ["{'city': 'Paris'}[tool]", "It rains in Paris.", "{'city': 'Rome'}[tool]", "Rome."]
+    places = [prompt.index(text) for text in order]
+    assert places == sorted(places)
+    counted = messages.count_tokens(model="M", messages=talk, tools=[TOOLSET], mcp_servers=[SERVER])
+    assert counted.input_tokens == len(live.engine.seen[-1][0]["prompt_token_ids"])
+
+
+def test_messages_choose_tools_of_servers(messages, live) -> None:
+    mine: Any = {"name": "get_time", "input_schema": {"type": "object"}}
+    only: Any = {**TOOLSET, "default_config": {"enabled": False}}
+    options: Any = {"model": "M", "max_tokens": 500}
+
+    def ask(question: str, tools: Any = (), **more: Any) -> Any:
+        said: Any = [{"role": "user", "content": question}]
+        return messages.create(messages=said, tools=list(tools), **options, **more)
+
+    answer = ask("use mine", [TOOLSET, mine])
+    assert (answer.content[-1].type, answer.stop_reason) == ("tool_use", "tool_use")
+    shouting = {**only, "configs": {"shout": {"enabled": True}}}
+    for tools, used in (([shouting], True), ([only], False)):
+        answer = ask("use shout", tools)
+        assert (answer.content[0].type == "mcp_tool_use") == used
+    older: Any = {**SERVER, "tool_configuration": {"allowed_tools": ["fail"]}}
+    answer = ask("use fail", mcp_servers=[older])
+    assert answer.content[1].is_error
+    assert "out of order" in answer.content[1].content[0].text
+    again: Any = [{"role": "user", "content": "use weather again"}]
+    paused = messages.create(messages=again, tools=[TOOLSET], **options)
+    assert paused.stop_reason == "pause_turn"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mcp_servers": [{**SERVER, "name": "private"}]}, "no tool server 'private'"),
+        ({"mcp_servers": [{**SERVER, "url": "http://elsewhere"}]}, "is not the address"),
+        ({"mcp_servers": [{**SERVER, "authorization_token": "x"}]}, "authorization_token"),
+        ({"tools": [{**TOOLSET, "mcp_server_name": "careful"}]}, "need approvals"),
+        ({"tools": [{**TOOLSET, "mcp_server_name": "broken"}]}, "tool server broken"),
+        ({"tools": [{**TOOLSET, "configs": 5}]}, "configs must be an object"),
+        ({"tools": [{**TOOLSET, "default_config": {"defer_loading": True}}]}, "defer_loading"),
+    ],
+)
+def test_wrong_toolsets_name_the_field(live: Live, fields, message) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    with live.client() as http:
+        body = {"model": "M", "max_tokens": 5, "messages": said, **fields}
+        answer = http.post("/v1/messages", json=body)
+    assert answer.status_code == (502 if "broken" in message else 400)
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize(

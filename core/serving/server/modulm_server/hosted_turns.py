@@ -64,7 +64,8 @@ class HostedTurns:
     """An answer of one choice, with the server's calls.
 
     first: its first turn. limit: of calls. next_turn: renders the turn after further messages.
-    single: the model may make one call per turn. The counts are of all turns so far.
+    single: the model may make one call per turn. The counts are of all turns so far;
+    turn_generated: tokens of the last one.
     """
 
     first: RunningTurn
@@ -75,6 +76,7 @@ class HostedTurns:
     prompt_tokens: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
     generated: int = field(default=0, init=False)
+    turn_generated: int = field(default=0, init=False)
     thinking_tokens: int | None = field(default=None, init=False)
     _calls_made: int = field(default=0, init=False)
 
@@ -91,6 +93,7 @@ class HostedTurns:
                     self.cached_tokens = counts[1] + (output.num_cached_tokens or 0)
                     for delta in running.deltas(output):
                         self.generated = counts[2] + delta.generated
+                        self.turn_generated = delta.generated
                         new = evolve(
                             delta, events=split.read(delta.events), generated=self.generated
                         )

@@ -290,9 +290,8 @@ class ToolServers:
         server = self._servers.get(label)
         keys = None if server is None else server.settings.keys
         if server is None or (keys is not None and (key is None or key.name not in keys)):
-            raise bad_field(
-                "tools", f"{where}.server_label: no tool server {label!r:.60} (--tool-server)"
-            )
+            field = where.partition("[")[0]
+            raise bad_field(field, f"{where}: no tool server {label!r:.60} (--tool-server)")
         return server
 
     async def close(self) -> None:

@@ -66,11 +66,11 @@ def _blocks(where: str, blocks: Sequence[Any]) -> Iterator[Breakpoint]:
 def _text(block: Mapping[str, Any]) -> str:
     """Return text of the block that the prompt has."""
     match block.get("type"):
-        case "tool_use":
+        case "tool_use" | "mcp_tool_use":
             return str(block["name"])
         case "thinking":
             return str(block["thinking"])
-        case "tool_result":
+        case "tool_result" | "mcp_tool_result":
             content = block.get("content") or ""
             if isinstance(content, str):
                 return content

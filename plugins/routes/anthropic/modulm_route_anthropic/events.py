@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm_parsing import new_call_id
-from modulm_server.prompt_caching import creation_tokens
+from modulm_server.hosted_turns import TOO_MANY_CALLS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from modulm.contracts.parser import Event
-    from modulm_parsing import ParsedMessage
     from modulm_route_anthropic import objects
+    from modulm_server.hosted_turns import HostedCall
 
 __all__ = ["Events", "blocks_of", "stop_of", "usage_of", "written"]
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "repetition": "end_turn"}
+#: The stop reason of an answer that stopped making calls; a client that sends it back goes on.
+_PAUSED = "pause_turn"
 
 
-def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[Any]:
+def blocks_of(sent_events: Iterable[objects.Event]) -> list[Any]:
     """The content blocks of a complete message, in order."""
     blocks: list[Any] = []
-    events = Events(single, omitted)
-    for sent in [*events.convert(parsed.deltas), *events.close()]:
+    for sent in sent_events:
         if sent["type"] == "content_block_start":
             blocks.append(sent["content_block"])
         elif sent["type"] == "content_block_delta":
             _grow(blocks[-1], sent["delta"])
     for block in blocks:
-        if block["type"] == "tool_use":
+        if block["type"] in ("tool_use", "mcp_tool_use"):
             block["input"] = _object(block["input"] or "")
     return blocks
 
@@ -61,6 +62,8 @@ def _object(text: str) -> dict[str, Any]:
 
 def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
     """`stop_reason` and `stop_sequence`."""
+    if stop == TOO_MANY_CALLS:
+        return {"stop_reason": _PAUSED, "stop_sequence": None}
     if reason == "stop" and called:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if reason == "stop" and isinstance(stop, str):
@@ -68,12 +71,19 @@ def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
     return {"stop_reason": _STOPS.get(reason or "", reason), "stop_sequence": None}
 
 
-def usage_of(output: Any, generated: int, thought: int | None = None) -> objects.Usage:
-    """Token usage. thought: thinking tokens among the generated ones."""
-    cached, created = output.num_cached_tokens or 0, creation_tokens(output)
+def usage_of(
+    prompt: int,
+    cached: int,
+    created: Mapping[int, int],
+    generated: int,
+    thought: int | None = None,
+) -> objects.Usage:
+    """Token usage. created: newly held tokens, by the seconds that they are held; thought: thinking
+    tokens among the generated ones.
+    """
     creation = sum(created.values())
     return {
-        "input_tokens": len(output.prompt_token_ids) - cached - creation,
+        "input_tokens": prompt - cached - creation,
         "cache_creation_input_tokens": creation,
         "cache_read_input_tokens": cached,
         "cache_creation": {
@@ -132,6 +142,28 @@ class Events:
                 case ToolArguments(index, text) if self._includes(index):
                     sent.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         return sent
+
+    def add_call(self, call: HostedCall) -> list[objects.Event]:
+        """The blocks of a call that the server made, and of its result."""
+        name = f"server {call['id']}"
+        sent = self._within(
+            name,
+            {
+                "type": "mcp_tool_use", "id": call["id"], "name": call["name"],
+                "server_name": call["server_label"], "input": {},
+            },
+        )  # fmt: skip
+        sent.append(self._delta({"type": "input_json_delta", "partial_json": call["arguments"]}))
+        output = call["output"] if call["error"] is None else call["error"]
+        sent += self._within(
+            f"result of {name}",
+            {
+                "type": "mcp_tool_result", "tool_use_id": call["id"],
+                "is_error": call["error"] is not None,
+                "content": [{"type": "text", "text": output or ""}],
+            },
+        )  # fmt: skip
+        return [*sent, *self.close()]
 
     def close(self) -> list[objects.Event]:
         """Close the open block."""

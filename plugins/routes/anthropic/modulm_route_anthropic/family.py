@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from fastapi import APIRouter, Request
+from msgspec import structs
 from starlette.responses import Response
 
 from modulm_prefix_retention import Mark, with_marks
@@ -25,23 +26,30 @@ from modulm_route_anthropic.schema import (
     tools_of,
     variables_of,
 )
+from modulm_route_anthropic.tool_servers import hosted_tools_of
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
+from modulm_server.hosted_turns import HostedTurns, Step
 from modulm_server.json_body import convert, json_response, read, request_docs
-from modulm_server.key_limits import rate_headers
+from modulm_server.key_limits import current_key, rate_headers
 from modulm_server.openapi import response_docs
-from modulm_server.prompt_caching import cache_time, marks_at
+from modulm_server.prompt_caching import cache_time, creation_tokens, marks_at
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
+from modulm_server.tool_servers import ToolServers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 
+    from modulm.contracts.outputs import RequestOutput
+    from modulm_route_anthropic.objects import Event as BlockEvent
+    from modulm_route_anthropic.objects import Usage
     from modulm_server.chat_turn import RunningTurn
     from modulm_server.errors import ApiError
+    from modulm_server.hosted_tools import HostedTools
     from modulm_server.key_limits import Rate
 
 __all__ = ["Anthropic"]
@@ -49,10 +57,16 @@ __all__ = ["Anthropic"]
 
 @frozen
 class _Job:
-    """A validated request."""
+    """A validated request.
+
+    messages: of its conversation, in the chat API's form. hosted: tools that the server runs.
+    """
 
     id: str
     model: str
+    body: MessagesRequest
+    messages: Sequence[dict[str, Any]]
+    hosted: HostedTools
     turn: ChatTurn
     single: bool
     omitted: bool
@@ -67,6 +81,8 @@ class Anthropic(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
         self._parsers = Parsers.of(self.context.config)
+        flags = self.context.config.group(ServerConfig)
+        self._tool_servers = ToolServers.shared(self.context.stores, flags)
         router.add_api_route(
             "",
             self.create,
@@ -107,8 +123,8 @@ class Anthropic(RouteFamily):
             started = await job.turn.start()
             if body.stream:
                 quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
-                return EventStream(self._frames(job, started), quiet=quiet, failed=_failed)
-            return json_response(await self._whole(job, started))
+                return EventStream(self._frames(request, job, started), quiet=quiet, failed=_failed)
+            return json_response(await self._whole(request, job, started))
         except ClientGone:
             raise
         except Exception as error:
@@ -119,11 +135,12 @@ class Anthropic(RouteFamily):
         try:
             body = await read(request, CountRequest)
             await self.context.generation.find_model(body.model)
-            tools, choice, parallel = tools_of(body)
+            hosted = await hosted_tools_of(body, self._tool_servers, current_key())
+            tools, choice, parallel = tools_of(body, hosted.functions)
             constraint_of(body, self._forced_calls(tools, choice, parallel))
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
-            messages = await convert(request, messages_of, body)
+            messages = await convert(request, messages_of, body, hosted.model_name)
             prompt = await self.context.generation.from_messages(messages, options)
             counted: TokenCount = {"input_tokens": len(prompt.ids)}
             return json_response(counted)
@@ -140,15 +157,43 @@ class Anthropic(RouteFamily):
         )
         return self.error_response(api_error)
 
+    async def stop(self) -> None:
+        """End the sessions with tool servers."""
+        if self.context.front:
+            await self._tool_servers.close()
+
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:
         generation = self.context.generation
         model = await generation.find_model(body.model)
         generation.check_open()
-        tools, choice, parallel = tools_of(body)
+        hosted = await hosted_tools_of(body, self._tool_servers, current_key())
+        messages = await convert(request, messages_of, body, hosted.model_name)
+        turn, parallel = await self._turn(request, body, messages, hosted, model.adapter)
+        return _Job(
+            id=f"msg_{request.scope['modulm.id']}",
+            model=model.name,
+            body=body,
+            messages=messages,
+            hosted=hosted,
+            turn=turn,
+            single=not parallel,
+            omitted=(body.thinking or {}).get("display") == "omitted",
+        )
+
+    async def _turn(
+        self,
+        request: Request,
+        body: MessagesRequest,
+        messages: Sequence[dict[str, Any]],
+        hosted: HostedTools,
+        adapter: str | None,
+    ) -> tuple[ChatTurn, bool]:
+        """Render a turn; returns (the turn, whether its calls may be parallel)."""
+        generation = self.context.generation
+        tools, choice, parallel = tools_of(body, hosted.functions)
         variables = variables_of(body, self._parsers.reasoning)
         forced_calls = self._forced_calls(tools, choice, parallel)
         constraint = constraint_of(body, forced_calls)
-        messages = await convert(request, messages_of, body)
         breakpoints = await convert(request, breakpoints_of, body)
         options = ChatOptions(tools=tools, variables=variables)
         prompt = await generation.from_messages(messages, options)
@@ -179,12 +224,22 @@ class Anthropic(RouteFamily):
                 "prompt": "messages",
                 "structured_outputs": constraint[0] if constraint else "",
             },
-            adapter=model.adapter,
+            adapter=adapter,
         )
         turn.check()
-        name = f"msg_{request.scope['modulm.id']}"
-        omitted = (body.thinking or {}).get("display") == "omitted"
-        return _Job(name, model.name, turn, single=not parallel, omitted=omitted)
+        return turn, parallel
+
+    def _hosted_turns(self, request: Request, job: _Job, started: RunningTurn) -> HostedTurns:
+        """The answer to a request with tools that the server runs."""
+        body = structs.replace(job.body, tool_choice=None)
+
+        async def next_turn(more: list[dict[str, Any]]) -> ChatTurn:
+            messages = [*job.messages, *more]
+            turn, _ = await self._turn(request, body, messages, job.hosted, job.turn.adapter)
+            return turn
+
+        limit = self.context.config.group(ServerConfig).tool_calls
+        return HostedTurns(started, job.hosted, limit, next_turn, single=job.single)
 
     def _budget(self, body: MessagesRequest) -> int | None:
         """The thinking budget; None without a reasoning parser, which counts the tokens."""
@@ -196,46 +251,90 @@ class Anthropic(RouteFamily):
         tokenizer = self.context.generation.tokenizer
         return force_calls(choice, tools, self._parsers, tokenizer, parallel=parallel)
 
-    async def _whole(self, job: _Job, started: RunningTurn) -> Message:
-        output, messages = await started.messages()
-        message = messages[0]
-        blocks = blocks_of(message.parsed, job.single, job.omitted)
-        called = any(block["type"] == "tool_use" for block in blocks)
+    async def _whole(self, request: Request, job: _Job, started: RunningTurn) -> Message:
+        events = Events(job.single, job.omitted)
+        if job.hosted.by_name:
+            turns = self._hosted_turns(request, job, started)
+            sent: list[BlockEvent] = []
+            created: dict[int, int] = {}
+            reason: str | None = None
+            stop: int | str | None = None
+            async with aclosing(turns.steps()) as steps:
+                async for step in steps:
+                    created = creation_tokens(step.output) or created
+                    sent += _sent(events, step)
+                    if step.delta is not None:
+                        reason, stop = step.delta.finish_reason, step.delta.stop_reason
+            usage = usage_of(
+                turns.prompt_tokens, turns.cached_tokens, created, turns.generated,
+                turns.thinking_tokens,
+            )  # fmt: skip
+        else:
+            output, messages = await started.messages()
+            message = messages[0]
+            sent = events.convert(message.parsed.deltas)
+            reason, stop = message.finish_reason, message.stop_reason
+            usage = _usage(output, message.generated, await started.reasoning_tokens())
         return {
             **_opening(job),
-            "content": blocks,
-            **stop_of(message.finish_reason, message.stop_reason, called),
-            "usage": usage_of(output, message.generated, await started.reasoning_tokens()),
+            "content": blocks_of([*sent, *events.close()]),
+            **stop_of(reason, stop, events.called),
+            "usage": usage,
         }
 
-    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
+    async def _frames(
+        self, request: Request, job: _Job, started: RunningTurn
+    ) -> AsyncGenerator[bytes, None]:
         events = Events(job.single, job.omitted)
+        turns = self._hosted_turns(request, job, started) if job.hosted.by_name else None
         opened = False
-        async with aclosing(started.running) as outputs:
-            async for output in outputs:
+        async with aclosing(_steps(started) if turns is None else turns.steps()) as steps:
+            async for step in steps:
                 if not opened:
                     opened = True
-                    usage = usage_of(output, 0)
                     message: Message = {
                         **_opening(job),
                         "content": [],
                         **stop_of(None, None, False),
-                        "usage": usage,
+                        "usage": _usage(step.output, 0),
                     }
                     yield _frame({"type": "message_start", "message": message})
                     yield _frame({"type": "ping"})
-                for delta in started.deltas(output):
-                    for value in events.convert(delta.events):
+                for value in _sent(events, step):
+                    yield _frame(value)
+                delta = step.delta
+                if delta is not None and delta.finish_reason is not None:
+                    for value in events.close():
                         yield _frame(value)
-                    if delta.finish_reason is not None:
-                        for value in events.close():
-                            yield _frame(value)
-                        stop = stop_of(delta.finish_reason, delta.stop_reason, events.called)
-                        usage_written = written(delta.generated, await started.reasoning_tokens())
-                        yield _frame(
-                            {"type": "message_delta", "delta": stop, "usage": usage_written}
-                        )
+                    stop = stop_of(delta.finish_reason, delta.stop_reason, events.called)
+                    thought = await started.reasoning_tokens()
+                    if turns is not None:
+                        thought = turns.thinking_tokens
+                    usage_written = written(delta.generated, thought)
+                    yield _frame({"type": "message_delta", "delta": stop, "usage": usage_written})
         yield _frame({"type": "message_stop"})
+
+
+async def _steps(started: RunningTurn) -> AsyncGenerator[Step, None]:
+    """The steps of an answer of one turn."""
+    async with aclosing(started.running) as outputs:
+        async for output in outputs:
+            for delta in started.deltas(output):
+                yield Step(output=output, delta=delta)
+
+
+def _sent(events: Events, step: Step) -> list[BlockEvent]:
+    """The events of a step."""
+    if step.call is not None:
+        return events.add_call(step.call)
+    return [] if step.delta is None else events.convert(step.delta.events)
+
+
+def _usage(output: RequestOutput, generated: int, thought: int | None = None) -> Usage:
+    """The usage of an answer of one turn."""
+    cached = output.num_cached_tokens or 0
+    prompt = len(output.prompt_token_ids)
+    return usage_of(prompt, cached, creation_tokens(output), generated, thought)
 
 
 def _opening(job: _Job) -> Opening:

@@ -58,7 +58,26 @@ class ToolUse(TypedDict):
     input: dict[str, Any]
 
 
-Block = Text | Thinking | ToolUse
+class HostedToolUse(TypedDict):
+    """A call that the server made, of a tool server."""
+
+    type: Literal["mcp_tool_use"]
+    id: str
+    name: str
+    server_name: str
+    input: dict[str, Any]
+
+
+class HostedToolResult(TypedDict):
+    """The result of a call that the server made."""
+
+    type: Literal["mcp_tool_result"]
+    tool_use_id: str
+    is_error: bool
+    content: list[Text]
+
+
+Block = Text | Thinking | ToolUse | HostedToolUse | HostedToolResult
 
 
 class Thoughts(TypedDict):

@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables
+from modulm_route_anthropic.tool_servers import TOOLSET
 from modulm_server.absent_fields import MESSAGES, Absent
 from modulm_server.constraints import (
     check_tools,
@@ -21,7 +22,7 @@ from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS, Salt, SamplerFields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
     "CountRequest",
@@ -43,6 +44,7 @@ class _Conversation(SamplerFields, kw_only=True):
     model: str | UnsetType = UNSET
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -71,8 +73,11 @@ class MessagesRequest(_Conversation, kw_only=True):
     cache_salt: Salt | None = None
 
 
-def messages_of(body: _Conversation) -> list[dict[str, Any]]:
-    """Convert the conversation to chat messages. Raises ApiError(400)."""
+def messages_of(body: _Conversation, model_name: Callable[[str, str], str]) -> list[dict[str, Any]]:
+    """Convert the conversation to chat messages. Raises ApiError(400).
+
+    model_name: the model's name of a tool server's tool.
+    """
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _texts(body.system, "system")})
@@ -91,7 +96,16 @@ def messages_of(body: _Conversation) -> list[dict[str, Any]]:
             blocks = [
                 _block(index, block_index, block) for block_index, block in enumerate(content)
             ]
-            messages += _assistant(blocks) if role == "assistant" else _user(role, blocks)
+            hosted = [block for block in blocks if block["type"] in _HOSTED]
+            if hosted and role != "assistant":
+                kind = hosted[0]["type"]
+                raise bad_field(
+                    "messages",
+                    f"messages[{index}].content: {kind} is for assistant messages",
+                )
+            messages += (
+                _assistant(blocks, model_name) if role == "assistant" else _user(role, blocks)
+            )
         else:
             raise bad_field(
                 "messages", f"messages[{index}].content must be a string or a list of blocks"
@@ -111,6 +125,8 @@ def _block(index: int, block_index: int, block: Any) -> dict[str, Any]:
         "redacted_thinking": {},
         "tool_use": {"id": str, "name": str, "input": dict},
         "tool_result": {"tool_use_id": str},
+        "mcp_tool_use": {"id": str, "name": str, "server_name": str, "input": dict},
+        "mcp_tool_result": {"tool_use_id": str},
     }
     if not isinstance(kind, str) or kind not in required:
         raise bad_field(
@@ -121,6 +137,8 @@ def _block(index: int, block_index: int, block: Any) -> dict[str, Any]:
             raise bad_field("messages", f"{where}.{name} is missing or has the wrong type")
     if kind == "image":
         return {"type": "image", "source": _image(where, block)}
+    if kind == "mcp_tool_result":
+        return {**block, "content": _texts(block.get("content") or "", "messages")}
     if kind == "tool_result":
         return {**block, "content": _result(where, block.get("content") or "")}
     return block
@@ -136,6 +154,9 @@ def _image(where: str, block: Mapping[str, Any]) -> MediaSource:
         raise bad_field("messages", f"{where}.source must be base64 with data, or url with url")
     media_source = MediaSource(kind="image", field=f"{where}.source.{name}")
     return evolve(media_source, data=value) if name == "data" else evolve(media_source, url=value)
+
+
+_HOSTED = ("mcp_tool_use", "mcp_tool_result")
 
 
 def _result(where: str, content: Any) -> Any:
@@ -168,20 +189,28 @@ def _texts(value: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one message, or several if thoughts occur between texts or calls."""
+def _assistant(
+    blocks: Sequence[Mapping[str, Any]], model_name: Callable[[str, str], str]
+) -> Iterator[dict[str, Any]]:
+    """Yield one message, or several if thoughts or results occur between texts or calls."""
     turn: list[Mapping[str, Any]] = []
     for block in blocks:
-        if block["type"] == "thinking" and any(b["type"] != "thinking" for b in turn):
-            yield _one_turn(turn)
+        kind = block["type"]
+        thinks_again = kind == "thinking" and any(b["type"] != "thinking" for b in turn)
+        has_result = bool(turn) and turn[-1]["type"] == "mcp_tool_result" != kind
+        if thinks_again or has_result:
+            yield from _one_turn(turn, model_name)
             turn = []
-        if block["type"] != "redacted_thinking":
+        if kind != "redacted_thinking":
             turn.append(block)
     if turn or not blocks:
-        yield _one_turn(turn)
+        yield from _one_turn(turn, model_name)
 
 
-def _one_turn(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _one_turn(
+    blocks: Sequence[Mapping[str, Any]], model_name: Callable[[str, str], str]
+) -> Iterator[dict[str, Any]]:
+    """Yield a message, and the results of tool servers."""
     message: dict[str, Any] = {
         "role": "assistant",
         "content": "".join(block["text"] for block in blocks if block["type"] == "text"),
@@ -189,20 +218,26 @@ def _one_turn(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
-    calls = [block for block in blocks if block["type"] == "tool_use"]
+    calls = [block for block in blocks if block["type"] in ("tool_use", "mcp_tool_use")]
     if calls:
         message["tool_calls"] = [
             {
                 "id": call["id"],
                 "type": "function",
                 "function": {
-                    "name": call["name"],
+                    "name": model_name(call["server_name"], call["name"])
+                    if call["type"] == "mcp_tool_use"
+                    else call["name"],
                     "arguments": msgspec.json.encode(call["input"]).decode(),
                 },
             }
             for call in calls
         ]
-    return message
+    yield message
+    for block in blocks:
+        if block["type"] == "mcp_tool_result":
+            result = {"tool_call_id": block["tool_use_id"], "content": block["content"]}
+            yield {"role": "tool", **result}
 
 
 def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -222,18 +257,25 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, 
         yield {"role": role, "content": "\n".join(block["text"] for block in contents)}
 
 
-def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
-    """Convert tools; returns (tools, choice, whether calls may be parallel)."""
+def tools_of(
+    body: _Conversation, hosted: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
+    """Convert tools; returns (tools, choice, whether calls may be parallel).
+
+    hosted: functions of tool servers, in OpenAI's form.
+    """
     chat_tools = []
     for index, tool in enumerate(body.tools or ()):
+        if tool.get("type") == TOOLSET:
+            continue
         if tool.get("type", "custom") != "custom":
-            raise bad_field("tools", f"tools[{index}]: server tools are not supported")
+            raise bad_field("tools", f"tools[{index}]: tools of the server have the type {TOOLSET}")
         function = {"name": tool.get("name"), "description": tool.get("description") or ""}
         if tool.get("strict") is True:
             function["strict"] = True
         schema = tool.get("input_schema", {"type": "object"})
         chat_tools.append({"type": "function", "function": {**function, "parameters": schema}})
-    tools = check_tools(chat_tools, "input_schema")
+    tools = check_tools([*chat_tools, *map(dict, hosted)], "input_schema")
     choice = body.tool_choice or {"type": "auto" if tools else "none"}
     parallel = not choice.get("disable_parallel_tool_use", False)
     kind = choice.get("type")

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         ChatMessage,
         FunctionDelta,
         ToolCallDelta,
+        Transferred,
     )
     from modulm_route_openai.schema import ChatBatchRequest
     from modulm_server.hosted_turns import HostedCall
@@ -342,10 +343,12 @@ class Chat:
             prompt, thought = turns.prompt_tokens, turns.thinking_tokens
             cached = cached_tokens(job.body, self._context.config, output)
             cached = None if cached is None else turns.cached_tokens
+            timed = turns.turn_generated
         else:
             output, messages = await started.messages()
             prompt, thought = len(output.prompt_token_ids), await started.reasoning_tokens()
             cached, calls = cached_tokens(job.body, self._context.config, output), []
+            timed = sum(message.generated for message in messages)
         body: ChatCompletion = {
             "id": job.id,
             "object": "chat.completion",
@@ -358,8 +361,7 @@ class Chat:
         if made_calls := [*job.approved, *calls]:
             body["choices"][0]["message"]["mcp_calls"] = made_calls
         single = output if job.turn.params.n == 1 else None
-        made = body["usage"]["completion_tokens"]
-        if measured := draft_metrics(job.body, self._context.config, single, made):
+        if measured := draft_metrics(job.body, self._context.config, single, timed):
             body["metrics"] = measured["metrics"]
         if job.body.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -455,14 +457,16 @@ class Chat:
     async def _hosted_frames(self, job: _Job, turns: HostedTurns) -> AsyncGenerator[bytes, None]:
         """The frames of an answer in which the server calls tools."""
         counted, head = StreamUsage(job.body, self._context.config), self._head(job)
-        deltas, opened = _Deltas(job), False
+        deltas, last = _Deltas(job), None
         async with aclosing(turns.steps()) as steps:
             async for step in steps:
                 choices: list[ChatChunkChoice] = []
-                if not opened:
-                    opened = True
+                params: Transferred = {}
+                if last is None:
+                    params = transferred(step.output)
                     choices.append(_opening(job, 0))
                     choices += [_called(call) for call in job.approved]
+                last = step.output
                 if step.call is not None:
                     choices.append(_called(step.call))
                 if step.delta is not None:
@@ -470,12 +474,16 @@ class Chat:
                 counted.prompt(0, turns.prompt_tokens, turns.cached_tokens)
                 counted.generated(0, turns.generated)
                 for choice in choices:
-                    body: ChatChunk = {**head, "choices": [choice]}
+                    body: ChatChunk = {**head, "choices": [choice], **params}
+                    params = {}
                     if counted.each:
                         body["usage"] = counted.now(0)
                     yield frame(body)
         if counted.last:
-            yield frame({**head, "usage": counted.total(turns.thinking_tokens)})
+            total = counted.total(turns.thinking_tokens)
+            made = turns.turn_generated
+            metrics = draft_metrics(job.body, self._context.config, last, made)
+            yield frame({**head, "usage": total, **metrics})
         yield DONE
 
     def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:

@@ -9,8 +9,8 @@ export function toJson(conversations) {
   return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 1);
 }
 
-const MARK = /^<!-- (user|assistant|reasoning|calls|attachment|tool)(?: (.*?))? -->$/;
-const guarded = (text) => text.replace(/^(\\*)(<!-- (?:user|assistant|reasoning|calls|attachment|tool)\b)/gm, "$1\\$2");
+const MARK = /^<!-- (user|assistant|reasoning|hosted|calls|attachment|tool)(?: (.*?))? -->$/;
+const guarded = (text) => text.replace(/^(\\*)(<!-- (?:user|assistant|reasoning|hosted|calls|attachment|tool)\b)/gm, "$1\\$2");
 const unguarded = (text) => text.replace(/^\\(\\*<!-- )/gm, "$1");
 
 /** What is shown of a conversation. Comments tell the parts apart when it is read again. */
@@ -27,6 +27,7 @@ export function toMarkdown(conversation) {
     else {
       put("assistant", "## Answer", node.content);
       if (node.reasoning) put("reasoning", "### Reasoning", node.reasoning);
+      if (node.hosted?.length) put("hosted", "### Calls of tool servers", JSON.stringify(node.hosted, null, 1));
       if (node.calls?.length) put("calls", "### Calls", JSON.stringify(node.calls, null, 1));
     }
   }
@@ -57,10 +58,10 @@ function checked(given) {
 function fromMessages(messages) {
   const conversation = newConversation();
   let last = null;
-  for (const { role, content, reasoning_content: reasoning, tool_calls: calls, tool_call_id: call, name } of messages) {
+  for (const { role, content, reasoning_content: reasoning, tool_calls: calls, mcp_calls: hosted, tool_call_id: call, name } of messages) {
     if (typeof content !== "string" && content !== null && content !== undefined) throw new Error("only messages of text can be read");
     if (role === "system") conversation.settings.system = content;
-    else if (role === "assistant") last = add(conversation, last, { role, content: content ?? "", reasoning,
+    else if (role === "assistant") last = add(conversation, last, { role, content: content ?? "", reasoning, hosted,
       calls: calls?.map((each) => ({ id: each.id, ...each.function })) });
     else last = add(conversation, last, { role: role === "tool" ? "tool" : "user", content: content ?? "", call, name });
   }
@@ -84,6 +85,7 @@ function fromMarkdown(text) {
       const [call, name] = JSON.parse(given);
       last = add(conversation, last, { role: "tool", content, call, name });
     } else if (last && kind === "reasoning") last.reasoning = content;
+    else if (last && kind === "hosted") last.hosted = JSON.parse(content);
     else if (last && kind === "calls") last.calls = JSON.parse(content);
     else if (last) (last.attachments ??= []).push(attachment(JSON.parse(given), lines[0], content));
   }
