@@ -178,7 +178,7 @@ def expect() -> None:
         body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
         for header in ("", "Expect: 100-continue\r\n"):
             with socket.create_connection((host, int(port))) as link:
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{header}"
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{header}"
                 head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 link.sendall(head.encode())
                 time.sleep(0.5)
