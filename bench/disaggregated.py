@@ -217,6 +217,7 @@ def prompts() -> list[list[int]]:
 
 
 def kill(options: argparse.Namespace) -> int:
+    before = {*os.listdir("/dev/shm")}
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_tiny(Path(folder, "tiny"), "Qwen3ForCausalLM"))
         flags: dict[str, Any] = {
@@ -235,7 +236,7 @@ def kill(options: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     left = [pid for pid in pids if alive(pid)]
-    shared = [name for name in os.listdir("/dev/shm") if "modulm" in name]
+    shared = [name for name in {*os.listdir("/dev/shm")} - before if "modulm" in name]
     print(f"processes left: {left}; files left: {shared}")
     return int(bool(wrong or left or shared))
 

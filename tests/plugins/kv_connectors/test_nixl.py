@@ -31,7 +31,7 @@ from modulm_kv_peer.nixl import NixlAgent
 from modulm_kv_peer.wire import Deadline, Fault
 
 
-@pytest.fixture(params=["stand-in", "package"])
+@pytest.fixture(params=["stand-in", pytest.param("package", marks=pytest.mark.exhaustive)])
 def nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name = str(request.param)
     if name == "stand-in":

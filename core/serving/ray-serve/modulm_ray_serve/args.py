@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from modulm.config.schema.catalog import catalog
 from modulm.config.sources import Draft, Source, draft, environment
@@ -25,7 +34,8 @@ class ModelArgs(BaseModel):
     """One model. Other keys are flags of `modulm serve`, with dashes or underscores.
 
     adapters: name -> folder, loaded when a request first names one. num_cpus, num_gpus: of one
-    replica. autoscaling, router, deployment: further options of Ray Serve, which take precedence.
+    replica. prefill_replicas, decode_replicas: sizes of two pools, instead of min_replicas.
+    autoscaling, router, deployment: further options of Ray Serve, which take precedence.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -34,6 +44,12 @@ class ModelArgs(BaseModel):
     adapters: dict[str, str] = Field(default_factory=dict)
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt | None = None
+    prefill_replicas: NonNegativeInt = Field(
+        default=0, validation_alias=AliasChoices("prefill_replicas", "prefill-replicas")
+    )
+    decode_replicas: NonNegativeInt = Field(
+        default=0, validation_alias=AliasChoices("decode_replicas", "decode-replicas")
+    )
     target_ongoing_requests: PositiveFloat | None = None
     num_cpus: PositiveFloat | None = None
     num_gpus: PositiveFloat | None = None

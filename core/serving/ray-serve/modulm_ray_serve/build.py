@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from attrs import evolve
 from ray import serve
 from ray.serve import Application
 
@@ -11,6 +12,7 @@ from modulm.errors import ConfigError
 from modulm_ray_serve.args import AppArgs, ModelArgs
 from modulm_ray_serve.ingress import Front, Served
 from modulm_ray_serve.options import front_options, model_options
+from modulm_ray_serve.pools import least_prompt, pools_of
 from modulm_ray_serve.replica import ModelReplica
 from modulm_server.api_keys import read_keys
 from modulm_server.app import served_names
@@ -27,7 +29,7 @@ def app(args: AppArgs) -> Application:
     fronts: Any = args.ingress.get("num_replicas", 1)
     if args.ingress.get("autoscaling_config") is not None:
         fronts = None
-    handles, served, names = [], [], set[str]()
+    handles, prefills, served, names = [], [], [], set[str]()
     for each in args.each():
         config = each.draft().config
         listed = _served(each, config)
@@ -36,13 +38,23 @@ def app(args: AppArgs) -> Application:
             raise ConfigError("served_model_name", f"two models have the name {min(twice)!r}")
         names |= {*listed.names, *listed.adapters}
         name = _deployment_name(listed.names[0])
-        deployment = serve.deployment(name=name, **model_options(each, config, fronts))(
-            ModelReplica
-        )
-        handles.append(deployment.bind(each.flags(), each.adapters))
+        pools = pools_of(each, config)
+        if pools is None:
+            options = model_options(each, config, fronts)
+            deployment = serve.deployment(name=name, **options)(ModelReplica)
+            handles.append(deployment.bind(each.flags(), each.adapters))
+        else:
+            prefill, decode = pools
+            listed = evolve(listed, prefill_from=least_prompt(config))
+            options = model_options(each, config, fronts, each.prefill_replicas)
+            deployment = serve.deployment(name=f"{name}-prefill", **options)(ModelReplica)
+            prefills.append(deployment.bind(each.flags(), each.adapters, prefill))
+            options = model_options(each, config, fronts, each.decode_replicas)
+            deployment = serve.deployment(name=name, **options)(ModelReplica)
+            handles.append(deployment.bind(each.flags(), each.adapters, decode))
         served.append(listed)
     front = serve.deployment(name="front", **front_options(args.ingress))
-    bound: Application = front(serve.ingress()(Front)).bind(served, *handles)
+    bound: Application = front(serve.ingress()(Front)).bind(served, *handles, *prefills)
     return bound
 
 

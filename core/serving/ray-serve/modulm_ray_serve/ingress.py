@@ -20,6 +20,7 @@ from starlette.requests import Request
 import modulm
 from modulm.errors import EngineDead, ModulmError, ReplicaDied
 from modulm_ray_serve.affinity import Route, route
+from modulm_ray_serve.pools import fetching_body, prefill_body, without_params
 from modulm_ray_serve.replica import Call
 from modulm_server.errors import ApiError, describe, error_body, model_error, respond
 from modulm_server.json_body import bad_field, json_response
@@ -51,6 +52,8 @@ _PLAIN = ("type", "http_version", "method", "scheme", "query_string", "headers",
 _DEATHS = 3
 #: Seconds in which a replica of a model must answer a health check.
 _HEALTH_TIMEOUT = 2.0
+#: Seconds after which a decode replica computes a prompt that a prefill replica has not.
+_PREFILL_TIMEOUT = 120.0
 
 
 @frozen
@@ -59,6 +62,7 @@ class Served:
 
     names: its names, of which the first is shown. adapters: name -> folder. keys: number of API
     keys. apart: whether each key has a separate prefix cache. limit: maximum bytes of a body.
+    prefill_from: tokens of prompts that prefill replicas compute; 0: there are none.
     """
 
     names: tuple[str, ...]
@@ -66,14 +70,26 @@ class Served:
     keys: int
     apart: bool
     limit: int
+    prefill_from: int = 0
 
 
 class Front:
-    """The ingress. served, handles: the models and the handles of their replicas, in one order."""
+    """The ingress.
+
+    served, handles: the models and the handles of their replicas, in one order; then those of
+    prefill replicas, of models that have some.
+    """
 
     def __init__(self, served: Sequence[Served], *handles: DeploymentHandle) -> None:
-        self._models = list(zip(served, (_streaming(handle) for handle in handles), strict=True))
-        self._plain = handles
+        count = len(served)
+        self._models = list(zip(served, map(_streaming, handles[:count]), strict=True))
+        pooled = [index for index, each in enumerate(served) if each.prefill_from]
+        self._plain, prefills = handles, handles[count:]
+        #: Index of a model -> the handles of its prefill replicas, for streams and other calls.
+        self._prefills = {
+            index: (_streaming(handle), handle)
+            for index, handle in zip(pooled, prefills, strict=True)
+        }
         self._limit = max(each.limit for each in served)
         self._by_name = {
             name: index
@@ -150,7 +166,14 @@ class Front:
         if adapter is not None:
             handle = handle.options(multiplexed_model_id=adapter)
         watch = asyncio.ensure_future(_wait_for_disconnect(receive))
-        task = asyncio.ensure_future(_forward(handle, _call(scope, path, body), sent_by, send))
+
+        async def forward() -> None:
+            last = body
+            if index in self._prefills and adapter is None:
+                last = await self._compute_prompt(index, path, scope, members, body, tenant)
+            await _forward(handle, _call(scope, path, last), sent_by, send)
+
+        task = asyncio.ensure_future(forward())
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -161,6 +184,42 @@ class Front:
             with suppress(asyncio.CancelledError, Exception):
                 await task
             sent_by.finish()
+
+    async def _compute_prompt(
+        self,
+        index: int,
+        path: str,
+        scope: Scope,
+        members: Mapping[str, Any],
+        body: bytes,
+        tenant: bytes,
+    ) -> bytes:
+        """Let a prefill replica compute a prompt; return the body for a decode replica.
+
+        The decode replica computes what is short, and what no prefill replica has computed.
+        """
+        if not members or _is_form(scope):
+            return body
+        own = without_params(members)
+        if own != members:
+            body = msgspec.json.encode(own)
+        sent_by = route(own, None, tenant)
+        long = sent_by.tokens >= self._models[index][0].prefill_from
+        prefix = prefill_body(path, own) if long else None
+        if prefix is None:
+            return body
+        call = _call(scope, path, prefix)
+        try:
+            answering = _collect(self._prefills[index][0], call, sent_by)
+            status, answer = await asyncio.wait_for(answering, _PREFILL_TIMEOUT)
+        except Exception as error:
+            sent_by.mark_dead()
+            log.warning("a prefill failed, so a decode replica does it: %s", _cause(error))
+            return body
+        finally:
+            sent_by.finish()
+        # A request that is refused is refused again, by the replica whose answer is forwarded.
+        return (fetching_body(own, answer) if status == 200 else None) or body
 
     def _model_index(self, members: Mapping[str, Any]) -> tuple[Any, int]:
         """The name of the model that a body asks for, and its index. Raises ApiError."""
@@ -190,11 +249,14 @@ class Front:
         """Call the workers of all replicas of a model; results are grouped by replica."""
         body = await self._body(receive)
         _, index = self._model_index(await _fields(scope, body))
-        handle = self._plain[index]
-        if not hasattr(handle, "broadcast"):
+        handles: list[Any] = [self._plain[index]]
+        if index in self._prefills:
+            handles.append(self._prefills[index][1])
+        if not all(hasattr(handle, "broadcast") for handle in handles):
             raise ApiError(501, "this version of Ray Serve cannot call all replicas of a model")
-        calls = handle.broadcast("answer", _call(scope, path, body))
-        answers = [(status, msgspec.json.decode(data)) for status, data in await _results(calls)]
+        calls = [handle.broadcast("answer", _call(scope, path, body)) for handle in handles]
+        results = [each for call in calls for each in await _results(call)]
+        answers = [(status, msgspec.json.decode(data)) for status, data in results]
         for status, answer in answers:
             if status != 200:
                 return json_response(answer, status)
@@ -206,9 +268,9 @@ class Front:
         states = await asyncio.gather(*(_state(handle) for handle in self._plain))
         alive = states.count("ok")
         status = "ok" if alive == len(states) else "degraded" if alive else "dead"
-        each = {
-            model.names[0]: state for (model, _), state in zip(self._models, states, strict=True)
-        }
+        names = [model.names[0] for model, _ in self._models]
+        names += [f"{names[index]}-prefill" for index in self._prefills]
+        each = dict(zip(names, states, strict=True))
         return json_response({"status": status, "models": each}, 200 if alive else 503)
 
     async def _list_models(self, scope: Scope, name: str) -> Any:
@@ -270,13 +332,20 @@ async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _
             raise
 
 
-async def _collect(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
+async def _collect(
+    handle: DeploymentHandle, call: Call, sent_by: Route | None = None
+) -> tuple[int, bytes]:
     """(status, body) of a short answer."""
     status, body = 500, b""
-    async for messages in handle.ask.remote(call, None):
-        for message in messages:
-            status = message.get("status", status)
-            body += message.get("body", b"")
+    answer = handle.ask.remote(call, sent_by)
+    try:
+        async for messages in answer:
+            for message in messages:
+                status = message.get("status", status)
+                body += message.get("body", b"")
+    except BaseException:
+        answer.cancel()
+        raise
     return status, body
 
 
@@ -335,18 +404,26 @@ def _path(scope: Scope) -> str:
 
 def _call(scope: Scope, path: str, body: bytes = b"") -> Call:
     plain = {name: scope[name] for name in _PLAIN if name in scope}
+    plain["headers"] = [
+        (name, str(len(body)).encode() if name == b"content-length" and body else value)
+        for name, value in scope.get("headers", ())
+    ]
     return Call(
         {**plain, "asgi": {"version": "3.0"}, "path": path, "raw_path": path.encode(),
          "root_path": ""}, body,
     )  # fmt: skip
 
 
+def _is_form(scope: Scope) -> bool:
+    kind: bytes = dict(scope["headers"]).get(b"content-type", b"")
+    return kind.startswith(b"multipart/form-data")
+
+
 async def _fields(scope: Scope, body: bytes) -> dict[str, Any]:
     """The fields of a body, or the text fields of a form. Empty if it cannot be parsed; the replica
     then reports the error.
     """
-    kind = dict(scope["headers"]).get(b"content-type", b"")
-    if kind.startswith(b"multipart/form-data"):
+    if _is_form(scope):
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}

@@ -26,10 +26,15 @@ _SHUTDOWN_TIMEOUT = 600.0
 _OPEN = 4096
 
 
-def model_options(args: ModelArgs, config: EngineConfig, fronts: int) -> dict[str, Any]:
-    """Options for the replicas of a model. fronts: number of ingress replicas."""
+def model_options(
+    args: ModelArgs, config: EngineConfig, fronts: int, pool: int = 0
+) -> dict[str, Any]:
+    """Options for the replicas of a model. fronts: number of ingress replicas. pool: fixed number
+    of replicas, of a pool.
+    """
     rows = config.scheduler.max_num_seqs or _ROWS
-    most = args.max_replicas or args.min_replicas
+    least = pool or args.min_replicas
+    most = args.max_replicas or least
     options: dict[str, Any] = {
         "max_ongoing_requests": max(_REQUESTS_PER_ROW, _REQUESTS_PER_ROW * rows),
         "graceful_shutdown_timeout_s": _SHUTDOWN_TIMEOUT,
@@ -42,9 +47,9 @@ def model_options(args: ModelArgs, config: EngineConfig, fronts: int) -> dict[st
         ),
         **_resources(args, config),
     }
-    if most > args.min_replicas or args.autoscaling:
+    if most > least or args.autoscaling:
         options["autoscaling_config"] = {
-            "min_replicas": args.min_replicas,
+            "min_replicas": least,
             "max_replicas": most,
             "target_ongoing_requests": args.target_ongoing_requests or max(1.0, _BUSY * rows),
             "upscale_delay_s": 10.0,
@@ -52,7 +57,7 @@ def model_options(args: ModelArgs, config: EngineConfig, fronts: int) -> dict[st
             **args.autoscaling,
         }
     else:
-        options["num_replicas"] = args.min_replicas
+        options["num_replicas"] = least
     return {**options, **args.deployment}
 
 

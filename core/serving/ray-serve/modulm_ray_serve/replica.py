@@ -22,6 +22,7 @@ from modulm.plugins import manager
 from modulm_adapters.flags import LoRAConfig
 from modulm_parsing.choice import parser_decisions, with_parsers
 from modulm_ray_serve.affinity import Route
+from modulm_ray_serve.pools import Pool, transfer_table
 from modulm_server.app import create_app, import_routes
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.async_llm import AsyncLLM
@@ -65,11 +66,18 @@ class _Loaded:
 
 
 class ModelReplica:
-    """An engine. flags: of `modulm serve`. adapters: name -> folder, loaded on first use."""
+    """An engine.
+
+    flags: of `modulm serve`. adapters: name -> folder, loaded on first use. pool: its pool, if any.
+    """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, flags: Mapping[str, Any], adapters: Mapping[str, str]
+        self, flags: Mapping[str, Any], adapters: Mapping[str, str], pool: Pool | None = None
     ) -> None:
+        if pool is not None:
+            config = draft(Source("application's arguments", flags), environment()).config
+            table = await asyncio.to_thread(transfer_table, pool, config.parallel.ranks)
+            flags = {**flags, "kv_transfer_config": table}
         draft_config = draft(Source("application's arguments", flags), environment())
         for notice in draft_config.notices:
             log.warning("%s", notice.message)

@@ -54,10 +54,10 @@ class PeerOptions:
     to name in answers. kv_port: of rank 0; rank R of replica N uses the port N * ranks + R higher.
     cpu_bytes_to_use: host memory of all ranks for blocks that wait to be fetched. timeout: seconds
     after which a load has ended, one way or the other; while the prompt is being computed, seconds
-    without a new block. allowed_hosts: values of remote_host that requests may have. secret_file: a
-    file that all engines share; not needed on loopback addresses. shared_memory: whether engines on
-    one machine use it instead of a socket, if both can. backends: of NIXL, such as UCX, which then
-    moves blocks between machines.
+    without a new block. allowed_hosts: values of remote_host that requests may have; "*": any,
+    where clients cannot set it. secret_file: a file that all engines share; not needed on loopback
+    addresses. shared_memory: whether engines on one machine use it instead of a socket, if both
+    can. backends: of NIXL, such as UCX, which then moves blocks between machines.
 
     Of encoder outputs (`--ec-transfer-config`), peers: HOST:PORT of the engines that compute them.
     shared_storage_path: folder of those that were computed or fetched. max_bytes: of all files in
@@ -127,7 +127,7 @@ class _Index(RemoteIndex):
             raise RequestError("remote_host must be a string", FIELD)
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 1 << 16:
             raise RequestError("remote_port must be a port", FIELD)
-        if host not in self._options.allowed_hosts:
+        if not {host, "*"} & set(self._options.allowed_hosts):
             message = f"remote_host: {host} is not in allowed_hosts of --kv-transfer-config"
             raise RequestError(message, FIELD)
         size = table.get("tp_size") or self._size
