@@ -30,6 +30,11 @@ from transformers.models.longcat_flash.modeling_longcat_flash import (
     LongcatFlashMLP,
     LongcatFlashRMSNorm,
 )
+from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
+    MiMoV2FlashAttention,
+    MiMoV2FlashMLP,
+    MiMoV2FlashRMSNorm,
+)
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
@@ -62,7 +67,7 @@ class Layout:
     layer that it is like; {n}: how many layers there are. shared: the norm is the model's own.
     written: the architecture that transformers makes the model of, if not the file's. oracle: what
     makes the model if transformers has none; its experts are chosen without a bias. rotary: further
-    arguments of the model's rotary positions.
+    arguments of the model's rotary positions. attention: transformers' implementation.
     """
 
     layer: Callable[[Any, int], nn.Module]
@@ -79,6 +84,7 @@ class Layout:
     written: str = ""
     oracle: Any = None
     rotary: tuple[str, ...] = ()
+    attention: str = "sdpa"
     config: Mapping[str, Any] = field(factory=dict)
 
 
@@ -138,6 +144,27 @@ class LongcatDrafts(nn.Module):
         return x + out
 
 
+class MimoDrafts(nn.Module):
+    """MiMo V2's dense layer with a window, whose names are its own."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        changed = copy.deepcopy(config)
+        changed.layer_types = ["sliding_attention"] * config.num_hidden_layers
+        self.self_attn = MiMoV2FlashAttention(changed, index)
+        self.mlp = MiMoV2FlashMLP(config)
+        self.input_layernorm = MiMoV2FlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_mlp_layernorm = MiMoV2FlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.window = config.sliding_window
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        hidden = ~(seen & ~seen.tril(-self.window))
+        inputs["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        x = x + self.self_attn(self.input_layernorm(x), **inputs)[0]
+        return x + self.mlp(self.pre_mlp_layernorm(x))
+
+
 def _with_norms(config: Any, index: int) -> nn.Module:
     """openPangu's layer."""
     layer = DeepseekV3DecoderLayer(config, index)
@@ -156,6 +183,7 @@ MIMO = "model.mtp_layers.0"
 LONGCAT = "model.mtp.layers.0"
 OCR = "model.language_model.layers.{n}"
 NEMOTRON = "mtp.layers.0"
+MIMO_V2 = "model.mtp.layers.0"
 LAYOUTS = {
     "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
     "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
@@ -193,6 +221,11 @@ LAYOUTS = {
     "Step3p5ForCausalLM": evolve(
         _nextn(_unclamped, oracle=AsStep37, offset=1.0, rotary=("full_attention",)), like=0
     ),
+    "MiMoV2FlashForCausalLM": Layout(
+        MimoDrafts, 0, MIMO_V2, f"{MIMO_V2}.enorm", f"{MIMO_V2}.hnorm", f"{MIMO_V2}.eh_proj",
+        f"{MIMO_V2}.final_layernorm", normed=True, rotary=("sliding_attention",),
+        attention="eager",
+    ),
     "PanguUltraMoEForCausalLM": _nextn(_with_norms, oracle=AsDeepseekV3),
 }  # fmt: skip
 
@@ -208,7 +241,8 @@ def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for index, one in enumerate(tensor):
             yield f"{at}.{index}.{part}.weight", one.clone()
     else:
-        yield name.replace(".mlp.e_score_correction_bias", ".mlp.expert_bias"), tensor.clone()
+        name = name.replace(".mlp.e_score_correction_bias", ".mlp.expert_bias")
+        yield name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias"), tensor.clone()
 
 
 def transformers_model(folder: str, layout: Layout) -> Any:
@@ -230,7 +264,7 @@ class Reference:
         self.model = transformers_model(folder, layout)
         self.text = getattr(self.model.model, "language_model", self.model.model)
         config = self.config = self.text.config
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = layout.attention
         self.layout = layout
         self.count = config.num_hidden_layers
         draw = torch.Generator().manual_seed(11)

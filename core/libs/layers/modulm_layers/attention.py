@@ -60,6 +60,7 @@ class Attention(Module):
     - `clip`: bounds the projections, after their norms if these are over all heads.
     - `gate`: names a projection of the input whose sigmoid scales the attention output.
     - `scale`: multiplies the scores; None means 1 / sqrt(head_dim).
+    - `value_dim`: dimensions of a head's values; None means head_dim.
     """
 
     sinks: Tensor | None
@@ -91,9 +92,11 @@ class Attention(Module):
         norm_whole: bool = False,
         norm_last: bool = False,
         gate: str | None = None,
+        value_dim: int | None = None,
         names: AttentionNames = _NAMES,
     ) -> None:
         super().__init__()
+        value_dim = value_dim or head_dim
         group = b.shared.mesh.tensor
         self.heads = group.part(heads, f"attention heads of {b.prefix}")
         self.kv_heads = b.share(kv_heads, 1)
@@ -103,13 +106,14 @@ class Attention(Module):
                 f"tensor_parallel_size: {b.prefix}: keys are normed over all {kv_heads} heads, "
                 f"so at most {kv_heads} ranks can split them"
             )
-        self.head_dim, self.clip, self.ops = head_dim, clip, b.ops
+        self.head_dim, self.value_dim, self.clip, self.ops = head_dim, value_dim, clip, b.ops
         self.norm_whole, self.norm_last = norm_whole, norm_last
         sizes = {names.q: heads * head_dim, names.k: kv_heads * head_dim}
-        sizes[names.v] = kv_heads * head_dim
-        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias, least=head_dim)
-        self.out = b.row_linear(names.out, heads * head_dim, hidden, bias=out_bias)
-        self.gate = None if gate is None else b.linear(gate, hidden, heads * head_dim, bias=bias)
+        sizes[names.v] = kv_heads * value_dim
+        least = (head_dim, head_dim, value_dim)
+        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias, least=least)
+        self.out = b.row_linear(names.out, heads * value_dim, hidden, bias=out_bias)
+        self.gate = None if gate is None else b.linear(gate, hidden, heads * value_dim, bias=bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.neox = rope is None or rope.neox
         self.rotation = None if rope is None else b.rope(rope)
@@ -129,6 +133,7 @@ class Attention(Module):
             scale=head_dim**-0.5 if scale is None else scale,
             dtype=b.dtype,
             kv_dtype=b.shared.kv_dtype,
+            value_dim=None if value_dim == head_dim else value_dim,
             window=window,
             softcap=softcap,
             sinks=sinks,
@@ -137,7 +142,8 @@ class Attention(Module):
             scales=b.shared.kv_dtype.startswith("float8"),
         )
         self.make_cache(b, spec, kv_heads, names)
-        self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
+        plain = value_dim == head_dim and not (clip or norm_whole or norm_last)
+        self.fusable = plain and _fusable(qk_norm)
         # Created on the first run, because its tensors exist only after the weights are loaded.
         self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
 
@@ -157,7 +163,7 @@ class Attention(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         qkv = self.qkv(x)
-        out = qkv.new_empty(x.shape[0], self.heads, self.head_dim)
+        out = qkv.new_empty(x.shape[0], self.heads, self.value_dim)
         cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
         inputs, prepare = self._constant or self._bind(qkv, positions)
         turn: tuple[Tensor, ...] = (positions,)
@@ -173,7 +179,7 @@ class Attention(Module):
         return self.project_out(out, x)
 
     def project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gate and project the heads' outputs; out: [tokens, heads, head_dim], x: the input."""
+        """Gate and project the heads' outputs; out: [tokens, heads, value_dim], x: the input."""
         seen = out.flatten(1)
         if self.gate is not None:
             seen = self.ops.multiply(seen, self.gate(x), "sigmoid")
@@ -214,14 +220,16 @@ class Attention(Module):
         """
         if self.clip is not None and not self.norm_whole:
             qkv = self.ops.clamp(qkv, self.clip)
-        sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
+        heads = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        sizes = [count * size for count, size in (*heads, (self.kv_heads, self.value_dim))]
         q, k, v = torch.split(qkv, sizes, dim=-1)
         shape = (qkv.shape[0], -1, self.head_dim)
         if self.norm_whole:
             q, k = self._normed_whole(q, k)
             if self.clip is not None:
                 q, k, v = (self.ops.clamp(part.contiguous(), self.clip) for part in (q, k, v))
-        q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        q, k = q.reshape(shape), k.reshape(shape)
+        v = v.reshape(qkv.shape[0], -1, self.value_dim)
         if not (self.norm_whole or self.norm_last):
             q, k = self._normed(q, k)
         if self.rotation is not None:

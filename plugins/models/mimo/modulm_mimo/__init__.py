@@ -1,0 +1,1 @@
+"""MiMo V2 for modulm."""
