@@ -344,6 +344,13 @@ def with_transformers() -> str:
     return text
 
 
+def architecture_counts() -> str:
+    """Return how many architectures of vLLM's registry run, by section."""
+    summary = runpy.run_path(str(ROOT / "tools/registry_rows.py"))["summary"]
+    table: str = summary(architectures(), cells)
+    return table
+
+
 def unsupported_models() -> str:
     """Return the architectures of vLLM's registry that are refused, by the reason."""
     groups: dict[str, list[str]] = {}
@@ -429,6 +436,7 @@ PARTS = {
     "models": {
         "architectures on other code": with_transformers,
         "unsupported architectures": unsupported_models,
+        "architecture counts": architecture_counts,
     },
 }
 

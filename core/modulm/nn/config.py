@@ -82,9 +82,9 @@ def _check_number(key: str, value: Any) -> None:
     elif isinstance(value, list) and any(item != item for item in value):
         raise ValueError(f"{key}: NaN is not a number")
     elif isinstance(value, int | float):
-        whole = isinstance(value, int)
         most = next((n for ending, n in _MOST.items() if key.endswith(ending)), _MOST_OF_ALL)
-        if not (-1 if whole else 0) <= value <= (most if whole else _LARGEST):
+        whole, least = isinstance(value, int), -_LARGEST * key.endswith("_lower_bound")
+        if not (-1 if whole else least) <= value <= (most if whole else _LARGEST):
             raise ValueError(f"{key}: {value} is not a plausible number for a model")
 
 

@@ -30,6 +30,8 @@ CALL_BY_CALL = {
     "HrmTextForCausalLM": "sums of two states",
     "Step3p5ForCausalLM": "gates per head",
     "LongcatFlashForCausalLM": "experts that return their input",
+    "BailingHybridForCausalLM": "a delta rule whose rows fade at speeds of their own",
+    "MiMoV2FlashForCausalLM": "values that are scaled",
     "MotifForCausalLM": "values of two heads at once, polynomials",
     "MllamaForCausalLM": "layers behind gates, which find out who looks at nothing",
     "NemotronHForCausalLM": "experts without a gate",

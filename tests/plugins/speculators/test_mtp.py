@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from samples import sample
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDecoderLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
 from transformers.models.exaone4.modeling_exaone4 import Exaone4DecoderLayer
@@ -109,6 +110,13 @@ def _dense_and_full(config: Any, index: int) -> nn.Module:
     changed.layer_types = ["full_attention"] * config.num_hidden_layers
     changed.mlp_layer_types = ["dense"] * config.num_hidden_layers
     return ExaoneMoeDecoderLayer(changed, index)
+
+
+def _latent_and_sparse(config: Any, index: int) -> nn.Module:
+    """Ling 3.0's layer, which has latent attention and experts."""
+    changed = copy.deepcopy(config)
+    changed.layer_types = ["full_attention"] * config.num_hidden_layers
+    return BailingHybridDecoderLayer(changed, index)
 
 
 class NemotronDrafts(nn.Module):
@@ -220,6 +228,9 @@ LAYOUTS = {
     ),
     "Step3p5ForCausalLM": evolve(
         _nextn(_unclamped, oracle=AsStep37, offset=1.0, rotary=("full_attention",)), like=0
+    ),
+    "BailingHybridForCausalLM": evolve(
+        _nextn(_latent_and_sparse, normed=True), norm="model.layers.{n}.final_layernorm"
     ),
     "MiMoV2FlashForCausalLM": Layout(
         MimoDrafts, 0, MIMO_V2, f"{MIMO_V2}.enorm", f"{MIMO_V2}.hnorm", f"{MIMO_V2}.eh_proj",

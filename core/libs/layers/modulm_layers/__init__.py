@@ -23,13 +23,14 @@ from modulm_layers.decoder import (
     standard_mlp,
     tiny_config,
 )
+from modulm_layers.delta import KimiDeltaRule
 from modulm_layers.encoder import BidirectionalAttention, Encoder, Segment, segments
 from modulm_layers.mla import LatentAttention
 from modulm_layers.mlp import GatedMLP, PlainMLP
 from modulm_layers.moe import ExpertNames, Gate, MoE, Routing
 from modulm_layers.positions import LearnedPositions
 from modulm_layers.relative import RelativePositions
-from modulm_layers.rewrites import split_heads, transpose
+from modulm_layers.rewrites import flatten, split_heads, transpose
 from modulm_layers.rope import Rope, cos_sin, parse_rope
 from modulm_layers.routed import (
     RoutedConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "Gate",
     "GatedMLP",
     "GatedNorm",
+    "KimiDeltaRule",
     "LatentAttention",
     "LearnedPositions",
     "MoE",
@@ -72,6 +74,7 @@ __all__ = [
     "WholeRowLatentAttention",
     "activation",
     "cos_sin",
+    "flatten",
     "gated",
     "next_token_layer",
     "only",

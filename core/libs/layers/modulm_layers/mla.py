@@ -128,7 +128,11 @@ class LatentAttention(Module):
             self.neox,
         )
         out = self.attend(q, k, x, compressed, batch)
-        attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
+        return self.project_out(self.ops.each_head(out, self.up_v), x)
+
+    def project_out(self, out: Tensor, x: Tensor) -> Tensor:
+        """Project the heads' outputs; out: [tokens, heads, value], x: the layer's input."""
+        attended: Tensor = self.out(out.flatten(1))
         return attended
 
     def attend(self, q: Tensor, k: Tensor, x: Tensor, compressed: Tensor, batch: Batch) -> Tensor:

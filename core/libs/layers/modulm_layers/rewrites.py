@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
     from modulm.contracts.weight_names import Change
 
-__all__ = ["split_heads", "transpose"]
+__all__ = ["flatten", "split_heads", "transpose"]
+
+
+def flatten(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Flatten a weight to one axis."""
+    yield name, tensor.flatten()
 
 
 def transpose(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

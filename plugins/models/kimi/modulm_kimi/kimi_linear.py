@@ -6,33 +6,28 @@ Some layers have latent attention without positions; most have experts plus a sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from attrs import Factory, frozen
-from torch import Tensor
-from torch.nn import Module, ModuleList
 
-from modulm.contracts.model import Batch, StateSpec
 from modulm.nn import Builder, Rewrite, WeightNames
 from modulm_layers import (
-    CausalConv,
     DecoderForCausalLM,
     ExpertNames,
+    KimiDeltaRule,
     LatentAttention,
     PreNormLayer,
     Rope,
     RoutedConfig,
-    recur,
+    flatten,
     routed_experts,
     size,
     standard_mlp,
     tiny_config,
 )
 
-__all__ = ["KimiDeltaAttention", "KimiLinearConfig", "KimiLinearForCausalLM", "KimiLinearLayer"]
+__all__ = ["KimiLinearConfig", "KimiLinearForCausalLM", "KimiLinearLayer"]
 
 _KINDS = {"full_attention", "linear_attention"}
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
@@ -102,74 +97,6 @@ class KimiLinearConfig(RoutedConfig):
         return "full_attention" if full else "linear_attention"
 
 
-class KimiDeltaAttention(Module):
-    """A matrix from keys to values per head, whose rows decay at individual rates.
-
-    Each token decays the matrix, reads the value stored for its key and moves it towards its own
-    value. Prompts are processed token by token.
-    """
-
-    a_log: Tensor
-    dt_bias: Tensor
-
-    def __init__(self, c: KimiLinearConfig, b: Builder) -> None:
-        super().__init__()
-        heads, self.size, width = c.delta
-        hidden, inner, head_shard = c.hidden_size, heads * self.size, b.shard(heads)
-        self.heads, self.rank_heads = (
-            head_shard.size,
-            slice(head_shard.start, head_shard.start + head_shard.size),
-        )
-        sizes = {f"{n}_proj": inner for n in "qkv"}
-        self.qkv = b.linear("qkv_proj", hidden, sizes, least=self.size)
-        self.convs = ModuleList(
-            CausalConv(b, f"{n}_conv1d", inner, width, bias=False, act=c.hidden_act) for n in "qkv"
-        )
-        narrow = {"f_a_proj": self.size, "g_a_proj": self.size, "b_proj": heads}
-        self.parts = list(narrow.values())
-        self.narrow = b.linear("narrow_proj", hidden, narrow, split=False)
-        self.fade, self.gate = (b.linear(f"{n}_b_proj", self.size, inner) for n in ("f", "g"))
-        b.cut_parameter("A_log", self, "a_log", (head_shard,), dtype=torch.float32)
-        b.cut_parameter("dt_bias", self, "dt_bias", (b.shard(inner),), dtype=torch.float32)
-        self.norm = b.rms_norm("o_norm", self.size, c.rms_norm_eps)
-        self.out = b.row_linear("o_proj", inner, hidden)
-        conv_states = (
-            (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
-        )
-        state = ("state", (self.heads, self.size, self.size), "float32")
-        self.cache = b.cache(StateSpec((*conv_states, state)))
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
-        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
-        shape = (x.shape[0], self.heads, self.size)
-        q, k, v = (
-            conv(part, cache[f"conv_{n}"], plan).float().view(shape)
-            for n, conv, part in zip("qkv", self.convs, self.qkv(x).chunk(3, -1), strict=True)
-        )
-        q, k = _unit(q) * self.size**-0.5, _unit(k)
-        fade, gate, beta = (part.contiguous() for part in self.narrow(x).split(self.parts, -1))
-        step = F.softplus(self.fade(fade).float() + self.dt_bias).view(shape)
-        decays, moved = (
-            (-self.a_log.exp().unsqueeze(-1) * step).exp(),
-            beta[:, self.rank_heads].float().sigmoid(),
-        )
-
-        def move(state: Tensor, at: Tensor) -> Tensor:
-            state.mul_(decays[at].unsqueeze(-1))
-            key = k[at].unsqueeze(2)
-            change = (v[at].unsqueeze(2) - key @ state) * moved[at][..., None, None]
-            state += key.transpose(2, 3) @ change
-            seen: Tensor = (q[at].unsqueeze(2) @ state).squeeze(2)
-            return seen
-
-        y = torch.empty_like(v)
-        recur(cache["state"], plan, move, y)
-        y = self.norm(y.to(x.dtype)) * self.gate(gate).float().sigmoid().view(shape)
-        mixed: Tensor = self.out(y.to(x.dtype).flatten(1))
-        return mixed
-
-
 def _attention(c: KimiLinearConfig, b: Builder) -> LatentAttention:
     """Latent attention without rotation: infinite factors disable every pair of dimensions."""
     still = (math.inf,) * (c.qk_rope_head_dim // 2)
@@ -187,6 +114,19 @@ def _attention(c: KimiLinearConfig, b: Builder) -> LatentAttention:
     )
 
 
+def _delta_rule(c: KimiLinearConfig, b: Builder) -> KimiDeltaRule:
+    heads, dim, width = c.delta
+    return KimiDeltaRule(
+        b,
+        hidden=c.hidden_size,
+        heads=heads,
+        head_dim=dim,
+        width=width,
+        eps=c.rms_norm_eps,
+        act=c.hidden_act,
+    )
+
+
 class KimiLinearLayer(PreNormLayer):
     """Delta rule or latent attention, then experts; the first layers have none."""
 
@@ -195,15 +135,10 @@ class KimiLinearLayer(PreNormLayer):
         full = c.layer_type(index) == "full_attention"
         super().__init__(
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
-            _attention(c, at) if full else KimiDeltaAttention(c, at),
+            _attention(c, at) if full else _delta_rule(c, at),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
             routed_experts(c, b.at("mlp"), names=_NAMES) if c.sparse(index) else standard_mlp(c, b),
         )
-
-
-def _flat(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Flatten to one value per head."""
-    yield name, tensor.flatten()
 
 
 class KimiLinearForCausalLM(DecoderForCausalLM):
@@ -213,7 +148,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     config_type = KimiLinearConfig
     layer = KimiLinearLayer
     names = WeightNames(
-        rename=((r"\.block_sparse_moe\.", ".mlp."),), rewrite=(Rewrite(r"\.A_log$", _flat),)
+        rename=((r"\.block_sparse_moe\.", ".mlp."),), rewrite=(Rewrite(r"\.A_log$", flatten),)
     )
 
     @classmethod
@@ -237,8 +172,3 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
             linear_head_dim=16,
             linear_num_heads=4,
         )
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Normalize vectors to length 1."""
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
