@@ -40,7 +40,7 @@ ACTIVATIONS = {"int8": 1, "bf16": 2}
 GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL, _PAD_K, _PAD_N = 64, 64, 16
-#: Rows that `overwrite_linear` converts and packs at a time, whole panels.
+#: Rows of another dtype that `overwrite_linear` converts and packs at a time, whole panels.
 _OVERWRITTEN = 2048
 _FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 _CODE_DTYPES = {
@@ -354,6 +354,7 @@ def _overwrite_linear(library: Library) -> Callable[..., None]:
         need(first >= 0 and stop <= outputs, f"rows {first} to {stop} are not within {outputs}")
         dtype, row_bytes = _CODE_DTYPES[packed.format], size_of(_PANEL, inputs, form) // _PANEL
         base = packed.data.data_ptr()
+        most = outputs if weight.dtype == dtype else _OVERWRITTEN
 
         def put(start: int, rows: Tensor) -> None:
             """Pack rows that begin a panel and end one."""
@@ -363,7 +364,7 @@ def _overwrite_linear(library: Library) -> Callable[..., None]:
         at = first
         while at < stop:
             panel = at // _PANEL * _PANEL
-            whole = min(stop if stop == outputs else stop // _PANEL * _PANEL, at + _OVERWRITTEN)
+            whole = min(stop if stop == outputs else stop // _PANEL * _PANEL, at + most)
             if at == panel and whole > at and not sparse:
                 rows = weight[at - first : whole - first].detach().to(dtype)
                 put(at, rows if rows.stride(1) == 1 else rows.contiguous())

@@ -64,6 +64,13 @@ class WeightTransferBackend(ABC):
     def open(self, info: Mapping[str, Any]) -> TensorSource:
         """Open the tensors of one update. info: the `update_info` of `update_weights`."""
 
+    def checked(self, source: TensorSource) -> frozenset[str]:
+        """Return the tensors of `source` that its sender has found to be finite.
+
+        Only for senders that check all that they write: their values are not checked again.
+        """
+        return frozenset()
+
     def close(self) -> None:
         """Disconnect from the trainer; may be called twice."""
 

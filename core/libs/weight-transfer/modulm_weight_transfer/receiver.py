@@ -285,6 +285,8 @@ class WeightReceiver:
         #: The model of the last update, which the next one uses again.
         self._spare: _BlankModel | None = None
         self._partial = False
+        #: The plan that `complete` has checked.
+        self._checked_plan: WeightPlan | None = None
         #: Whether a tensor was stored in another dtype than the model's.
         self._converted = False
 
@@ -341,7 +343,7 @@ class WeightReceiver:
         """Discard an unfinished update."""
         for number in (*self._sources, *self._adapters):
             self.drop(number)
-        self._blank = None
+        self._blank = self._checked_plan = None
 
     def drop(self, number: int) -> None:
         """Discard the tensors of one `update_weights`, if it was accepted."""
@@ -378,6 +380,7 @@ class WeightReceiver:
                     f"target: the weights of {info['target']!r} cannot be updated yet, only those "
                     "of the model and of adapters; restart the engine with other drafters"
                 )
+            checked = self._backend.checked(source)
             if "deltas" in info:
                 source = DeltaSource(source, info["deltas"])
                 if not self._partial:
@@ -396,7 +399,8 @@ class WeightReceiver:
                 if isinstance(source, DeltaSource):
                     source.check()
                     stored = source.stored
-                self._checks[number] = FiniteCheck(stored(), world.rank, world.size)
+                unchecked = (each for each in stored() if each[0] not in checked)
+                self._checks[number] = FiniteCheck(unchecked, world.rank, world.size)
         except CheckpointError as error:
             source.close()
             raise RequestError(str(error), "update_info") from error
@@ -468,7 +472,7 @@ class WeightReceiver:
         if not self._sources:
             raise RequestError("no weights were received: call update_weights first", "update_info")
         try:
-            self._plan(loader)
+            self._checked_plan = self._plan(loader)
         except CheckpointError as error:
             raise RequestError(str(error), "update_info") from error
         return True
@@ -481,7 +485,7 @@ class WeightReceiver:
         """
         blank, loader = self._model, _Arrived(list(self._sources.values()))
         if self._sources:
-            blank.fill(self._plan(loader), loader)
+            blank.fill(self._checked_plan or self._plan(loader), loader)
         for replace in self._adapters.values():
             replace()
         self.cancel()

@@ -1,7 +1,8 @@
-// Packing of plain [N, K] matrices, done once when a model is loaded.
+// Packing of plain [N, K] matrices: when a model is loaded, and when its weights are updated.
 #include <cstring>
 
 #include "base/pool.h"
+#include "base/vec.h"
 #include "linear/blocks.h"
 #include "linear/weight.h"
 
@@ -15,11 +16,69 @@ T at(const T* source, int64_t stride, const Weight& w, int64_t column, int64_t k
   return column < w.n && k < w.k ? source[column * stride + k] : T{0};
 }
 
-constexpr int kSquare = 16;
+#if defined(__AVX2__)
+// Eight rows of eight words become columns.
+inline void turn_eight(const char* source, int64_t row_bytes, __m256i flip, __m256i* columns) {
+  __m256i r[8], pairs[8], quads[8];
+  for (int i = 0; i < 8; i++)
+    r[i] = _mm256_xor_si256(flip, load_raw<__m256i>(source + i * row_bytes));
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      quads[i + 2 * j] = _mm256_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
+      quads[i + 2 * j + 1] = _mm256_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; i++) {
+    columns[i] = _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x20);
+    columns[i + 4] = _mm256_permute2x128_si256(quads[i], quads[i + 4], 0x31);
+  }
+}
 
-// Rows of 16 lanes become columns; `flip` is xored to every lane.
+// Sixteen rows of sixteen words become columns; `to` is aligned to 32 bytes if `streamed`.
+void turn_words(const char* source, int64_t row_bytes, uint32_t* to, int64_t width, uint32_t flip,
+                bool streamed) {
+  const __m256i flips = _mm256_set1_epi32(int(flip));
+  for (int half = 0; half < 2; half++, source += 32) {
+    __m256i first[8], second[8];
+    turn_eight(source, row_bytes, flips, first);
+    turn_eight(source + 8 * row_bytes, row_bytes, flips, second);
+    for (int l = 0; l < 8; l++, to += width) {
+      auto line = reinterpret_cast<__m256i*>(to);
+      if (streamed) {
+        _mm256_stream_si256(line, first[l]);
+        _mm256_stream_si256(line + 1, second[l]);
+      } else {
+        _mm256_storeu_si256(line, first[l]);
+        _mm256_storeu_si256(line + 1, second[l]);
+      }
+    }
+  }
+}
+#endif
+
+// Makes streamed stores visible to other threads.
+inline void end_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+constexpr int kSquare = 16;
+// Bytes of a packed matrix from which on it is stored past the caches, which spares reading the
+// lines that are overwritten. A smaller one may stay in a cache until it is used.
+constexpr int64_t kStreamed = 1 << 20;
+
+// Rows of 16 lanes become columns; `flip` is xored to every lane. `streamed`: past the caches.
 template <class Lane>
-void turn_square(const void* source, int64_t row_bytes, Lane* to, int64_t width, Lane flip) {
+void turn_square(const void* source, int64_t row_bytes, Lane* to, int64_t width, Lane flip,
+                 bool streamed) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(Lane) == 4)
+    return turn_words(static_cast<const char*>(source), row_bytes, to, width, flip, streamed);
+#endif
   Lane lanes[kSquare][kSquare];
   for (int c = 0; c < kSquare; c++)
     std::memcpy(lanes[c], static_cast<const char*>(source) + c * row_bytes, sizeof lanes[c]);
@@ -45,6 +104,8 @@ void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T f
   static_assert(sizeof(Lane) == Along * sizeof(T), "a lane holds `Along` codes");
   Lane flips = 0;
   for (int i = 0; i < Along; i++) flips |= Lane(Lane(flip) << (8 * sizeof(T) * i) % 32);
+  const bool streamed = w.bytes(w.padded_k(), w.padded_n()) >= kStreamed &&
+                        reinterpret_cast<uintptr_t>(target) % 32 == 0;
   parallel(w.panels(), [&](int64_t p, int) {
     int width = w.width(p);
     T* panel = target + p * kPanel * w.padded_k();
@@ -52,12 +113,13 @@ void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T f
       int64_t column = p * kPanel + c;
       for (int64_t k = 0; k < w.padded_k(); k += kSquare * Along) {
         T* to = panel + k * width + c * Along;
-        if (column + kSquare <= w.n && k + kSquare * Along <= w.k)
+        if (column + kSquare <= w.n && k + kSquare * Along <= w.k) {
           turn_square(source + column * stride + k, stride * int64_t(sizeof(T)),
-                      reinterpret_cast<Lane*>(to), width, flips);
-        else turn_edge<Along>(source, stride, w, column, k, to, width, flip);
+                      reinterpret_cast<Lane*>(to), width, flips, streamed);
+        } else turn_edge<Along>(source, stride, w, column, k, to, width, flip);
       }
     }
+    if (streamed) end_streams();
   });
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from modulm_weight_transfer.contract import TensorSource, WeightTransferBackend
-from modulm_weights_shared_memory.segment import SharedTensors, unlink_abandoned
+from modulm_weights_shared_memory.segment import KeptMapping, SharedTensors, unlink_abandoned
 
 __all__ = ["SharedMemoryBackend", "SharedMemoryConfig"]
 
@@ -25,14 +25,22 @@ class SharedMemoryBackend(WeightTransferBackend):
     api = 1
     Config = SharedMemoryConfig
 
+    def __init__(self, config: Any, rank: int, ranks: int) -> None:
+        super().__init__(config, rank, ranks)
+        self._kept = KeptMapping()
+
     def connect(self, info: Mapping[str, Any]) -> None:
         """Free what killed trainers have left behind; each update names its segment."""
         unlink_abandoned()
 
     def open(self, info: Mapping[str, Any]) -> TensorSource:
-        source = SharedTensors(info)
+        source = SharedTensors(info, self._kept)
         unlink_abandoned()
         return source
 
+    def checked(self, source: TensorSource) -> frozenset[str]:
+        return source.checked() if isinstance(source, SharedTensors) else frozenset()
+
     def close(self) -> None:
+        self._kept.release()
         unlink_abandoned()
