@@ -399,12 +399,6 @@ def test_an_adapter_alone(folders: tuple[Path, Path], tmp_path: Path) -> None:
         send(llm, tensors)
         assert answer(llm, lora) == expected != before
         assert answer(llm) == plain
-        llm.start_weight_update(partial=True)
-        with (
-            SharedWeights(tensors) as shared,
-            pytest.raises(UnsupportedError, match="weights of 'draft' cannot be updated yet"),
-        ):
-            llm.update_weights({**shared.info, "target": "draft"})
 
 
 def free_port() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from attrs import evolve, field, frozen
@@ -14,17 +16,26 @@ from modulm.contracts.model import CacheSpec
 from modulm.errors import ConfigError, ModulmError, PluginNotFound, UnsupportedError
 from modulm.loading import Loaded, load_model, open_checkpoint
 from modulm.loading.checkpoint import open_loader
+from modulm.loading.model import build_model
 from modulm.plugins import manager
 from modulm_speculation.speculator import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from modulm.contracts.checkpoint import Checkpoint
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Batch, Model
+    from modulm.contracts.platform import Platform
     from modulm_speculation.target import Target
 
-__all__ = ["DraftModel", "DraftOptions", "DraftWeights", "load_draft", "stored"]
+__all__ = [
+    "DraftModel", "DraftOptions", "DraftWeights", "ReplaceableDraft", "draft_of", "load_draft",
+    "rebuild_draft", "set_draft", "stored",
+]  # fmt: skip
+
+#: By target, what drafts for it, for weight updates. A draft refers to its target.
+_DRAFTS: WeakKeyDictionary[Loaded, ref[DraftModel | ReplaceableDraft]] = WeakKeyDictionary()
 
 #: Prefix for names of a draft's layers, to distinguish them from the target's.
 _PREFIX = "draft"
@@ -116,8 +127,13 @@ class DraftModel:
             for spec, backend in zip(own, used, strict=True):
                 if isinstance(spec, AttentionSpec) and backend is not None:
                     self.backends[spec] = backend
+        self.record()
+
+    def record(self) -> None:
+        """Record steps anew: recorded ones refer to the addresses of weights."""
         forward = self.model.forward
-        self._forward = forward if config.model.enforce_eager else loaded.ops.recorded(forward)
+        eager = self.config.model.enforce_eager
+        self._forward = forward if eager else self.loaded.ops.recorded(forward)
 
     def run(self, batch: Batch) -> Tensor:
         """Compute hidden states [tokens, hidden]; they are valid until the next call."""
@@ -128,6 +144,37 @@ class DraftModel:
         """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
         chosen: Tensor = self.loaded.ops.argmax(self.model.logits(hidden))
         return chosen if self.targets is None else chosen + self.targets[chosen]
+
+
+class ReplaceableDraft(ABC):
+    """Weights of a drafter that are no model, which an update can replace."""
+
+    @abstractmethod
+    def replace(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Check tensors by the names in the drafter's files; return a function that puts them in
+        place. Raises ValueError, KeyError.
+        """
+
+
+def set_draft(target: Target, draft: DraftModel | ReplaceableDraft) -> None:
+    """Let weight updates of `target` reach the weights of its drafter."""
+    _DRAFTS[target.loaded] = ref(draft)
+
+
+def draft_of(loaded: Loaded) -> DraftModel | ReplaceableDraft | None:
+    """Return the weights of a loaded model's drafter, if it has any."""
+    kept = _DRAFTS.get(loaded)
+    return None if kept is None else kept()
+
+
+def rebuild_draft(draft: DraftModel, platform: Platform) -> tuple[Checkpoint, Any]:
+    """Return a draft's checkpoint, and its model without weights, as `build_model` does."""
+    plugins = manager.current()
+    checkpoint = open_checkpoint(draft.config, plugins)
+    try:
+        return checkpoint, build_model(draft.config, checkpoint, platform, plugins)
+    finally:
+        _forget_classes(draft.config)
 
 
 def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
@@ -143,14 +190,20 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
         try:
             loaded = load_model(config, checkpoint, target.platform, plugins)
         finally:
-            # A class created for this draft cannot be imported by other processes.
-            for name in config.model.model_class_overrides:
-                with suppress(PluginNotFound):
-                    plugins.unregister("models", name)
-        return DraftModel(config, loaded)
+            _forget_classes(config)
+        draft = DraftModel(config, loaded)
+        set_draft(target, draft)
+        return draft
     except ModulmError as error:
         message = f"model {weights.model}: {error}"
         raise ConfigError("speculative_config", message) from error
+
+
+def _forget_classes(config: EngineConfig) -> None:
+    """Unregister the class of a draft, which other processes cannot import."""
+    for name in config.model.model_class_overrides:
+        with suppress(PluginNotFound):
+            manager.current().unregister("models", name)
 
 
 def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], frozenset[str]]:

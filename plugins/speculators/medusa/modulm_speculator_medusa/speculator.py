@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -19,8 +20,10 @@ from modulm.errors import ConfigError, ModulmError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_speculation import Options, Speculator, Target
+from modulm_speculation.draft_model import ReplaceableDraft, set_draft
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -56,12 +59,12 @@ class MedusaOptions(Options):
             raise ConfigError("model", "medusa needs the path or hub id of its heads")
 
 
-class Heads:
+class Heads(ReplaceableDraft):
     """The heads' weights.
 
     blocks: the residual blocks of each head, (weight [hidden, hidden], bias or None) each. outputs:
     [words, hidden] of each head, or None for the target's LM head. words: [words] int64, token ids
-    of a reduced vocabulary; None for the target's.
+    of a reduced vocabulary; None for the target's. table: the heads' config.json.
     """
 
     def __init__(
@@ -70,12 +73,33 @@ class Heads:
         outputs: Sequence[Tensor | None],
         words: Tensor | None,
         target: Target,
+        table: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.blocks, self.outputs, self.words = blocks, outputs, words
-        self._target = target
+        self._target, self._table = target, table
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        new = _arrange(tensors, self._table, self._target)
+        pairs = list(zip(self._tensors(), new._tensors(), strict=True))
+        if any((old is None) != (other is None) for old, other in pairs):
+            raise ValueError("the heads have other biases, outputs or token ids than before")
+        together = [(old, other) for old, other in pairs if old is not None and other is not None]
+        for old, other in together:
+            if old.shape != other.shape:
+                raise ValueError(f"{list(other.shape)} where {list(old.shape)} is required")
+
+        def put() -> None:
+            for old, other in together:
+                old.copy_(other)
+
+        return put
+
+    def _tensors(self) -> list[Tensor | None]:
+        blocks = (tensor for head in self.blocks for block in head for tensor in block)
+        return [*blocks, *self.outputs, self.words]
 
     def choose(self, hidden: Tensor, head: int) -> Tensor:
         """Return the most probable token of a head: [rows, hidden] -> [rows] int64."""
@@ -105,7 +129,9 @@ class Medusa(Speculator):
         if not isinstance(config, MedusaOptions):
             raise ConfigError("method", "medusa has options of its own")
         try:
-            return cls(config, _read(config, target))
+            heads = _read(config, target)
+            set_draft(target, heads)
+            return cls(config, heads)
         except (ModulmError, ValueError, KeyError) as error:
             message = f"model {config.model}: {error}"
             raise ConfigError("speculative_config", message) from error
@@ -133,7 +159,11 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
         "hf_overrides": {"architectures": ["MedusaModel"]},
     }
     checkpoint = open_checkpoint(target.config.with_parts(parts), manager.current())
-    stored = _tensors(checkpoint.path)
+    return _arrange(_tensors(checkpoint.path), checkpoint.config, target)
+
+
+def _arrange(stored: Mapping[str, Tensor], table: Mapping[str, Any], target: Target) -> Heads:
+    """Put stored tensors together to heads. table: config.json. Raises ValueError, KeyError."""
     shared = stored.get(_ALL_OUTPUTS)
     blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
     outputs: dict[int, Tensor] = {}
@@ -145,7 +175,6 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
             outputs[int(output[1])] = tensor
         elif name not in (_ALL_OUTPUTS, _WORDS):
             raise ValueError(f"{name} is not part of Medusa heads")
-    table = checkpoint.config
     count = int(table.get("medusa_num_heads") or table.get("num_heads") or len(blocks))
     if sorted(blocks)[:count] != list(range(count)) or not count:
         raise ValueError(f"{count} heads are declared, but {len(blocks)} exist")
@@ -176,6 +205,7 @@ def _read(config: MedusaOptions, target: Target) -> Heads:
         ],
         None if words is None else words.to(like.device, torch.int64),
         target,
+        table,
     )
 
 

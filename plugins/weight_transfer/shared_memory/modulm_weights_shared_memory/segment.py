@@ -172,7 +172,7 @@ def _copy_checked(target: Tensor, source: Tensor) -> bool:
     """Copy values and return whether all are finite."""
     bits = {2: torch.int16, 4: torch.int32}.get(target.itemsize)
     alike = source.dtype == target.dtype and source.is_contiguous()
-    if bits is None or not alike or source.device.type != "cpu":
+    if bits is None or not alike or source.device != target.device:
         return is_finite(target.copy_(source))
     # numpy copies in this thread; torch would wake its others for each chunk.
     old, new = (tensor.view(-1).view(bits).numpy() for tensor in (target, source))

@@ -1,0 +1,266 @@
+"""A running model without its weights, through which an update reaches the modules that run.
+
+The model is built a second time without memory. Each of its modules is loaded as at startup (by the
+checkpoint's names, sharded and quantized) and then copied into the running module. Only the module
+that is being loaded takes memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from modulm.contracts.loader import WeightLoader
+from modulm.contracts.quantization import LinearKind
+from modulm.errors import CheckpointError, EngineError, RequestError, UnsupportedError
+from modulm.loading import open_checkpoint
+from modulm.loading.model import build_model, model_names, plan_checkpoint
+from modulm.loading.weights import fill
+from modulm_speculation.draft_model import DraftModel, rebuild_draft
+from modulm_weight_transfer.deltas import DeltaSource
+from modulm_weight_transfer.overwrite import (
+    OverwritingLoader,
+    first_unit,
+    split_plan,
+    writers_of,
+)
+from modulm_weight_transfer.refill import Baseline, modules_of, refill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.loader import StoredTensor
+    from modulm.engine.worker.worker import Worker
+    from modulm.loading import Loaded
+    from modulm.loading.weights import WeightPlan
+    from modulm.nn.weight_slots import Unit
+    from modulm_weight_transfer.contract import TensorSource
+
+__all__ = ["Arrived", "BlankModel", "blank_draft", "blank_model"]
+
+
+class Arrived(WeightLoader):
+    """The tensors of an update, as a weight loader."""
+
+    name = "update"
+    api = 1
+
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
+        self.sources = sources
+
+    @property
+    def sparse(self) -> frozenset[str]:
+        """Names of tensors whose NaN stand for unchanged values."""
+        deltas = (source.sparse for source in self.sources if isinstance(source, DeltaSource))
+        return frozenset[str]().union(*deltas)
+
+    @classmethod
+    def opens(cls, path: object) -> str | None:
+        return None
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        return {name: tensor for source in self.sources for name, tensor in source.index().items()}
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for source in self.sources:
+            yield from source.read()
+
+
+class BlankModel:
+    """A copy of a running model without weights; each loaded module refills the running one.
+
+    loaded: the running model. checkpoint, built: what it was loaded from, and the copy. replaced:
+    whether a value could not be refilled in place. Raises UnsupportedError.
+    """
+
+    def __init__(
+        self, loaded: Loaded, checkpoint: Checkpoint, built: Any, device: torch.device
+    ) -> None:
+        self.checkpoint, self.built, self._device = checkpoint, built, device
+        self.units, live = built.shared.units, loaded.units
+        if not live or [unit.path for unit in live] != [unit.path for unit in self.units]:
+            raise UnsupportedError(
+                "the weights of this model cannot be updated, because it loads them itself"
+            )
+        self.loaded, self.replaced, self.changed = loaded, False, False
+        self._running = {id(unit): other for unit, other in zip(self.units, live, strict=True)}
+        #: The units that are overwritten instead of loaded again.
+        self._writers = writers_of(zip(self.units, live, strict=True))
+        #: By id, units of the last plan with some of their tensors: the whole units.
+        self._reduced_units: dict[int, Unit] = {}
+        self._baselines: dict[int, Baseline] = {}
+        #: Groups of units that are applied together, keyed by the one that the others wait for:
+        #: the units, how many are not loaded yet, and the modules loaded so far.
+        self._members: dict[int, list[Unit]] = {}
+        self._families: dict[int, int] = {}
+        self._loaded: dict[int, list[tuple[Module, Module, Unit]]] = {}
+        #: Parameter -> the group of units that fills it.
+        self._owners: dict[tuple[int, str], int] = {}
+        self._keeps: set[tuple[int, str]] = set()
+        for unit, running in zip(self.units, live, strict=True):
+            family = id(first_unit(unit))
+            self._families[family] = self._families.get(family, 0) + 1
+            self._members.setdefault(family, []).append(unit)
+            for slot in unit.slots:
+                self._owners[id(slot.module), slot.attribute] = family
+            for module in modules_of(unit.module, unit.finish):
+                self._baselines.setdefault(id(module), Baseline(module))
+            unit.finish = partial(self._install, unit, running, unit.finish)
+
+    def named(self, index: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """Map each of the model's names to the tensor's own name."""
+        table = self.built.model.weights(self.built.settings)
+        names: dict[str, str] = {}
+        for stored in index.values():
+            blank = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+            try:
+                pieces = list(model_names(table, self.built, stored.name, blank))
+            except (RuntimeError, ValueError, IndexError) as error:
+                message = f"{stored.name}: impossible shape {list(stored.shape)}: {error}"
+                raise CheckpointError(message) from error
+            names |= {name: stored.name for name, _ in pieces}
+        return names
+
+    def plan(
+        self,
+        loader: Arrived,
+        wanted: Callable[[Unit, set[str]], bool] | None,
+        in_parts: bool = False,
+    ) -> WeightPlan:
+        """Match tensors with all modules, or with those that `wanted` selects by their names.
+
+        in_parts: modules that are overwritten need not be complete. Raises CheckpointError naming
+        missing, unknown and mismatched tensors.
+        """
+        shared, units, own = self.built.shared, self.units, {id(unit) for unit in self.units}
+        self._reduced_units.clear()
+        if wanted is not None:
+            names = set(self.named(loader.index()))
+            chosen = {id(unit) for unit in units if unit.slots and wanted(unit, names)}
+            units = [unit for unit in units if id(first_unit(unit)) in chosen]
+            if in_parts:
+                units = [self._reduced(unit, names) for unit in units]
+        taken = {id(unit) for unit in units}
+        taken |= {id(self._reduced_units[id(unit)]) for unit in units if id(unit) not in own}
+        rest = [unit for unit in self.units if id(unit) not in taken]
+        shared = evolve(shared, units=units, elsewhere=[*shared.elsewhere, *rest])
+        return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
+
+    def _reduced(self, unit: Unit, names: set[str]) -> Unit:
+        """Return a module without the tensors that `names` lacks, if it can be overwritten."""
+        writers = self._writers.get(id(unit))
+        if not writers:
+            return unit
+        slots = []
+        for slot in unit.slots:
+            ways = [tuple(part for part in way if part.name in names) for way in slot.ways]
+            if any(ways):
+                slots.append(evolve(slot, ways=(max(ways, key=len),)))
+        reduced = evolve(unit, slots=slots)
+        self._reduced_units[id(reduced)] = unit
+        return reduced
+
+    def refuse_sparse(self, plan: WeightPlan, sparse: frozenset[str]) -> None:
+        """Raise RequestError if a delta is for a module that has to be loaded again."""
+        for name, stored in plan.stored.items():
+            for unit, _, _ in plan.routes[name] if stored.name in sparse else ():
+                if id(self._reduced_units.get(id(unit), unit)) not in self._writers:
+                    message = (
+                        f"{stored.name}: its layer keeps other values than the checkpoint's (it is "
+                        "quantized or rearranged), so changed values alone cannot update it; send "
+                        "the whole tensor"
+                    )
+                    raise RequestError(message, "deltas")
+
+    def fill(self, plan: WeightPlan, loader: Arrived) -> None:
+        """Overwrite or load the planned modules one by one."""
+        self._keeps = {
+            (id(slot.module), slot.attribute)
+            for unit in plan.units
+            for slot in unit.slots
+            if slot.optional and not _any_complete(slot.ways, plan.routes)
+        }
+        writers = dict(self._writers)
+        writers |= {new: writers[id(unit)] for new, unit in self._reduced_units.items()}
+        loads, writes = split_plan(plan, writers)
+        overwriting = OverwritingLoader(loader, writes, loader.sparse)
+        try:
+            fill(loads, overwriting, device=self._device, progress=False)
+        finally:
+            self.changed |= overwriting.written
+        for unit in plan.units:
+            whole = self._reduced_units.get(id(unit), unit)
+            if id(whole) in self._writers:
+                _renew_adapters(self._running[id(whole)])
+
+    def _install(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
+        """Finish a module as loading does; refill the running one after all that wait for it."""
+        sources = modules_of(unit.module, finish)
+        targets = modules_of(running.module, running.finish)
+        if finish is not None:
+            finish()
+        family = id(first_unit(unit))
+        loaded = self._loaded.setdefault(family, [])
+        loaded += [(*pair, running) for pair in zip(sources, targets, strict=True)]
+        self._families[family] -= 1
+        if not self._families[family]:
+            self._refill(family)
+
+    @torch.inference_mode()
+    def _refill(self, family: int) -> None:
+        """Refill the running modules of a family, and free the loaded ones."""
+        self.changed = True
+        loaded = self._loaded.pop(family)
+        for slot in (slot for unit in self._members[family] for slot in unit.slots):
+            slot._shared.clear()
+        for source, target, _ in loaded:
+            baseline = self._baselines[id(source)]
+            for table, name, value in baseline.changes():
+                if self._owners.get((id(source), name), family) != family:
+                    continue
+                if (id(source), name) not in self._keeps:
+                    self.replaced |= not refill(target, table, name, value)
+                baseline.restore(table, name)
+        for running in {id(unit): unit for *_, unit in loaded}.values():
+            _renew_adapters(running)
+            self._families[family] += 1
+
+
+def blank_model(worker: Worker) -> BlankModel:
+    """Build a worker's model without weights. Raises EngineError while its weights are released."""
+    if worker.loaded is None:
+        raise EngineError("the worker has released its weights: wake it up first")
+    if worker.mesh.spread is not None:
+        raise UnsupportedError("weights of experts that move between ranks: not supported yet")
+    checkpoint = open_checkpoint(worker.config, worker.plugins)
+    masks = any(part.masks for part in worker.parts)
+    built = build_model(
+        worker.config, checkpoint, worker.platform, worker.plugins, worker.mesh, masks=masks
+    )
+    return BlankModel(worker.loaded, checkpoint, built, worker.platform.device)
+
+
+def blank_draft(worker: Worker, draft: DraftModel) -> BlankModel:
+    """Build the model of a worker's drafter without weights."""
+    checkpoint, built = rebuild_draft(draft, worker.platform)
+    return BlankModel(draft.loaded, checkpoint, built, worker.platform.device)
+
+
+def _any_complete(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
+    return any(all(part.name in routes for part in way) for way in ways)
+
+
+def _renew_adapters(unit: Unit) -> None:
+    """Update adapters that depend on the weight of the layer they wrap (DoRA)."""
+    method: Any = getattr(unit.module, "method", None)
+    if (around := getattr(method, "around", None)) is not None:
+        layer: Any = unit.module
+        table = layer.spec.kind is LinearKind.EMBEDDING
+        around.finish(partial(method.base.embed if table else method.base.apply, layer))
