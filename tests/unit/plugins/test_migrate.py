@@ -122,3 +122,8 @@ def test_doctor_against_another_version(install, driver, tmp_path: Path) -> None
     assert done.exit_code == 1
     assert "FAIL schedulers/one (modulm-a 1.0): states api 1, the contract has 2" in lines
     assert "contains no modulm" in str(none.exception)
+    (other / "core").mkdir()
+    (other / "modulm").rename(other / "core/modulm")
+    with using(PluginManager()):
+        checkout = CliRunner().invoke(command, [*arguments, "--json"])
+    assert checkout.stdout == done.stdout

@@ -1,7 +1,7 @@
 """Checks plugins against another version of modulm, from its source and theirs.
 
 Compared are contract versions, and imports of modulm's modules. Nothing is imported or run: the
-other version is a folder with its packages.
+other version is a folder with its packages, or a checkout of its repository.
 """
 
 from __future__ import annotations
@@ -40,28 +40,41 @@ def problems_against(
 
     Raises ConfigError if there is no modulm in it.
     """
-    names = folder / "modulm/plugins/moved.txt"
-    if not names.is_file():
+    homes = [folder, folder / "core"]
+    homes += [path.parent for path in sorted(folder.glob("core/*/*/pyproject.toml"))]
+    core = _home(homes, "modulm")
+    if core is None:
         raise ConfigError("against", f"{folder} contains no modulm")
-    lines = names.read_text(encoding="utf-8").splitlines()
+    lines = (core / "modulm/plugins/moved.txt").read_text(encoding="utf-8").splitlines()
     moved = dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
-    return {each: [*_contract_problems(each, folder), *_imports(each, folder, moved)]
+    return {each: [*_contract_problems(each, homes), *_imports(each, homes, moved)]
             for each in declarations}  # fmt: skip
 
 
-def _contract_problems(declaration: Declaration, folder: Path) -> Iterator[str]:
+def _home(homes: Sequence[Path], package: str) -> Path | None:
+    """Return the folder with a package of the other version, None if it has none."""
+    here = (home for home in homes if (home / package / "__init__.py").is_file())
+    return next(here, None)
+
+
+def _contract_problems(declaration: Declaration, homes: Sequence[Path]) -> Iterator[str]:
     contract = None if declaration.kind == "hooks" else _contract(declaration.kind)
     if contract is None:
         return
-    path = folder.joinpath(*contract.partition(":")[0].split("."))
-    version = api_in(path.with_suffix(".py"))
+    package, *rest = contract.partition(":")[0].split(".")
+    home = _home(homes, package)
+    if home is None:
+        return
+    version = api_in(home.joinpath(package, *rest).with_suffix(".py"))
     stated = stated_api(declaration)
     if version is not None and stated is not None and not fits(stated, version):
         yield f"states api {stated}, the contract has {version}"
 
 
-def _imports(declaration: Declaration, folder: Path, moved: Mapping[str, str]) -> Iterator[str]:
-    """Yield the modules of modulm that the package's source imports and the folder lacks."""
+def _imports(
+    declaration: Declaration, homes: Sequence[Path], moved: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the modules of modulm that the package's source imports and the other version lacks."""
     top = declaration.target.partition(":")[0].partition(".")[0]
     start = module_file(top)
     if start is None:
@@ -75,11 +88,12 @@ def _imports(declaration: Declaration, folder: Path, moved: Mapping[str, str]) -
                 named |= {f"{node.module}.{alias.name}" for alias in node.names}
     for name in sorted(named):
         package = name.partition(".")[0]
-        if package == top or not (folder / package).is_dir():
+        home = _home(homes, package)
+        if package == top or home is None:
             continue
         if target := new_name(name, moved):
             yield f"imports {name}, which is {'' if target.startswith('gone') else 'now '}{target}"
-        elif not _exists(folder, name):
+        elif not _exists(home, name):
             yield f"imports {name}, which does not exist"
 
 
