@@ -26,6 +26,7 @@ from modulm.plugins.selection import Selection
 from modulm.testing.checkpoints import make_tokenizer
 from modulm_isolation import IsolationError, Limits
 from modulm_isolation import process as isolated_process
+from modulm_isolation.hook_plugins import HOOKS as ISOLATED
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import error_of, serve_in_thread
 from modulm_tokenizers.tokenizer import load_tokenizer
@@ -205,6 +206,53 @@ def test_a_fault_in_a_process_of_its_own_is_named_and_others_go_on(
             processor.apply_row(views[1], torch.zeros(8))
         assert processor.admit(views[1])
     assert torch.equal(processor.apply_row(views[1], torch.zeros(8)), torch.ones(8))
+
+
+#: Arguments of hooks that can be isolated.
+ARGUMENTS = {
+    "architectures": ["Any"],
+    "config": EngineConfig(),
+    "error": ValueError("an error"),
+    "params": SamplingParams(),
+    "reason": "stop",
+    "request": "one",
+    "stats": StepStats(3, 1, 2, 0.5),
+}
+
+
+@parametrize_sample("fault", [*PROMISED], every=6)
+def test_a_fault_in_any_isolated_hook_leaves_the_others(fault, install, monkeypatch, caplog):
+    names = {hook: [*inspect.signature(getattr(hookspecs, hook)).parameters] for hook in HOOKS}
+    source = "from mod_faults import fault\nfrom modulm.plugins import hookimpl\n" + "".join(
+        f"@hookimpl\ndef {hook}({', '.join(names[hook])}):\n    fault({fault!r})\n"
+        for hook in ISOLATED
+    )
+    install("modulm-a", {"modulm": {"faulty": "mod_a"}}, {"mod_a": source, "mod_faults": FAULTS})
+    message, ends = PROMISED[fault]
+    for hook in sorted(ISOLATED):
+        caplog.clear()
+        manager, calls = PluginManager(Selection.parse(f"~{TERM}")), []
+        other = plugin_of(hook, "calls.append(1)")
+        getattr(other, hook).__globals__["calls"] = calls
+        manager.add(other, "other")
+        hurried(monkeypatch, fault)
+        given = {name: ARGUMENTS[name] for name in names[hook]}
+        if hook == "modulm_choose_model":
+            given["config"] = {}
+        call = getattr(manager.hook, hook)
+        historic = getattr(hookspecs, hook).modulm_spec.get("historic")
+        if hook in hookspecs.STOPPING:
+            with pytest.raises(PluginBroken, match=message):
+                call.call_historic(kwargs=given) if historic else call(**given)
+        else:
+            call(**given)
+            assert message in caplog.text, hook
+            assert calls == [1], hook
+        process = isolated_process._by_package["modulm-a", TERM]
+        assert (process.pid is None) == ends, hook
+        hurried(monkeypatch, "")
+        process._ends.clear()  # the waits have a test of their own
+    isolated_process.close_all()
 
 
 def test_a_server_answers_while_its_isolated_parser_ends(isolated, tmp_path):

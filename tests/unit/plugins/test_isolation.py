@@ -277,7 +277,7 @@ def test_a_hook_that_gets_objects_of_the_engine_is_refused(install):
 
 
 ROUTES = """
-    import os, threading
+    import os, sys, threading
     from fastapi import APIRouter, Request
     from fastapi.responses import StreamingResponse
     from modulm_server.route import RouteFamily
@@ -301,6 +301,12 @@ ROUTES = """
                 threading.Event().wait()
             if what == "exit":
                 os._exit(3)
+            if what == "leave":
+                sys.exit(4)
+            if what == "eat":
+                bytearray(1 << 40)
+            if what == "fork":
+                os.fork()
             if what == "stream":
                 return StreamingResponse(iter([b"a" * 9, b"b"]), 201, {"x-mine": "yes"})
             if what == "engine":
@@ -335,7 +341,9 @@ def test_isolated_routes(routes, monkeypatch):
         "a" * 9 + "b",
         "yes",
     )
-    assert client.get("/mine/raise").status_code == 500
+    for fault in ("raise", "leave", "eat", "fork"):
+        assert client.get(f"/mine/{fault}").status_code == 500, fault
+        assert client.get("/mine/x").status_code == 200, fault
     refused = client.get("/mine/engine").json()["error"]
     assert "runs in another process has no context.engine" in refused["message"]
     assert process.restarts == 0

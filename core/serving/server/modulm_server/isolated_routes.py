@@ -33,6 +33,8 @@ from modulm_wire.frames import pack_config, unpack_config
 from modulm_wire.packing import decode, encode
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
     from modulm.plugins.declaration import Declaration
 
 __all__ = ["RouteServer", "stand_in"]
@@ -266,6 +268,7 @@ class RouteServer:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         for kind in (ModulmError, Exception):
             app.add_exception_handler(kind, exception_handler(stacks=False))
+        app.add_middleware(_NoExit)
         app.router.routes.extend(family.router().routes)
         self._families[number], self._apps[number] = family, app
 
@@ -315,6 +318,19 @@ class RouteServer:
             return
         finally:
             writer.close()
+
+
+class _NoExit:
+    """Makes `sys.exit` in a route a failure of its request; it would end the event loop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
 
 
 class _Exchange:
