@@ -22,6 +22,8 @@ from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
+from modulm_route_chat_page import conversations
+from modulm_route_chat_page.conversations import ConversationStore
 from modulm_server.models.settings import ModelSettings
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
@@ -328,12 +330,12 @@ def test_conversations_are_kept(tab: Browser) -> None:
     assert tab.text("#conversations .open") in ("Fruit", "hello about pears")
     assert "Fruit" in tab.text("#conversations")
     tab.click("#conversations .more")
-    tab.click("#menu button", 4)
+    tab.click("#menu button", 5)
     assert tab.count("#conversations li") == 1
     tab.reload()
     assert tab.count("#conversations li") == 1
     tab.click("#conversations .more")
-    tab.click("#menu button", 4)
+    tab.click("#menu button", 5)
     assert "No conversations" in tab.text("#conversations")
     tab.click(".toast button")
     assert tab.count("#conversations li .open") == 1
@@ -362,7 +364,7 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     setting(tab, "temperature", "0.3")
     tab.call("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     tab.click("#conversations .more")
-    for index, ending in ((2, "md"), (3, "json")):
+    for index, ending in ((3, "md"), (4, "json")):
         tab.run("document.querySelector('#menu').showPopover()")
         tab.click("#menu button", index)
         end = time.monotonic() + 300
@@ -373,7 +375,7 @@ def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     assert "## Answer\n\nIt is 4." in markdown.read_text()
     assert "Let me see." in markdown.read_text()
     tab.click("#conversations .more")
-    tab.click("#menu button", 4)
+    tab.click("#menu button", 5)
     (stored,) = tmp_path.glob("*.json")
     foreign = tmp_path / "openai.json"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "from elsewhere"}]
@@ -1132,3 +1134,144 @@ def test_the_model_menu_shows_states_and_memory(browser: Browser, several: Live)
     assert browser.count("article.assistant") == 2
     assert browser.run("faults") == []
     assert not browser.elsewhere(several.url)
+
+
+# Conversations on the server, in folders, and from other pages.
+
+
+@pytest.fixture(scope="module")
+def stored(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    file = tmp_path_factory.mktemp("store") / "chats.sqlite"
+    config = EngineConfig.from_keywords(
+        model="M", disable_uvicorn_access_log=True, api_key=["first", "second"],
+        chat_store=str(file),
+    )  # fmt: skip
+    info = scripted_info(tokenizer, config=config, max_model_len=2048)
+    with serve_in_thread(ScriptedEngine(tokenizer, Script(), info), config) as live:
+        yield live
+
+
+def test_a_key_finds_its_conversations_again(stored: Live, tmp_path: Path) -> None:
+    base = "/chat_page/conversations"
+    with stored.client() as http:
+        assert http.get(base).status_code == 401
+        first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+        talk = {"id": "a", "title": "T", "nodes": {}}
+        new = {"updated": 20, "conversation": talk}
+        assert http.put(f"{base}/a", json=new, headers=first).status_code == 200
+        old = {"updated": 10, "conversation": {**talk, "title": "older"}}
+        http.put(f"{base}/a", json=old, headers=first)
+        assert http.get(f"{base}/a", headers=first).json() == talk
+        assert http.get(f"{base}/a", headers=second).status_code == 404
+        assert http.get(base, headers=second).json() == {"data": []}
+        assert http.get("/page/about.json").json()["chat_store"] is True
+        http.put(f"{base}/a", json={"updated": 30}, headers=first)
+        (row,) = http.get(base, headers=first).json()["data"]
+        assert row == {"id": "a", "updated": 30, "deleted": True}
+        assert http.get(f"{base}/a", headers=first).status_code == 404
+        wrong = http.put(f"{base}/{'a' * 101}", json=new, headers=first)
+        assert wrong.json()["error"]["param"] == "id"
+        wrong = http.put(f"{base}/a", json={"updated": -1}, headers=first)
+        assert wrong.status_code == 400
+    with pytest.raises(ConfigError, match="chat_store"):
+        ConversationStore(str(tmp_path / "nowhere" / "chats.sqlite"))
+
+
+def test_a_key_may_not_store_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "_MOST", 2)
+    store = ConversationStore(str(tmp_path / "chats.sqlite"))
+    assert [store.put("o", name, 1, b"{}") for name in "abc"] == [True, True, False]
+    assert store.put("o", "a", 2, b"{}")
+    assert store.put("p", "c", 1, b"{}")
+    monkeypatch.setattr(conversations, "_MOST_BYTES", 5)
+    assert not store.put("p", "d", 1, b"{1234}")
+
+
+#: A key, a conversation, and what another browser has of it.
+KEYED = "sessionStorage.setItem('modulm.key', 'first')"
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_another_browser_has_the_same_conversations(
+    browser: Browser, stored: Live, tmp_path: Path
+) -> None:
+    browser.open(stored.url)
+    browser.run(KEYED)
+    browser.reload()
+    say(browser, "hello there")
+    headers = {"Authorization": "Bearer first"}
+    with stored.client() as http:
+        end = time.monotonic() + 60
+        while not (data := http.get("/chat_page/conversations", headers=headers).json()["data"]):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    other = Browser(tmp_path)
+    try:
+        other.open(stored.url)
+        other.run(KEYED)
+        other.reload()
+        other.wait("document.querySelectorAll('#conversations .open').length === 1")
+        other.click("#conversations .open")
+        assert "Hello there." in other.text("article.assistant")
+        other.click("#conversations .more")
+        other.click("#menu button", 5)
+        with stored.client() as http:
+            while not data[0]["deleted"]:
+                assert time.monotonic() < end
+                data = http.get("/chat_page/conversations", headers=headers).json()["data"]
+    finally:
+        other.close()
+    browser.reload()
+    browser.wait("document.body.innerText.includes('No conversations yet')")
+    browser.run("sessionStorage.clear()")
+
+
+CHATGPT = [{
+    "title": "From there", "create_time": 1.0, "update_time": 2.0, "current_node": "c",
+    "mapping": {
+        "r": {"parent": None, "message": None},
+        "a": {"parent": "r", "message": {
+            "author": {"role": "user"}, "content": {"parts": ["What is it?"]}}},
+        "b": {"parent": "a", "message": {
+            "author": {"role": "assistant"}, "content": {"parts": ["Another answer."]}}},
+        "c": {"parent": "a", "message": {
+            "author": {"role": "assistant"}, "content": {"parts": ["This answer."]}}},
+    },
+}]  # fmt: skip
+OPEN_WEBUI = [{
+    "title": "From here", "created_at": 3, "updated_at": 4,
+    "chat": {"history": {"currentId": "y", "messages": {
+        "x": {"parentId": None, "role": "user", "content": "And?"},
+        "y": {"parentId": "x", "role": "assistant", "content": "So."},
+    }}},
+}]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_folders_and_conversations_of_other_pages(tab: Browser, tmp_path: Path) -> None:
+    files = []
+    for name, table in (("chatgpt", CHATGPT), ("open_webui", OPEN_WEBUI)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(table))
+        files.append(str(file))
+    tab.call("DOM.enable")
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    node = tab.call("DOM.querySelector", {"nodeId": root, "selector": "#import-file"})["nodeId"]
+    tab.call("DOM.setFileInputFiles", {"files": files, "nodeId": node})
+    tab.wait("document.querySelectorAll('#conversations .open').length === 2")
+    tab.click("#conversations .open", 1)
+    assert "This answer." in tab.text("article.assistant")
+    assert tab.text("#conversations .open") == "From here"
+    tab.click("#conversations .more")
+    tab.click("#menu button", 1)
+    tab.type("#conversations .rename", "Work")
+    tab.press("Enter")
+    assert tab.text("#conversations summary") == "Work"
+    tab.reload()
+    assert tab.text("#conversations .folder .open") == "From here"
+    tab.type("#search", "so.")
+    assert tab.count("#conversations .folder") == 0
+    assert "So." in tab.text("#conversations .open")
+    tab.type("#search", "")

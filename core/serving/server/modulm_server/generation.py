@@ -26,6 +26,7 @@ from modulm_server.auth import current_owner, usable_adapters
 from modulm_server.engine.client import Tenant
 from modulm_server.errors import ApiError, model_error, shutting_down
 from modulm_server.flags import ServerConfig
+from modulm_server.json_body import bad_field
 from modulm_server.key_limits import Caller, current_caller, current_key
 from modulm_server.loopback import in_background
 from modulm_server.media_service import MediaService
@@ -56,6 +57,8 @@ _TOOL, _SLOW = 256, 10_000
 _TOGETHER = 8
 #: Maximum length of an adapter name to load.
 _NAME = 256
+#: Maximum ids that are decoded for a client, unless the model's context is longer.
+_MOST_TOKENS = 1 << 18
 #: Seconds without an error after which a request counts as accepted.
 _ACCEPTED = 1.0
 
@@ -194,6 +197,21 @@ class GenerationService:
 
         read_prompts: tuple[Prompt, ...] = await self.work.run(sum(map(len, prompts)), read)
         return read_prompts
+
+    async def text_of(
+        self, ids: Sequence[int], field: str, *, skip_special_tokens: bool = False
+    ) -> str:
+        """Decode token ids that a client sent. Raises ApiError(400) naming the field."""
+        size = max(len(self.tokenizer), self.engine.info.vocabulary)
+        most = max(_MOST_TOKENS, self.engine.info.max_model_len)
+        if len(ids) > most:
+            raise bad_field(field, f"{field}: at most {most} are allowed")
+        wrong = max(ids, default=0)
+        if wrong >= size:
+            raise bad_field(field, f"{field}: {wrong} is out of vocabulary (0 to {size - 1})")
+        return str(
+            await self.work.run(len(ids), self.tokenizer.decode, list(ids), skip_special_tokens)
+        )
 
     async def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions

@@ -37,6 +37,7 @@ from modulm_server.key_limits import current_key, rate_headers
 from modulm_server.openapi import response_docs
 from modulm_server.prompt_caching import cache_time, creation_tokens, marks_at
 from modulm_server.prompts import ChatOptions
+from modulm_server.rendering import Rendered, rendered
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
 from modulm_server.tool_servers import ToolServers
@@ -73,7 +74,7 @@ class _Job:
 
 
 class Anthropic(RouteFamily):
-    """`/v1/messages` and `/v1/messages/count_tokens`."""
+    """`/v1/messages`, `/v1/messages/count_tokens` and `/v1/messages/render`."""
 
     name = "anthropic"
     api = 2
@@ -96,6 +97,13 @@ class Anthropic(RouteFamily):
             methods=["POST"],
             openapi_extra=request_docs(CountRequest),
             responses=response_docs(TokenCount, failure=Failure),
+        )
+        router.add_api_route(
+            "/render",
+            self.render,
+            methods=["POST"],
+            openapi_extra=request_docs(MessagesRequest),
+            responses=response_docs(Rendered, failure=Failure),
         )
         return router
 
@@ -127,6 +135,21 @@ class Anthropic(RouteFamily):
             return json_response(await self._whole(request, job, started))
         except ClientGone:
             raise
+        except Exception as error:
+            return self._error_response(request, error)
+
+    async def render(self, request: Request) -> Response:
+        """Render a conversation into an engine request, without running it."""
+        try:
+            body = await read(request, MessagesRequest)
+            job = await self._job(request, body)
+            turn, tokenizer = job.turn, self.context.generation.tokenizer
+            return json_response(
+                rendered(
+                    job.id, job.model, turn.prompt, turn.engine_params(), tokenizer,
+                    stream=body.stream, cache_salt=body.cache_salt,
+                )
+            )  # fmt: skip
         except Exception as error:
             return self._error_response(request, error)
 

@@ -10,6 +10,7 @@ from importlib.resources import files
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from modulm_route_chat_page.conversations import Conversations, ConversationStore
 from modulm_route_chat_page.flags import ChatPageConfig
 from modulm_server.json_body import json_response
 from modulm_server.page_files import PageFiles, content_policy
@@ -38,7 +39,9 @@ class ChatPage(RouteFamily):
     shared_paths = ("*",)
 
     def router(self) -> APIRouter:
-        self._origins = self.context.config.group(ChatPageConfig).chat_page_tool_origins
+        flags = self.context.config.group(ChatPageConfig)
+        self._origins = flags.chat_page_tool_origins
+        self._stores = flags.chat_store is not None
         policy = content_policy(
             script_src="'self'",
             style_src="'self'",
@@ -59,6 +62,8 @@ class ChatPage(RouteFamily):
         router.add_api_route(
             "/page/{file:path}", self.file, methods=["GET"], include_in_schema=False
         )
+        if flags.chat_store is not None:
+            Conversations(ConversationStore(flags.chat_store)).add_routes(router)
         return router
 
     async def page(self, request: Request) -> Response:
@@ -80,4 +85,5 @@ class ChatPage(RouteFamily):
             "tasks": list(self.context.engine.info.tasks),
             "attachments": [*self.context.generation.media.kinds, "text"],
             "tool_origins": list(self._origins),
+            "chat_store": self._stores,
         }

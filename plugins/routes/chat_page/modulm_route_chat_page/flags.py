@@ -26,6 +26,13 @@ class ChatPageConfig(FlagGroup):
         "Other origins whose tools the chat page may call, such as http://localhost:9000.",
     )
 
+    chat_store: str | None = flag(
+        None,
+        "SQLite file for the chat page's conversations, apart for each API key, so that they are "
+        "the same in every browser. Default: only the browser stores them.",
+        unit="path",
+    )
+
     def __attrs_post_init__(self) -> None:
         for origin in self.chat_page_tool_origins:
             if not _ORIGIN.fullmatch(origin):

@@ -12,7 +12,7 @@ from attrs import frozen
 from msgspec import structs
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm_parsing import new_call_id, thinking_variables
+from modulm_parsing import assemble, new_call_id, thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
@@ -26,8 +26,8 @@ from modulm_route_openai.answers import (
     transferred,
     usage,
 )
+from modulm_route_openai.derender import TokenChoice
 from modulm_route_openai.messages import check_messages, last_text
-from modulm_route_openai.rendering import rendered
 from modulm_route_openai.schema import ChatRequest
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
 from modulm_server.constraints import (
@@ -43,6 +43,7 @@ from modulm_server.hosted_turns import HostedTurns, with_hosted_calls
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.key_limits import current_key
 from modulm_server.prompts import ChatOptions
+from modulm_server.rendering import rendered
 from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
 from modulm_server.tool_servers import ToolServers
@@ -170,8 +171,93 @@ class Chat:
         job = await self._job(request, body, runs=False)
         turn, tokenizer = job.turn, self._generation.tokenizer
         return json_response(
-            rendered(job.id, job.model, body, turn.prompt, turn.engine_params(), tokenizer)
+            rendered(
+                job.id,
+                job.model,
+                turn.prompt,
+                turn.engine_params(),
+                tokenizer,
+                stream=body.stream,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+            )
         )
+
+    # Answers from token ids.
+
+    async def derendered(
+        self, request: Request, body: ChatRequest, choices: Sequence[TokenChoice], prompt: int
+    ) -> ChatCompletion:
+        """Convert tokens that the model generated for a request to its answer."""
+        job = await self._job(request, body, runs=False)
+        messages = []
+        for choice in choices:
+            text = await self._turn_text(job, choice, choice.token_ids or ())
+            parser = job.turn.parser()
+            message = Message(
+                index=choice.index,
+                parsed=assemble([*parser.feed(text), *parser.finish()]),
+                generated=len(choice.token_ids or ()),
+                token_ids=choice.token_ids or (),
+                logprobs=None,
+                finish_reason=choice.finish_reason or "stop",
+                stop_reason=choice.stop_reason,
+            )
+            messages.append(message)
+        return {
+            "id": job.id,
+            "object": "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+            "choices": [self._choice(job, message) for message in messages],
+            "usage": usage(prompt, sum(message.generated for message in messages), None),
+        }
+
+    async def derendered_chunk(
+        self, request: Request, body: ChatRequest, before: Sequence[int], choice: TokenChoice
+    ) -> ChatChunk:
+        """Convert further tokens of a choice to a chunk. before: its tokens so far."""
+        job = await self._job(request, body, runs=False)
+        parser, deltas = job.turn.parser(), _Deltas(job)
+        earlier = await self._turn_text(job, TokenChoice(), before)
+        ids = [*before, *(choice.token_ids or ())]
+        text = await self._turn_text(job, choice, ids)
+        deltas.convert(parser.feed(earlier))
+        events = parser.feed(text[len(earlier) :])
+        reason = choice.finish_reason
+        events += [] if reason is None else parser.finish()
+        made: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": deltas.convert(events),
+            "logprobs": None,
+            "finish_reason": None if reason is None else _reason(job, reason, deltas.called),
+        }
+        if reason is not None:
+            made["stop_reason"] = choice.stop_reason
+        opening = [] if before else [_opening(job, choice.index)]
+        return {**self._head(job), "choices": [*opening, made]}
+
+    async def _turn_text(self, job: _Job, choice: TokenChoice, ids: Sequence[int]) -> str:
+        params = job.turn.engine_params()
+        return await self.token_text(
+            choice, ids, skip_special=params.skip_special_tokens,
+            with_stop=bool(job.body.include_stop_str_in_output),
+        )  # fmt: skip
+
+    async def token_text(
+        self, choice: TokenChoice, ids: Sequence[int], *, skip_special: bool, with_stop: bool
+    ) -> str:
+        """Decode tokens of a choice, without what ended it and without a part of a character."""
+        tokenizer = self._generation.tokenizer
+        stop = choice.stop_reason
+        if choice.finish_reason == "stop" and ids and not with_stop:
+            ended = stop == ids[-1] if isinstance(stop, int) else ids[-1] in tokenizer.stop_ids
+            ids = ids[:-1] if ended and not isinstance(stop, str) else ids
+        text = await self._generation.text_of(ids, "token_ids", skip_special_tokens=skip_special)
+        if isinstance(stop, str) and stop and not with_stop and stop in text:
+            text = text[: text.rindex(stop)]
+        return text if choice.finish_reason is not None else text.rstrip("\ufffd")
 
     # Reading the request.
 

@@ -22,13 +22,13 @@ from modulm_route_openai.answers import (
     transferred,
     usage,
 )
-from modulm_route_openai.rendering import rendered
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
+from modulm_server.rendering import rendered
 from modulm_server.request_cost import check_cost
 from modulm_server.sampling import LIMITS, check_priority, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
@@ -106,7 +106,16 @@ class Completions:
         tokenizer = self._generation.tokenizer
         prompts = enumerate(job.prompts)
         requests = (
-            rendered(f"{job.id}-{n}", job.model, body, prompt, job.params, tokenizer)
+            rendered(
+                f"{job.id}-{n}",
+                job.model,
+                prompt,
+                job.params,
+                tokenizer,
+                stream=body.stream,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+            )
             for n, prompt in prompts
         )
         return json_response(list(requests))

@@ -9,6 +9,18 @@ from starlette.responses import Response
 
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
+from modulm_route_openai.derender import (
+    ChatDerenderRequest,
+    CompletionDerenderRequest,
+    Derender,
+    DerenderedChat,
+    DerenderedCompletion,
+)
+from modulm_route_openai.generate import (
+    Generate,
+    GenerateAnswer,
+    GenerateRequest,
+)
 from modulm_route_openai.models import Models
 from modulm_route_openai.objects import (
     ChatChunk,
@@ -19,12 +31,12 @@ from modulm_route_openai.objects import (
     ModelInfo,
     ModelList,
     ModelPage,
-    Rendered,
 )
 from modulm_route_openai.schema import ChatBatchRequest, ChatRequest, CompletionRequest
 from modulm_route_openai.scoring import ScoringAnswer, ScoringRequest, score
 from modulm_server.json_body import json_response, read, request_docs
 from modulm_server.openapi import ErrorAnswer, response_docs
+from modulm_server.rendering import Rendered
 from modulm_server.route import RouteFamily
 
 __all__ = ["OpenAI"]
@@ -37,7 +49,9 @@ class _Refusal(ErrorAnswer):
 
 
 class OpenAI(RouteFamily):
-    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/generative_scoring`."""
+    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/generative_scoring`,
+    `/inference/v1/generate`.
+    """
 
     name = "openai"
     api = 2
@@ -48,6 +62,7 @@ class OpenAI(RouteFamily):
         router = APIRouter(prefix="/v1", tags=["OpenAI"])
         completions, chat = Completions(self.context), Chat(self.context)
         self._chat = chat
+        derender, generate = Derender(self.context, chat), Generate(self.context)
 
         models = Models(self.context)
         router.add_api_route(
@@ -116,6 +131,35 @@ class OpenAI(RouteFamily):
             The choice with index i answers the conversation with index i.
             """
             return await chat.batch(request, await read(request, ChatBatchRequest))
+
+        @router.post(
+            "/chat/completions/derender",
+            openapi_extra=request_docs(ChatDerenderRequest),
+            responses=response_docs(ChatCompletion | DerenderedChat),
+        )
+        async def derender_chat(request: Request) -> Response:
+            """Convert generated token ids to the response of a chat, or to one of its chunks."""
+            return await derender.chat(request, await read(request, ChatDerenderRequest))
+
+        @router.post(
+            "/completions/derender",
+            openapi_extra=request_docs(CompletionDerenderRequest),
+            responses=response_docs(Completion | DerenderedCompletion),
+        )
+        async def derender_completion(request: Request) -> Response:
+            """Convert generated token ids to a completion, or to one of its chunks."""
+            return await derender.completion(
+                request, await read(request, CompletionDerenderRequest)
+            )
+
+        @without_prefix.post(
+            "/inference/v1/generate",
+            openapi_extra=request_docs(GenerateRequest),
+            responses=response_docs(GenerateAnswer, events=GenerateAnswer | ErrorAnswer),
+        )
+        async def generate_tokens(request: Request) -> Response:
+            """Generate token ids from the token ids of a prompt."""
+            return await generate.answer(request, await read(request, GenerateRequest))
 
         @without_prefix.post(
             "/generative_scoring",

@@ -32,7 +32,6 @@ __all__ = [
     "ModelPage",
     "ModelState",
     "PromptLogprob",
-    "Rendered",
     "ToolCallDelta",
     "Usage",
 ]
@@ -233,20 +232,6 @@ class ChatChunk(_Head, Measured, Transferred):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
-
-
-class Rendered(TypedDict):
-    """A request in the engine's form."""
-
-    request_id: str
-    model: str
-    prompt: str
-    token_ids: list[int]
-    features: None
-    sampling_params: dict[str, Any]
-    stream: bool
-    cache_salt: str | None
-    priority: int
 
 
 class ModelState(TypedDict):

@@ -49,6 +49,7 @@ from modulm_server.key_limits import current_key
 from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
+from modulm_server.rendering import Rendered, rendered
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import check_priority
 from modulm_server.sse import EventStream, event
@@ -134,6 +135,7 @@ class Responses(RouteFamily):
         for path, endpoint, answers in (
             ("/responses", self.create, stream_docs),
             ("/responses/input_tokens", self.count, response_docs(InputTokens)),
+            ("/responses/render", self.render, response_docs(Rendered)),
         ):
             router.add_api_route(
                 path,
@@ -176,6 +178,17 @@ class Responses(RouteFamily):
         tokens = len(job.turn.prompt.ids)
         counted: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
         return json_response(counted)
+
+    async def render(self, request: Request) -> Response:
+        """Render a request into an engine request. Generates and stores nothing."""
+        job, body = await self._job(request, await read(request, ResponsesRequest), runs=False)
+        turn, tokenizer = job.turn, self.context.generation.tokenizer
+        return json_response(
+            rendered(
+                job.body["id"], job.body["model"], turn.prompt, turn.engine_params(), tokenizer,
+                stream=body.stream, cache_salt=body.cache_salt, priority=body.priority,
+            )
+        )  # fmt: skip
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Retrieve a stored response, or stream its events after `starting_after`."""

@@ -27,8 +27,6 @@ __all__ = ["Tokens"]
 
 #: A byte token of vocabularies with byte fallback.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-#: Maximum ids per /detokenize request, unless the model's context is longer.
-_MOST_TOKENS = 1 << 18
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -218,15 +216,7 @@ class Tokens(RouteFamily):
         body = await read(request, DetokenizeRequest)
         generation = self.context.generation
         await generation.find_model(body.model)
-        size = max(len(generation.tokenizer), self.context.engine.info.vocabulary)
-        most = max(_MOST_TOKENS, self.context.engine.info.max_model_len)
-        if len(body.tokens) > most:
-            raise bad_field("tokens", f"tokens: at most {most} are allowed")
-        wrong = max(body.tokens, default=0)
-        if wrong >= size:
-            raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
-        decode = generation.tokenizer.decode
-        text = await generation.work.run(len(body.tokens), decode, body.tokens, False)
+        text = await generation.text_of(body.tokens, "tokens")
         answer: Detokenized = {"prompt": text, "content": text}
         return json_response(answer)
 

@@ -35,6 +35,15 @@ export async function ask(path, body, signal) {
   throw new Refused(said.message ?? `the server answered ${response.status}`, response.status, said.param);
 }
 
+/** Change something on the server with PUT; `keepalive`: also while the page is being left. */
+export async function put(path, body, keepalive = false) {
+  const response = await fetch(path, { method: "PUT", headers: headers(), body: JSON.stringify(body), keepalive })
+    .catch(() => { throw new Refused("the server cannot be reached", 0); });
+  if (response.ok) return;
+  const said = (await response.json().catch(() => ({}))).error ?? {};
+  throw new Refused(said.message ?? `the server answered ${response.status}`, response.status, said.param);
+}
+
 /** The models that are served. */
 export async function models() {
   return (await (await ask("v1/models")).json()).data;

@@ -6,6 +6,7 @@ import { announce, byId, toast } from "./dom.js";
 import { Invalid } from "./fields.js";
 import { ModelMenu, chats, label } from "./models.js";
 import { body, continuation, toolAddress } from "./request.js";
+import { Remote } from "./remote.js";
 import { Run } from "./run.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -38,7 +39,7 @@ export class App {
   async start() {
     for (const conversation of await this.store.all()) this.conversations.set(conversation.id, mended(conversation));
     this.open(location.hash.slice(1));
-    about().then((facts) => { this.facts = facts; this.composer.recorder.offer(facts.attachments); }, () => {});
+    about().then((facts) => { this.facts = facts; this.composer.recorder.offer(facts.attachments); this.connect(); }, () => {});
     await this.loadModels();
   }
 
@@ -46,9 +47,30 @@ export class App {
     try {
       this.takeModels(await models());
       this.show();
+      await this.exchange();
     } catch (error) {
       if (error.status === 401) this.settings.askKey();
       toast(key.get() || error.status !== 401 ? error.message : "This server asks for a key.");
+    }
+  }
+
+  /** Use the server's store of conversations, if it has one. */
+  connect() {
+    if (!this.facts.chat_store) return;
+    this.store.remote = new Remote(async (id, conversation) => {
+      await this.store.take(id, conversation);
+      this.elsewhere(id, conversation && mended(conversation));
+    }, (error) => toast(error.message));
+    addEventListener("pagehide", () => this.store.remote.flush(this.conversations));
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.exchange(); });
+    this.exchange();
+  }
+
+  async exchange() {
+    try {
+      await this.store.remote?.exchange(this.conversations);
+    } catch (error) {
+      if (error.status !== 401) toast(error.message);
     }
   }
 

@@ -1,6 +1,7 @@
 // Conversations as files: JSON that has all of them and everything, Markdown of what is shown.
 
 import { newId } from "./dom.js";
+import { foreign } from "./imports.js";
 import { add, newConversation, path } from "./tree.js";
 
 const FORMAT = "modulm-conversations";
@@ -34,7 +35,7 @@ export function toMarkdown(conversation) {
   return parts.join("\n");
 }
 
-/** Conversations of a file of either kind, or OpenAI's `{"messages": [...]}`. Throws an Error. */
+/** Conversations of a file of either kind, of another page's export, or OpenAI's `{"messages": [...]}`. Throws an Error. */
 export function fromText(text) {
   let table;
   try {
@@ -44,6 +45,8 @@ export function fromText(text) {
   }
   if (table?.format === FORMAT && Array.isArray(table.conversations)) return table.conversations.map(checked);
   if (Array.isArray(table?.messages)) return [fromMessages(table.messages)];
+  const others = foreign(table);
+  if (others) return others;
   throw new Error("these are no conversations");
 }
 

@@ -3,6 +3,7 @@
 import { byId, icon, make, toast } from "./dom.js";
 import { download, fromText, toJson, toMarkdown } from "./export.js";
 import { nameOf } from "./naming.js";
+import { shared } from "./store.js";
 import { textOf } from "./tree.js";
 
 export class Sidebar {
@@ -23,9 +24,20 @@ export class Sidebar {
     const found = [...app.conversations.values()].sort((a, b) => b.updated - a.updated)
       .filter((each) => !wanted || textOf(each).toLowerCase().includes(wanted));
     const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
-    byId("conversations").replaceChildren(...found.map((each) => this.row(each, wanted)));
+    byId("conversations").replaceChildren(...this.folders(found, wanted), ...found.filter((each) => !each.folder || wanted).map((each) => this.row(each, wanted)));
     if (focused) document.querySelector(`#conversations li[data-id="${focused}"] button`)?.focus();
     if (!found.length) byId("conversations").append(make("li", { class: "faint none" }, wanted ? "Nothing found" : "No conversations yet"));
+  }
+
+  /** The folders, by name; a search looks into all of them. */
+  folders(found, wanted) {
+    if (wanted) return [];
+    const names = [...new Set(found.map(({ folder }) => folder).filter(Boolean))].sort((a, b) => a.localeCompare(b));
+    const closed = shared.get("folders-closed", []);
+    return names.map((name) => make("li", { class: "folder" },
+      make("details", { open: !closed.includes(name), ontoggle: ({ target }) =>
+        shared.set("folders-closed", [...shared.get("folders-closed", []).filter((each) => each !== name), ...(target.open ? [] : [name])]) },
+      make("summary", {}, name), make("ul", { "aria-label": name }, ...found.filter(({ folder }) => folder === name).map((each) => this.row(each, wanted))))));
   }
 
   row(conversation, wanted) {
@@ -51,6 +63,7 @@ export class Sidebar {
     const name = conversation.title || "conversation";
     menu.replaceChildren(
       item("Rename", () => this.rename(conversation)),
+      item("Move to a folder", () => this.move(conversation)),
       item("Name by the model", () => this.nameByModel(conversation)),
       item("Export as Markdown", () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
       item("Export as JSON", () => download(`${name}.json`, toJson([conversation]), "application/json")),
@@ -63,11 +76,22 @@ export class Sidebar {
   }
 
   rename(conversation) {
+    this.write(conversation, conversation.title, "Name of the conversation", (title) => title && { title, named: true });
+  }
+
+  /** An empty name takes it out of its folder. */
+  move(conversation) {
+    this.write(conversation, conversation.folder ?? "", "Name of the folder", (folder) => ({ folder }));
+  }
+
+  /** A field in place of the row; made(text) is what it changes, if anything. */
+  write(conversation, value, label, made) {
     const row = document.querySelector(`#conversations li[data-id="${conversation.id}"]`);
-    const field = make("input", { value: conversation.title, "aria-label": "Name of the conversation", class: "rename" });
+    const field = make("input", { value, "aria-label": label, placeholder: label, class: "rename" });
     const end = (keep) => {
-      if (keep && field.value.trim()) {
-        Object.assign(conversation, { title: field.value.trim(), named: true });
+      const change = keep && made(field.value.trim());
+      if (change) {
+        Object.assign(conversation, change);
         this.app.put(conversation);
       }
       this.show();

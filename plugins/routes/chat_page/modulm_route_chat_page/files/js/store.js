@@ -80,16 +80,25 @@ export class Store {
     const timer = setTimeout(() => this.put(conversation), 300);
     this.waiting.set(conversation.id, { timer, conversation });
   }
+  /** Write what the server's store has; null: it is deleted there. */
+  async take(id, conversation) {
+    if (conversation) await (await this.opened).put(conversation);
+    else await (await this.opened).remove(id);
+    this.channel.postMessage(id);
+  }
   async put(conversation) {
     clearTimeout(this.waiting.get(conversation.id)?.timer);
     this.waiting.delete(conversation.id);
+    if (this.remote) conversation.changed = Date.now();
     await (await this.opened).put(conversation);
+    this.remote?.put(conversation);
     this.channel.postMessage(conversation.id);
   }
   async remove(id) {
     clearTimeout(this.waiting.get(id)?.timer);
     this.waiting.delete(id);
     await (await this.opened).remove(id);
+    this.remote?.remove(id);
     this.channel.postMessage(id);
   }
   /** What waits, now: the page is being left, and nothing that is awaited would still run. */

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import attrs
 
@@ -11,20 +11,35 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
     from modulm.contracts.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
-    from modulm_route_openai.objects import Rendered
     from modulm_server.prompts import Prompt
-    from modulm_server.sampling import SamplingFields
 
-__all__ = ["rendered"]
+__all__ = ["Rendered", "rendered"]
+
+
+class Rendered(TypedDict):
+    """A request in the engine's form."""
+
+    request_id: str
+    model: str
+    prompt: str
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    stream: bool
+    cache_salt: str | None
+    priority: int
 
 
 def rendered(
     name: str,
     model: str,
-    body: SamplingFields,
     prompt: Prompt,
     params: SamplingParams | BeamSearchParams,
     tokenizer: Tokenizer,
+    *,
+    stream: bool | None = None,
+    cache_salt: str | None = None,
+    priority: int | None = None,
 ) -> Rendered:
     """Render one prompt in vLLM's form, with token ids and text. Ids of embeddings are 0."""
     ids = list(prompt.ids)
@@ -36,9 +51,9 @@ def rendered(
         "token_ids": ids,
         "features": None,
         "sampling_params": _written(params),
-        "stream": bool(body.stream),
-        "cache_salt": body.cache_salt,
-        "priority": body.priority or 0,
+        "stream": bool(stream),
+        "cache_salt": cache_salt,
+        "priority": priority or 0,
     }
 
 
