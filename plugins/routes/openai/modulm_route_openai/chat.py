@@ -12,7 +12,7 @@ from attrs import frozen
 from msgspec import structs
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm_parsing import assemble, new_call_id, thinking_variables
+from modulm_parsing import new_call_id, thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
@@ -26,7 +26,6 @@ from modulm_route_openai.answers import (
     transferred,
     usage,
 )
-from modulm_route_openai.derender import TokenChoice
 from modulm_route_openai.messages import check_messages, last_text
 from modulm_route_openai.schema import ChatRequest
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
@@ -43,7 +42,6 @@ from modulm_server.hosted_turns import HostedTurns, with_hosted_calls
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.key_limits import current_key
 from modulm_server.prompts import ChatOptions
-from modulm_server.rendering import rendered
 from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
 from modulm_server.tool_servers import ToolServers
@@ -75,11 +73,11 @@ if TYPE_CHECKING:
     from modulm_server.hosted_turns import HostedCall
     from modulm_server.route import RouteContext
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "ChatDeltas", "ChatJob", "opening_of", "reason_of"]
 
 
 @frozen
-class _Job:
+class ChatJob:
     """A validated request with its rendered prompt.
 
     hosted: the tools that the server runs. messages: with those calls; approved: the calls that the
@@ -166,102 +164,9 @@ class Chat:
         }
         return json_response(whole)
 
-    async def rendered(self, request: Request, body: ChatRequest) -> Response:
-        """Render the request as an engine request."""
-        job = await self._job(request, body, runs=False)
-        turn, tokenizer = job.turn, self._generation.tokenizer
-        return json_response(
-            rendered(
-                job.id,
-                job.model,
-                turn.prompt,
-                turn.engine_params(),
-                tokenizer,
-                stream=body.stream,
-                cache_salt=body.cache_salt,
-                priority=body.priority,
-            )
-        )
-
-    # Answers from token ids.
-
-    async def derendered(
-        self, request: Request, body: ChatRequest, choices: Sequence[TokenChoice], prompt: int
-    ) -> ChatCompletion:
-        """Convert tokens that the model generated for a request to its answer."""
-        job = await self._job(request, body, runs=False)
-        messages = []
-        for choice in choices:
-            text = await self._turn_text(job, choice, choice.token_ids or ())
-            parser = job.turn.parser()
-            message = Message(
-                index=choice.index,
-                parsed=assemble([*parser.feed(text), *parser.finish()]),
-                generated=len(choice.token_ids or ()),
-                token_ids=choice.token_ids or (),
-                logprobs=None,
-                finish_reason=choice.finish_reason or "stop",
-                stop_reason=choice.stop_reason,
-            )
-            messages.append(message)
-        return {
-            "id": job.id,
-            "object": "chat.completion",
-            "created": job.created,
-            "model": job.model,
-            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
-            "choices": [self._choice(job, message) for message in messages],
-            "usage": usage(prompt, sum(message.generated for message in messages), None),
-        }
-
-    async def derendered_chunk(
-        self, request: Request, body: ChatRequest, before: Sequence[int], choice: TokenChoice
-    ) -> ChatChunk:
-        """Convert further tokens of a choice to a chunk. before: its tokens so far."""
-        job = await self._job(request, body, runs=False)
-        parser, deltas = job.turn.parser(), _Deltas(job)
-        earlier = await self._turn_text(job, TokenChoice(), before)
-        ids = [*before, *(choice.token_ids or ())]
-        text = await self._turn_text(job, choice, ids)
-        deltas.convert(parser.feed(earlier))
-        events = parser.feed(text[len(earlier) :])
-        reason = choice.finish_reason
-        events += [] if reason is None else parser.finish()
-        made: ChatChunkChoice = {
-            "index": choice.index,
-            "delta": deltas.convert(events),
-            "logprobs": None,
-            "finish_reason": None if reason is None else _reason(job, reason, deltas.called),
-        }
-        if reason is not None:
-            made["stop_reason"] = choice.stop_reason
-        opening = [] if before else [_opening(job, choice.index)]
-        return {**self._head(job), "choices": [*opening, made]}
-
-    async def _turn_text(self, job: _Job, choice: TokenChoice, ids: Sequence[int]) -> str:
-        params = job.turn.engine_params()
-        return await self.token_text(
-            choice, ids, skip_special=params.skip_special_tokens,
-            with_stop=bool(job.body.include_stop_str_in_output),
-        )  # fmt: skip
-
-    async def token_text(
-        self, choice: TokenChoice, ids: Sequence[int], *, skip_special: bool, with_stop: bool
-    ) -> str:
-        """Decode tokens of a choice, without what ended it and without a part of a character."""
-        tokenizer = self._generation.tokenizer
-        stop = choice.stop_reason
-        if choice.finish_reason == "stop" and ids and not with_stop:
-            ended = stop == ids[-1] if isinstance(stop, int) else ids[-1] in tokenizer.stop_ids
-            ids = ids[:-1] if ended and not isinstance(stop, str) else ids
-        text = await self._generation.text_of(ids, "token_ids", skip_special_tokens=skip_special)
-        if isinstance(stop, str) and stop and not with_stop and stop in text:
-            text = text[: text.rindex(stop)]
-        return text if choice.finish_reason is not None else text.rstrip("\ufffd")
-
     # Reading the request.
 
-    async def _job(self, request: Request, body: ChatRequest, runs: bool = True) -> _Job:
+    async def _job(self, request: Request, body: ChatRequest, runs: bool = True) -> ChatJob:
         """Validate and render a request. Calls that it approves are made first, if it `runs`."""
         model = await self._generation.find_model(body.model)
         self._generation.check_open()
@@ -272,7 +177,7 @@ class Chat:
         turn = await self._turn(request, body, messages, hosted, model.adapter)
         continued = bool(body.continue_final_message)
         server = self._context.config.group(ServerConfig)
-        return _Job(
+        return ChatJob(
             id=answer_id("chatcmpl", request, body.request_id),
             created=int(time.time()),
             model=model.name,
@@ -347,7 +252,7 @@ class Chat:
         turn.check()
         return turn
 
-    def _hosted_turns(self, request: Request, job: _Job, started: RunningTurn) -> HostedTurns:
+    def _hosted_turns(self, request: Request, job: ChatJob, started: RunningTurn) -> HostedTurns:
         """The answer to a request with tools that the server runs."""
         body = structs.replace(job.body, tool_choice=None)
 
@@ -421,7 +326,7 @@ class Chat:
 
     # A whole answer.
 
-    async def _whole(self, request: Request, job: _Job, started: RunningTurn) -> ChatCompletion:
+    async def _whole(self, request: Request, job: ChatJob, started: RunningTurn) -> ChatCompletion:
         if job.hosted.by_name:
             turns = self._hosted_turns(request, job, started)
             output, message, calls = await turns.message()
@@ -455,7 +360,7 @@ class Chat:
             body["prompt_token_ids"] = list(output.prompt_token_ids)
         return {**body, **transferred(output)}
 
-    def _head(self, job: _Job) -> ChatChunk:
+    def _head(self, job: ChatJob) -> ChatChunk:
         return {
             "id": job.id,
             "object": "chat.completion.chunk",
@@ -465,7 +370,7 @@ class Chat:
             "choices": [],
         }
 
-    def _choice(self, job: _Job, message: Message) -> ChatChoice:
+    def _choice(self, job: ChatJob, message: Message) -> ChatChoice:
         parsed = message.parsed
         calls = parsed.tool_calls[:1] if job.single_call else parsed.tool_calls
         content = job.echo + parsed.content if parsed.content else job.echo or None
@@ -484,14 +389,14 @@ class Chat:
             "index": message.index,
             "message": message_object,
             "logprobs": self._logprobs(job, message.logprobs, message.token_ids),
-            "finish_reason": _reason(job, message.finish_reason, bool(calls)),
+            "finish_reason": reason_of(job, message.finish_reason, bool(calls)),
             "stop_reason": message.stop_reason,
         }
         if job.body.return_token_ids:
             choice["token_ids"] = list(message.token_ids)
         return choice
 
-    def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:
+    def _logprobs(self, job: ChatJob, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:
         if positions is None:
             return None
         as_ids = job.body.return_tokens_as_token_ids
@@ -502,7 +407,7 @@ class Chat:
     # A stream.
 
     async def _frames(
-        self, request: Request, job: _Job, started: RunningTurn
+        self, request: Request, job: ChatJob, started: RunningTurn
     ) -> AsyncGenerator[bytes, None]:
         if job.hosted.by_name:
             turns = self._hosted_turns(request, job, started)
@@ -511,7 +416,7 @@ class Chat:
             return
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
-        deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
+        deltas = [ChatDeltas(job) for _ in range(job.turn.params.n)]
         last: RequestOutput | None = None
         first = True
         async with aclosing(started.running) as outputs:
@@ -521,7 +426,7 @@ class Chat:
                 if first:
                     first = False
                     for index in range(len(deltas)):
-                        choices = [_opening(job, index)]
+                        choices = [opening_of(job, index)]
                         opening: ChatChunk = {**head, "choices": choices, **transferred(output)}
                         if counted.each:
                             opening["usage"] = counted.now(index)
@@ -540,17 +445,17 @@ class Chat:
             yield frame({**head, "usage": total, **metrics})
         yield DONE
 
-    async def _hosted_frames(self, job: _Job, turns: HostedTurns) -> AsyncGenerator[bytes, None]:
+    async def _hosted_frames(self, job: ChatJob, turns: HostedTurns) -> AsyncGenerator[bytes, None]:
         """The frames of an answer in which the server calls tools."""
         counted, head = StreamUsage(job.body, self._context.config), self._head(job)
-        deltas, last = _Deltas(job), None
+        deltas, last = ChatDeltas(job), None
         async with aclosing(turns.steps()) as steps:
             async for step in steps:
                 choices: list[ChatChunkChoice] = []
                 params: Transferred = {}
                 if last is None:
                     params = transferred(step.output)
-                    choices.append(_opening(job, 0))
+                    choices.append(opening_of(job, 0))
                     choices += [_called(call) for call in job.approved]
                 last = step.output
                 if step.call is not None:
@@ -572,7 +477,7 @@ class Chat:
             yield frame({**head, "usage": total, **metrics})
         yield DONE
 
-    def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:
+    def _pieces(self, job: ChatJob, new: Delta, deltas: ChatDeltas) -> Iterator[ChatChunkChoice]:
         """The chunk choices of a delta, mostly one."""
         *others, last = split_in_order(new.events)
         for events in others:
@@ -590,17 +495,17 @@ class Chat:
             "finish_reason": None,
         }
         if new.finish_reason is not None:
-            choice["finish_reason"] = _reason(job, new.finish_reason, deltas.called)
+            choice["finish_reason"] = reason_of(job, new.finish_reason, deltas.called)
             choice["stop_reason"] = new.stop_reason
         if job.body.return_token_ids:
             choice["token_ids"] = list(new.token_ids)
         yield choice
 
 
-class _Deltas:
+class ChatDeltas:
     """Converts the parser events of one choice to OpenAI's deltas."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: ChatJob) -> None:
         self._job = job
         self.called = False
 
@@ -639,7 +544,7 @@ def _add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:
         calls.append({"index": index, "function": {"arguments": text}})
 
 
-def _opening(job: _Job, index: int) -> ChatChunkChoice:
+def opening_of(job: ChatJob, index: int) -> ChatChunkChoice:
     delta: ChatDelta = {"role": job.role, "content": job.echo}
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -649,7 +554,7 @@ def _called(call: HostedCall) -> ChatChunkChoice:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _approval_labels(job: _Job, calls: Sequence[Any]) -> list[ApprovalRequest]:
+def _approval_labels(job: ChatJob, calls: Sequence[Any]) -> list[ApprovalRequest]:
     """Which of the client's calls are of tool servers, and wait for an approval."""
     tools = job.hosted.by_name
     return [
@@ -659,7 +564,7 @@ def _approval_labels(job: _Job, calls: Sequence[Any]) -> list[ApprovalRequest]:
     ]
 
 
-def _reason(job: _Job, reason: str, called: bool) -> str:
+def reason_of(job: ChatJob, reason: str, called: bool) -> str:
     """ "tool_calls" if the model chose to call; "stop" for a tool named by the request."""
     is_named = not isinstance(job.turn.tool_choice, str)
     return "tool_calls" if called and reason == "stop" and not is_named else reason

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta, Struct
 
+from modulm_parsing import assemble
 from modulm_route_openai.answers import answer_id, fingerprint, usage
+from modulm_route_openai.chat import Chat, ChatDeltas, opening_of, reason_of
 from modulm_route_openai.objects import ChatChunk, Completion, CompletionChunk, Usage
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
+from modulm_server.chat_turn import Message
 from modulm_server.json_body import bad_field, json_response
+from modulm_server.rendering import rendered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +26,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from modulm_route_openai.chat import Chat
-    from modulm_route_openai.objects import CompletionChoice
-    from modulm_server.route import RouteContext
+    from modulm_route_openai.chat import ChatJob
+    from modulm_route_openai.objects import ChatChunkChoice, ChatCompletion, CompletionChoice
 
 __all__ = [
     "ChatDerenderRequest",
@@ -102,18 +105,31 @@ class DerenderedCompletion(TypedDict):
     stream_state: dict[str, Any]
 
 
-class Derender:
-    """Converts token ids to responses."""
+class Derender(Chat):
+    """Converts requests to token ids, and token ids to responses."""
 
-    def __init__(self, context: RouteContext, chat: Chat) -> None:
-        self._context = context
-        self._chat = chat
+    async def rendered(self, request: Request, body: ChatRequest) -> Response:
+        """Render the request as an engine request."""
+        job = await self._job(request, body, runs=False)
+        turn, tokenizer = job.turn, self._generation.tokenizer
+        return json_response(
+            rendered(
+                job.id,
+                job.model,
+                turn.prompt,
+                turn.engine_params(),
+                tokenizer,
+                stream=body.stream,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+            )
+        )
 
     async def chat(self, request: Request, body: ChatDerenderRequest) -> Response:
         """Convert an answer to a chat, or a chunk of one."""
         if body.stream:
             choice, before = _one(body)
-            chunk = await self._chat.derendered_chunk(request, body.chat_request, before, choice)
+            chunk = await self._chat_chunk(request, body.chat_request, before, choice)
             derendered: DerenderedChat = {
                 "chunk": chunk,
                 "stream_state": {"token_ids": [*before, *(choice.token_ids or ())]},
@@ -121,7 +137,7 @@ class Derender:
             return json_response(derendered)
         if body.generate_response is None:
             raise bad_field("generate_response", "generate_response is missing")
-        answer = await self._chat.derendered(
+        answer = await self._whole_chat(
             request, body.chat_request, body.generate_response.choices, _count(body.prompt_tokens)
         )
         return json_response(answer)
@@ -165,10 +181,84 @@ class Derender:
         completion: Completion = {**head, "choices": choices, "usage": total}
         return json_response(completion)
 
+    async def _whole_chat(
+        self, request: Request, body: ChatRequest, choices: Sequence[TokenChoice], prompt: int
+    ) -> ChatCompletion:
+        """Convert tokens that the model generated for a request to its answer."""
+        job = await self._job(request, body, runs=False)
+        messages = []
+        for choice in choices:
+            text = await self._turn_text(job, choice, choice.token_ids or ())
+            parser = job.turn.parser()
+            message = Message(
+                index=choice.index,
+                parsed=assemble([*parser.feed(text), *parser.finish()]),
+                generated=len(choice.token_ids or ()),
+                token_ids=choice.token_ids or (),
+                logprobs=None,
+                finish_reason=choice.finish_reason or "stop",
+                stop_reason=choice.stop_reason,
+            )
+            messages.append(message)
+        return {
+            "id": job.id,
+            "object": "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+            "choices": [self._choice(job, message) for message in messages],
+            "usage": usage(prompt, sum(message.generated for message in messages), None),
+        }
+
+    async def _chat_chunk(
+        self, request: Request, body: ChatRequest, before: Sequence[int], choice: TokenChoice
+    ) -> ChatChunk:
+        """Convert further tokens of a choice to a chunk. before: its tokens so far."""
+        job = await self._job(request, body, runs=False)
+        parser, deltas = job.turn.parser(), ChatDeltas(job)
+        earlier = await self._turn_text(job, TokenChoice(), before)
+        ids = [*before, *(choice.token_ids or ())]
+        text = await self._turn_text(job, choice, ids)
+        deltas.convert(parser.feed(earlier))
+        events = parser.feed(text[len(earlier) :])
+        reason = choice.finish_reason
+        events += [] if reason is None else parser.finish()
+        made: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": deltas.convert(events),
+            "logprobs": None,
+            "finish_reason": None if reason is None else reason_of(job, reason, deltas.called),
+        }
+        if reason is not None:
+            made["stop_reason"] = choice.stop_reason
+        opening = [] if before else [opening_of(job, choice.index)]
+        return {**self._head(job), "choices": [*opening, made]}
+
+    async def _turn_text(self, job: ChatJob, choice: TokenChoice, ids: Sequence[int]) -> str:
+        params = job.turn.engine_params()
+        return await self._decoded(
+            choice, ids, skip_special=params.skip_special_tokens,
+            with_stop=bool(job.body.include_stop_str_in_output),
+        )  # fmt: skip
+
+    async def _decoded(
+        self, choice: TokenChoice, ids: Sequence[int], *, skip_special: bool, with_stop: bool
+    ) -> str:
+        """Decode tokens of a choice, without what ended it and without a part of a character."""
+        tokenizer = self._generation.tokenizer
+        stop = choice.stop_reason
+        if choice.finish_reason == "stop" and ids and not with_stop:
+            ended = stop == ids[-1] if isinstance(stop, int) else ids[-1] in tokenizer.stop_ids
+            ids = ids[:-1] if ended and not isinstance(stop, str) else ids
+        text = await self._generation.text_of(ids, "token_ids", skip_special_tokens=skip_special)
+        if isinstance(stop, str) and stop and not with_stop and stop in text:
+            text = text[: text.rindex(stop)]
+        return text if choice.finish_reason is not None else text.rstrip("\ufffd")
+
     async def _text(
         self, body: CompletionRequest, choice: TokenChoice, ids: Sequence[int] | None = None
     ) -> str:
-        return await self._chat.token_text(
+        return await self._decoded(
             choice, choice.token_ids or () if ids is None else ids,
             skip_special=body.skip_special_tokens is not False,
             with_stop=bool(body.include_stop_str_in_output),

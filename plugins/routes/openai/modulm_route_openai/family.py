@@ -62,7 +62,7 @@ class OpenAI(RouteFamily):
         router = APIRouter(prefix="/v1", tags=["OpenAI"])
         completions, chat = Completions(self.context), Chat(self.context)
         self._chat = chat
-        derender, generate = Derender(self.context, chat), Generate(self.context)
+        self._derender = Derender(self.context)
 
         models = Models(self.context)
         router.add_api_route(
@@ -118,7 +118,7 @@ class OpenAI(RouteFamily):
         )
         async def render_chat(request: Request) -> Response:
             """Render a chat request into an engine request, without running it."""
-            return await chat.rendered(request, await read(request, ChatRequest))
+            return await self._derender.rendered(request, await read(request, ChatRequest))
 
         @router.post(
             "/chat/completions/batch",
@@ -131,6 +131,23 @@ class OpenAI(RouteFamily):
             The choice with index i answers the conversation with index i.
             """
             return await chat.batch(request, await read(request, ChatBatchRequest))
+
+        @without_prefix.post(
+            "/generative_scoring",
+            openapi_extra=request_docs(ScoringRequest),
+            responses=response_docs(ScoringAnswer),
+        )
+        async def generative_scoring(request: Request) -> Response:
+            """Score items by the probability that the model continues with a label."""
+            return await score(self.context, request, await read(request, ScoringRequest))
+
+        self._add_tokens(router, without_prefix)
+        router.routes.extend(without_prefix.routes)
+        return router
+
+    def _add_tokens(self, router: APIRouter, without_prefix: APIRouter) -> None:
+        """Add the routes of requests and answers in tokens."""
+        derender, generate = self._derender, Generate(self.context)
 
         @router.post(
             "/chat/completions/derender",
@@ -160,18 +177,6 @@ class OpenAI(RouteFamily):
         async def generate_tokens(request: Request) -> Response:
             """Generate token ids from the token ids of a prompt."""
             return await generate.answer(request, await read(request, GenerateRequest))
-
-        @without_prefix.post(
-            "/generative_scoring",
-            openapi_extra=request_docs(ScoringRequest),
-            responses=response_docs(ScoringAnswer),
-        )
-        async def generative_scoring(request: Request) -> Response:
-            """Score items by the probability that the model continues with a label."""
-            return await score(self.context, request, await read(request, ScoringRequest))
-
-        router.routes.extend(without_prefix.routes)
-        return router
 
     async def stop(self) -> None:
         await self._chat.stop()
