@@ -30,7 +30,7 @@ from tests.plugins.models.test_published import replaced as published
 from transformers.models.deepseek_ocr2 import image_processing_pil_deepseek_ocr2 as pil_ocr2
 
 import modulm
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import read_config
 from modulm_media.reader import load_processor
 from modulm_towers import tiny_text
@@ -336,6 +336,11 @@ RELATIVES = {
         "The <IMG_CONTEXT> is", adapt=eagle, stored=opengvlab, sizes=((56, 42),),
         inputs=intern_inputs("<img>{}</img>"), reader="Eagle2_5_VLForConditionalGeneration",
     ),
+    "H2OVLChatModel": Relative(
+        "InternVLForConditionalGeneration", INTERNVL, internvl, "The <IMG_CONTEXT> is",
+        stored=opengvlab, sizes=((140, 28),), changes=NVLM_SEES,
+        inputs=intern_inputs("<img>{}</img>"), reader="H2OVLChatModel",
+    ),
     "NVLM_D": Relative(
         "InternVLForConditionalGeneration",
         {"0": "<|vision_pad|>", "1": "<Image>", "2": "</Image>", "3": "<tile_1>"},
@@ -482,7 +487,8 @@ def test_what_published_ocr_models_cannot_be_is_refused():
         ("DeepseekOCRForCausalLM", {"language_config": None}),
         ("DeepseekOCR2ForCausalLM", {"language_config": {"use_mla": True}}),
         ("Qwen3VLNemotronEmbedModel", {"embed_dim": 24}),
+        ("H2OVLChatModel", {"use_msac": True}),
     ):
         table, config = driver(name).tiny(), driver(name).config_type
-        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+        with pytest.raises((CheckpointError, UnsupportedError), match=next(iter(wrong))):
             read_config({**table, **wrong}, config, "config.json")

@@ -43,11 +43,14 @@ class Siglip2VisionConfig:
 
 
 class NaflexTower(Tower):
-    """Encodes the concatenated patches of all images, with interpolated positions."""
+    """Encodes the concatenated patches of all images, with interpolated positions.
+
+    inner: leave out the last layer and the last norm.
+    """
 
     positions: Tensor
 
-    def __init__(self, c: Siglip2VisionConfig, b: Builder) -> None:
+    def __init__(self, c: Siglip2VisionConfig, b: Builder, inner: bool = False) -> None:
         super().__init__()
         self.config, hidden, at = c, c.hidden_size, b.at("embeddings")
         pixels = c.num_channels * c.patch_size**2
@@ -58,9 +61,9 @@ class NaflexTower(Tower):
             hidden=hidden, inner=c.intermediate_size, heads=c.num_attention_heads,
             act=c.hidden_act, eps=c.layer_norm_eps,
         )  # fmt: skip
-        layers = range(c.num_hidden_layers)
+        layers = range(c.num_hidden_layers - inner)
         self.layers = ModuleList(Block(b.at(f"encoder.layers.{i}"), block) for i in layers)
-        self.post = b.layer_norm("post_layernorm", hidden, c.layer_norm_eps)
+        self.post = None if inner else b.layer_norm("post_layernorm", hidden, c.layer_norm_eps)
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
         """pixels: [patches, values per patch], row by row of images of (rows, columns) -> [patches,
@@ -72,8 +75,7 @@ class NaflexTower(Tower):
         for layer in self.layers:
             x = layer(x, lengths)
             yield len(x)
-        out: Tensor = self.post(x)
-        return out
+        return x if self.post is None else self.post(x)
 
     def _stretched(self, rows: int, columns: int) -> Tensor:
         """Interpolate the positions: [rows * columns, hidden]."""

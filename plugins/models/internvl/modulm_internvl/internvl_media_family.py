@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EagleFamily",
+    "H2OvlFamily",
     "InternVLChatFamily",
     "InternVLFamily",
     "NvlmDFamily",
@@ -60,6 +61,17 @@ class EagleFamily(InternVLFamily):
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
         return published_processor(files)
+
+
+class H2OvlFamily(EagleFamily):
+    """H2OVL: one tile more than its files say, beside the thumbnail."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        processor = published_processor(files)
+        if processor.image_processor.max_patches > 1:
+            processor.image_processor.max_patches += 1
+        return processor
 
 
 class NvlmDFamily(EagleFamily):

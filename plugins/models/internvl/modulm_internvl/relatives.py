@@ -1,4 +1,4 @@
-"""Eagle 2.5 and NVLM-D by NVIDIA: InternVL's tiles with another encoder or projector."""
+"""Eagle 2.5, H2OVL and NVLM-D: InternVL's tiles with another encoder, projector or text model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from typing import Any, ClassVar, Self
 from attrs import frozen
 from torch.nn import Module
 
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import Builder, WeightNames, read_config
 from modulm_internvl.chat import InternVLChatConfig, InternVLChatModel
 from modulm_internvl.internvl import InternVLConfig
 from modulm_layers import PlainMLP, only
 from modulm_towers import ClipTower, TextConfig, TowerConfig, flat_patches, tiny_text
 
-__all__ = ["EagleConfig", "EagleForConditionalGeneration", "NvlmDConfig", "NvlmDModel"]
+__all__ = [
+    "EagleConfig",
+    "EagleForConditionalGeneration",
+    "H2OvlConfig",
+    "H2OvlModel",
+    "NvlmDConfig",
+    "NvlmDModel",
+]
 
 #: What transformers has for keys of SigLIP that files omit.
 _SIGLIP = {
@@ -130,3 +137,30 @@ class NvlmDModel(InternVLChatModel):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return {**super().tiny(), "architectures": ["NVLM_D"], "model_type": "NVLM_D"}
+
+
+@frozen(eq=False, kw_only=True)
+class H2OvlConfig(InternVLChatConfig):
+    """config.json of H2OVL Mississippi."""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        """Read config.json. Raises CheckpointError, UnsupportedError."""
+        if table.get("use_msac", False):
+            raise UnsupportedError(
+                "use_msac: not supported yet: true (tiles at two scales); set it to false in "
+                "config.json for tiles at one scale"
+            )
+        return super().from_table(table, file)
+
+
+class H2OvlModel(InternVLChatModel):
+    """H2OVL Mississippi 0.8B (arXiv 2410.13611), with Danube as text model. Only images."""
+
+    config_type = H2OvlConfig
+    media = ("image",)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        names = {"architectures": ["H2OVLChatModel"], "model_type": "h2ovl_chat"}
+        return {**super().tiny(), **names, "use_msac": False}

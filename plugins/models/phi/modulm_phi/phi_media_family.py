@@ -1,15 +1,23 @@
-"""Media family of Phi-4 multimodal: images and audio."""
+"""Media families of Phi-4 multimodal and Phi-4 reasoning vision."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from modulm_media import MediaFamily
+from modulm_media import Media, MediaFamily
 
-__all__ = ["PhiFamily"]
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
+__all__ = ["Phi4VisionFamily", "Phi4VisionProcessor", "PhiFamily"]
+
+_IMAGES = "transformers.models.siglip2.image_processing_pil_siglip2"
+#: A token of the vocabulary that has no other use; its embedding is replaced.
+_DUMMY = "<|dummy_0|>"
 
 
 class PhiFamily(MediaFamily):
@@ -27,3 +35,46 @@ class PhiFamily(MediaFamily):
 
     def extra_tensors(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
         return {"beside_images": np.array("image" in kinds)} if kind == "audio" else {}
+
+
+class Phi4VisionProcessor:
+    """SigLIP 2's image processor beside a tokenizer."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+
+
+class Phi4VisionFamily(MediaFamily):
+    """Phi-4 reasoning vision: an image keeps its number of patches, within limits."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        written, tokenizer = files.settings("image_processor"), files.part("tokenizer")
+        number = tokenizer.convert_tokens_to_ids(_DUMMY)
+        if number is None or number == tokenizer.unk_token_id:
+            raise ValueError(f"its tokenizer has no token {_DUMMY}")
+        vision = files.table("config").get("vision_config") or {}
+        names = ("image_mean", "image_std", "resample")
+        settings = {name: written[name] for name in names if name in written}
+        settings["patch_size"] = int(vision.get("patch_size", 16))
+        images = import_module(_IMAGES).Siglip2ImageProcessorPil(**settings)
+        return Phi4VisionProcessor(images, tokenizer)
+
+    def mark(self, kind: str) -> str:
+        return "<image>"
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.processor.tokenizer.convert_tokens_to_ids(_DUMMY)),)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        reader, image = self.processor.image_processor, media.value
+        side = reader.patch_size
+        least = int(self.config.get("min_num_patches", 256))
+        most = int(self.config.get("max_num_patches", 3600))
+        count = (image.height // side) * (image.width // side)
+        limit = {"max_num_patches": max(min(count, most), least)}
+        outputs = reader(images=[image], return_tensors="pt", **{**limit, **options})
+        tokens = int(outputs["spatial_shapes"].prod())
+        return {**outputs, "input_ids": [list(self.features(media.kind)) * tokens]}

@@ -28,6 +28,7 @@ __all__ = [
     "InternS2Family",
     "JinaFamily",
     "OmniFamily",
+    "OpenCuaFamily",
     "Qwen3OmniFamily",
     "Qwen25VLFamily",
     "QwenVLFamily",
@@ -112,9 +113,12 @@ class ExaoneFamily(MediaFamily):
 class DotsOcrFamily(MediaFamily):
     """dots.ocr: images, with Qwen2.5-VL's processor and a placeholder of its own."""
 
+    #: The placeholder.
+    token: ClassVar[str] = "<|imgpad|>"
+
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
-        tokenizer, token = files.part("tokenizer"), "<|imgpad|>"
+        tokenizer, token = files.part("tokenizer"), cls.token
         number = tokenizer.convert_tokens_to_ids(token)
         if number is None or number == tokenizer.unk_token_id:
             raise ValueError(f"its tokenizer has no token {token}")
@@ -129,6 +133,18 @@ class DotsOcrFamily(MediaFamily):
 
     def document(self, kind: str, is_only_item: bool) -> str:
         return f"<|img|>{self.mark(kind)}<|endofimg|>"
+
+
+class OpenCuaFamily(DotsOcrFamily):
+    """OpenCUA: images, with Qwen2-VL's patches and a placeholder of its own."""
+
+    token = "<|media_placeholder|>"
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.processor.tokenizer.image_token_id),)
+
+    def document(self, kind: str, is_only_item: bool) -> str:
+        return f"<|media_begin|>image<|media_content|>{self.mark(kind)}<|media_end|>"
 
 
 class Qwen25VLFamily(QwenVLFamily):
