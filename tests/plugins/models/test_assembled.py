@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from safetensors.torch import save_file
+from PIL import ImageOps
+from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
 from tests.plugins.models.test_published import driver
 from tests.plugins.models.test_relatives import answered
@@ -59,8 +61,11 @@ def block_shapes(prefix, hidden, inner):
     return shapes | {f"{prefix}mlp.fc2.weight": (hidden, inner), f"{prefix}mlp.fc2.bias": (hidden,)}
 
 
-def siglip_layer(x, w, prefix, heads, angles):
-    """A layer of SigLIP for one image, x: [patches, hidden], with rotated queries and keys."""
+def siglip_layer(x, w, prefix, heads, angles, tanh=True):
+    """A layer of SigLIP for one image, x: [patches, hidden], with rotated queries and keys.
+
+    tanh: whether GELU is approximated.
+    """
 
     def linear(name, value):
         return F.linear(value, w[f"{prefix}{name}.weight"], w[f"{prefix}{name}.bias"])
@@ -81,7 +86,9 @@ def siglip_layer(x, w, prefix, heads, angles):
     )
     scores = rotate(q) @ rotate(k).transpose(1, 2) / q.shape[-1] ** 0.5
     x = x + linear("self_attn.out_proj", (scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
-    inner = F.gelu(linear("mlp.fc1", norm("layer_norm2", x)), approximate="tanh")
+    inner = F.gelu(
+        linear("mlp.fc1", norm("layer_norm2", x)), approximate="tanh" if tanh else "none"
+    )
     return x + linear("mlp.fc2", inner)
 
 
@@ -217,10 +224,81 @@ def test_phi_4_reasoning_vision_has_a_token_for_each_patch(tmp_path):
     check(tmp_path, "The <image> of <image> is", pictures, model, embeddings, 481)
 
 
+#: Names of a layer of SigLIP in transformers and in timm.
+TIMM = {"layer_norm": "norm", "self_attn.out_proj": "attn.proj"}
+
+
+@parametrize_sample("number", (2, 3), every=2)
+def test_deepseek_vl2_has_lines_of_tiles(number, tmp_path):
+    """Three images in a prompt have one tile each."""
+    name = "DeepseekVLV2ForCausalLM"
+    table = driver(name).tiny()
+    write_tokenizer(tmp_path, table, ["<image>"])
+    model = text_model("DeepseekV2", table["language_config"])
+    model.save_pretrained(tmp_path / "text")
+    shapes = {
+        "vision.patch_embed.proj.weight": (32, 3, 4, 4), "vision.patch_embed.proj.bias": (32,),
+        "vision.pos_embed": (1, 49, 32), "vision.norm.weight": (32,), "vision.norm.bias": (32,),
+        "projector.layers.0.weight": (64, 128), "projector.layers.0.bias": (64,),
+        "projector.layers.2.weight": (64, 64), "projector.layers.2.bias": (64,),
+        "image_newline": (64,), "view_seperator": (64,),
+        **block_shapes("blocks.0.", 32, 48), **block_shapes("blocks.1.", 32, 48),
+    }  # fmt: skip
+    w = random_weights(shapes)
+    stored = {f"language.{n}": t for n, t in load_file(tmp_path / "text/model.safetensors").items()}
+    for part, tensor in w.items():
+        if not part.startswith("blocks."):
+            stored[part] = tensor
+        elif ".q_proj." in part:
+            three = [w[part.replace(".q_proj.", f".{letter}_proj.")] for letter in "qkv"]
+            stored["vision." + part.replace("self_attn.q_proj", "attn.qkv")] = torch.cat(three)
+        elif "k_proj" not in part and "v_proj" not in part:
+            for old, new in TIMM.items():
+                part = part.replace(old, new)
+            stored[f"vision.{part}"] = tensor
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    pictures, embeddings = images(((56, 20), (20, 50), (30, 30))[:number]), []
+    for picture in pictures:
+        cut = {(56, 20): (2, 1), (20, 50): (1, 2)}.get(picture.size, (1, 1))
+        columns, rows = cut if number == 2 else (1, 1)
+        whole = ImageOps.pad(picture, (28 * columns, 28 * rows), color=(127, 127, 127))
+        views = [ImageOps.pad(picture, (28, 28), color=(127, 127, 127))]
+        views += [
+            whole.crop((28 * c, 28 * r, 28 * c + 28, 28 * r + 28))
+            for r in range(rows) for c in range(columns)
+        ]  # fmt: skip
+        tokens = []
+        for view in views:
+            pixels = torch.from_numpy(np.array(view)).permute(2, 0, 1).float() / 255 * 2 - 1
+            proj = "vision.patch_embed.proj"
+            x = F.conv2d(pixels[None], w[f"{proj}.weight"], w[f"{proj}.bias"], stride=4)
+            x = x[0].flatten(1).T + w["vision.pos_embed"][0]
+            for layer in (0, 1):
+                x = siglip_layer(x, w, f"blocks.{layer}.", 2, torch.zeros(1, 8), tanh=False)
+            x = F.layer_norm(x, (32,), w["vision.norm.weight"], w["vision.norm.bias"], 1e-6)
+            # Seven rows of patches become eight; a square of four is a token.
+            x = F.pad(x.view(7, 7, 32), (0, 0, 0, 1, 0, 1)).view(4, 2, 4, 2, 32)
+            x = x.permute(0, 2, 4, 1, 3).reshape(4, 4, 128)
+            first, second = "projector.layers.0", "projector.layers.2"
+            x = F.gelu(F.linear(x, w[f"{first}.weight"], w[f"{first}.bias"]))
+            tokens.append(F.linear(x, w[f"{second}.weight"], w[f"{second}.bias"]))
+        tiles = torch.stack(tokens[1:]).view(rows, columns, 4, 4, 64)
+        local = torch.cat([torch.cat(list(row), dim=1) for row in tiles])
+        lines = [
+            torch.cat([part, w["image_newline"].expand(len(part), 1, 64)], dim=1).flatten(0, 1)
+            for part in (tokens[0], local)
+        ]
+        embeddings.append(torch.cat([lines[0], w["view_seperator"][None], lines[1]]))
+    text = " and ".join(["<image>"] * number)
+    check(tmp_path, f"The {text} is", pictures, model, embeddings, 480)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "field"),
     [
         ("OpenCUAForConditionalGeneration", {"vision_config": None}, "vision_config"),
+        ("DeepseekVLV2ForCausalLM", {"language_config": None}, "language_config"),
+        ("DeepseekVLV2ForCausalLM", {"tile_tag": "1D"}, "tile_tag"),
         ("Ovis2_5", {"vit_config": None}, "vit_config"),
         ("Ovis2_5", {"visual_vocab_size": 4}, "visual_vocab_size"),
         ("Phi4ForCausalLMV", {"mm_hidden_size": 31}, "mm_hidden_size"),

@@ -23,6 +23,7 @@ _TEXT: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "cosmos3_edge_text": "ArceeForCausalLM",
     "deepseek_ocr2_text": "DeepseekForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
