@@ -234,7 +234,7 @@ def _proposals(state: _Open, plugins: PluginManager) -> _Open:
 
 def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model, in files that nest it."""
-    for key in ("thinker_config", "vlm_config", "text_config", "llm_config"):
+    for key in ("thinker_config", "vlm_config", "text_config", "llm_config", "language_config"):
         nested = hf_config.get(key)
         hf_config = nested if isinstance(nested, Mapping) else hf_config
     return hf_config

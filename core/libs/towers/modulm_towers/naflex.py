@@ -75,7 +75,8 @@ class NaflexTower(Tower):
         for layer in self.layers:
             x = layer(x, lengths)
             yield len(x)
-        return x if self.post is None else self.post(x)
+        out: Tensor = x if self.post is None else self.post(x)
+        return out
 
     def _stretched(self, rows: int, columns: int) -> Tensor:
         """Interpolate the positions: [rows * columns, hidden]."""
