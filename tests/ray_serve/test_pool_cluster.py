@@ -24,6 +24,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     folder = str(make_tiny(tmp_path_factory.mktemp("tiny")))
     args = {
         "model": folder, "served_model_name": "tiny", "prefill_replicas": 1, "decode_replicas": 1,
+        "enable_prompt_tokens_details": True,
         "block_size": 16, "num_gpu_blocks_override": 200, "num_cpus": 0.1, "dtype": "float32",
         "kv_transfer_config": {"kv_connector": "peer",
                                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 22}},
