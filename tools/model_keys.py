@@ -49,6 +49,7 @@ _KEPT = {
 }
 #: Keys that a class of transformers has but its code never reads.
 _DEAD = {
+    "bailing_hybrid": ("tie_word_embeddings",),
     "deepseek_v2": ("norm_topk_prob",),
     "deepseek_v32": ("mlp_bias",),
     "gemma3_text": ("attn_logit_softcapping",),

@@ -60,7 +60,9 @@ def summary(states: Mapping[str, tuple[str, str]], cells: Callable[..., str]) ->
     total: Counter[str] = Counter()
     for section, names in sections().items():
         counts = Counter(rows[name] for name in names)
-        text += cells(f"`{section}`", str(len(names)), *(str(counts[kind]) for kind in kinds))
+        text += cells(
+            section.replace("_", " "), str(len(names)), *(str(counts[kind]) for kind in kinds)
+        )
         if section not in APART:
             total += counts
     numbers = (str(total[kind]) for kind in kinds)
