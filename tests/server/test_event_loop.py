@@ -271,6 +271,36 @@ def test_a_batch_that_ends_its_servers_is_not_tried_for_ever(tmp_path: Path) -> 
     assert [start_server() for _ in range(5)] == [(1, "validating")] * 3 + [(0, "failed")] * 2
 
 
+@pytest.mark.parametrize("place", ["its lines", "its state"])
+def test_a_batch_that_no_thread_can_be_started_for_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    files = FileStore(tmp_path, 9, 1 << 20, lasting=True)
+    batches = BatchStore(files)
+    batch = Batch("me", CHAT, "24h", "file-x")
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        loopback: Any = None
+        monkeypatch.setattr(threading.Thread, "start", start)
+        if place == "its lines":
+            batches.start(batch, lambda one: one.run(files, loopback, Slots()))
+        else:  # it goes on while its state cannot be saved
+            monkeypatch.setattr("modulm_route_files.batch_store._CHECK_INTERVAL", 0)
+            batches.start(batch, lambda one: asyncio.sleep(3600))
+        while batches.running:
+            await asyncio.sleep(0)
+        monkeypatch.undo()
+
+    asyncio.run(main())
+    (stored,) = BatchStore(FileStore(tmp_path, 9, 1 << 20, lasting=True)).all()
+    assert stored.status == "failed"
+    assert [one["code"] for one in stored.trouble] == ["internal_error"]
+    assert not list((tmp_path / "batches").glob("*.lock"))
+
+
 def test_stored_files_and_batches_are_read_off_the_loop(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +381,7 @@ def complete(make_server: ServerMaker, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_every_route_has_a_largest_input(complete: Live) -> None:
-    """Other than sockets, whose messages `tests/server/test_realtime.py` sends."""
+    """Other than sockets, whose events `tests/server/test_transcription.py` sends."""
     routes = complete.served.api.router.routes
     inputs = inputs_of(complete.served.api)
     assert len(inputs) > 90

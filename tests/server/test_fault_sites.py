@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,8 @@ import httpx
 import pytest
 from fault_parts import PARTS
 from fault_scenarios import CHAT, SCENARIOS, TURN
-from fault_sites import Faults, sites_of
+from fault_sites import Faults, kinds_of, sites_of
+from fault_sweep import FOLDER, results_of
 from samples import parametrize_sample
 from tests.server.conftest import reply
 
@@ -51,12 +53,16 @@ TOOLS = ("testing", "scripted", "kits")
 TABLE = HERE / "fault_sites.toml"
 ROWS = tomllib.loads(TABLE.read_text())
 REACHED: dict[str, dict[str, str]] = ROWS["reached"]
+#: The test that is run with a fault at the site, by module (see `fault_sweep`).
+TRIED: dict[str, dict[str, str]] = ROWS["tried"]
 ELSEWHERE: dict[str, list[str]] = ROWS["elsewhere"]
 #: By module or a beginning of its name.
 TESTS: dict[str, str] = ROWS["tests"]
 #: What happens when a server starts and stops, which the fault may prevent.
 LIFE = "start and stop"
 AWAIT = ("await", "async")
+#: Modules that parts import while they run.
+LAZY = ("modulm_executor_ray.actor", "modulm_executor_ray.executor")
 #: uvicorn's main loop, which does nothing that can fail.
 CLOCK = "Server.on_tick: await super().on_tick(counter)"
 KEY = "the key"
@@ -70,7 +76,9 @@ def all_sites() -> dict[str, list[str]]:
             for path in sorted(folder.rglob("*.py")):
                 name = ".".join(path.relative_to(folder).with_suffix("").parts)
                 name = name.removesuffix(".__init__")
-                if name.rpartition(".")[2] not in TOOLS and (here := sites_of(path)):
+                if name.rpartition(".")[2] in TOOLS or name.endswith("_kit"):
+                    continue
+                if here := sites_of(path):
                     sites[name] = here
     return sites
 
@@ -84,8 +92,8 @@ def covering(module: str) -> str | None:
 def test_each_has_a_row() -> None:
     sites = all_sites()
     rows = {
-        module: {*REACHED.get(module, ()), *ELSEWHERE.get(module, ())}
-        for module in REACHED.keys() | ELSEWHERE.keys()
+        module: {*REACHED.get(module, ()), *TRIED.get(module, ()), *ELSEWHERE.get(module, ())}
+        for module in REACHED.keys() | TRIED.keys() | ELSEWHERE.keys()
     }
     missing = [f"{m}: {site}" for m in sites for site in sites[m] if site not in rows.get(m, ())]
     assert not missing, f"add a scenario and rewrite {TABLE.name}:\n" + "\n".join(missing)
@@ -226,13 +234,47 @@ def test_a_fault_at_each(
                     raise
 
 
-def main() -> None:
-    """Write the table: run every scenario, and note which reaches what."""
+FILES = sorted({test.partition("::")[0] for rows in TRIED.values() for test in rows.values()})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file", FILES)
+def test_a_fault_at_each_that_a_test_reaches(file: str, tmp_path: Path) -> None:
+    """Of those that no scenario reaches: the test ends, and passes when it is run once more."""
+    rows = {
+        (module, site): test
+        for module, sites in TRIED.items()
+        for site, test in sites.items()
+        if test.partition("::")[0] == file
+    }
+    wanted: dict[str, list[str]] = {}
+    for module, site in rows:
+        wanted.setdefault(module, []).append(site)
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted))
+    tests = dict.fromkeys(rows.values())
+    command = [sys.executable, "-m", "pytest", "-q", "--everything", "-p", "fault_sweep", *tests]
+    done = subprocess.run(
+        [*command, "-n", "0", "-p", "no:cacheprovider"], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, FOLDER: str(tmp_path)},
+    )  # fmt: skip
+    tried = results_of(tmp_path)
+    assert {one.site for one in tried if one.fired} == rows.keys(), done.stdout[-3000:]
+    for one in tried:
+        assert one.error is None, one
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def main(*folders: str) -> None:
+    """Write the table: run every scenario, and note which reaches what. What sweeps have tried is
+    in their folders; what was in the table before stays.
+    """
 
     def row(pair: tuple[str, str]) -> str:
         return f"{json.dumps(pair[0])} = {json.dumps(pair[1])}"
 
     sites = all_sites()
+    for name in LAZY:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         with world.server() as (_, http):
@@ -256,13 +298,22 @@ def main() -> None:
     for module, here in sites.items():
         rows = [(site, first[module, site]) for site in here if (module, site) in first]
         lines += [f"[reached.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
+    tried = {(module, site): test for module, rows in TRIED.items() for site, test in rows.items()}
+    for folder in folders:
+        results = [one for one in results_of(Path(folder)) if one.kind in kinds_of(one.site[1])]
+        wrong = {one.site for one in results if one.error is not None}
+        tried |= {one.site: one.test for one in results if one.fired and one.site not in wrong}
+    tried = {site: test for site, test in tried.items() if site not in first}
+    for module, here in sites.items():
+        rows = [(site, tried[module, site]) for site in here if (module, site) in tried]
+        lines += [f"[tried.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
     lines += ["[elsewhere]"]
     for module, here in sites.items():
-        if rest := [site for site in here if (module, site) not in first]:
+        if rest := [one for one in here if not {(module, one)} & {*first, *tried}]:
             lines += [f"{json.dumps(module)} = [", *(f"  {json.dumps(one)}," for one in rest), "]"]
     TABLE.write_text("\n".join(lines) + "\n")
-    print(len(first), "of", sum(map(len, sites.values())))
+    print(len(first), "and", len(tried), "of", sum(map(len, sites.values())))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

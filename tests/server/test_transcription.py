@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 from loop_turns import BOUND, Beat
 from tests.server.hearing import LEVELS, serve_ears, sound, wav
+from websockets.sync.client import connect
 
 from modulm.contracts.sampling import OutputKind
 from modulm_media import Sound
@@ -68,8 +70,35 @@ def test_a_long_sound_holds_no_turn_of_the_loop(http: httpx.Client, live: Live) 
         PATH, files={"file": ("a.flac", data)}, data={"model": "M", "language": "en"}, timeout=300
     )
     longest = beat.end()
+    print("LONGEST", longest)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["seconds"] == 60 * minutes
+    assert longest < BOUND
+
+
+@pytest.mark.parametrize("seconds", [0.04, 1.0])
+def test_the_largest_events_hold_no_turn_of_the_loop(live: Live, seconds: float) -> None:
+    """/v1/realtime: sound as long as a message may be, with as many turns as there can be in it."""
+    part = (sound((1, seconds / 2), (0, seconds / 2), rate=24000) * 32767).astype("<i2").tobytes()
+    count = (7 << 20) * 3 // 4 // len(part)
+    append = {"type": "input_audio_buffer.append", "audio": b64encode(part * count).decode()}
+    silence = {"type": "server_vad", "silence_duration_ms": 20}
+    update = {"type": "session.update", "session": {
+        "type": "transcription", "audio": {"input": {"turn_detection": silence}},
+    }}  # fmt: skip
+    live.engine.said[0] = ""
+    events = [update, append, {"type": "x" * (1 << 20)}, {f"k{one}": "" for one in range(400_000)}]
+    texts = [json.dumps(event) for event in events]
+    with connect(f"{live.url.replace('http', 'ws')}/v1/realtime") as socket:
+        socket.recv(timeout=300)
+        beat = Beat(live.loop)
+        for text in texts:
+            socket.send(text)
+        refused = 0
+        while refused < 3:
+            refused += json.loads(socket.recv(timeout=300))["type"] == "error"
+        longest = beat.end()
+    print("LONGEST", longest)
     assert longest < BOUND
 
 

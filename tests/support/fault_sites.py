@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["Faults", "sites_of"]
+__all__ = ["Faults", "fail", "kinds_of", "sites_of", "transformed"]
 
 #: Methods and functions, by their last name, that ask the kernel for something that may fail.
 OPERATIONS = frozenset(
@@ -40,6 +40,49 @@ OWNED = frozenset(
      ("shutil", "copyfile"), ("subprocess", "run")}
 )  # fmt: skip
 ASK = "__fault__"
+#: Operations of sockets, which lose their peers rather than their disks.
+SOCKETS = frozenset(
+    {
+        "accept", "bind", "connect", "connect_ex", "create_connection", "create_server",
+        "getaddrinfo", "listen", "recv", "recv_fds", "recv_into", "recvfrom", "send_fds",
+        "sendall", "sendmsg", "sendto", "socket", "socketpair",
+    }
+)  # fmt: skip
+#: The place of the size, or of the data, among the arguments of operations that may do less.
+SHORT = {
+    "os.read": 1, "os.write": 1, "os.pread": 1, "os.pwrite": 1, "recv": 0, "recv_into": 0,
+    "recvfrom": 0,
+}  # fmt: skip
+
+
+def kinds_of(site: str) -> tuple[str, ...]:
+    """The faults that may happen at a site: "cancel", "short" or the names of errnos."""
+    if "async with aclosing(" in site:  # it only remembers what to close
+        return ("cancel",)
+    kind, text = site.partition(": ")[2].split(maxsplit=1)
+    if kind != "call":
+        return ("cancel", "EIO")
+    text = text.partition(" (")[0]
+    name = text.rpartition(".")[2]
+    short = ("short",) if {text, name} & SHORT.keys() else ()
+    if name in SOCKETS:
+        return ("ECONNRESET", "ETIMEDOUT", "EMFILE", *short)
+    return ("ENOSPC", "EIO", "EMFILE", *short)
+
+
+def _shortened(operation: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """The operation, which does a part of what it is asked for, as the kernel may."""
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        least: Any = args[place]
+        if isinstance(least, int):
+            least = min(least, 1)
+        elif memoryview(least).nbytes:
+            view = memoryview(least).cast("B")
+            least = view[: max(1, view.nbytes // 2)]
+        return operation(*args[:place], least, *args[place + 1 :], **keywords)
+
+    return run
 
 
 def _operation(node: ast.Call) -> bool:
@@ -123,6 +166,12 @@ def sites_of(path: Path) -> list[str]:
     return [site for site in _transform(path, "")[0] if not site.startswith("module: ")]
 
 
+def transformed(path: Path, module: str) -> CodeType:
+    """The code of a module whose sites ask `Faults` before they go on."""
+    _, tree = _transform(path, module)
+    return compile(tree, str(path), "exec", dont_inherit=True)
+
+
 def _functions(value: Any, module: str, seen: set[int]) -> Iterator[FunctionType]:
     """The functions that a module or class defines, below decorators too."""
     if id(value) in seen:
@@ -185,6 +234,24 @@ class _Interrupted:
             return end.value
 
 
+def fail(site: str, kind: str, value: Any) -> Any:
+    """Let an operation (its function) or an await (what is waited for) fail, in this way."""
+    if kind == "cancel":
+        task = asyncio.current_task()
+        if task is not None:
+            task.cancel()
+        return value
+    if kind == "short":
+        text = site.partition(": call ")[2].partition(" (")[0]
+        place = SHORT[text] if text in SHORT else SHORT[text.rpartition(".")[2]]
+        return _shortened(value, place)
+    number = getattr(errno, kind)
+    error = OSError(number, os.strerror(number))
+    if inspect.iscoroutine(value):
+        return _Interrupted(value, error)
+    raise error
+
+
 class Faults:
     """Lets one site fail, once. reached: (module, site) in the order in which they were first met.
 
@@ -194,13 +261,12 @@ class Faults:
     def __init__(self) -> None:
         self.reached: dict[tuple[str, str], None] = {}
         self.site: tuple[str, str] | None = None
-        self.error: Callable[[], BaseException] | None = None
+        self.kind = ""
         self.fired = 0
 
     def arm(self, site: tuple[str, str], kind: str) -> None:
-        """kind: "cancel", or the name of an errno."""
-        number = getattr(errno, kind, None)
-        self.error = None if number is None else lambda: OSError(number, os.strerror(number))
+        """kind: see `kinds_of`."""
+        self.kind = kind
         self.site, self.fired = site, 0
 
     def disarm(self) -> None:
@@ -212,25 +278,27 @@ class Faults:
             return value
         self.site = None
         self.fired += 1
-        if self.error is None:
-            task = asyncio.current_task()
-            if task is not None:
-                task.cancel()
-            return value
-        if inspect.iscoroutine(value):
-            return _Interrupted(value, self.error())
-        raise self.error()
+        return fail(site[1], self.kind, value)
 
     @contextmanager
     def inside(self, modules: list[ModuleType]) -> Iterator[Faults]:
         """Replace the code of the modules' functions meanwhile."""
+        replaced = self.inside_for_ever(modules)
+        try:
+            yield self
+        finally:
+            for function, old in replaced:
+                function.__code__ = old
+            self.disarm()  # coroutines that still run have the new code
+
+    def inside_for_ever(self, modules: list[ModuleType]) -> list[tuple[FunctionType, CodeType]]:
+        """Replace the code of the modules' functions; returns them with their own code."""
         replaced: list[tuple[FunctionType, CodeType]] = []
         for module in modules:
             path = inspect.getsourcefile(module)
             if path is None:
                 continue
-            _, tree = _transform(Path(path), module.__name__)
-            whole = compile(tree, path, "exec", dont_inherit=True)
+            whole = transformed(Path(path), module.__name__)
             codes = {(one.co_qualname, one.co_firstlineno): one for one in _codes(whole)}
             seen: set[int] = set()
             for value in list(vars(module).values()):
@@ -241,9 +309,4 @@ class Faults:
                         replaced.append((function, old))
                         function.__code__ = new
         setattr(builtins, ASK, self.ask)
-        try:
-            yield self
-        finally:
-            for function, old in replaced:
-                function.__code__ = old
-            self.disarm()  # coroutines that still run have the new code
+        return replaced

@@ -295,6 +295,10 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [*([request["cwd"]] if request["from_cwd"] else []), *paths]
+    if folder := os.environ.get("MODULM_FAULTS"):
+        sys.path.insert(0, os.path.dirname(__file__))
+        importlib.import_module("fault_sweep").watch(Path(folder))
+        del sys.path[0]
     sys.argv = request["command"]
     main = sys.argv[0]
     if main == "-c":

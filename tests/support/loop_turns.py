@@ -8,8 +8,8 @@ import time
 
 __all__ = ["BOUND", "Beat"]
 
-#: CPU seconds of one turn: twice what is allowed, for machines that do more.
-BOUND = 0.1
+#: CPU seconds of one turn.
+BOUND = 0.05
 
 
 class Beat:

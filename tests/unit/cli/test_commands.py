@@ -146,9 +146,11 @@ def test_the_shell_is_given_flags_and_names() -> None:
 
 @pytest.fixture
 def termination() -> Iterator[_Termination]:
-    handler, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+    handlers, hook = [signal.getsignal(number) for number in numbers], sys.unraisablehook
     yield _Termination()
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
     sys.unraisablehook = hook
 
 

@@ -64,9 +64,15 @@ class Ring:
     @classmethod
     def create(cls, readers: int) -> Ring:
         """Create a ring, whose `descriptors` are sent to the other processes."""
-        memory = os.memfd_create("modulm-ring")
-        os.ftruncate(memory, readers * _LINE + _SLOTS * _ROOM)
-        return cls(memory, [os.eventfd(0) for _ in range(readers)])
+        descriptors = [os.memfd_create("modulm-ring")]
+        try:
+            os.ftruncate(descriptors[0], readers * _LINE + _SLOTS * _ROOM)
+            descriptors.extend(os.eventfd(0) for _ in range(readers))
+            return cls(descriptors[0], descriptors[1:])
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
 
     def write(self, data: bytes, alive: Callable[[], bool] = lambda: True) -> bool:
         """Write a frame for all readers; if it is too long, write an empty one and return False.

@@ -281,7 +281,9 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{file}: not UTF-8 text: {error}") from error
 
 
@@ -314,7 +316,10 @@ def _untrusted(path: str | Path) -> ConfigError:
 
 def _check_size(file: Path) -> None:
     """Raise CheckpointError for files that would take minutes to read."""
-    size = file.stat().st_size if file.is_file() else 0
+    try:
+        size = file.stat().st_size if file.is_file() else 0
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     if size > _LARGEST:
         raise CheckpointError(
             f"{file}: has {size >> 20} MiB; at most {_LARGEST >> 20} MiB are supported"

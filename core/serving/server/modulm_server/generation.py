@@ -53,6 +53,8 @@ __all__ = ["GenerationService", "Running", "ServedModel", "merged"]
 
 #: Size of a tool in characters, and of work that is slow whatever its length.
 _TOOL, _SLOW = 256, 10_000
+#: What a further text of a request costs, in characters, however short it is.
+_TEXT = 16
 #: Prompts of one request that start in one turn of the event loop.
 _TOGETHER = 8
 #: Maximum length of an adapter name to load.
@@ -186,7 +188,8 @@ class GenerationService:
                 for text in texts
             )
 
-        prompts: tuple[Prompt, ...] = await self.work.run(sum(map(len, texts)), read)
+        size = sum(map(len, texts)) + _TEXT * (len(texts) - 1)
+        prompts: tuple[Prompt, ...] = await self.work.run(size, read)
         return prompts
 
     async def from_ids(self, *prompts: Sequence[int]) -> tuple[Prompt, ...]:

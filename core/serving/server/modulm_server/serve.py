@@ -72,7 +72,7 @@ _LAST_WORDS = 3.0
 _CLOSING = 5.0
 _BACKLOG = 2048
 #: Maximum bytes of a WebSocket message.
-_SOCKET_MESSAGE = 16 << 20
+_SOCKET_MESSAGE = 8 << 20
 #: Turns of uvicorn's loop, a tenth of a second each, between two lines of statistics.
 _STATS_TICKS = 100
 #: Connections to accept per turn of the event loop.

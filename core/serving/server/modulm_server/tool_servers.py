@@ -201,6 +201,10 @@ class ToolServer:
                 ready.exception()  # it may be that nobody waits any more
             else:
                 log.warning("%s", self._failure(error))
+        finally:
+            if not ready.done():  # cancelled: whoever waits is told at once
+                ready.set_exception(self._failure(ConnectionError("the session was cut off")))
+                ready.exception()
 
     async def _open(self, stack: AsyncExitStack) -> Any:
         import httpx

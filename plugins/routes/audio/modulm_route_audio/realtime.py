@@ -7,8 +7,9 @@ client disconnects, its requests are cancelled.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -29,7 +30,7 @@ from modulm_route_audio.realtime_events import (
 from modulm_route_audio.speech import Speech, TranscriptionOptions
 from modulm_server.errors import ApiError, report
 from modulm_server.json_body import bad_field
-from modulm_speech.turns import TurnDetector
+from modulm_speech.turns import Turn, TurnDetector
 
 if TYPE_CHECKING:
     from modulm_server.generation import GenerationService, ServedModel
@@ -41,10 +42,13 @@ __all__ = ["Sessions"]
 _WAITING, _SHORTEST = 32, 0.1
 #: Maximum bytes of an event's field other than audio, and maximum fields of an event.
 _LONGEST, _FIELDS = 1 << 17, 32
+#: Bytes of an event that are read at once on the event loop: about a millisecond.
+_SMALL = 1 << 18
 #: Close codes: server shutting down, policy violation, try again later.
 _AWAY, _REFUSED, _LATER = 1001, 1008, 1013
 #: The full scale of a 16-bit sample.
 _FULL = 32768.0
+_T = TypeVar("_T")
 
 
 class Sessions:
@@ -77,19 +81,21 @@ class Sessions:
 class _Buffer:
     """Samples that are not committed yet. dropped_samples: number of samples before them."""
 
-    parts: list[bytes] = field(factory=list)
-    size: int = 0
+    data: bytearray = field(factory=bytearray)
     dropped_samples: int = 0
 
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
     def add(self, data: bytes) -> None:
-        self.parts.append(data)
-        self.size += len(data)
+        self.data += data
 
     def drop(self, count: int) -> bytes:
-        """Remove and return the first `count` samples."""
-        data = b"".join(self.parts)
-        dropped, rest = data[: 2 * count], data[2 * count :]
-        self.parts, self.size = [rest] if rest else [], len(rest)
+        """Remove and return the first `count` samples; what stays is not copied."""
+        with memoryview(self.data) as view:
+            dropped = bytes(view[: 2 * count])
+        del self.data[: 2 * count]
         self.dropped_samples += len(dropped) // 2
         return dropped
 
@@ -128,7 +134,7 @@ class _Session:
                 self._model = await self._generation.find_model(model)
             await self._send(self._events.created(self._settings))
             worker = asyncio.create_task(self._work())
-            while (message := await self._next()) is not None:
+            while (message := await self._next(worker)) is not None:
                 await self._process(message)
             await self.close(1000)
         except WebSocketDisconnect:
@@ -152,16 +158,30 @@ class _Session:
             with suppress(RuntimeError, OSError):
                 await self._socket.close(code)
 
-    async def _next(self) -> str | bytes | None:
-        """Receive the next message; None if the client is idle for too long."""
+    async def _next(self, worker: asyncio.Task[None]) -> str | bytes | None:
+        """Receive the next message; None if the client is idle for too long.
+
+        Raises what has ended the worker: nothing would be transcribed any more.
+        """
         while True:
+            receiving = asyncio.ensure_future(self._socket.receive())
+            wait = self._speech.flags.realtime_idle_timeout
             try:
-                wait = self._speech.flags.realtime_idle_timeout
-                message = await asyncio.wait_for(self._socket.receive(), wait)
-            except TimeoutError:
-                if self._jobs.empty():
-                    return None
-                continue
+                await asyncio.wait(
+                    {receiving, worker}, timeout=wait, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not receiving.done():
+                    if worker.cancelled():
+                        raise RuntimeError("the transcriptions of this session were cut off")
+                    if worker.done():
+                        worker.result()
+                        raise WebSocketDisconnect(1006)
+                    if self._jobs.empty():
+                        return None
+                    continue
+                message = receiving.result()
+            finally:
+                receiving.cancel()
             if message["type"] == "websocket.disconnect":
                 raise WebSocketDisconnect(message.get("code", 1005))
             return message.get("text") or message.get("bytes") or ""
@@ -170,7 +190,7 @@ class _Session:
         """Process an event. Errors are sent to the client, and the session continues."""
         event_id: Any = None
         try:
-            event = _decoded(message)
+            event = await _work(len(message), _decoded, message)
             event_id = event.get("event_id")
             await self._dispatch(event)
         except WebSocketDisconnect:
@@ -218,11 +238,14 @@ class _Session:
     async def _append(self, event: dict[str, Any]) -> None:
         settings = self._settings
         most = int(2 * settings.rate * self._speech.flags.max_realtime_seconds)
-        data = samples_of(event, most - self._buffer.size)
+        encoded = event.get("audio")
+        size = len(encoded) if isinstance(encoded, str) else 0
+        detector = None if settings.turns is None else self._turns
+        data, turns = await _work(size, _heard, event, most - self._buffer.size, detector)
         self._buffer.add(data)
         if settings.turns is None:
             return
-        for what, at in self._turns.feed(_floats(data)):
+        for what, at in turns:
             ms = at * 1000 // settings.rate
             if what == "started":
                 self._buffer.drop(max(0, at - self._buffer.dropped_samples))
@@ -328,6 +351,21 @@ def _detector(settings: Settings) -> TurnDetector:
         return TurnDetector(settings.rate)
     silence, padding = turns.silence_duration_ms / 1000, turns.prefix_padding_ms / 1000
     return TurnDetector(settings.rate, turns.threshold, silence, padding)
+
+
+async def _work(size: int, function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function that reads `size` bytes, in a thread if it takes long."""
+    if size < _SMALL:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _heard(
+    event: Mapping[str, Any], most: int, detector: TurnDetector | None
+) -> tuple[bytes, list[Turn]]:
+    """The samples of an `append` event, at most `most` bytes, and the turns in them."""
+    data = samples_of(event, most)
+    return data, [] if detector is None else list(detector.feed(_floats(data)))
 
 
 def _floats(data: bytes) -> np.ndarray:

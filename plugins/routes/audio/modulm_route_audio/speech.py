@@ -326,11 +326,15 @@ class Speech:
                         async for output in running:
                             pump.outputs.put_nowait(output)
                 pump.outputs.put_nowait(None)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                failure = error if isinstance(error, Exception) else RuntimeError("cut off")
                 if pump.accepted.done():
-                    pump.outputs.put_nowait(error)
+                    pump.outputs.put_nowait(failure)
                 else:
-                    pump.accepted.set_exception(error)
+                    pump.accepted.set_exception(failure)
+                    pump.accepted.exception()  # it may be that nobody waits any more
+                if failure is not error:
+                    raise
 
         pairs = zip(pumps, parts, strict=True)
         tasks = [asyncio.ensure_future(fill(pump, sound)) for pump, (_, sound) in pairs]

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LlamaCpp"]
 
+#: Answers that are put together in a turn of the event loop.
+_AT_ONCE = 32
+
 
 @frozen(kw_only=True)
 class _Job:
@@ -396,6 +399,8 @@ class LlamaCpp(RouteFamily):
             outputs = await self.context.generation.last_outputs(runs)
         completions = []
         for prompt_index, output in enumerate(outputs):
+            if prompt_index % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
             for choice in output.outputs:
                 answer = answers[prompt_index * job.params.n + choice.index]
                 if output.metrics is not None and output.metrics.first_token_time is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,13 @@ async def prompts_of(prompt: Any, generation: GenerationService) -> tuple[Prompt
     many = await generation.work.run(_size(prompt), _several, prompt)
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("prompt", f"prompt must have 1 to {LIMITS.prompts} prompts")
-    return tuple([await _prompt(one, generation) for one in many])
+    if all(isinstance(one, str) for one in many):
+        return await generation.tokenize(*many, whole=True)
+    prompts = []
+    for one in many:
+        prompts.append(await _prompt(one, generation))
+        await asyncio.sleep(0)  # short ones do not wait
+    return tuple(prompts)
 
 
 def _several(prompt: Any) -> list[Any]:
