@@ -7,6 +7,7 @@ client disconnects, its requests are cancelled.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,25 +80,32 @@ class Sessions:
 
 @define(eq=False)
 class _Buffer:
-    """Samples that are not committed yet. dropped_samples: number of samples before them."""
+    """Samples that are not committed yet. dropped_samples: number of samples before them.
 
-    data: bytearray = field(factory=bytearray)
+    Chunks stay as they came: joining megabytes on the event loop would hold up other requests.
+    """
+
+    chunks: deque[bytes | memoryview] = field(factory=deque)
+    size: int = 0
     dropped_samples: int = 0
 
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
     def add(self, data: bytes) -> None:
-        self.data += data
+        self.chunks.append(data)
+        self.size += len(data)
 
     def drop(self, count: int) -> bytes:
-        """Remove and return the first `count` samples; what stays is not copied."""
-        with memoryview(self.data) as view:
-            dropped = bytes(view[: 2 * count])
-        del self.data[: 2 * count]
-        self.dropped_samples += len(dropped) // 2
-        return dropped
+        """Remove and return the first `count` samples."""
+        wanted, dropped = min(2 * count, self.size), []
+        while wanted:
+            chunk = self.chunks.popleft()
+            if len(chunk) > wanted:
+                self.chunks.appendleft(memoryview(chunk)[wanted:])
+                chunk = chunk[:wanted]
+            dropped.append(chunk)
+            wanted -= len(chunk)
+            self.size -= len(chunk)
+            self.dropped_samples += len(chunk) // 2
+        return b"".join(dropped)
 
 
 @define(eq=False)
@@ -246,6 +254,7 @@ class _Session:
         if settings.turns is None:
             return
         for what, at in turns:
+            await asyncio.sleep(0)  # other requests go on between turns; sending does not wait
             ms = at * 1000 // settings.rate
             if what == "started":
                 self._buffer.drop(max(0, at - self._buffer.dropped_samples))
