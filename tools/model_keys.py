@@ -88,10 +88,19 @@ def describe(theirs: Any, mine: type) -> dict[str, Any]:
         for name, field in known.items()
         if aliases.get(name, name) in read and default(field) is not None
     }
-    theta = getattr(theirs, "default_theta", None)
+    theta = default_theta(theirs)
     if "rope_theta" in read and "rope_theta" not in known and isinstance(theta, int | float):
         defaults["rope_theta"] = float(theta)
     return {"defaults": dict(sorted(defaults.items())), "unknown": unknown(theirs, mine, known)}
+
+
+def default_theta(theirs: Any) -> Any:
+    """Return a class's default of rope_theta; of its full attention, where layers differ."""
+    tables = getattr(theirs(), "rope_parameters", None) or {}
+    table = tables.get("full_attention")
+    if isinstance(table, dict):
+        return table.get("rope_theta")
+    return getattr(theirs, "default_theta", None)
 
 
 def default(field: Field[Any]) -> Any:

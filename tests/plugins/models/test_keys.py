@@ -318,6 +318,7 @@ RIGHT = {
     "Gemma3TextModel.sliding_window": "transformers halves it as it reads the file, also a default",
     "Glm4MoeLiteForCausalLM.head_dim": "another name of qk_rope_head_dim: the file contradicts it",
     "HrmTextForCausalLM.num_hidden_layers": "runs of all layers, which num_layers_per_stack gives",
+    "MiMoV2FlashForCausalLM.rope_theta": "Xiaomi's files have it; transformers' class has tables",
     "MptForCausalLM.expansion_ratio": "transformers' class has 4 whatever the file says",
     "MiniMaxForCausalLM.rotary_dim": "MiniMax's own files have it, and its own code obeys",
     "Phi3ForCausalLM.max_position_embeddings": "one set of factors for all keys of a cache",

@@ -40,7 +40,7 @@ class MiMoV2Config(RoutedConfig):
     hybrid_layer_pattern: 1 for layers with a window. moe_layer_freq: 1 for layers with experts.
     sliding_window_size: tokens before a token that it sees in those layers; `sliding_window` counts
     the token as well. swa_*: sizes in layers with a window, by default those of the others with
-    twice the key heads. attention_value_scale multiplies the values.
+    twice the key heads. attention_value_scale multiplies the values; null means 1.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -62,7 +62,7 @@ class MiMoV2Config(RoutedConfig):
     rope_theta: float = 5e6
     swa_rope_theta: float = 1e4
     partial_rotary_factor: float = 0.334
-    attention_value_scale: float | None = 0.707
+    attention_value_scale: float | None = None
     routed_scaling_factor: float | None = 1.0  # type: ignore[assignment]
     add_swa_attention_sink_bias: bool = True
     add_full_attention_sink_bias: bool = False
