@@ -28,6 +28,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [SAID, "speak of emoji"], "max_tokens": 1},
     f"{CHAT}/batch": {"messages": [MESSAGES, MESSAGES], "max_tokens": 1},
     "/generative_scoring": {"query": SAID, "items": ["b"], "label_token_ids": [5, 6]},
+    "/inference/v1/generate": {"token_ids": [], "sampling_params": {"max_tokens": 1}},
     "/v1/responses": {"input": SAID, "max_output_tokens": 1},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
     "/v1/embeddings": {"input": ["hello", SAID]},
@@ -55,6 +56,8 @@ QUIET = frozenset(
         "/v1/conversations/{conversation_id}/items",
         "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel",
         "/v1/completions/render", "/v1/chat/completions/render",
+        "/v1/messages/render", "/v1/responses/render",
+        "/v1/completions/derender", "/v1/chat/completions/derender",
         "/api/pull", "/api/show", "/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}",
         "/invocations", "/props", "/slots/{id_slot}", "/lora-adapters", "/apply-template",
         "/infill",
@@ -109,10 +112,12 @@ def test_every_route_is_known_to_this_file(everything: Live) -> None:
 @pytest.mark.parametrize("path", ASKING)
 def test_f01_who_leaves_a_plain_request_ends_it(everything: Live, path: str) -> None:
     """Also within the first second, in which a refusal is waited for."""
-    engine = everything.engine
+    engine, body = everything.engine, ASKING[path]
+    if "token_ids" in body:
+        body = {**body, "token_ids": list(engine.tokenizer.encode(SAID))}
     before = len(engine.aborted)
     with connect(everything) as sock:
-        sock.sendall(request(path, ASKING[path]))
+        sock.sendall(request(path, body))
         until(lambda: engine.active > 0)
     until(lambda: engine.active == 0)
     assert len(engine.aborted) > before

@@ -652,6 +652,13 @@ OTHERS = {
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "DeepseekVLV2ForCausalLM",
+    "H2OVLChatModel",
+    "OpenCUAForConditionalGeneration",
+    "Ovis2_5",
+    "Ovis2_6ForCausalLM",
+    "Ovis2_6_MoeForCausalLM",
+    "Phi4ForCausalLMV",
     "BeeForConditionalGeneration",
     "DeepseekOCR2ForCausalLM",
     "DeepseekOCRForCausalLM",

@@ -131,6 +131,7 @@ OTHERS = {
     "modulm_memory.hub_headers": "headers of safetensors files as the hub has them",
     "modulm_server.output": "pipes",
     "modulm_tensor_files.beside": "files of a checkpoint, whose format is transformers'",
+    "modulm_weight_transfer.receiver": "replaces adapters and drafts in memory",
     "modulm_weights_shared_memory.segment": "shared memory of running processes",
     "modulm_command_plugins.package_commands": "pip's files",
     "modulm_command_plugins.package_index": "wheels",
