@@ -8,8 +8,8 @@ import time
 
 __all__ = ["BOUND", "Beat"]
 
-#: CPU seconds of one turn.
-BOUND = 0.05
+#: CPU seconds of one turn: twice what is meant, since a slow or busy machine takes that much longer.
+BOUND = 0.1
 
 
 class Beat:
