@@ -8,7 +8,7 @@ import time
 
 __all__ = ["BOUND", "Beat"]
 
-#: CPU seconds of one turn: twice what is meant, since a slow or busy machine takes that much longer.
+#: CPU seconds of one turn: twice what is meant, for slow and busy machines.
 BOUND = 0.1
 
 
