@@ -101,8 +101,13 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def port():
     """Of both servers: the one that may be asked, and the trap."""
-    home = ThreadingHTTPServer((HOME, 0), Handler)
-    trap = ThreadingHTTPServer((TRAP, home.server_address[1]), Handler)
+    while True:
+        home = ThreadingHTTPServer((HOME, 0), Handler)
+        try:
+            trap = ThreadingHTTPServer((TRAP, home.server_address[1]), Handler)
+            break
+        except OSError:  # another process has this port at the trap's address
+            home.server_close()
     threads = [threading.Thread(target=server.serve_forever) for server in (home, trap)]
     for thread in threads:
         thread.start()
