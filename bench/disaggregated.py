@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from harness import alive
+from harness import alive, shared_files
 from weight_update import SHAPE
 
 from modulm import LLM, AsyncLLM, SamplingParams
@@ -236,7 +236,11 @@ def kill(options: argparse.Namespace) -> int:
         finally:
             llm.shutdown()
     left = [pid for pid in pids if alive(pid)]
-    shared = [name for name in {*os.listdir("/dev/shm")} - before if "modulm" in name]
+    # What running processes map belongs to other servers of this machine.
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    others = shared_files(sorted(pids))
+    new = {*os.listdir("/dev/shm")} - before
+    shared = [name for name in new if "modulm" in name and f"/dev/shm/{name}" not in others]
     print(f"processes left: {left}; files left: {shared}")
     return int(bool(wrong or left or shared))
 

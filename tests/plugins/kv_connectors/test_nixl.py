@@ -69,10 +69,11 @@ def test_slots_of_a_peer_are_read(agents: Callable[[], NixlAgent]) -> None:
         with consumer.reader(described, 96) as reader:
             assert len(reader) == 40
             slots = [39, 0, *range(5, 25)]
-            rows = reader.rows(slots, Deadline(20))
+            rows = reader.rows(slots, [(0, 96)], Deadline(20))
             assert len(rows) == 16
             assert torch.equal(torch.stack(rows), store[slots[:16]])
-            assert torch.equal(reader.rows([7], Deadline(20))[0], store[7])
+            (row,) = reader.rows([7], [(0, 8), (90, 96)], Deadline(20))
+            assert torch.equal(row, torch.cat([store[7, :8], store[39, 8:90], store[7, 90:]]))
     assert [len(free) for free in consumer._buffers.values()] == [1]
 
 
@@ -83,7 +84,7 @@ def test_what_is_not_registered_is_a_fault(agents: Callable[[], NixlAgent]) -> N
     described: Any = producer.describe()
     reader = consumer.reader({**described, "slots": 900_000}, 32)
     with reader, pytest.raises(Fault, match="NIXL"):
-        reader.rows([800_000], Deadline(20))
+        reader.rows([800_000], [(0, 32)], Deadline(20))
     assert not any(consumer._buffers.values())  # a transfer may still write there
     with pytest.raises(Fault, match="NIXL cannot reach it"):
         consumer.reader({**described, "metadata": b"anything"}, 32)

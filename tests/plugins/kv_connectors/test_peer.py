@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm_kv_peer.connector import PeerOptions, _Index
 from modulm_kv_peer.wire import differing
+from modulm_kv_transfer.copies import BlockCopier
 from modulm_kv_transfer.runner import TransferRunner
 from modulm_server.app import create_app
 
@@ -141,22 +143,104 @@ def test_the_proxys_way(model: Callable[..., str], expected: list[Any]) -> None:
         assert results(again) == expected[:1]
 
 
-def test_only_the_last_chunk_is_left_when_a_prompt_ends(
+def test_blocks_are_saved_in_the_step_that_fills_them(
     model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, int, int]] = []
     begin = TransferRunner.begin
 
     def noted(self: Any, plan: Any, value: Any) -> None:
-        saves = () if value is None else value.saves
-        steps.append((len(plan.tokens), sum(len(save.names) for save in saves)))
+        counts = [
+            sum(len(save.names) for save in getattr(value, kind, ()))
+            for kind in ("saves", "computing")
+        ]
+        steps.append((len(plan.tokens), *counts))
         begin(self, plan, value)
 
     monkeypatch.setattr(TransferRunner, "begin", noted)
     with engine(model(), "kv_producer", free_port(), max_model_len=256) as llm:
-        ask(llm, ONE, [PREFILL], [{"prompt_token_ids": [5, 9, 40] * 60}])
-    # Tokens of each step, and blocks that are sent while it runs: those of the step before.
-    assert [step for step in steps if any(step)] == [(64, 0), (64, 2), (52, 2), (0, 1)]
+        (output,) = ask(llm, ONE, [PREFILL], [{"prompt_token_ids": [5, 9, 40] * 60}])
+        assert [step for step in steps if any(step)] == [(64, 0, 2), (64, 0, 2), (52, 0, 1)]
+        # The beginning of this one is in the prefix cache, but not stored.
+        llm.generate([{"prompt_token_ids": [6, 9, 40] * 60}], ONE, use_tqdm=False)
+        steps.clear()
+        ask(llm, ONE, [PREFILL], [{"prompt_token_ids": [6, 9, 40] * 75}])
+        assert [step for step in steps if any(step)] == [(64, 5, 2), (1, 0, 0)]
+    assert output.kv_transfer_params["do_remote_prefill"]
+
+
+def transfers(llm: LLM) -> Any:
+    """The engine's runner of transfers."""
+    return llm._core.loop.executor._worker._runner.parts["transfers"]
+
+
+def last_attention(llm: LLM) -> Any:
+    return transfers(llm)._layers[-1]
+
+
+@contextmanager
+def fetching(llm: LLM, port: int) -> Iterator[Any]:
+    """A thread that continues the first prompt, which another engine has yet to compute."""
+    table = {**self_params(port), "remote_computing": True, "tp_size": 1}
+    with ThreadPoolExecutor(1) as threads:
+        yield threads.submit(ask, llm, PARAMS, [table])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_layers_are_sent_while_later_ones_are_computed(
+    shared: bool,
+    model: Callable[..., str],
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last layer of a prompt's only step waits until the consumer has the first layer."""
+    came, in_time = threading.Event(), []
+    load = BlockCopier.load
+
+    def noted(self: Any, blocks: Any, stored: Any, tensors: Any = None) -> None:
+        load(self, blocks, stored, tensors)
+        if tensors:
+            came.set()
+
+    monkeypatch.setattr(BlockCopier, "load", noted)
+    with pair(model(), {"shared_memory": shared}) as (first, second):
+        last = last_attention(first)
+        last.register_forward_pre_hook(lambda *_: in_time.append(came.wait(60)))
+        port = transfers(first)._mover._port
+        with fetching(second, port) as future:
+            prefill(first, 1)
+        assert in_time == [True, True]  # steps of 64 and 16 tokens
+        outputs = future.result()
+        assert results(outputs) == expected[:1]
+        assert outputs[0].num_cached_tokens == STORED
+
+
+def test_a_step_that_fails_after_some_layers(
+    model: Callable[..., str], expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for its blocks, and what other passes compute is not taken for them."""
+    with pair(model()) as (first, second):
+        last = last_attention(first)
+        raised: list[int] = []
+
+        def fail(*_: Any) -> None:
+            if not raised:
+                raised.append(1)
+                raise RuntimeError("on purpose")
+
+        last.register_forward_pre_hook(fail)
+        store = transfers(first)._mover.store
+        with fetching(second, transfers(first)._mover._port) as future:
+            (failed,) = ask(first, ONE, [PREFILL])
+            assert failed.outputs[0].finish_reason == "error"
+            assert not store._filling
+            outputs = future.result()
+        assert results(outputs) == expected[:1]
+        assert outputs[0].num_cached_tokens == 0
+        assert not len(store)
+        assert not store._held
+        assert results(ask(second, PARAMS, prefill(first, 1))) == expected[:1]
+    assert "blocks are not there" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])

@@ -34,10 +34,13 @@ def test_heads_are_split_and_merged(here: int, there: int) -> None:
         for source in source_ranks(rank, here, there):
             other = BlockCopier(caches(values, source, there))
             rows = list(other.buffer(BLOCKS - 1))
-            other.save([range(1, BLOCKS)], rows)
+            for tensor in (1, 0):
+                other.save([range(1, BLOCKS)], rows, [tensor])
             load = block_loader(copier, Layout.of(other), rank, here, source, there)
             if load is not None:
-                load([[3, 1, 2]], rows)
+                # Tensor by tensor, as they come from a step that is running.
+                for tensors in ([0], [1]):
+                    load([[3, 1, 2]], rows, tensors)
         moved = torch.cat([torch.zeros_like(values[:1]), values[[2, 3, 1]]])
         wanted = caches(moved, rank, here)[0]
         for (_, tensor), expected in zip(copier.tensors, wanted, strict=True):
@@ -77,11 +80,12 @@ def test_blocks_that_are_read_are_not_evicted() -> None:
     store = PeerStore(torch.zeros(2, 8, dtype=torch.uint8))
     names = [b"a", b"b"]
     store.add(names, store.reserve(names)[1])
-    held = store.hold(names, 0)
+    held, _ = store.hold(names, 0)
     assert store.reserve([b"c"]) == ([], [])
-    assert store.hold([b"c"], 60) == []  # evicted at once: nobody waits for it
+    assert store.hold([b"c"], 60) == ([], None)  # evicted at once: nobody waits for it
     store.drop(held)
     new, slots = store.reserve([b"c"])
     assert (new, slots) == ([0], [held[1]])
     store.add([b"c"], slots)
-    assert [store.hold([name], 0) for name in (b"a", b"b", b"c")] == [[held[0]], [], slots]
+    held_now = [store.hold([name], 0)[0] for name in (b"a", b"b", b"c")]
+    assert held_now == [[held[0]], [], slots]

@@ -10,9 +10,9 @@ import hashlib
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,9 @@ from modulm.contracts.connector import (
 )
 from modulm.errors import UnsupportedError
 
-__all__ = ["BlockCopier", "CopyingMover", "TransferFailed"]
+__all__ = ["BlockCopier", "CopyingMover", "TransferFailed", "merged"]
+
+T = TypeVar("T")
 
 #: Number of blocks that are staged in device memory at a time.
 _STAGED = 32
@@ -75,47 +77,99 @@ class BlockCopier:
             [] if self.staged else [(g, start, view.numpy()) for g, start, view in self._views]
         )
 
-    def save(self, blocks: Sequence[Sequence[int]], into: Sequence[torch.Tensor]) -> None:
-        """Copy blocks to `into`, a uint8 tensor [width] for each. blocks: ids per group."""
+    def save(
+        self,
+        blocks: Sequence[Sequence[int]],
+        into: Sequence[torch.Tensor],
+        tensors: Sequence[int] | None = None,
+    ) -> None:
+        """Copy blocks to `into`, a uint8 tensor [width] for each.
+
+        blocks: ids per group. tensors: indices of those to copy, in order; by default all.
+        """
         if not self.staged:
+            arrays = _chosen(self._arrays, tensors)
             for index, out in enumerate(into):
                 target = out.numpy()
-                for group, start, array in self._arrays:
+                for group, start, array in arrays:
                     target[start : start + array.shape[1]] = array[blocks[group][index]]
             return
+        views, spans = _chosen(self._views, tensors), self.spans(tensors)
         for part in _parts(len(into)):
-            stage = torch.empty(
-                (len(into[part]), self.width), dtype=torch.uint8, device=self.device
-            )
-            for group, start, view in self._views:
+            stage = self._stage(len(into[part]), spans)
+            at = 0
+            for group, _, view in views:
                 ids = torch.tensor(blocks[group][part], device=self.device)
-                stage[:, start : start + view.shape[1]] = view.index_select(0, ids)
+                stage[:, at : at + view.shape[1]] = view.index_select(0, ids)
+                at += view.shape[1]
             for out, row in zip(into[part], stage, strict=True):
-                out.copy_(row, non_blocking=True)
+                at = 0
+                for start, end in spans:
+                    out[start:end].copy_(row[at : at + end - start], non_blocking=True)
+                    at += end - start
 
-    def load(self, blocks: Sequence[Sequence[int]], stored: Sequence[torch.Tensor]) -> None:
-        """Fill blocks with bytes copied by `save`; ids that are 0 are left out."""
+    def load(
+        self,
+        blocks: Sequence[Sequence[int]],
+        stored: Sequence[torch.Tensor],
+        tensors: Sequence[int] | None = None,
+    ) -> None:
+        """Fill blocks with bytes copied by `save`; ids that are 0 are left out.
+
+        tensors: as in `save`.
+        """
         if not self.staged:
+            arrays = _chosen(self._arrays, tensors)
             for index, source in enumerate(stored):
                 stored_row = source.numpy()
-                for group, start, array in self._arrays:
+                for group, start, array in arrays:
                     if block := blocks[group][index]:
                         array[block] = stored_row[start : start + array.shape[1]]
             return
+        views, spans = _chosen(self._views, tensors), self.spans(tensors)
         for part in _parts(len(stored)):
-            stage = torch.empty(
-                (len(stored[part]), self.width), dtype=torch.uint8, device=self.device
-            )
+            stage = self._stage(len(stored[part]), spans)
             for row, source in zip(stage, stored[part], strict=True):
-                row.copy_(source, non_blocking=True)
-            for group, start, view in self._views:
+                at = 0
+                for start, end in spans:
+                    row[at : at + end - start].copy_(source[start:end], non_blocking=True)
+                    at += end - start
+            at = 0
+            for group, _, view in views:
                 # Block 0 pads tables; what it holds does not matter.
                 ids = torch.tensor(blocks[group][part], device=self.device)
-                view.index_copy_(0, ids, stage[:, start : start + view.shape[1]])
+                view.index_copy_(0, ids, stage[:, at : at + view.shape[1]])
+                at += view.shape[1]
+
+    def spans(self, tensors: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """Return where tensors are in a block's bytes: (start, end), adjacent ones as one."""
+        if tensors is None:
+            return [(0, self.width)]
+        places = _chosen(self._views, tensors)
+        return merged((start, start + view.shape[1]) for _, start, view in places)
+
+    def _stage(self, blocks: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        width = sum(end - start for start, end in spans)
+        return torch.empty((blocks, width), dtype=torch.uint8, device=self.device)
 
     def buffer(self, blocks: int) -> torch.Tensor:
         """Allocate host memory: [blocks, width] uint8, pinned if the caches are on a device."""
         return torch.empty((blocks, self.width), dtype=torch.uint8, pin_memory=self.staged)
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in the same order, adjacent ones as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _chosen(items: Sequence[T], indices: Sequence[int] | None) -> Sequence[T]:
+    return items if indices is None else [items[index] for index in indices]
 
 
 def _parts(count: int) -> Iterator[slice]:
@@ -130,9 +184,9 @@ class CopyingMover(KVMover):
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[bool, BlockTransfer, Any] | BlockHold | None] = (
-            queue.SimpleQueue()
-        )
+        self._waiting: queue.SimpleQueue[
+            tuple[bool, BlockTransfer, Any] | BlockHold | Callable[[], None] | None
+        ] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._done: list[int] = []
         self._failed: list[tuple[int, str]] = []
@@ -189,8 +243,12 @@ class CopyingMover(KVMover):
         """
         self._waiting.put((True, transfer, ready))
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread, after what was queued before. It must not raise."""
+        self._waiting.put(function)
+
     def fail(self, transfer: BlockTransfer, reason: str) -> None:
-        """Report a transfer that has failed before it was queued."""
+        """Report a transfer that has failed and is not queued."""
         with self._lock:
             self._failed.append((transfer.id, reason))
             self._lock.notify_all()
@@ -227,6 +285,9 @@ class CopyingMover(KVMover):
                 continue
             if isinstance(item, BlockHold):
                 self.hold(item)
+                continue
+            if callable(item):
+                item()
                 continue
             loads, transfer, ready = item
             fault = self._move(loads, transfer, ready)

@@ -19,7 +19,7 @@ from modulm.errors import ConfigError
 from modulm_kv_transfer.choice import connector_decision, connector_tables
 from modulm_kv_transfer.flags import KVTransferConfig
 from modulm_kv_transfer.identity import engine_facts, model_digest
-from modulm_kv_transfer.remote import RemoteConnector, RemoteIndex
+from modulm_kv_transfer.remote import LayeredPlan, RemoteConnector, RemoteIndex
 from modulm_prefix_retention.flags import PrefixRetentionConfig
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class TransfersPart(StepPart):
         return self._decision
 
     def planner(self, context: PlannerContext) -> TransferPlanner:
-        from modulm_kv_transfer.planner import RemoteTransferPlanner, TransferPlanner
+        from modulm_kv_transfer.planner import TransferPlanner
+        from modulm_kv_transfer.remote_planner import RemoteTransferPlanner
 
         index = self.connector.index()
         if isinstance(index, RemoteIndex):
@@ -70,20 +71,33 @@ class TransfersPart(StepPart):
         return TransferPlanner(index, context, late=self._late)
 
     def runner(self, built: BuiltModel) -> TransferRunner:
-        from modulm_kv_transfer.runner import TransferRunner
+        from modulm_kv_transfer.layers import LayeredMover
+        from modulm_kv_transfer.runner import LayeredTransferRunner, TransferRunner
 
         _check_groups(built.loaded)
-        remote = isinstance(self.connector, RemoteConnector)
-        return TransferRunner(self.connector.mover(), remote=remote)
+        mover = self.connector.mover()
+        if isinstance(mover, LayeredMover):
+            return LayeredTransferRunner(mover)
+        return TransferRunner(mover, remote=isinstance(self.connector, RemoteConnector))
 
     def pack_plan(self, value: TransferPlan) -> list[Any]:
         lists = (value.loads, value.saves, value.holds)
-        return [[attrs.astuple(each) for each in values] for values in lists]
+        packed: list[Any] = [[attrs.astuple(each) for each in values] for values in lists]
+        if isinstance(value, LayeredPlan):
+            computing = [attrs.astuple(each) for each in value.computing]
+            packed += [computing, value.committed, value.dropped]
+        return packed
 
     def unpack_plan(self, packed: list[Any]) -> TransferPlan:
-        loads, saves, holds = packed
+        loads, saves, holds, *layered = packed
         kept = tuple(BlockHold(tuple(names), *rest) for names, *rest in holds)
-        return TransferPlan(tuple(map(_transfer, loads)), tuple(map(_transfer, saves)), kept)
+        common = tuple(map(_transfer, loads)), tuple(map(_transfer, saves)), kept
+        if not layered:
+            return TransferPlan(*common)
+        computing, committed, dropped = layered
+        return LayeredPlan(
+            *common, tuple(map(_transfer, computing)), tuple(committed), tuple(dropped)
+        )
 
     def pack_report(self, value: TransferResult) -> list[Any]:
         return [value.done, value.failed, value.removed]

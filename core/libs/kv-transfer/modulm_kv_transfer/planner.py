@@ -22,11 +22,10 @@ from modulm.contracts.requests import Request
 from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, WaitingRequest
 from modulm.errors import ConfigError
 from modulm_kv_transfer.holds import PrefixHolds
-from modulm_kv_transfer.remote import RemoteIndex
 from modulm_kv_transfer.units import BlockUnits
 from modulm_kv_transfer.unsaved import UnsavedBlocks
 
-__all__ = ["RemoteTransferPlanner", "TransferPlanner"]
+__all__ = ["TransferPlanner"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -394,48 +393,3 @@ class TransferPlanner(PartPlanner):
     def finished(self, request: str) -> None:
         self._stored.pop(request, None)
         self.index.finish(request)
-
-
-class RemoteTransferPlanner(TransferPlanner):
-    """Plans transfers between engines, which requests ask for."""
-
-    def __init__(self, index: RemoteIndex, context: PlannerContext) -> None:
-        super().__init__(index, context)
-        self._remote = index
-        self._known: set[str] = set()
-        #: Requests whose answers have no `kv_transfer_params` yet.
-        self._unanswered: set[str] = set()
-
-    def check(self, request: Request) -> None:
-        self._remote.check(request)
-
-    def external(self, waiting: WaitingRequest, cached: int) -> int | None:
-        request = waiting.request
-        if request.id not in self._known:
-            self._known.add(request.id)
-            self._unanswered.add(request.id)
-            self._remote.add(request)
-        return super().external(waiting, cached)
-
-    def source(self, request: str) -> Any:
-        return self._remote.source(request)
-
-    def skip(self, request: str) -> None:
-        # Nobody shall wait for blocks that do not come.
-        self._unanswered.discard(request)
-
-    def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
-        events = super().events(names)
-        if not self._unanswered:
-            return events
-        answers = {}
-        for request in self._unanswered.intersection(names.values()):
-            self._unanswered.discard(request)
-            if (answer := self._remote.answer(request)) is not None:
-                answers[request] = answer
-        return {**events, "transfer_params": answers} if answers else events
-
-    def finished(self, request: str) -> None:
-        self._known.discard(request)
-        self._unanswered.discard(request)
-        super().finished(request)

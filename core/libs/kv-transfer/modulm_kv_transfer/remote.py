@@ -11,14 +11,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modulm.contracts.connector import KVConnector, KVIndex
+from attrs import frozen
+
+from modulm.contracts.connector import BlockTransfer, KVConnector, KVIndex, TransferPlan
 from modulm.contracts.sampling import SamplingParams
 from modulm.errors import RequestError
 
 if TYPE_CHECKING:
     from modulm.contracts.requests import Request
 
-__all__ = ["FIELD", "RemoteConnector", "RemoteIndex", "transfer_params"]
+__all__ = ["FIELD", "LayeredPlan", "RemoteConnector", "RemoteIndex", "transfer_params"]
 
 #: The request field; `SamplingParams.extra_args` has it under the same name, as in vLLM.
 FIELD = "kv_transfer_params"
@@ -37,6 +39,19 @@ def transfer_params(request: Request) -> Mapping[str, Any]:
         if not isinstance(table.get(key), bool | None):
             raise RequestError(f"{key} must be true or false", FIELD)
     return table
+
+
+@frozen
+class LayeredPlan(TransferPlan):
+    """Transfers of a step, with those that save what it computes (`modulm_kv_transfer.layers`).
+
+    computing: saves of blocks that are full after this step. committed, dropped: ids of such saves
+    of earlier steps, which succeeded or failed.
+    """
+
+    computing: tuple[BlockTransfer, ...] = ()
+    committed: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
 
 class RemoteIndex(KVIndex):

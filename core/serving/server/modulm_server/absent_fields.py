@@ -36,7 +36,8 @@ _COMMON = {
     "watermarking": "text is not watermarked",
     "mm_payload": "send images, audio and video in the messages",
     "return_mm_kwargs": "processed media stay in the server",
-    "ec_transfer_params": "encoder outputs are not exchanged between engines",
+    "ec_transfer_params": "leave it out and send the media: engines with --ec-transfer-config find "
+    "the outputs of other encoders by the media's hashes",
 }
 _SESSION = {"session_id": "cache_salt separates cached prefixes"}
 

@@ -18,13 +18,18 @@ from modulm_kv_peer.wire import Deadline, Fault, receive, receive_into, send
 
 __all__ = ["Opener", "PeerClient", "Writer"]
 
-#: Takes blocks: the index of the first one, and the bytes of each.
-Writer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], None]
+#: Takes blocks: the index of the first one, the bytes of each, and which tensors these have; None:
+#: all.
+Writer: TypeAlias = Callable[[int, Sequence[torch.Tensor], Sequence[int] | None], None]
 #: Makes a writer for blocks of a layout, from an engine of a tensor parallel size; None: none of
 #: them are needed.
 Opener: TypeAlias = Callable[[Layout, int], Writer | None]
-#: A peer's memory: its slots, and what returns the first blocks of some of them.
-_Memory: TypeAlias = tuple[int, Callable[[Sequence[int], Deadline], list[torch.Tensor]]]
+#: (start, end) of bytes of a block.
+_Spans: TypeAlias = Sequence[tuple[int, int]]
+#: A peer's memory: its slots, and what returns the first blocks of some of them, with these bytes.
+_Memory: TypeAlias = tuple[int, Callable[[Sequence[int], _Spans, Deadline], list[torch.Tensor]]]
+#: Blocks that are received at once.
+_PART = 16
 
 
 class PeerClient:
@@ -97,14 +102,14 @@ class PeerClient:
             memory = self._memory(answer, layout.width, stack)
             if isinstance(answer.get("memory"), dict) or isinstance(answer.get("nixl"), dict):
                 send(peer, {"slots": memory is not None}, deadline)
-            self._receive(peer, len(names), layout.width, memory, write, deadline)
+            self._receive(peer, len(names), layout, memory, write, deadline)
 
     def _memory(self, answer: Mapping[str, Any], width: int, stack: ExitStack) -> _Memory | None:
         """Return how to read the peer's memory, or None. Raises Fault."""
         if isinstance(answer.get("memory"), dict):
             blocks = open_shared(answer["memory"], width)
             if blocks is not None:
-                return len(blocks), lambda slots, _: [blocks[slot] for slot in slots]
+                return len(blocks), lambda slots, *_: [blocks[slot] for slot in slots]
         if self._agent is not None and isinstance(answer.get("nixl"), dict):
             reader = stack.enter_context(self._agent.reader(answer["nixl"], width))
             return len(reader), reader.rows
@@ -114,30 +119,33 @@ class PeerClient:
         self,
         peer: socket.socket,
         total: int,
-        width: int,
+        layout: Layout,
         memory: _Memory | None,
         write: Writer,
         deadline: Deadline,
     ) -> None:
-        """Write `total` blocks as they arrive. Raises Fault."""
-        count = 0
+        """Write `total` blocks as they arrive, whole or some tensors at a time. Raises Fault."""
+        count, came = 0, set[int]()
         while count < total:
             part = receive(peer, deadline)
             if "missing" in part:
                 raise Fault(f"{part['missing']} of {total} blocks are not there")
-            if memory is None:
-                rows = _rows(peer, part, total - count, width, deadline)
-                write(count, rows)
-                count += len(rows)
-            else:
-                slots = _slots(part, total - count, memory[0])
-                done = 0
-                while done < len(slots):
-                    rows = memory[1](slots[done:], deadline)
-                    write(count + done, rows)
-                    done += len(rows)
-                send(peer, {"copied": len(slots)}, deadline)
-                count += len(slots)
+            tensors = _tensors(part, layout)
+            spans = layout.spans(tensors)
+            slots = None if memory is None else _slots(part, total - count, memory[0])
+            done, blocks = 0, _blocks(part, total - count) if slots is None else len(slots)
+            while done < blocks:
+                if memory is None or slots is None:
+                    rows = _rows(peer, min(blocks - done, _PART), layout.width, spans, deadline)
+                else:
+                    rows = memory[1](slots[done:], spans, deadline)
+                write(count + done, rows, tensors)
+                done += len(rows)
+            if slots is not None:
+                send(peer, {"copied": blocks}, deadline)
+            came.update(range(len(layout.tensors)) if tensors is None else tensors)
+            if len(came) == len(layout.tensors):
+                count, came = count + blocks, set()
             deadline.renew()
         # The blocks in the peer's memory were not overwritten meanwhile.
         if receive(peer, deadline) != {"complete": True}:
@@ -152,6 +160,17 @@ class PeerClient:
                     peer.shutdown(socket.SHUT_RDWR)
 
 
+def _tensors(part: Mapping[str, Any], layout: Layout) -> list[int] | None:
+    """Return the tensors that a part has of its blocks, in order; None: all. Raises Fault."""
+    listed = part.get("tensors")
+    if listed is None:
+        return None
+    known = range(len(layout.tensors))
+    if not isinstance(listed, list) or not listed or any(index not in known for index in listed):
+        raise Fault("its answer cannot be read")
+    return listed
+
+
 def _slots(part: Mapping[str, Any], most: int, slots: int) -> list[int]:
     """Return the slots of a part, at least one. Raises Fault."""
     listed = part.get("slots")
@@ -162,13 +181,25 @@ def _slots(part: Mapping[str, Any], most: int, slots: int) -> list[int]:
     return listed
 
 
-def _rows(
-    peer: socket.socket, part: Mapping[str, Any], most: int, width: int, deadline: Deadline
-) -> list[torch.Tensor]:
-    """Receive the blocks of a part, at least one: a uint8 tensor [width] of each. Raises Fault."""
+def _blocks(part: Mapping[str, Any], most: int) -> int:
+    """Return the number of blocks of a part, at least one. Raises Fault."""
     count = part.get("blocks")
     if not isinstance(count, int) or not 0 < count <= most:
         raise Fault("its answer cannot be read")
+    return count
+
+
+def _rows(
+    peer: socket.socket, count: int, width: int, spans: _Spans, deadline: Deadline
+) -> list[torch.Tensor]:
+    """Receive blocks: a uint8 tensor [width] of each, with the bytes of these spans. Raises
+    OSError, Fault.
+    """
     blocks = torch.empty((count, width), dtype=torch.uint8)
-    receive_into(peer, memoryview(blocks.view(-1).numpy()), deadline)
+    if spans == [(0, width)]:
+        receive_into(peer, memoryview(blocks.view(-1).numpy()), deadline)
+        return list(blocks)
+    for block in blocks:
+        for start, end in spans:
+            receive_into(peer, memoryview(block[start:end].numpy()), deadline)
     return list(blocks)

@@ -32,8 +32,8 @@ from modulm_kv_peer.server import PeerServer
 from modulm_kv_peer.store import PeerStore
 from modulm_kv_peer.wire import Deadline
 from modulm_kv_transfer.block_files import FOLDER
-from modulm_kv_transfer.copies import CopyingMover
 from modulm_kv_transfer.encoder_outputs import EncoderConnector, EncoderOutputs, EncoderTransfer
+from modulm_kv_transfer.layers import BlockWriter, LayeredMover
 from modulm_kv_transfer.remote import FIELD, RemoteConnector, RemoteIndex, transfer_params
 
 __all__ = ["PeerConnector", "PeerOptions"]
@@ -163,7 +163,26 @@ class _Index(RemoteIndex):
         self._sources.pop(request, None)
 
 
-class _Mover(CopyingMover):
+class _BlockWriter(BlockWriter):
+    """Writes blocks into the store while their step runs."""
+
+    def __init__(self, mover: _Mover, transfer: BlockTransfer) -> None:
+        self._copier, self._store, self._synchronize = mover.copier, mover.store, mover.synchronize
+        new, slots = self._store.reserve(transfer.names)
+        self._blocks = [[ids[index] for index in new] for ids in transfer.blocks]
+        self._rows = [self._store.memory[slot] for slot in slots]
+        self._filling = self._store.fill([transfer.names[index] for index in new], slots)
+
+    def write(self, tensors: Sequence[int]) -> None:
+        self._copier.save(self._blocks, self._rows, tensors)
+        self._synchronize()
+        self._store.write(self._filling, tensors)
+
+    def end(self, *, worked: bool) -> None:
+        self._store.end(self._filling, worked=worked)
+
+
+class _Mover(LayeredMover):
     """This rank's store and server, and its fetches from ranks of other engines.
 
     size: tensor parallel size.
@@ -228,6 +247,9 @@ class _Mover(CopyingMover):
             raise
         self.store.add(names, slots)
 
+    def writer(self, transfer: BlockTransfer) -> BlockWriter:
+        return _BlockWriter(self, transfer)
+
     def start_load(self, transfer: BlockTransfer, ready: Any) -> None:
         self._fetchers.submit(self._fetch, transfer, ready, self._deadline(transfer))
 
@@ -248,10 +270,10 @@ class _Mover(CopyingMover):
             return None
 
         @torch.inference_mode()
-        def write(first: int, rows: Sequence[torch.Tensor]) -> None:
+        def write(first: int, rows: Sequence[torch.Tensor], tensors: Sequence[int] | None) -> None:
             blocks = [ids[first : first + len(rows)] for ids in transfer.blocks]
             with self._writing, self.streamed(ready):
-                load(blocks, rows)
+                load(blocks, rows, tensors)
 
         return write
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from attrs import frozen
 
 from modulm_kv_peer.wire import Fault
-from modulm_kv_transfer.copies import BlockCopier
+from modulm_kv_transfer.copies import BlockCopier, merged
 
 __all__ = ["Layout", "Loader", "block_loader", "source_ranks"]
 
-#: Fills blocks (ids by cache group) from stored rows, one for each.
-Loader = Callable[[Sequence[Sequence[int]], Sequence[torch.Tensor]], None]
+#: Fills blocks (ids by cache group) from stored rows, one for each: all their tensors, or some.
+Loader = Callable[[Sequence[Sequence[int]], Sequence[torch.Tensor], Sequence[int] | None], None]
 
 
 @frozen
@@ -48,15 +49,23 @@ class Layout:
         """Bytes of a block."""
         return sum(prod(shape) for _, shape in self.tensors)
 
+    def spans(self, tensors: Sequence[int] | None) -> list[tuple[int, int]]:
+        """Return where tensors are in a block: (start, end), adjacent ones as one. None: all."""
+        if tensors is None:
+            return [(0, self.width)]
+        ends = list(accumulate((prod(shape) for _, shape in self.tensors), initial=0))
+        return merged((ends[index], ends[index + 1]) for index in tensors)
+
 
 @frozen
 class _Slice:
     """A part of a tensor's heads: from `first` on there, from `at` on here, `count` of them.
 
-    target: [blocks, ...] uint8. start: of the tensor in a stored row. shape: stored, of a block.
-    axis: of the heads in the shape, or None if the whole tensor is alike.
+    tensor: its index. target: [blocks, ...] uint8. start: of the tensor in a stored row. shape:
+    stored, of a block. axis: of the heads in the shape, or None if the whole tensor is alike.
     """
 
+    tensor: int
     group: int
     target: torch.Tensor
     start: int
@@ -96,12 +105,12 @@ def block_loader(
     if len(own.tensors) != len(layout.tensors):
         raise Fault("refused: the cache layout is different")
     pairs = zip(copier.tensors, own.tensors, layout.tensors, strict=True)
-    for (group, tensor), (_, shape), (other_group, other) in pairs:
+    for index, ((group, tensor), (_, shape), (other_group, other)) in enumerate(pairs):
         if group != other_group or len(shape) != len(other):
             raise Fault("refused: the cache layout is different")
         part = _slice(shape, other, rank % here, here, source % there, there)
         if part is not None:
-            slices.append(_Slice(group, tensor.view(torch.uint8), start, other, *part))
+            slices.append(_Slice(index, group, tensor.view(torch.uint8), start, other, *part))
         start += prod(other)
     return _SliceLoader(slices) if slices else None
 
@@ -139,8 +148,15 @@ class _SliceLoader:
     def __init__(self, slices: Sequence[_Slice]) -> None:
         self._slices = slices
 
-    def __call__(self, blocks: Sequence[Sequence[int]], rows: Sequence[torch.Tensor]) -> None:
+    def __call__(
+        self,
+        blocks: Sequence[Sequence[int]],
+        rows: Sequence[torch.Tensor],
+        tensors: Sequence[int] | None = None,
+    ) -> None:
         for one in self._slices:
+            if tensors is not None and one.tensor not in tensors:
+                continue
             target, end = one.target, one.start + prod(one.shape)
             source = torch.stack([row[one.start : end].view(one.shape) for row in rows])
             if one.axis is not None:

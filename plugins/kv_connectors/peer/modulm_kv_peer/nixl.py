@@ -117,13 +117,11 @@ class NixlAgent:
         with self._lock:
             self._buffers[buffer.shape[1]].append(buffer)
 
-    def read(
-        self, peer: str, pairs: Sequence[tuple[int, int]], width: int, deadline: Deadline
-    ) -> None:
-        """Copy blocks. pairs: (address here, address there). Raises Fault."""
+    def read(self, peer: str, places: Sequence[tuple[int, int, int]], deadline: Deadline) -> None:
+        """Copy memory. places: (address here, address there, bytes). Raises Fault."""
         with self._lock:
-            here = self._agent.get_xfer_descs([(at, width, 0) for at, _ in pairs], "DRAM")
-            there = self._agent.get_xfer_descs([(at, width, 0) for _, at in pairs], "DRAM")
+            here = self._agent.get_xfer_descs([(at, size, 0) for at, _, size in places], "DRAM")
+            there = self._agent.get_xfer_descs([(at, size, 0) for _, at, size in places], "DRAM")
             handle = self._agent.initialize_xfer("READ", here, there, peer)
         try:
             with self._lock:
@@ -174,18 +172,21 @@ class _Reader:
     def __len__(self) -> int:
         return self._slots
 
-    def rows(self, slots: Sequence[int], deadline: Deadline) -> list[torch.Tensor]:
+    def rows(
+        self, slots: Sequence[int], spans: Sequence[tuple[int, int]], deadline: Deadline
+    ) -> list[torch.Tensor]:
         """Return the first blocks of these slots, at most `_ROWS`, valid until the next call.
 
-        Raises Fault.
+        spans: (start, end) of the bytes to read of each. Raises Fault.
         """
         rows = list(self._buffer[: len(slots)])
-        pairs = [
-            (row.data_ptr(), self._address + slot * self._width)
+        places = [
+            (row.data_ptr() + start, self._address + slot * self._width + start, end - start)
             for row, slot in zip(rows, slots, strict=False)
+            for start, end in spans
         ]
         try:
-            self._agent.read(self._peer, pairs, self._width, deadline)
+            self._agent.read(self._peer, places, deadline)
         except Exception as error:
             # A transfer may still write into the buffer.
             self._usable = False

@@ -16,7 +16,7 @@ from modulm_distributed.tls import TlsContexts
 from modulm_kv_peer.layout import Layout
 from modulm_kv_peer.memory import SharedMemory
 from modulm_kv_peer.nixl import NixlAgent
-from modulm_kv_peer.store import PeerStore
+from modulm_kv_peer.store import Filling, PeerStore
 from modulm_kv_peer.wire import Deadline, Fault, differing, receive, send, set_deadline
 
 __all__ = ["PeerServer", "TlsServer"]
@@ -27,7 +27,7 @@ log = logging.getLogger("modulm.engine")
 _MAX_CONNECTIONS = 64
 #: Seconds to wait for blocks that are not stored yet: they are on their way to the store.
 _GRACE = 5.0
-#: Blocks that are sent as one part.
+#: Stored blocks that are sent as one part.
 _PART = 16
 
 
@@ -186,22 +186,63 @@ class PeerServer(TlsServer):
         """Send blocks as they are stored. patience: seconds to wait for the next one."""
         count = 0
         while count < len(names):
-            slots = self._store.hold(names[count : count + _PART], min(patience, deadline.left))
-            if not slots:
-                send(peer, {"missing": len(names) - count}, deadline)
-                return
+            left = names[count:]
+            slots, filling = self._store.hold(left, min(patience, deadline.left), _PART)
             try:
-                deadline.renew()
-                if shared:
-                    send(peer, {"slots": slots}, deadline)
-                    if receive(peer, deadline) != {"copied": len(slots)}:
-                        raise Fault("the answer cannot be read")
-                else:
-                    send(peer, {"blocks": len(slots)}, deadline)
-                    for slot in slots:
-                        set_deadline(peer, deadline)
-                        peer.sendall(self._store.memory[slot].numpy())
+                whole = bool(slots)
+                if filling is not None:
+                    whole = self._send_layers(
+                        peer, slots, filling, patience, deadline, shared=shared
+                    )
+                elif slots:
+                    self._send_part(peer, slots, None, deadline, shared=shared)
             finally:
                 self._store.drop(slots)
+            if not whole:
+                send(peer, {"missing": len(names) - count}, deadline)
+                return
             count += len(slots)
         send(peer, {"complete": True}, deadline)
+
+    def _send_layers(
+        self,
+        peer: ssl.SSLSocket,
+        slots: list[int],
+        filling: Filling,
+        patience: float,
+        deadline: Deadline,
+        *,
+        shared: bool,
+    ) -> bool:
+        """Send blocks layer by layer, as they are computed. False: their step has failed."""
+        sent = 0
+        while True:
+            tensors = self._store.more(filling, sent, min(patience, deadline.left))
+            if not tensors:
+                return tensors is not None
+            self._send_part(peer, slots, sorted(tensors), deadline, shared=shared)
+            sent += len(tensors)
+
+    def _send_part(
+        self,
+        peer: ssl.SSLSocket,
+        slots: list[int],
+        tensors: list[int] | None,
+        deadline: Deadline,
+        *,
+        shared: bool,
+    ) -> None:
+        """Send blocks, or some tensors of them."""
+        deadline.renew()
+        which = {} if tensors is None else {"tensors": tensors}
+        if shared:
+            send(peer, {"slots": slots, **which}, deadline)
+            if receive(peer, deadline) != {"copied": len(slots)}:
+                raise Fault("the answer cannot be read")
+            return
+        send(peer, {"blocks": len(slots), **which}, deadline)
+        spans = self._layout.spans(tensors)
+        for slot in slots:
+            for start, end in spans:
+                set_deadline(peer, deadline)
+                peer.sendall(self._store.memory[slot, start:end].numpy())

@@ -5,14 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 import torch
 
-__all__ = ["PeerStore"]
+__all__ = ["Filling", "PeerStore"]
 
 #: Names of evicted blocks that are remembered, so that nobody waits for them.
 _EVICTED = 1 << 16
+
+
+class Filling:
+    """Blocks whose step is running. slots: by name. written: tensors that all of them have."""
+
+    def __init__(self, slots: Mapping[bytes, int]) -> None:
+        self.slots = slots
+        self.written: list[int] = []
+        #: Whether the blocks are stored now; None: the step is running.
+        self.worked: bool | None = None
 
 
 class PeerStore:
@@ -21,6 +32,7 @@ class PeerStore:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._filling: dict[bytes, Filling] = {}
         self._free = list(range(len(memory)))
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._held: Counter[int] = Counter()
@@ -76,26 +88,64 @@ class PeerStore:
             self._forget(names)
             self._changed.notify_all()
 
-    def hold(self, names: Sequence[bytes], seconds: float) -> list[int]:
-        """Return the slots of the leading names that are stored; they stay until `drop`.
+    def fill(self, names: Sequence[bytes], slots: Sequence[int]) -> Filling:
+        """Let peers read blocks while their slots are filled, until `end`."""
+        filling = Filling(dict(zip(names, slots, strict=True)))
+        with self._changed:
+            self._filling.update(dict.fromkeys(names, filling))
+            self._changed.notify_all()
+        return filling
 
-        Waits up to `seconds` for the first one, but not for one that was evicted.
+    def write(self, filling: Filling, tensors: Sequence[int]) -> None:
+        """Publish tensors that the slots have now."""
+        with self._changed:
+            filling.written += tensors
+            self._changed.notify_all()
+
+    def end(self, filling: Filling, *, worked: bool) -> None:
+        """Store the blocks, or discard them."""
+        with self._changed:
+            filling.worked = worked
+            for name in filling.slots:
+                self._filling.pop(name, None)
+            (self.add if worked else self.give_up)(filling.slots, filling.slots.values())
+
+    def hold(
+        self, names: Sequence[bytes], seconds: float, most: int | None = None
+    ) -> tuple[list[int], Filling | None]:
+        """Return the slots of at most `most` leading names that are stored; they stay until `drop`.
+
+        If the first one is being filled, those of all names that are filled with it, and what says
+        how far. Waits up to `seconds` for the first one, but not for one that was evicted.
         """
         until = time.monotonic() + seconds
         with self._changed:
-            while names[0] not in self._slots:
+            while names[0] not in self._slots and names[0] not in self._filling:
                 left = until - time.monotonic()
                 if self._closed or left <= 0 or any(name in self._gone for name in names):
-                    return []
+                    return [], None
                 self._changed.wait(left)
-            slots = []
-            for name in names:
-                if name not in self._slots:
-                    break
-                slots.append(self._slots[name])
+            filling = None if names[0] in self._slots else self._filling[names[0]]
+            known = self._slots if filling is None else filling.slots
+            wanted = names[:most] if filling is None else names
+            slots = [known[name] for name in takewhile(known.__contains__, wanted)]
             self._touch(names[: len(slots)])
             self._held.update(slots)
-            return slots
+            return slots, filling
+
+    def more(self, filling: Filling, count: int, seconds: float) -> list[int] | None:
+        """Return the tensors written after the first `count`; []: all are, and the step succeeded.
+
+        None: the step failed, or nothing came within `seconds`.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while len(filling.written) <= count and filling.worked is None:
+                left = until - time.monotonic()
+                if self._closed or left <= 0:
+                    return None
+                self._changed.wait(left)
+            return None if filling.worked is False else filling.written[count:]
 
     def drop(self, slots: Iterable[int]) -> None:
         """End a `hold`."""

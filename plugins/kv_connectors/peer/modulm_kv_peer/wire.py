@@ -8,9 +8,10 @@ NIXL, or are None. If one of them is offered, the asking side says `{"slots": wh
 them}`.
 
 Then blocks follow in parts, as they are computed: `{"blocks": K}` and their bytes, or `{"slots":
-[...]}` of the memory, which is answered by `{"copied": K}`. `{"complete": true}` or
-`{"missing": N}` is the end. Both sides prove that they know the secret, and everything that goes
-through a socket is encrypted (TLS 1.3).
+[...]}` of the memory, which is answered by `{"copied": K}`. With `"tensors": [...]`, a part has
+only these tensors of its blocks (numbers in the layout), and the others follow while the step that
+computes them runs. `{"complete": true}` or `{"missing": N}` is the end. Both sides prove that they
+know the secret, and everything that goes through a socket is encrypted (TLS 1.3).
 """
 
 from __future__ import annotations
