@@ -18,7 +18,8 @@ __all__ = ["GatedMLP", "PlainMLP"]
 class GatedMLP(Module):
     """down(act(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up as one layer.
 
-    down_bias: whether `down` has a bias; None means as the others.
+    down_bias: whether `down` has a bias; None means as the others. outputs: columns of the result,
+    None for as many as of the input.
     """
 
     def __init__(
@@ -34,15 +35,16 @@ class GatedMLP(Module):
         up: str = "up_proj",
         down: str = "down_proj",
         fused: str = "gate_up_proj",
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.gate_up = b.linear(fused, hidden, {gate: inner, up: inner}, bias=bias)
         self.act = gated(act, b.ops)
         down_bias = bias if down_bias is None else down_bias
-        self.down = b.row_linear(down, inner, hidden, bias=down_bias)
+        self.down = b.row_linear(down, inner, outputs or hidden, bias=down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+        """x: [tokens, hidden] -> [tokens, outputs]; outputs defaults to hidden."""
         out: Tensor = self.down(self.act(self.gate_up(x)))
         return out
 

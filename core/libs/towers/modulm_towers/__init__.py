@@ -8,6 +8,8 @@ from modulm_towers.blocks import Block, BlockNames, BlockShape, VisionAttention,
 from modulm_towers.clip import ClipTower, TowerConfig, pixel_shuffle
 from modulm_towers.conformer import ConformerConfig, ConformerTower
 from modulm_towers.convolution import Convolution
+from modulm_towers.deepstack import DeepStack
+from modulm_towers.distances import distance_scores, distance_sines
 from modulm_towers.grid import (
     axial_turns,
     grid_coordinates,
@@ -26,6 +28,7 @@ from modulm_towers.multimodal import (
 )
 from modulm_towers.naflex import NaflexTower, Siglip2VisionConfig
 from modulm_towers.navit import NavitConfig, NavitModel, NavitTower
+from modulm_towers.parakeet import ParakeetConfig, ParakeetTower
 from modulm_towers.pieces import Pieces, Tower, through, whole
 from modulm_towers.pixtral import PixtralTower
 from modulm_towers.qformer import QFormer, QFormerConfig
@@ -54,6 +57,7 @@ __all__ = [
     "ConformerConfig",
     "ConformerTower",
     "Convolution",
+    "DeepStack",
     "MoonVit",
     "MoonVitConfig",
     "MultimodalConfig",
@@ -62,6 +66,8 @@ __all__ = [
     "NavitConfig",
     "NavitModel",
     "NavitTower",
+    "ParakeetConfig",
+    "ParakeetTower",
     "Pieces",
     "PixtralTower",
     "QFormer",
@@ -78,6 +84,8 @@ __all__ = [
     "WhisperTowerConfig",
     "axial_turns",
     "cropped",
+    "distance_scores",
+    "distance_sines",
     "encode_sounds",
     "flat_patches",
     "grid_coordinates",

@@ -17,8 +17,8 @@ __all__ = ["Convolution"]
 class Convolution(Module):
     """A 1-D or 2-D convolution, replicated on every rank.
 
-    kernel: its size along each axis. stride, padding: the same for all axes. groups: channel
-    groups.
+    kernel: its size along each axis. stride: of each axis, or of all. padding: the same for all.
+    groups: channel groups.
     """
 
     weight: Tensor
@@ -32,7 +32,7 @@ class Convolution(Module):
         outputs: int,
         kernel: tuple[int, ...],
         *,
-        stride: int = 1,
+        stride: int | tuple[int, ...] = 1,
         padding: int = 0,
         groups: int = 1,
         bias: bool = True,
