@@ -1,4 +1,4 @@
-"""Qwen3-ASR: Qwen3-Omni's hearing before Qwen 3."""
+"""Qwen3-ASR and its forced aligner: Qwen3-Omni's hearing before Qwen 3."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.media import MediaItem
+from modulm.errors import CheckpointError
 from modulm.nn import Builder, WeightNames
 from modulm_qwen.hearing import Qwen3Hearing, Qwen3HearingConfig
 from modulm_towers import MultimodalConfig, MultimodalModel, Pieces, tiny_audio, tiny_text
 
-__all__ = ["Qwen3AsrConfig", "Qwen3AsrForConditionalGeneration"]
+__all__ = [
+    "Qwen3AlignerConfig",
+    "Qwen3AsrConfig",
+    "Qwen3AsrForConditionalGeneration",
+    "Qwen3ForcedAligner",
+]
 
 
 @frozen(eq=False, kw_only=True)
@@ -79,4 +85,54 @@ class Qwen3AsrForConditionalGeneration(MultimodalModel):
             "tie_word_embeddings": False,
             "text_config": tiny_text("qwen3", head_dim=16),
             "audio_config": audio,
+        }
+
+
+@frozen(eq=False, kw_only=True)
+class Qwen3AlignerConfig(Qwen3AsrConfig):
+    """config.json of the forced aligner. classes: of a token, which are times.
+
+    The width of a class in milliseconds, `timestamp_segment_time`, is for the reader of answers.
+    """
+
+    classes: int = 0
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        inner = table.get("thinker_config", table)
+        classes = inner.get("classify_num", len(table.get("id2label", ())) or None)
+        if type(classes) is not int or classes < 1:
+            raise CheckpointError(f"{file}: classify_num: {classes!r} is no number of classes")
+        # The head is of classes, so that none of words is stored.
+        config = super().from_table({**inner, "tie_word_embeddings": True}, file)
+        return evolve(config, classes=classes)
+
+
+class Qwen3ForcedAligner(Qwen3AsrForConditionalGeneration):
+    """The forced aligner: the class of a `<timestamp>` token is the time of the word beside it."""
+
+    config_type: ClassVar[type] = Qwen3AlignerConfig
+    tasks = ("token_classify",)
+
+    def make_encoders(self, config: Qwen3AlignerConfig, b: Builder) -> None:  # type: ignore[override]
+        super().make_encoders(config, b)
+        self.classifier = b.linear("classifier", config.hidden_size, config.classes, split=False)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names = super().weights(config)
+        head = (r"^(?:thinker\.lm_head|score)\.", "classifier.")
+        return evolve(names, rename=(head, *names.rename))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        classes: Tensor = self.classifier(hidden)
+        return classes
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        inner = {key: value for key, value in super().tiny().items() if key != "architectures"}
+        return {
+            "architectures": ["Qwen3ASRForcedAlignerForTokenClassification"],
+            "model_type": "qwen3_asr",
+            "thinker_config": {**inner, "classify_num": 24, "model_type": "qwen3_forced_aligner"},
         }

@@ -1,14 +1,16 @@
-"""Qwen2-Audio (arXiv 2407.10759) and Audio Flamingo 3 (arXiv 2507.08128): Whisper's encoder with
-two frames per token, before Qwen 2. MOSS-Transcribe-Diarize: before Qwen 3.
+"""Qwen2-Audio (arXiv 2407.10759), Audio Flamingo 3 (arXiv 2507.08128) and Music Flamingo (arXiv
+2511.10289): Whisper's encoder with two frames per token, before Qwen 2. MOSS-Transcribe-Diarize:
+before Qwen 3.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn import Module
 
@@ -31,6 +33,7 @@ from modulm_towers import (
 __all__ = [
     "AudioFlamingo3ForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration",
+    "MusicFlamingoForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
 ]
 
@@ -114,6 +117,80 @@ class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration)
             "text_config": tiny_text("qwen2"),
             "audio_config": tiny_audio("audioflamingo3_encoder"),
         }
+
+
+@frozen(kw_only=True)
+class _Timed(_Projector):
+    """audio_frame_step: seconds per frame of the spectrogram. rope_parameters: of the rotation."""
+
+    audio_frame_step: float = 0.01
+    rope_parameters: dict[str, Any] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.rope_parameters.get("rope_type", "default") != "default":
+            raise ValueError("rope_parameters: not supported yet: scaled positions")
+
+
+@frozen(eq=False, kw_only=True)
+class MusicFlamingoConfig(Qwen2AudioConfig):
+    """config.json of Music Flamingo."""
+
+    top_level_type: ClassVar[type | None] = _Timed
+
+
+class MusicFlamingoForConditionalGeneration(AudioFlamingo3ForConditionalGeneration):
+    """Music Flamingo: Audio Flamingo 3 whose tokens are rotated by their window and time."""
+
+    config_type = MusicFlamingoConfig
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        mel, _ = stacked(self, items, "input_features")
+        frames = [item.tensors[self.mask].sum(-1).tolist() for item in items]
+        states = yield from encode_sounds(self.tower, mel, [n for some in frames for n in some])
+        counts = [[((n - 1) // 2 + 1) // 2 for n in some] for some in frames]
+        whole = ((mel.shape[-1] - 1) // 2 + 1) // 2
+        angles = [
+            self._angles(window, count, whole)
+            for some in counts
+            for window, count in enumerate(some)
+        ]
+        tokens: Tensor = self.projector(_turned(states, torch.cat(angles)))
+        return tokens.split([sum(some) for some in counts])
+
+    def _angles(self, window: int, count: int, whole: int) -> Tensor:
+        """[count, pairs] of the tokens of a window; whole: tokens of a full window."""
+        keys = self.config.top_level
+        rope, step = keys.rope_parameters, 4 * keys.audio_frame_step
+        theta = float(rope.get("rope_theta", 1200.0))
+        width = int(self.config.audio.d_model * float(rope.get("partial_rotary_factor", 0.2)))
+        waves = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        at = torch.arange(count, dtype=torch.float32)
+        of_time = (at / theta * (2 * math.pi))[:, None] * waves
+        of_window = (torch.tensor(float(window)) / theta * waves).expand_as(of_time)
+        seconds = torch.tensor(window) * whole * step + at * step
+        return torch.cat([of_window, of_time], dim=-1) * (-seconds * 2 * math.pi)[:, None]
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            **super().tiny(),
+            "architectures": ["MusicFlamingoForConditionalGeneration"],
+            "model_type": "musicflamingo",
+            "audio_bos_token_id": 481,
+            "audio_eos_token_id": 482,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1200.0, "partial_rotary_factor": 0.25,
+            },
+        }  # fmt: skip
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the first pairs of columns of x: [tokens, width]; angles: [tokens, pairs]."""
+    pairs = x[:, : 2 * angles.shape[1]].double().unflatten(-1, (-1, 2))
+    cosines, sines = angles.cos().double().to(x.device), angles.sin().double().to(x.device)
+    one, two = pairs.unbind(-1)
+    turned = torch.stack([one * cosines - two * sines, two * cosines + one * sines], dim=-1)
+    return torch.cat([turned.flatten(1).to(x.dtype), x[:, 2 * angles.shape[1] :]], dim=-1)
 
 
 @frozen(kw_only=True)

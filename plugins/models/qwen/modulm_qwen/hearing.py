@@ -25,7 +25,14 @@ from modulm_towers import (
     whisper_blocks,
 )
 
-__all__ = ["OmniHearingConfig", "Qwen3Hearing", "Qwen3HearingConfig", "Qwen25Hearing"]
+__all__ = [
+    "OmniHearingConfig",
+    "Qwen3Hearing",
+    "Qwen3HearingConfig",
+    "Qwen25Hearing",
+    "Stem",
+    "thirds",
+]
 
 #: Chunks per convolution call.
 _CHUNKS = 32
@@ -82,7 +89,40 @@ class Qwen25Hearing(WhisperTower):
         return list(torch.split(tokens, [len(part) for part in pooled]))
 
 
-class Qwen3Hearing(Module):
+class Stem(Module):
+    """Three convolutions along time and frequency, in chunks; eight frames per token.
+
+    whole_chunks: whether silence also fills a sound shorter than one chunk.
+    """
+
+    whole_chunks = False
+    dtype: torch.dtype
+    chunk: int
+    convolutions: torch.nn.ModuleList
+    out_of_stem: Module
+
+    def stem(self, mel: Tensor) -> Tensor:
+        """[bins, frames] -> [tokens, width], chunks with positions; the last of several is
+        zero-padded, as is any with `whole_chunks`.
+        """
+        frames = mel.shape[1]
+        count = -(-frames // self.chunk)
+        filled = self.whole_chunks or count > 1
+        mel = F.pad(mel, (0, count * self.chunk - frames)) if filled else mel
+        cut = mel.unflatten(1, (count, -1)).transpose(0, 1)[:, None].to(self.dtype)
+        chunks = []
+        for part in cut.split(_CHUNKS):
+            x = part
+            for convolution in self.convolutions:
+                x = F.gelu(convolution(x))
+            chunks.append(self.out_of_stem(x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)))
+        x = torch.cat(chunks).unflatten(0, (count, -1))
+        x = x + sinusoids(x.shape[1], x.shape[2]).to(x.device, x.dtype)
+        last = frames - (count - 1) * self.chunk
+        return x.flatten(0, 1)[: (count - 1) * x.shape[1] + thirds(last)]
+
+
+class Qwen3Hearing(Stem):
     """Convolves chunks along time and frequency, eight frames per token, with positions from 0 in
     each; attention spans a window of several chunks.
 
@@ -99,7 +139,8 @@ class Qwen3Hearing(Module):
             Convolution(b, f"conv2d{i + 1}", wide if i else 1, wide, (3, 3), stride=2, padding=1)
             for i in range(3)
         )
-        self.out = b.linear("conv_out", wide * _thirds(c.num_mel_bins), c.d_model, split=False)
+        inputs = wide * thirds(c.num_mel_bins)
+        self.out_of_stem = b.linear("conv_out", inputs, c.d_model, split=False)
         self.layers = whisper_blocks(c, b)
         self.norm = b.layer_norm("ln_post", c.d_model, 1e-5)
         self.projector = PlainMLP(
@@ -109,8 +150,8 @@ class Qwen3Hearing(Module):
 
     def hear(self, sounds: Sequence[Tensor]) -> Pieces[list[Tensor]]:
         """[bins, frames] of each sound -> [tokens, outputs] of each."""
-        rows = [self._stem(mel) for mel in sounds]
-        window = _thirds(self.chunk) * self.ratio
+        rows = [self.stem(mel) for mel in sounds]
+        window = thirds(self.chunk) * self.ratio
         lengths = [
             min(window, len(row) - first) for row in rows for first in range(0, len(row), window)
         ]
@@ -118,29 +159,9 @@ class Qwen3Hearing(Module):
         tokens: Tensor = self.projector(self.norm(x))
         return list(torch.split(tokens, [len(row) for row in rows]))
 
-    def _stem(self, mel: Tensor) -> Tensor:
-        """[bins, frames] -> [tokens, width], chunks with positions; the last of several is
-        zero-padded, as is any with `whole_chunks`.
-        """
-        frames = mel.shape[1]
-        count = -(-frames // self.chunk)
-        filled = self.whole_chunks or count > 1
-        mel = F.pad(mel, (0, count * self.chunk - frames)) if filled else mel
-        cut = mel.unflatten(1, (count, -1)).transpose(0, 1)[:, None].to(self.dtype)
-        chunks = []
-        for part in cut.split(_CHUNKS):
-            x = part
-            for convolution in self.convolutions:
-                x = F.gelu(convolution(x))
-            chunks.append(self.out(x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)))
-        x = torch.cat(chunks).unflatten(0, (count, -1))
-        x = x + sinusoids(x.shape[1], x.shape[2]).to(x.device, x.dtype)
-        last = frames - (count - 1) * self.chunk
-        return x.flatten(0, 1)[: (count - 1) * x.shape[1] + _thirds(last)]
 
-
-def _thirds(count: int) -> int:
-    """The length after three convolutions that halve it."""
+def thirds(count: int) -> int:
+    """Return the length after three convolutions that halve it."""
     for _ in range(3):
         count = (count + 1) // 2
     return count

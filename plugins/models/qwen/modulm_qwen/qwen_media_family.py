@@ -170,7 +170,7 @@ class JinaFamily(Qwen25VLFamily):
 
 
 class HearingFamily(MediaFamily):
-    """Qwen2-Audio and Audio Flamingo 3."""
+    """Qwen2-Audio, Audio Flamingo 3 and Music Flamingo."""
 
     kinds = ("audio",)
 

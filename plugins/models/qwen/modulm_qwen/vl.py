@@ -9,14 +9,19 @@ from typing import Any, ClassVar, Self
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.nn import Module
 
 from modulm.contracts.media import MediaItem
-from modulm.contracts.model import Batch
 from modulm.nn import Builder, Rewrite, WeightNames
 from modulm_qwen.qwen3_5 import Qwen35ForCausalLM, Qwen35MoeForCausalLM
 from modulm_qwen.vision import QwenTower, QwenTowerConfig
-from modulm_towers import MultimodalConfig, MultimodalModel, Pieces, flat_patches, tiny_text
+from modulm_towers import (
+    DeepStack,
+    MultimodalConfig,
+    MultimodalModel,
+    Pieces,
+    flat_patches,
+    tiny_text,
+)
 
 __all__ = [
     "Qwen2VLForConditionalGeneration",
@@ -98,22 +103,7 @@ class Qwen25VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
         )
 
 
-class _Deep(Module):
-    """A text layer, followed by the addition of an inner encoder layer's output."""
-
-    def __init__(self, layer: Module, level: int, hidden: int) -> None:
-        super().__init__()
-        self.layer, self.part = layer, slice(level * hidden, (level + 1) * hidden)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        x, residual = self.layer(x, residual, batch)
-        deepstack = batch.extras.get("deepstack")
-        return (x if deepstack is None else x + deepstack[:, self.part].to(x.dtype)), residual
-
-
-class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+class Qwen3VLForConditionalGeneration(DeepStack, Qwen2VLForConditionalGeneration):
     """Qwen3-VL: outputs of inner encoder layers are added to the first layers of the text model
     (DeepStack, arXiv 2406.04334).
     """
@@ -122,23 +112,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
     def make_encoders(self, config: QwenVLConfig, b: Builder) -> None:
         super().make_encoders(config, b)
-        for level in range(len(config.vision.deepstack_visual_indexes)):
-            layer = self.text.layers[level]
-            self.text.layers[level] = _Deep(layer, level, config.hidden_size)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return super().forward(self._spread(batch))
-
-    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
-        return super().states(self._spread(batch), layers)
-
-    def _spread(self, batch: Batch) -> Batch:
-        """Return the batch with plain embeddings, and the inputs of deeper layers as extras."""
-        hidden, embeds = self.config.hidden_size, batch.embeds
-        if embeds is None or embeds.shape[1] == hidden or self.only_encodes:
-            return batch
-        deep = {**batch.extras, "deepstack": embeds[:, hidden:]}
-        return evolve(batch, embeds=embeds[:, :hidden], extras=deep)
+        self.inject(len(config.vision.deepstack_visual_indexes))
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
