@@ -7,11 +7,13 @@ into the data), and the data. Validating the header is sufficient.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from modulm.contracts.loader import StoredTensor
 from modulm.errors import CheckpointError
@@ -50,10 +52,25 @@ _DTYPES = {
 class SafetensorsFolder(TensorFolder):
     """model.safetensors, shards with their index, or any *.safetensors files.
 
-    Each tensor is mapped when it is read.
+    Each tensor is mapped when it is read. A name `folder/name` is of a tensor in the files of a
+    sub-folder, which are read if the model takes such a tensor.
     """
 
     INDEX = "model.safetensors.index.json"
+    _folders: tuple[str, ...] = ()
+
+    def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        self._folders = tuple(sorted({name.rpartition("/")[0] for name in tensors} - {""}))
+        return super().expect(tensors)
+
+    def _read_index(self) -> dict[str, StoredTensor]:
+        index = super()._read_index()
+        for folder in self._folders:
+            for file in sorted((self.path / folder).glob("*.safetensors")):
+                for stored in read_header(file):
+                    name = f"{folder}/{stored.name}"
+                    index[name] = evolve(stored, name=name, file=f"{folder}/{file.name}")
+        return index
 
     def files(self) -> list[str]:
         if (self.path / _SINGLE).exists():
@@ -71,9 +88,10 @@ class SafetensorsFolder(TensorFolder):
 
         for file, names in self.by_file().items():
             try:
+                folder = file[: file.rfind("/") + 1]
                 with safe_open(self.path / file, framework="pt") as opened:
                     for name in names:
-                        yield name, opened.get_tensor(name)
+                        yield name, opened.get_tensor(name.removeprefix(folder))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.path / file}: cannot be read: {error}") from error
 
