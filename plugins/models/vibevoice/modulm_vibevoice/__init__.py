@@ -1,0 +1,1 @@
+"""VibeVoice for modulm."""
