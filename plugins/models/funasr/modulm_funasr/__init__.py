@@ -1,0 +1,1 @@
+"""Fun-ASR for modulm."""
