@@ -1,0 +1,1 @@
+"""FireRedASR and FireRedLID for modulm."""
