@@ -1,0 +1,1 @@
+"""Ultravox for modulm."""
