@@ -1,17 +1,23 @@
-"""Media family of Gemma 4: in some models the tokens of an image attend in both directions."""
+"""Media families of Gemma 4, in which tokens of an image may attend in both directions, and of
+Gemma 3n.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, frozen
 
 from modulm.errors import RequestError
-from modulm_media import Media, MediaFamily, Processed
+from modulm_media import Media, MediaFamily, Processed, Sound
 
-__all__ = ["Gemma4Family", "Gemma4UnifiedFamily"]
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
+__all__ = ["Gemma3nFamily", "Gemma4Family", "Gemma4UnifiedFamily"]
 
 
 #: The encoder's inputs among the processor's outputs.
@@ -51,3 +57,85 @@ class Gemma4UnifiedFamily(Gemma4Family):
     """Gemma 4 without encoders: images, videos and sounds."""
 
     kinds = ("image", "video", "audio")
+
+
+#: Maximum number of line feeds that one token stands for, and seconds of a sound.
+_LINES, _LONGEST = 31, 30
+
+
+@frozen(eq=False)
+class Hearing:
+    """The tokenizer and transformers' feature extractor; count: tokens of a sound."""
+
+    tokenizer: Any
+    feature_extractor: Any
+    count: int
+
+
+class Gemma3nFamily(MediaFamily):
+    """Gemma 3n: sounds between blank lines, which merge with line feeds of the text."""
+
+    kinds = ("audio",)
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from transformers import Gemma3nAudioFeatureExtractor
+
+        written = files.settings("feature_extractor")
+        known = (
+            "feature_size", "sampling_rate", "frame_length_ms", "hop_length_ms", "min_frequency",
+            "max_frequency", "preemphasis", "preemphasis_htk_flavor", "fft_overdrive",
+            "input_scale_factor", "mel_floor", "per_bin_mean", "per_bin_stddev",
+        )  # fmt: skip
+        settings = {key: written[key] for key in known if key in written}
+        count = files.table("config").get("audio_soft_tokens_per_image", 188)
+        extractor = Gemma3nAudioFeatureExtractor(**settings)
+        return Hearing(files.part("tokenizer"), extractor, int(count))
+
+    def _id(self, key: str, default: int) -> int:
+        return int(self.config.get(key, default))
+
+    def mark(self, kind: str) -> str:
+        (number,) = self.mark_tokens(kind)
+        token: str = self.processor.tokenizer.convert_ids_to_tokens(number)
+        return token
+
+    def mark_tokens(self, kind: str) -> Sequence[int]:
+        return (self._id("audio_token_id", 262273),)
+
+    def features(self, kind: str) -> Sequence[int]:
+        """The encoder also embeds the token after a sound."""
+        return (*self.mark_tokens(kind), self._id("eoa_token_id", 262272))
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(media.value, Sound):
+            raise RequestError(f"the model does not support {media.kind} input", "multi_modal_data")
+        sound = media.value.at(self.rate)
+        if sound.seconds > _LONGEST:
+            raise ValueError(f"{sound.seconds:.1f} seconds: the model accepts {_LONGEST}")
+        outputs = self.processor.feature_extractor(sound.samples, return_tensors="np", **options)
+        if not outputs["input_features_mask"].any():
+            raise ValueError("sound of less than a frame")
+        lines = self.processor.tokenizer.encode("\n\n", add_special_tokens=False)
+        soft, end = self.features(media.kind)
+        tokens = [self._id("boa_token_id", 256000), *[soft] * self.processor.count, end]
+        return {
+            "input_ids": [[*lines, *tokens, *lines]],
+            "input_features": outputs["input_features"][0],
+            "input_features_mask": outputs["input_features_mask"][0],
+        }
+
+    def merged_token(self, left: int, right: int) -> int | None:
+        count = self._lines.get(left, 0), self._lines.get(right, 0)
+        return self._tokens.get(sum(count)) if all(count) else None
+
+    @cached_property
+    def _tokens(self) -> Mapping[int, int]:
+        """Number of line feeds -> their single token, if the vocabulary has one."""
+        encode = self.processor.tokenizer.encode
+        every = {n: encode("\n" * n, add_special_tokens=False) for n in range(1, _LINES + 1)}
+        return {count: ids[0] for count, ids in every.items() if len(ids) == 1}
+
+    @cached_property
+    def _lines(self) -> Mapping[int, int]:
+        return {token: count for count, token in self._tokens.items()}
