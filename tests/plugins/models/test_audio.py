@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
+from tests.plugins.models.test_assembled_sounds import ASSEMBLED
 from tests.plugins.models.test_images import GEMMA4, Gemma4Unified
 
 import modulm
@@ -135,6 +136,39 @@ class Granite:
         (folder / "processor_config.json").write_text(json.dumps(table))
 
 
+def music(tokenizer):
+    return hf.MusicFlamingoProcessor(mel(), tokenizer)
+
+
+def vibevoice(tokenizer):
+    extractor = hf.VibeVoiceAcousticTokenizerFeatureExtractor(sampling_rate=16000)
+    return hf.VibeVoiceAsrProcessor(extractor, tokenizer)
+
+
+class FunAsr:
+    """The files of a processor that needs torchaudio, with 8 mels to a frame."""
+
+    def save_pretrained(self, folder):
+        table = {"processor_class": "FunAsrNanoProcessor", "feature_extractor": {"feature_size": 8}}
+        (folder / "processor_config.json").write_text(json.dumps(table))
+
+
+def fun_asr_inputs(processor, text, sounds):
+    """What our own frames become in transformers' processor."""
+    frames = [torch.from_numpy(processor.inputs(sound)) for sound in sounds]
+    first, *others = text.split("<|object_ref_start|>")
+    pairs = zip(frames, others, strict=True)
+    text = first + "".join("<|object_ref_start|>" * len(one) + rest for one, rest in pairs)
+    ids = torch.tensor([processor.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if frames:
+        pad = torch.nn.utils.rnn.pad_sequence
+        inputs["input_features"] = pad(frames, batch_first=True)
+        ones = [torch.ones(len(one), dtype=torch.long) for one in frames]
+        inputs["input_features_mask"] = pad(ones, batch_first=True)
+    return inputs
+
+
 def glm_asr(tokenizer):
     return hf.GlmAsrProcessor(mel(2), tokenizer, audio_token="<|pad|>")
 
@@ -207,6 +241,21 @@ FAMILIES = {
          "audio_eos_token": "<|audio_end|>"},
         moss, {"seconds": (0.32, 2.3, 0.45), "inputs": apart},
     ),
+    "MusicFlamingoForConditionalGeneration": (
+        {"audio_token": "<sound>", "audio_bos_token": "<|sound_bos|>",
+         "audio_eos_token": "<|sound_eos|>"},
+        music, {"seconds": (0.32, 2.2, 0.45), "inputs": apart},
+    ),
+    # One of the sounds is encoded in several pieces.
+    "VibeVoiceAsrForConditionalGeneration": (
+        {"audio_token": "<|box_start|>", "audio_bos_token": "<|object_ref_start|>",
+         "audio_eos_token": "<|object_ref_end|>"},
+        vibevoice, {"seconds": (0.3, 1.1, 0.5), "inputs": apart},
+    ),
+    "FunAsrNanoForConditionalGeneration": (
+        {"audio_token": "<|object_ref_start|>"}, lambda tokenizer: FunAsr(),
+        {"mark": "<|object_ref_start|>", "inputs": fun_asr_inputs},
+    ),
     "GlmAsrForConditionalGeneration": (
         {"audio_token": "<|pad|>"}, glm_asr, {"seconds": (0.32, 2.3, 0.45), "inputs": apart},
     ),
@@ -218,6 +267,7 @@ FAMILIES = {
 }  # fmt: skip
 #: Further names of checkpoints of these.
 ALIASES = {
+    *ASSEMBLED,
     "Qwen3ASRRealtimeGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",

@@ -27,6 +27,7 @@ FAMILIES = {
     "M2M100ForConditionalGeneration": {"max_position_embeddings": 192},
     "MarianMTModel": {"max_position_embeddings": 192},
     "T5ForConditionalGeneration": {"n_positions": 192},
+    "CohereAsrForConditionalGeneration": {"max_position_embeddings": 192},
 }
 #: Architecture, what changes, and whether a head is stored that is not the embedding.
 VARIANTS = {
@@ -38,7 +39,7 @@ VARIANTS = {
         True,
     ),
 }
-HEARS = {"WhisperForConditionalGeneration"}
+HEARS = {"WhisperForConditionalGeneration", "CohereAsrForConditionalGeneration"}
 #: What decoders begin with, and the tokens of what encoders read.
 BEGUN = ([1, 5, 6, 7], [1], [1, 9, 300])
 TEXTS = (list(range(20, 37)), [40, 41], list(range(50, 90)))
@@ -63,15 +64,13 @@ class Family:
         self.folder, self.vocabulary, self.architecture = folder, 512, architecture
         self.model = getattr(hf, architecture).from_pretrained(folder, dtype=torch.float32).eval()
         if architecture in HEARS:
-            bins, positions = self.model.config.num_mel_bins, self.model.config.max_source_positions
-            hears = hf.WhisperFeatureExtractor(feature_size=bins, chunk_length=positions // 50)
+            hears = self.extractor()
             hears.save_pretrained(folder)
             random = np.random.default_rng(0)
             sounds = [random.standard_normal(n).astype(np.float32) / 9 for n in (5000, 14000, 8000)]
-            self.inputs = [
-                {"input_features": hears(s, sampling_rate=16000, return_tensors="pt")[
-                    "input_features"]} for s in sounds
-            ]  # fmt: skip
+            heard = [hears(one, sampling_rate=16000, return_tensors="pt") for one in sounds]
+            names = ("input_features", "attention_mask")
+            self.inputs = [{name: one[name] for name in names if name in one} for one in heard]
             self.prompts = [
                 {"prompt_token_ids": decoder_start, "multi_modal_data": {"audio": (sound, 16000)}}
                 for decoder_start, sound in zip(BEGUN, sounds, strict=True)
@@ -82,6 +81,15 @@ class Family:
                 {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": decoder_start}
                 for decoder_start, ids in zip(BEGUN, TEXTS, strict=True)
             ]
+
+    def extractor(self):
+        """What makes spectrograms of sounds of at most a second."""
+        config = self.model.config
+        if self.architecture == "WhisperForConditionalGeneration":
+            seconds = config.max_source_positions // 50
+            return hf.WhisperFeatureExtractor(config.num_mel_bins, chunk_length=seconds)
+        bins = config.encoder_config.num_mel_bins
+        return hf.CohereAsrFeatureExtractor(bins, max_audio_clip_s=1.0, overlap_chunk_second=0.0)
 
     def ask(self, most=8, n=1, **flags):
         """Answers with the likeliest tokens of each position, and how often rows were preempted."""

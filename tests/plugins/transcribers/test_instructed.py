@@ -15,7 +15,9 @@ from tests.media.files import sound_file
 from tests.plugins.models.test_audio import FAMILIES
 
 from modulm.config import EngineConfig
+from modulm.errors import CheckpointError
 from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tokenizer
 from modulm_media import Sound
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import Live, serve_in_thread
@@ -23,7 +25,14 @@ from modulm_speech import Wanted
 from modulm_speech.instructed import InstructedTranscriber
 from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import SoundFamily, sounds, write_family
-from modulm_transcriber_instructed import Flamingo, GlmAsr, Qwen3Asr, QwenAudio, QwenOmni
+from modulm_transcriber_instructed import (
+    CohereAsr,
+    Flamingo,
+    GlmAsr,
+    Qwen3Asr,
+    QwenAudio,
+    QwenOmni,
+)
 from modulm_transcriber_voxtral import VoxtralTranscriber
 
 NAME = "Qwen2AudioForConditionalGeneration"
@@ -90,6 +99,26 @@ def test_the_words_name_the_language_and_go_on_with_the_clients(folder: Path) ->
     translated = prompt_of(folder, QwenAudio, Wanted(task="translate"))
     assert "\nTranslate the speech into English.<|im_end|>" in translated
     assert "<sound>Transcribe the input speech.<|im_end|>" in prompt_of(folder, Flamingo, Wanted())
+
+
+def test_cohere_transcribe_is_told_by_tokens(tmp_path: Path) -> None:
+    import transformers as hf
+
+    names = (
+        "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>", "<|de|>", "<|pnc|>",
+        "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>",
+    )  # fmt: skip
+    make_tokenizer(tmp_path, vocab=480)
+    sound = Sound(np.ones(1600, np.float32), 16000)
+    wanted = Wanted(language="de")
+    with pytest.raises(CheckpointError, match="has no token"):
+        CohereAsr(load_tokenizer(tmp_path), tmp_path, {}).ask(sound, wanted)
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names, "\u2581"]})
+    tokenizer.save_pretrained(tmp_path)
+    asked = CohereAsr(load_tokenizer(tmp_path), tmp_path, {}).ask(sound, wanted)
+    first, last = tokenizer.convert_tokens_to_ids(["\u2581", "<|startofcontext|>"])
+    assert asked.tokens == [first, *range(last, last + 4), last + 3, *range(last + 4, last + 8)]
 
 
 def test_each_form_has_the_placeholder_of_its_model_and_is_of_one_that_hears() -> None:

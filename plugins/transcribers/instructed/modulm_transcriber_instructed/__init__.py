@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve
 
+from modulm.errors import CheckpointError
 from modulm_speech.instructed import InstructedTranscriber
-from modulm_speech.transcriber import Question, Segment, Task, Wanted
+from modulm_speech.transcriber import Question, Segment, Task, Transcriber, Wanted
 
 if TYPE_CHECKING:
     from modulm_media.values import Sound
 
-__all__ = ["Flamingo", "GlmAsr", "Granite", "Qwen3Asr", "Qwen3Omni", "QwenAudio", "QwenOmni"]
+__all__ = [
+    "CohereAsr",
+    "FireRed",
+    "Flamingo",
+    "FunAsr",
+    "GlmAsr",
+    "Granite",
+    "KimiAudio",
+    "Qwen3Asr",
+    "Qwen3Omni",
+    "QwenAudio",
+    "QwenOmni",
+]
 
 _USER = "<|im_start|>user\n"
 _SYSTEM = f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{_USER}"
@@ -133,6 +146,79 @@ class Flamingo(InstructedTranscriber):
             evolve(segment, text=_unquoted(segment.text))
             for segment in super().read(tokens, seconds)
         )
+
+
+class FunAsr(InstructedTranscriber):
+    """Fun-ASR Nano (arXiv 2509.12508): it detects the language."""
+
+    form = f"{_SYSTEM}{{words}}<|AUDIO|>{_ANSWER}"
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType({"transcribe": "语音转写："})
+    without_language = instructions
+    takes_prompts = False
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"en": "english", "zh": "chinese", "ja": "japanese"}
+    )
+
+
+class FireRed(InstructedTranscriber):
+    """FireRedASR 2 (arXiv 2501.14350)."""
+
+    form = f"{_USER}<|AUDIO|>{{words}}{_ANSWER}"
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
+        {"transcribe": "请转写音频为文字"}
+    )
+    without_language = instructions
+    takes_prompts = False
+    known: ClassVar[Mapping[str, str]] = MappingProxyType({"en": "english", "zh": "chinese"})
+
+
+class KimiAudio(InstructedTranscriber):
+    """Kimi-Audio (arXiv 2504.18425): it detects the language."""
+
+    form = (
+        "<|im_kimia_user_msg_start|>{words}<|im_media_begin|><|im_kimia_text_blank|>"
+        "<|im_media_end|><|im_msg_end|><|im_kimia_assistant_msg_start|>"
+    )
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
+        {"transcribe": "Please transcribe the following audio:"}
+    )
+    without_language = instructions
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "en": "english", "zh": "chinese", "ja": "japanese", "ko": "korean", "de": "german",
+            "fr": "french", "es": "spanish", "it": "italian", "pt": "portuguese",
+            "ru": "russian", "ar": "arabic",
+        }
+    )  # fmt: skip
+
+
+class CohereAsr(Transcriber):
+    """Cohere Transcribe: fourteen languages, named by tokens of its decoder."""
+
+    takes_prompts = False
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "ar": "arabic", "de": "german", "el": "greek", "en": "english", "es": "spanish",
+            "fr": "french", "it": "italian", "ja": "japanese", "ko": "korean", "nl": "dutch",
+            "pl": "polish", "pt": "portuguese", "vi": "vietnamese", "zh": "chinese",
+        }
+    )  # fmt: skip
+
+    @property
+    def languages(self) -> Mapping[str, str]:
+        return self.known
+
+    def ask(self, sound: Sound, wanted: Wanted) -> Question:
+        language = f"<|{wanted.language or 'en'}|>"
+        names = (
+            "\u2581", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>", language,
+            language, "<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>",
+        )  # fmt: skip
+        tokens = [self.tokenizer.token_to_id(name) for name in names]
+        missing = [name for name, token in zip(names, tokens, strict=True) if token is None]
+        if missing:
+            raise CheckpointError(f"{self.path}: the vocabulary has no token {missing[0]}")
+        return Question(tokens=[int(token) for token in tokens if token is not None], sound=sound)
 
 
 class Granite(InstructedTranscriber):
