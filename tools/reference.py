@@ -257,8 +257,9 @@ A [server of several models](many-models.md) has the metrics of each loaded mode
 `model_name`, and `modulm:model_loads`. HTTP and process metrics are of the server as a whole.
 
 `modulm:model_memory_bytes` and `modulm:model_memory_beyond_estimate_bytes` are measured for each
-model, also on a server of one, if its engine has processes of its own on this machine. The engine
-estimates what it was to hold at the first scrape, as [`modulm fit`](fit.md) does.
+model, also on a server of one, if its engine has processes of its own on this machine. There, the
+first scrape makes the engine estimate what it was to hold, as [`modulm fit`](fit.md) does; later
+ones have the second of them. With several server processes, the first one measures.
 
 `--metrics-prefix modulm vllm` shows each metric of the engine under both names, for boards made for
 vLLM; the command `vllm` of [modulm-vllm](vllm-scripts.md) does so by default.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import threading
 
 import pytest
 
@@ -16,9 +18,12 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_command_explain.command import decisions_for
 from modulm_memory import estimate as estimates
+from modulm_memory import usage
 from modulm_memory.estimate import estimate
 from modulm_memory.fitting import stored_bytes
 from modulm_platform_cpu.platform import CpuPlatform
+from modulm_server import memory_metrics
+from modulm_server.memory_metrics import EngineMemory
 from modulm_server.models.hosted_model import HostedModel
 from modulm_server.models.memory import Needs, changes_within, needs_of
 from modulm_server.models.settings import ModelSettings
@@ -158,6 +163,41 @@ def test_the_memory_of_devices_counts_for_the_budget(monkeypatch):
     asyncio.run(model.measure())
     assert model.engine.calls == 2
     assert model.memory == llm.info.description.weight_bytes
+    llm.shutdown()
+
+
+def test_a_server_of_one_model_counts_memory_beyond_its_estimate(monkeypatch):
+    """Workers say once what they were to hold; models without an estimate have no count."""
+    llm = LLM("demo", kv_cache_memory_bytes=1 << 20)
+    (rank,) = estimate(llm.info.config, manager.current()).ranks
+    expected = rank.fixed + rank.step + rank.cache_bytes + 100 * MIB
+
+    class Engine:
+        process_ids = (os.getpid(),)
+
+        async def collective_rpc(self, method, timeout):
+            return llm.collective_rpc(method, timeout)
+
+    def measured(held):
+        usage._EXPECTED.clear()
+        monkeypatch.setattr(memory_metrics, "measure_each", lambda ids: {ids[0]: held, 0: 5 * MIB})
+        memory = EngineMemory("demo", Engine())
+        asyncio.run(memory.measure())  # begins to estimate
+        assert [metric.name for metric in memory.collect()] == ["modulm:model_memory_bytes"]
+        for thread in threading.enumerate():
+            if thread.name == "memory-estimate":
+                thread.join()
+        asyncio.run(memory.measure())
+        samples = [sample for metric in memory.collect() for sample in metric.samples]
+        assert all(sample.labels == {"model_name": "demo"} for sample in samples)
+        return {sample.name: sample.value for sample in samples}
+
+    monkeypatch.setattr(usage, "_before_loading", 100 * MIB)
+    memory, beyond = "modulm:model_memory_bytes", "modulm:model_memory_beyond_estimate_bytes"
+    assert measured(expected + 8 * MIB) == {memory: expected + 13 * MIB, beyond: 8 * MIB}
+    assert measured(expected - 1) == {memory: expected - 1 + 5 * MIB, beyond: 0}
+    monkeypatch.setattr(estimates, "resolve_checkpoint", refuse)
+    assert measured(expected).keys() == {memory}
     llm.shutdown()
 
 

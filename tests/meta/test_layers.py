@@ -62,7 +62,7 @@ SERVER = (
      "output", "prompts", "rendering"),
     ("api_keys", "auth", "constraints", "errors", "hosted_tools", "hosts", "json_body",
      "key_limits", "logprobs", "io_processor", "logs", "loop_watch", "loopback",
-     "media_service", "metrics", "pacing", "page_files", "paging",
+     "media_service", "memory_metrics", "metrics", "pacing", "page_files", "paging",
      "prompt_caching", "prompt_embeds", "request_cost", "request_guard",
      "request_log", "sampling", "sse", "stat_logger", "stats_log", "text_work", "tool_servers"),
     ("generation",),

@@ -137,6 +137,14 @@ def test_the_engine_is_measured(process: Process) -> None:
     text = httpx.get(f"{process.url}/metrics").text
     assert 'modulm:num_requests_running{engine="0",model_name="M"} 0.0' in text
     assert "modulm:generation_tokens_total" in text
+    beyond = 'modulm:model_memory_beyond_estimate_bytes{model_name="M"}'
+    end = time.monotonic() + 120
+    while beyond not in text and time.monotonic() < end:  # the first scrape begins to estimate
+        time.sleep(0.2)
+        text = httpx.get(f"{process.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+    held = float(values['modulm:model_memory_bytes{model_name="M"}'])
+    assert 0 <= float(values[beyond]) < held
 
 
 @pytest.mark.parametrize(

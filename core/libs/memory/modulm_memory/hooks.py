@@ -1,4 +1,6 @@
-"""Hooks: propose settings that fit the memory, and refuse weights that do not."""
+"""Hooks: propose settings that fit the memory, refuse weights that do not, and note what a process
+held before its model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from typing import Any
 
 from modulm.plugins import Proposal, hookimpl
 from modulm_memory.planning import making_proposals, refusal
+from modulm_memory.usage import note_process
 
-__all__ = ["modulm_config_final", "modulm_config_proposals"]
+__all__ = ["modulm_config_final", "modulm_config_proposals", "modulm_model_built"]
 
 
 @hookimpl
@@ -30,3 +33,9 @@ def modulm_config_final(config: Any) -> None:
     if error is not None:
         refusal.set(None)
         raise error()
+
+
+@hookimpl
+def modulm_model_built() -> None:
+    """Note the size of the process, for the metric of memory beyond the estimate."""
+    note_process()

@@ -39,6 +39,8 @@ _ADDITIVE = frozenset(
 )
 #: Gauges whose information is in their labels; each process has its own.
 _LISTED = frozenset({"modulm:lora_requests_info"})
+#: Gauges of the engine that only the server process that started it has.
+_OF_FIRST = frozenset({"modulm:model_memory_bytes", "modulm:model_memory_beyond_estimate_bytes"})
 #: Beginnings of the lines of the engine's metrics.
 _ENGINE = ("modulm:", "# HELP modulm:", "# TYPE modulm:")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -226,7 +228,7 @@ def merged(this_process: bytes, others: Sequence[str], shared: Collection[str]) 
         for family in _parsed(text):
             if family.name in families:
                 _add(families[family.name], family, family.name in shared)
-            elif family.type != "gauge":
+            elif family.type != "gauge" or family.name in _OF_FIRST:
                 families[family.name] = family
     return _text(families.values())
 

@@ -18,6 +18,7 @@ from modulm_server.engine.metrics import Metrics
 from modulm_server.errors import ApiError, describe, error_body
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
+from modulm_server.memory_metrics import EngineMemory
 from modulm_server.metrics import exposition, merged, with_prefixes
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
@@ -78,6 +79,10 @@ class Ops(RouteFamily):
 
     def router(self) -> APIRouter:
         self._conflicts = list(name_conflicts(plugins.current()))
+        self._memory: EngineMemory | None = None
+        if self.context.directory is None:
+            self._memory = EngineMemory(self.context.models[0], self.context.engine)
+            self.context.registry.register(self._memory)
         router = APIRouter(tags=["Operations"])
         for path, check, answer_type in (
             ("/health", self.health, Health),
@@ -158,6 +163,8 @@ class Ops(RouteFamily):
 
     async def metrics(self) -> Response:
         """Metrics of the engine and of all server processes, in Prometheus' text format."""
+        if self._memory is not None:
+            await self._memory.measure()
         body, kind = exposition(self.context.registry)
         engine = self.context.engine
         others = await engine.reports()

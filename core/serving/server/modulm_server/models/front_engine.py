@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from modulm.contracts.engine_info import EngineInfo
 from modulm.errors import UnsupportedError
 from modulm_server.engine.client import EngineClient
+from modulm_server.memory_metrics import memory_metrics
 from modulm_server.metrics import joined, of_model
 
 if TYPE_CHECKING:
@@ -114,14 +115,7 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from joined(metric for model in self._pool.models for metric in _of(model))
-        memory = GaugeMetricFamily(
-            "modulm:model_memory_bytes", "Memory of a model's processes.", labels=("model_name",)
-        )
-        beyond = GaugeMetricFamily(
-            "modulm:model_memory_beyond_estimate_bytes",
-            "Memory of a model's processes beyond what was estimated before it was loaded.",
-            labels=("model_name",),
-        )
+        memory, beyond = memory_metrics()
         loads = GaugeMetricFamily(
             "modulm:model_loads", "How often a model was loaded.", labels=("model_name",)
         )
