@@ -316,6 +316,15 @@ class QuantizationMethod(ABC):
         """Return a note for `modulm explain` about a layer stored unlike most others, or None."""
         return None
 
+    def allocate(self, layer: torch.nn.Module, spec: LinearSpec) -> bool:
+        """Make a layer whose tensors have no memory one that `writer` fills, as `finish` leaves it.
+
+        Returns whether it did; otherwise the layer is unchanged. Spares a copy of the weight where
+        it is read as it is kept, apart from its order. The memory may hold any values. A bias is
+        allocated by the caller.
+        """
+        return False
+
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         """Repack loaded tensors for `apply` and drop those no longer needed."""
 

@@ -52,8 +52,7 @@ def ask(declaration: Declaration, driver: Any, method: str, answer: Any, *argume
     except (Exception, SystemExit) as error:
         raise broken(f"{what} raised", error) from error
     if not isinstance(reply, answer):
-        expected = getattr(answer, "__name__", answer)
-        raise PluginBroken(f"{what} gave {reply!r}, which is no {expected}")
+        raise PluginBroken(f"{what} gave {reply!r}, not {getattr(answer, '__name__', answer)}")
     return reply
 
 

@@ -119,7 +119,8 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
 
     `pack_quantized` is `pack_linear` under a name without a twin: an op table that has it can store
     quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form, and
-    one with `overwrite_linear` and `overwrite_bias` can change packed floats in place.
+    one with `overwrite_linear` and `overwrite_bias` can change packed floats in place, also those
+    of `blank_linear`, which have no values yet.
     `packed_form` returns a text that differs where packed weights may differ.
     """
     return {
@@ -127,6 +128,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "pack_quantized": pack,
         "pack_blocks": _pack_blocks(library),
         "unpack_linear": _unpack_linear(library),
+        "blank_linear": _blank_linear(library),
         "overwrite_linear": _overwrite_linear(library),
         "overwrite_bias": overwrite_bias,
         "packed_form": library.identity,
@@ -174,6 +176,20 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
         return PackedLinear(data, laid, points, outputs, inputs, padded, format, activations)
 
     return pack_linear
+
+
+def _blank_linear(library: Library) -> Callable[..., PackedLinear]:
+    size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
+
+    def blank_linear(outputs: int, inputs: int, dtype: torch.dtype) -> PackedLinear:
+        """Allocate a packed weight [outputs, inputs] of floats for `overwrite_linear` to fill."""
+        need(dtype in _FLOATS, f"dtype must be one of {', '.join(map(str, _FLOATS))}")
+        form = _FLOATS[dtype]
+        data = huge_buffer(size_of(outputs, inputs, FORMATS[form]))
+        padded = -(-inputs // _PAD_K) * _PAD_K
+        return PackedLinear(data, None, None, outputs, inputs, padded, form)
+
+    return blank_linear
 
 
 def _pack_blocks(library: Library) -> Callable[..., PackedLinear]:

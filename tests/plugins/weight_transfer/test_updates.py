@@ -16,6 +16,7 @@ from samples import parametrize_sample
 from torch import Tensor
 
 from modulm import LLM, LoRARequest, SamplingParams
+from modulm.contracts.quantization import QuantizationMethod
 from modulm.errors import (
     ConfigError,
     EngineAsleep,
@@ -24,10 +25,13 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
+from modulm.nn.weight_slots import Unit
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_weight_transfer import direct
 from modulm_weight_transfer.deltas import changed_values
 from modulm_weight_transfer.receiver import receiver_of
+from modulm_weight_transfer.refill import loaded_tensors
 from modulm_weights_gloo import WeightBroadcaster
 from modulm_weights_shared_memory import SharedWeights
 
@@ -295,6 +299,42 @@ def test_weights_that_were_released_are_the_checkpoints(
     assert answer(llm) == first
     llm.update_weight_version(70)
     assert llm.get_weight_version() == 70
+
+
+def test_waking_up_writes_layers_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All linear layers, also with biases and of several parts, are as loading made them."""
+    allocated: list[str] = []
+    real = direct._allocate
+
+    def allocate(unit: Unit, device: torch.device) -> dict[str, Any] | None:
+        writers = real(unit, device)
+        allocated.extend([unit.path] * (writers is not None))
+        return writers
+
+    monkeypatch.setattr(direct, "_allocate", allocate)
+    folder = make_tiny(tmp_path, "Qwen2ForCausalLM", seed=1, tie_word_embeddings=False)
+    flags = {**FLAGS, "dtype": "bfloat16", "enable_sleep_mode": True}
+    with LLM(str(folder), **flags) as llm:
+        before, values = answer(llm), llm.apply_model(held_values)[0]
+        assert not allocated
+        llm.sleep(2)
+        llm.wake_up()
+        assert llm.apply_model(held_values)[0] == values
+        assert answer(llm) == before
+    assert {path.rpartition(".")[2] for path in allocated} == {
+        "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head",
+    }  # fmt: skip
+
+
+def held_values(model: torch.nn.Module) -> dict[str, bytes]:
+    """All that loading has put into a model's modules."""
+    return {
+        f"{path} {number}": tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for path, module in model.named_modules()
+        for number, tensor in enumerate(loaded_tensors(module, QuantizationMethod))
+    }
 
 
 @pytest.mark.exhaustive

@@ -109,7 +109,7 @@ class Cpu:
 SPEC = AttentionSpec(4, 2, 16, 0.25, "float32", "float32")
 RAISES = ("raise ValueError('boom')", "ValueError: boom")
 EXITS = ("raise SystemExit(3)", "SystemExit: 3")
-FAULTS = [RAISES, EXITS, ("return 7", "gave 7, which is no")]
+FAULTS = [RAISES, EXITS, ("return 7", "gave 7, not ")]
 
 
 def install_driver(install, kind: str, name: str, source: str, **blanks: str) -> None:

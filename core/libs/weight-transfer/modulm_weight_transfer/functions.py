@@ -138,8 +138,10 @@ def cancel(worker: Any) -> None:
 @_answers
 def release(worker: Any) -> None:
     """Discard all that refers to the weights of a worker, which has released them."""
+    from modulm_weight_transfer.direct import note_release
     from modulm_weight_transfer.receiver import WeightReceiver
 
+    note_release(worker.config)
     WeightReceiver.release(worker)
 
 

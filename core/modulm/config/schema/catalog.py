@@ -81,7 +81,7 @@ class Catalog:
 
     def known(self, name: str) -> KnownFlag | None:
         """Return vLLM's flag of this flat or short name, if no installed group has it."""
-        spec = find_known(name)
+        spec = None if self._has(name) else find_known(name)  # which reads a file at first
         return None if spec is None or self._has(spec.name) else spec
 
     def elsewhere(self) -> list[KnownFlag]:

@@ -93,8 +93,7 @@ class Worker:
         slot, slots = share or share_of(config.parallel, rank)
         if slots > 1:
             self.platform.take_share(slot, slots)
-        binding = binding_of(config.device, slot, slots)
-        if binding is not None:
+        if (binding := binding_of(config.device, slot, slots)) is not None:
             self.platform.bind(binding)
         self.platform.start(threads=config.device.cpu_threads)
         self.mesh = Mesh() if open_mesh is None else open_mesh(self.platform)

@@ -58,6 +58,16 @@ class Plain(QuantizationMethod):
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
 
+    def allocate(self, layer: torch.nn.Module, spec: LinearSpec) -> bool:
+        blank, providers = self.ops.find("blank_linear"), self.ops.providers
+        other = spec.kind in (LinearKind.EMBEDDING, LinearKind.EXPERT)
+        if other or blank is None or providers["blank_linear"] != providers["linear"]:
+            return False
+        weight = layer.get_parameter("weight")
+        layer.packed = blank(*weight.shape, weight.dtype)
+        layer.register_parameter("weight", None)
+        return True
+
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         if spec.kind is LinearKind.EMBEDDING:
             return

@@ -87,6 +87,7 @@ def test_kernels_built_on_a_lesser_processor_say_so(monkeypatch):
 def test_ops_have_the_names_of_twins():
     extra = set(kernels.ops()) - set(twin_ops())
     assert extra == {
+        "blank_linear",
         "embedding_packed",
         "overwrite_bias",
         "overwrite_experts",

@@ -74,6 +74,13 @@ def test_overwritten_floats(ops, kind, rows):
     assert torch.equal(packed.data, ops["pack_linear"](expected).data)
     with pytest.raises(ValueError, match="rows 190 to 254 are not within 200"):
         ops["overwrite_linear"](packed, 190, torch.zeros(64, 96))
+    blank = ops["blank_linear"](200, 96, kind)
+    ops["overwrite_linear"](blank, 0, expected[:stop])
+    ops["overwrite_linear"](blank, stop, expected[stop:])
+    assert torch.equal(blank.data, packed.data)
+    assert {k: v for k, v in blank.fields().items() if k != "data"} == {
+        k: v for k, v in packed.fields().items() if k != "data"
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
