@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -62,9 +63,13 @@ def several_models(
     monkeypatch: pytest.MonkeyPatch,
     read: Callable[[EngineConfig], Sequence[ModelSettings]] | None = None,
     reply: Callable[..., Reply] = lambda *_: Reply("Hello there."),
+    tasks: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     **flags: Any,
 ) -> Iterator[Several]:
-    """Serve models: those that `read` returns, by default those of `--models-config`."""
+    """Serve models: those that `read` returns, by default those of `--models-config`.
+
+    tasks: by model, of those that do not generate.
+    """
     sizes: dict[str, int] = {}
 
     async def prepare(model: HostedModel) -> EngineConfig:
@@ -82,7 +87,8 @@ def several_models(
     def start(config: EngineConfig, process: Any) -> SleepingEngine:
         longest = config.model.max_model_len or 2048
         models = config.model.served_model_name
-        info = scripted_info(tokenizer, config=config, max_model_len=longest, models=models)
+        more = {"tasks": tasks[models[0]]} if models and models[0] in tasks else {}
+        info = scripted_info(tokenizer, config=config, max_model_len=longest, models=models, **more)
         return SleepingEngine(tokenizer, reply, info)
 
     monkeypatch.setattr(HostedModel, "prepare", prepare)

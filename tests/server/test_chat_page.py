@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tool_server
 from samples import parametrize_sample
-from tests.server.browser import BROWSER, Browser
+from tests.server.browser import BROWSER, READY, Browser
 from tests.server.scripted_models import several_models
 
 from modulm.config import EngineConfig
@@ -1136,6 +1136,54 @@ def test_the_model_menu_shows_states_and_memory(browser: Browser, several: Live)
     assert not browser.elsewhere(several.url)
 
 
+@pytest.mark.exhaustive
+@needs_browser
+def test_fitting_parts_of_a_long_file_are_sent(
+    browser: Browser, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With an embedding model on the server, unless the settings say otherwise."""
+
+    def read(config: EngineConfig) -> list[ModelSettings]:
+        return [
+            ModelSettings(name=name, config=config.with_(model=name, served_model_name=(name,)))
+            for name in ("chat", "embed")
+        ]
+
+    words = ["zebra", *(f"word{number}" for number in range(39))]
+    long = tmp_path / "long.txt"
+    long.write_text("\n\n".join(" ".join([word] * (1000 // len(word))) for word in words))
+    flags = {"reply": Script(), "tasks": {"embed": ("embed",)}, "max_model_len": 200_000}
+    with several_models(tokenizer, monkeypatch, read, **flags) as server:
+        with server.live.client() as http:
+            assert http.post("/models/load", json={"model": "embed"}).status_code == 200
+        browser.screen(1200, 800)
+        browser.open(server.live.url)
+
+        def ask(question: str) -> str:
+            browser.call("DOM.enable")
+            root = browser.call("DOM.getDocument")["root"]["nodeId"]
+            query = {"nodeId": root, "selector": "#files"}
+            node = browser.call("DOM.querySelector", query)["nodeId"]
+            browser.call("DOM.setFileInputFiles", {"files": [str(long)], "nodeId": node})
+            browser.wait("!document.querySelector('#attachments').hidden")
+            say(browser, question)
+            prompt: str = server.model("chat").engine.seen[-1][0]["prompt"]
+            return prompt
+
+        browser.type("#model", "chat")
+        prompt = ask("zebra zebra zebra")
+        assert "File long.txt (parts):" in prompt
+        assert "zebra " * 20 in prompt.partition("File long.txt")[2]
+        assert sum(f"{word} {word}" in prompt for word in words) <= 8
+        assert "Parts that were sent" in browser.text("article.user")
+        browser.click("#fresh")
+        browser.click("#toggle-settings")
+        browser.type("#search-files", "no")
+        browser.type("#model", "chat")
+        assert f"{words[-1]} {words[-1]}" in ask("zebra")
+        assert browser.run("faults") == []
+
+
 # Conversations on the server, in folders, and from other pages.
 
 
@@ -1187,8 +1235,38 @@ def test_a_key_may_not_store_without_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert not store.put("p", "d", 1, b"{1234}")
 
 
-#: A key, a conversation, and what another browser has of it.
-KEYED = "sessionStorage.setItem('modulm.key', 'first')"
+@pytest.mark.exhaustive
+@needs_browser
+def test_the_page_is_in_the_chosen_language(tab: Browser) -> None:
+    assert tab.run("document.documentElement.lang") == "en"
+    tab.click("#toggle-settings")
+    assert tab.each("#language option", "node.innerText") == [
+        "the browser's", "English", "Deutsch", "Français"
+    ]  # fmt: skip
+    tab.run("window.before = true")
+    tab.type("#language", "de")
+    tab.wait(f"!window.before && {READY}")
+    assert tab.run("document.documentElement.lang") == "de"
+    assert tab.text("#fresh") == "Neuer Chat"
+    assert tab.run("document.getElementById('text').placeholder") == "Nachricht"
+    say(tab, "hello there", wait=False)
+    tab.wait("document.querySelectorAll('[aria-label=\"Noch einmal antworten\"]').length === 1")
+    assert "Antwort" in tab.text("article.assistant .figures")
+    tab.run(
+        "(() => { const label = [...document.querySelectorAll('#settings label')]"
+        ".find((each) => each.firstChild.data === 'Temperatur'); const [input] = label.children;"
+        " input.value = '9'; input.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+    assert "höchstens 2" in tab.text("#settings")
+    tab.run("window.before = true")
+    tab.type("#language", "")
+    tab.wait(f"!window.before && {READY}")
+    assert tab.text("#fresh") == "New chat"
+    assert tab.run("faults") == []
+
+
+#: A key that has no conversation yet.
+KEYED = "sessionStorage.setItem('modulm.key', 'second')"
 
 
 @pytest.mark.exhaustive
@@ -1200,7 +1278,7 @@ def test_another_browser_has_the_same_conversations(
     browser.run(KEYED)
     browser.reload()
     say(browser, "hello there")
-    headers = {"Authorization": "Bearer first"}
+    headers = {"Authorization": "Bearer second"}
     with stored.client() as http:
         end = time.monotonic() + 60
         while not (data := http.get("/chat_page/conversations", headers=headers).json()["data"]):

@@ -2,7 +2,9 @@
 
 import { App } from "./js/app.js";
 import { byId, make } from "./js/dom.js";
+import { t, translatePage } from "./js/words.js";
 
+translatePage();
 const app = new App();
 
 const SHORTCUTS = [
@@ -14,9 +16,9 @@ const SHORTCUTS = [
 
 function help() {
   const dialog = byId("help");
-  dialog.replaceChildren(make("h2", { id: "help-title" }, "Keyboard"),
-    make("dl", {}, ...SHORTCUTS.flatMap(([keys, what]) => [make("dt", {}, make("kbd", {}, keys)), make("dd", {}, what)])),
-    make("form", { method: "dialog", onsubmit: (event) => { event.preventDefault(); dialog.close(); } }, make("button", { class: "main" }, "Close")));
+  dialog.replaceChildren(make("h2", { id: "help-title" }, t("Keyboard")),
+    make("dl", {}, ...SHORTCUTS.flatMap(([keys, what]) => [make("dt", {}, make("kbd", {}, t(keys))), make("dd", {}, t(what))])),
+    make("form", { method: "dialog", onsubmit: (event) => { event.preventDefault(); dialog.close(); } }, make("button", { class: "main" }, t("Close"))));
   dialog.showModal();
 }
 

@@ -5,6 +5,7 @@ import { announce, byId, make, toast } from "./js/dom.js";
 import { bars, matrix, scatter } from "./js/pictures.js";
 import { shared } from "./js/store.js";
 import { plane, similarities } from "./js/vectors.js";
+import { t, translatePage } from "./js/words.js";
 
 const EXAMPLES = [
   "How do I bake a loaf of bread?", "Bread rises because yeast gives off carbon dioxide.",
@@ -25,7 +26,7 @@ function part(title, about, fields, label, act) {
     button.disabled = true;
     try {
       result.replaceChildren(...(await act()));
-      announce(`${title}: done`);
+      announce(t("{0}: done", title));
     } catch (error) {
       result.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
       if (error.status === 401) askKey();
@@ -46,33 +47,33 @@ async function answer(path, body) {
 }
 
 function compare() {
-  const texts = field("Texts, one a line", EXAMPLES.join("\n"), 6);
-  return part("Compare texts", "Each text becomes a vector; the closer two of them point, the more alike the texts are.",
-    [texts.node], "Compare", async () => {
+  const texts = field(t("Texts, one a line"), EXAMPLES.join("\n"), 6);
+  return part(t("Compare texts"), t("Each text becomes a vector; the closer two of them point, the more alike the texts are."),
+    [texts.node], t("Compare"), async () => {
       const lines = linesOf(texts.text);
       const { data, usage } = await answer("v1/embeddings", { input: lines, encoding_format: "float" });
       const vectors = data.map(({ embedding }) => embedding);
       return [matrix(lines, similarities(vectors)), lines.length > 2 && scatter(lines, plane(vectors)),
-        make("p", { class: "faint" }, `${vectors.length} vectors of ${vectors[0].length} numbers · ${usage.prompt_tokens} tokens`)].filter(Boolean);
+        make("p", { class: "faint" }, t("{0} vectors of {1} numbers · {2} tokens", vectors.length, vectors[0].length, usage.prompt_tokens))].filter(Boolean);
     });
 }
 
 function rank() {
-  const query = make("input", { value: EXAMPLES[0], "aria-label": "Question" });
-  const texts = field("Documents, one a line", EXAMPLES.slice(1).join("\n"), 6);
-  return part("Rank documents", "How well each document fits the question, the best first.",
-    [make("label", {}, "Question", query), texts.node], "Rank", async () => {
+  const query = make("input", { value: EXAMPLES[0], "aria-label": t("Question") });
+  const texts = field(t("Documents, one a line"), EXAMPLES.slice(1).join("\n"), 6);
+  return part(t("Rank documents"), t("How well each document fits the question, the best first."),
+    [make("label", {}, t("Question"), query), texts.node], t("Rank"), async () => {
       const { results } = await answer("rerank", { query: query.value, documents: linesOf(texts.text) });
       return [bars(results.map(({ document, relevance_score: score }) => [document.text, score]))];
     });
 }
 
 function classify() {
-  const texts = field("Texts, one a line", EXAMPLES.slice(1, 3).join("\n"), 4);
-  return part("Classify texts", "The probability of each class.", [texts.node], "Classify", async () => {
+  const texts = field(t("Texts, one a line"), EXAMPLES.slice(1, 3).join("\n"), 4);
+  return part(t("Classify texts"), t("The probability of each class."), [texts.node], t("Classify"), async () => {
     const lines = linesOf(texts.text), { data } = await answer("classify", { input: lines });
     return data.flatMap(({ probs, label }, place) => {
-      const shown = probs.map((value, index) => [`class ${index}`, value]);
+      const shown = probs.map((value, index) => [t("class {0}", index), value]);
       const best = probs.indexOf(Math.max(...probs));
       if (label) shown[best][0] = label;
       return [make("h4", {}, lines[place]), bars(shown.sort((a, b) => b[1] - a[1]).slice(0, 8))];
@@ -81,8 +82,8 @@ function classify() {
 }
 
 function perToken() {
-  return make("section", { class: "part" }, make("h3", {}, "Vectors of tokens"),
-    make("p", {}, "This model gives a vector for every token. Send texts to ", make("code", {}, "/pooling"), "."));
+  return make("section", { class: "part" }, make("h3", {}, t("Vectors of tokens")),
+    make("p", {}, `${t("This model gives a vector for every token. Send texts to")} `, make("code", {}, "/pooling"), "."));
 }
 
 /** What is offered, by the first of these tasks that the model has. */
@@ -110,6 +111,7 @@ async function start() {
   }
 }
 
+translatePage();
 byId("key").value = key.get();
 byId("key").addEventListener("change", () => { key.set(byId("key").value); start(); });
 byId("theme").value = shared.get("theme", "auto");

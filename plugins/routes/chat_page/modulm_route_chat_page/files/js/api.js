@@ -1,5 +1,7 @@
 // The server's API, as the page uses it.
 
+import { t } from "./words.js";
+
 /** What the server refused, or that it could not be reached (status 0). */
 export class Refused extends Error {
   constructor(message, status, param) {
@@ -28,20 +30,20 @@ export async function ask(path, body, signal) {
     response = await fetch(path, { headers: headers(), signal, ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("the server cannot be reached", 0);
+    throw new Refused(t("the server cannot be reached"), 0);
   }
   if (response.ok) return response;
   const said = (await response.json().catch(() => ({}))).error ?? {};
-  throw new Refused(said.message ?? `the server answered ${response.status}`, response.status, said.param);
+  throw new Refused(said.message ?? t("the server answered {0}", response.status), response.status, said.param);
 }
 
 /** Change something on the server with PUT; `keepalive`: also while the page is being left. */
 export async function put(path, body, keepalive = false) {
   const response = await fetch(path, { method: "PUT", headers: headers(), body: JSON.stringify(body), keepalive })
-    .catch(() => { throw new Refused("the server cannot be reached", 0); });
+    .catch(() => { throw new Refused(t("the server cannot be reached"), 0); });
   if (response.ok) return;
   const said = (await response.json().catch(() => ({}))).error ?? {};
-  throw new Refused(said.message ?? `the server answered ${response.status}`, response.status, said.param);
+  throw new Refused(said.message ?? t("the server answered {0}", response.status), response.status, said.param);
 }
 
 /** The models that are served. */

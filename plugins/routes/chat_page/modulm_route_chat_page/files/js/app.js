@@ -7,6 +7,7 @@ import { Invalid } from "./fields.js";
 import { ModelMenu, chats, label } from "./models.js";
 import { body, continuation, toolAddress } from "./request.js";
 import { Remote } from "./remote.js";
+import { excerpts, isLong } from "./retrieval.js";
 import { Run } from "./run.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -14,6 +15,7 @@ import { Store, draft, shared } from "./store.js";
 import { Talk } from "./talk.js";
 import { runTool } from "./tools.js";
 import { add, choose, newConversation, parentOf, path, remove } from "./tree.js";
+import { language, t } from "./words.js";
 
 /** Rounds of tools that run by themselves between two messages of a person. */
 const MOST_ROUNDS = 10;
@@ -31,7 +33,7 @@ export class App {
     this.composer = new Composer({ send: (text, files) => this.say(text, files), stop: () => this.stop(),
       editLast: () => this.editLast(), kinds: () => this.facts.attachments });
     this.settings = new Settings({ changed: () => this.settingsChanged(), keyGiven: () => this.loadModels(),
-      asDefault: () => { this.keepDefaults(); toast("New chats begin with these settings."); } });
+      asDefault: () => { this.keepDefaults(); toast(t("New chats begin with these settings.")); } });
     byId("model").addEventListener("change", () => { this.current.model = byId("model").value; this.settingsChanged(); this.show(); });
     addEventListener("hashchange", () => this.open(location.hash.slice(1)));
   }
@@ -50,7 +52,7 @@ export class App {
       await this.exchange();
     } catch (error) {
       if (error.status === 401) this.settings.askKey();
-      toast(key.get() || error.status !== 401 ? error.message : "This server asks for a key.");
+      toast(key.get() || error.status !== 401 ? error.message : t("This server asks for a key."));
     }
   }
 
@@ -76,6 +78,7 @@ export class App {
 
   takeModels(list) {
     const able = list.filter(chats);
+    this.embedder = list.find((model) => !chats(model) && model.tasks.includes("embed"))?.id;
     this.lengths = new Map(able.map((model) => [model.id, model.max_model_len]));
     byId("model").replaceChildren(...able.map((model) => new Option(label(model), model.id)));
     byId("model").hidden = false;
@@ -110,7 +113,7 @@ export class App {
     const { current } = this;
     if (!this.lengths.has(current.model) && this.lengths.size) [current.model] = this.lengths.keys();
     byId("model").value = current.model;
-    byId("title").textContent = current.title || "New chat";
+    byId("title").textContent = current.title || t("New chat");
     document.title = current.title ? `${current.title} · modulm` : "modulm";
     this.talk.show(current);
     this.composer.show(this.runs.has(current.id));
@@ -123,7 +126,7 @@ export class App {
     const last = path(this.current).findLast((node) => node.figures?.prompt)?.figures;
     const most = this.lengths.get(this.current.model);
     const used = last ? last.prompt + last.generated : 0;
-    byId("context").textContent = used && most ? `${used.toLocaleString("en")} of ${most.toLocaleString("en")} tokens of context` : "";
+    byId("context").textContent = used && most ? t("{0} of {1} tokens of context", used.toLocaleString(language), most.toLocaleString(language)) : "";
   }
 
   // What can be done.
@@ -165,9 +168,18 @@ export class App {
     for (let place = 0; place < count; place += 1)
       answers.push(add(conversation, last, { role: "assistant", state: "running", model: conversation.model }));
     choose(conversation, answers[0]);
-    await this.run(conversation, new Run(answers, request, (node) => this.nodeChanged(conversation, node)));
+    const searched = async (signal) => { await this.search(nodes, signal); return body(conversation, nodes); };
+    await this.run(conversation, new Run(answers, searched, (node) => this.nodeChanged(conversation, node)));
     if (answers[0].state === "done" && answers[0].calls?.length && conversation.settings.run_tools === "auto" && rounds < MOST_ROUNDS)
       await this.runAll(conversation, answers[0], rounds);
+  }
+
+  /** Choose the parts of long files that fit their question. */
+  async search(nodes, signal) {
+    if (!this.embedder || !shared.get("search-files", true)) return;
+    for (const node of nodes)
+      if (node.role === "user" && !node.excerpts && isLong(node.attachments))
+        node.excerpts = await excerpts(node.content, node.attachments, this.embedder, signal);
   }
 
   async run(conversation, run) {
@@ -185,7 +197,8 @@ export class App {
       this.show();
       this.talk.follow();
       const { state, content, error } = run.nodes[0];
-      announce(state === "failed" ? `The answer failed: ${error.message}` : `Answer ${state}: ${content.slice(0, 1000)}`);
+      announce(state === "failed" ? t("The answer failed: {0}", error.message)
+        : t(state === "done" ? "Answer done: {0}" : "Answer stopped: {0}", content.slice(0, 1000)));
     } else this.sidebar.show();
   }
 
@@ -219,7 +232,7 @@ export class App {
     delete conversation.chosen[node.id];
     node.state = "done";
     const request = continuation(conversation, path(conversation));
-    await this.run(conversation, new Run([node], request, (changed) => this.nodeChanged(conversation, changed)));
+    await this.run(conversation, new Run([node], () => request, (changed) => this.nodeChanged(conversation, changed)));
   }
 
   /** Another version of a text: a question is asked, an answer is kept. */

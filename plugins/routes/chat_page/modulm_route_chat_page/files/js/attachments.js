@@ -2,6 +2,7 @@
 // server's model takes (`about.attachments`) decides which kinds there are. Text always is.
 
 import { make } from "./dom.js";
+import { t } from "./words.js";
 
 const MOST_BYTES = 2 ** 20;
 /** Bytes of an image that is sent as it is, the side to which larger ones are drawn, and of others. */
@@ -21,20 +22,20 @@ const KINDS = {
 export async function readFile(file, kinds = ["text"]) {
   const kind = Object.keys(KINDS).find((name) => KINDS[name].takes(file));
   if (!kinds.includes(kind) && kind !== "text" && file.type !== "image/svg+xml")
-    throw new Error(`${file.name}: this model takes no ${kind === "image" ? "images" : kind}`);
+    throw new Error(t("{0}: this model takes no {1}", file.name, t(kind === "image" ? "images" : kind)));
   const taken = kinds.includes(kind) ? kind : "text";
   return { kind: taken, name: file.name, ...(await KINDS[taken].read(file)) };
 }
 
 async function readText(file) {
-  if (file.size > MOST_BYTES) throw new Error(`${file.name} is larger than 1 MiB`);
+  if (file.size > MOST_BYTES) throw new Error(t("{0} is larger than {1} MiB", file.name, 1));
   const bytes = await file.arrayBuffer();
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
     if (text.includes("\0")) throw new TypeError("zero bytes");
     return { text };
   } catch {
-    throw new Error(`${file.name} is not a text file`);
+    throw new Error(t("{0} is not a text file", file.name));
   }
 }
 
@@ -47,16 +48,16 @@ async function readImage(file) {
     canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
     return { url: canvas.toDataURL(file.type === "image/jpeg" ? "image/jpeg" : "image/png", 0.92) };
   } catch {
-    throw new Error(`${file.name} is no image that this browser shows`);
+    throw new Error(t("{0} is no image that this browser shows", file.name));
   }
 }
 
 async function readMedia(file) {
-  if (file.size > MEDIA_BYTES) throw new Error(`${file.name} is larger than ${MEDIA_BYTES / 2 ** 20} MiB`);
+  if (file.size > MEDIA_BYTES) throw new Error(t("{0} is larger than {1} MiB", file.name, MEDIA_BYTES / 2 ** 20));
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error(`${file.name} cannot be read`));
+    reader.onerror = () => reject(new Error(t("{0} cannot be read", file.name)));
     reader.readAsDataURL(file);
   });
   // Parameters of a type, as codecs, may hold commas; the server looks at the content anyhow.

@@ -1,6 +1,7 @@
 // Calls of tools in an answer: what was called, and a field for what the tool gave.
 
 import { icon, make } from "./dom.js";
+import { t } from "./words.js";
 
 function pretty(text) {
   try {
@@ -17,7 +18,7 @@ function pretty(text) {
 export function callsView(node, results, address, act) {
   const open = !results && node.state !== "running";
   const fields = new Map();
-  const box = make("form", { class: "calls", "aria-label": "Calls of tools", onsubmit: (event) => {
+  const box = make("form", { class: "calls", "aria-label": t("Calls of tools"), onsubmit: (event) => {
     event.preventDefault();
     act.give(Object.fromEntries([...fields].map(([id, field]) => [id, field.value])));
   } });
@@ -25,32 +26,32 @@ export function callsView(node, results, address, act) {
   // Calls of tool servers are approved together, if all are.
   const asks = (node.calls ?? []).length && node.calls.every(({ id }) => node.approvals?.[id]);
   if (open && asks) box.append(make("div", { class: "row" },
-    make("button", { type: "button", class: "main approve", onclick: () => act.approve(true) }, "Approve"),
-    make("button", { type: "button", class: "decline", onclick: () => act.approve(false) }, "Decline")));
-  else if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, "Send results"),
-    (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, "Run and go on")));
+    make("button", { type: "button", class: "main approve", onclick: () => act.approve(true) }, t("Approve")),
+    make("button", { type: "button", class: "decline", onclick: () => act.approve(false) }, t("Decline"))));
+  else if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, t("Send results")),
+    (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, t("Run and go on"))));
   return box;
 }
 
 /** Calls that the server made, with their results. */
 export function hostedView(calls) {
-  return make("div", { class: "calls hosted", role: "group", "aria-label": "Calls of tool servers" }, ...calls.map((call) =>
+  return make("div", { class: "calls hosted", role: "group", "aria-label": t("Calls of tool servers") }, ...calls.map((call) =>
     make("details", { class: "call" },
-      make("summary", {}, "Called ", make("b", {}, call.name), ` of ${call.server_label}`, call.error !== null && " (failed)"),
-      make("pre", { tabIndex: 0 }, pretty(call.arguments)), make("div", { class: "faint" }, "Result"),
+      make("summary", {}, `${t("Called")} `, make("b", {}, call.name), ` ${t("of {0}", call.server_label)}`, call.error !== null && ` ${t("(failed)")}`),
+      make("pre", { tabIndex: 0 }, pretty(call.arguments)), make("div", { class: "faint" }, t("Result")),
       make("pre", { class: "result", tabIndex: 0 }, pretty(call.output ?? call.error ?? "")))));
 }
 
 function callView(node, call, result, open, address, act, fields) {
   const fold = make("details", { class: "call", open },
-    make("summary", {}, "Calls ", make("b", {}, call.name)), make("pre", { tabIndex: 0 }, pretty(call.arguments)));
+    make("summary", {}, `${t("Calls")} `, make("b", {}, call.name)), make("pre", { tabIndex: 0 }, pretty(call.arguments)));
   if (result !== undefined)
-    fold.append(make("div", { class: "faint" }, "Result"), make("pre", { class: "result", tabIndex: 0 }, pretty(result)));
+    fold.append(make("div", { class: "faint" }, t("Result")), make("pre", { class: "result", tabIndex: 0 }, pretty(result)));
   const label = node.approvals?.[call.id];
-  if (label && open) fold.append(make("p", { class: "faint" }, `The tool server ${label} waits for your approval.`));
+  if (label && open) fold.append(make("p", { class: "faint" }, t("The tool server {0} waits for your approval.", label)));
   if (!open || label) return fold;
-  const field = make("textarea", { rows: 2, class: "result", spellcheck: "false", "aria-label": `Result of ${call.name}`,
-    placeholder: "What the tool gives", value: node.results?.[call.id] ?? "" });
+  const field = make("textarea", { rows: 2, class: "result", spellcheck: "false", "aria-label": t("Result of {0}", call.name),
+    placeholder: t("What the tool gives"), value: node.results?.[call.id] ?? "" });
   field.addEventListener("input", () => act.note(call, field.value));
   fields.set(call.id, field);
   fold.append(field);
@@ -58,6 +59,6 @@ function callView(node, call, result, open, address, act, fields) {
   if (wrong) fold.append(make("p", { class: "error", role: "alert" }, wrong));
   if (address)
     fold.append(make("button", { type: "button", class: "run", title: address, onclick: () => act.run(call) },
-      icon("go"), `Run ${new URL(address, location.href).host}`));
+      icon("go"), t("Run {0}", new URL(address, location.href).host)));
   return fold;
 }

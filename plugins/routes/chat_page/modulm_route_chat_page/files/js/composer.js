@@ -3,6 +3,7 @@
 import { preview, readFile } from "./attachments.js";
 import { byId, icon, iconButton, make, toast } from "./dom.js";
 import { Recorder } from "./recorder.js";
+import { t } from "./words.js";
 
 export class Composer {
   /** send(text, attachments), stop(), editLast(); kinds(): of attachments that are taken. */
@@ -11,7 +12,7 @@ export class Composer {
     this.form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
     this.text.addEventListener("input", () => this.fit());
     this.text.addEventListener("keydown", (event) => this.key(event, editLast));
-    this.files = make("input", { type: "file", multiple: "", class: "unseen", tabIndex: -1, id: "files", "aria-label": "Files to attach",
+    this.files = make("input", { type: "file", multiple: "", class: "unseen", tabIndex: -1, id: "files", "aria-label": t("Files to attach"),
       onchange: () => { this.attach([...this.files.files]); this.files.value = ""; } });
     this.form.append(this.files);
     byId("attach").addEventListener("click", () => this.files.click());
@@ -77,12 +78,12 @@ export class Composer {
     const list = byId("attachments");
     list.hidden = !this.attached.length;
     list.replaceChildren(...this.attached.map((each) => make("li", { class: each.kind }, each.kind === "text" ? icon("clip") : preview(each), each.kind === "text" && each.name,
-      iconButton("close", `Remove ${each.name}`, () => { this.attached = this.attached.filter((other) => other !== each); this.showAttached(); }))));
+      iconButton("close", t("Remove {0}", each.name), () => { this.attached = this.attached.filter((other) => other !== each); this.showAttached(); }))));
   }
 
   show(running) {
     this.running = running;
-    const button = byId("send"), label = running ? "Stop" : "Send";
+    const button = byId("send"), label = t(running ? "Stop" : "Send");
     if (button.getAttribute("aria-label") === label) return;
     button.setAttribute("aria-label", label);
     button.title = label;

@@ -1,6 +1,7 @@
 // Copying, also where the browser's clipboard is kept from pages without TLS.
 
 import { announce, icon } from "./dom.js";
+import { t } from "./words.js";
 
 /** Put a text on the clipboard; whether that was possible. */
 export async function copyText(text) {
@@ -32,7 +33,7 @@ function copySelected(text) {
 /** What a button does that copies: it says whether it did. */
 export async function copyBy(button, text) {
   const done = await copyText(text);
-  announce(done ? "Copied" : "The browser does not allow copying");
+  announce(t(done ? "Copied" : "The browser does not allow copying"));
   const before = [...button.childNodes];
   button.replaceChildren(done ? icon("done") : "✗");
   setTimeout(() => button.replaceChildren(...before), 1500);

@@ -1,5 +1,7 @@
 // The fields of a request that can be set, and how what was typed becomes their value.
 
+import { t } from "./words.js";
+
 const THINKING = [["", "model's"], ["on", "on"], ["off", "off"]];
 const YES_NO = [["", "server's"], ["true", "yes"], ["false", "no"]];
 
@@ -74,7 +76,7 @@ export const FIELDS = GROUPS.flatMap(([, fields]) => fields);
 /** What was typed cannot be sent. */
 export class Invalid extends Error {
   constructor(field, message) {
-    super(`${field.label}: ${message}`);
+    super(`${t(field.label)}: ${message}`);
     this.field = field.name;
   }
 }
@@ -96,9 +98,9 @@ export function valueOf(field, typed) {
 function number(field, text) {
   const value = Number(text);
   if (Number.isNaN(value) || (field.kind === "integer" && !Number.isInteger(value)))
-    throw new Invalid(field, `${text} is not ${field.kind === "integer" ? "a whole" : "a"} number`);
-  if (value < (field.min ?? -Infinity)) throw new Invalid(field, `at least ${field.min}`);
-  if (value > (field.max ?? Infinity)) throw new Invalid(field, `at most ${field.max}`);
+    throw new Invalid(field, t(field.kind === "integer" ? "{0} is not a whole number" : "{0} is not a number", text));
+  if (value < (field.min ?? -Infinity)) throw new Invalid(field, t("at least {0}", field.min));
+  if (value > (field.max ?? Infinity)) throw new Invalid(field, t("at most {0}", field.max));
   return value;
 }
 
@@ -106,7 +108,7 @@ function json(field, text) {
   try {
     return JSON.parse(text);
   } catch (error) {
-    throw new Invalid(field, `not JSON: ${error.message}`);
+    throw new Invalid(field, t("not JSON: {0}", error.message));
   }
 }
 

@@ -1,5 +1,7 @@
 // What an answer took, as numbers of the server and clocks of this page.
 
+import { language, t } from "./words.js";
+
 /** Figures of a new answer. seconds: from the first token to the last; waited: until the first. */
 export const noFigures = () => ({ prompt: 0, cached: null, generated: 0, reasoning: null, accepted: null, drafts: null, waited: null, seconds: 0, steps: 0 });
 
@@ -33,10 +35,10 @@ export function promptRate(figures) {
   return figures.waited > 0 && computed > 0 ? computed / figures.waited : null;
 }
 
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const tenth = new Intl.NumberFormat("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 });
-const speed = (value) => `${(value < 100 ? tenth : whole).format(value)} tokens/s`;
-const some = (count) => `${whole.format(count)} ${count === 1 ? "token" : "tokens"}`;
+const whole = new Intl.NumberFormat(language, { maximumFractionDigits: 0 });
+const tenth = new Intl.NumberFormat(language, { maximumFractionDigits: 1, minimumFractionDigits: 1 });
+const speed = (value) => t("{0} tokens/s", (value < 100 ? tenth : whole).format(value));
+const some = (count) => t(count === 1 ? "{0} token" : "{0} tokens", whole.format(count));
 
 export const duration = (seconds) => (seconds < 10 ? `${seconds.toFixed(1)} s` : seconds < 90
   ? `${Math.round(seconds)} s` : `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`);
@@ -46,17 +48,17 @@ export function described(figures) {
   if (!figures) return "";
   const parts = [];
   if (figures.prompt) {
-    const cached = figures.cached ? ` (${whole.format(figures.cached)} cached)` : "";
+    const cached = figures.cached ? ` ${t("({0} cached)", whole.format(figures.cached))}` : "";
     const fast = promptRate(figures);
-    parts.push(`prompt ${some(figures.prompt)}${cached}${fast ? `, ${speed(fast)}` : ""}`);
+    parts.push(t("prompt {0}", `${some(figures.prompt)}${cached}${fast ? `, ${speed(fast)}` : ""}`));
   }
   const fast = rate(figures);
-  const thoughts = figures.reasoning ? ` (${whole.format(figures.reasoning)} of thoughts)` : "";
-  parts.push(`answer ${some(figures.generated)}${thoughts}${fast ? `, ${speed(fast)}` : ""}`);
+  const thoughts = figures.reasoning ? ` ${t("({0} of thoughts)", whole.format(figures.reasoning))}` : "";
+  parts.push(t("answer {0}", `${some(figures.generated)}${thoughts}${fast ? `, ${speed(fast)}` : ""}`));
   if (figures.accepted !== null && figures.accepted !== undefined) {
-    const share = figures.drafts ? ` (${whole.format(100 * figures.drafts.right)} %, ${tenth.format(figures.drafts.length)} tokens a step)` : "";
-    parts.push(`${whole.format(figures.accepted)} drafts accepted${share}`);
+    const share = figures.drafts ? ` ${t("({0} %, {1} tokens a step)", whole.format(100 * figures.drafts.right), tenth.format(figures.drafts.length))}` : "";
+    parts.push(`${t("{0} drafts accepted", whole.format(figures.accepted))}${share}`);
   }
-  if (figures.waited !== null) parts.push(`first after ${figures.waited.toFixed(2)} s`);
+  if (figures.waited !== null) parts.push(t("first after {0} s", figures.waited.toFixed(2)));
   return parts.join(" · ");
 }

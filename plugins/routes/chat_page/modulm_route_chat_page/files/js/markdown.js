@@ -7,6 +7,7 @@ import { copyBy } from "./copy.js";
 import { make } from "./dom.js";
 import { mathExtensions, setMath } from "./math.js";
 import { previewButton, previewable } from "./preview.js";
+import { t } from "./words.js";
 
 const escape = (text) => text.replace(/[&<>"']/g, (c) => (
   { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[c]);
@@ -25,7 +26,7 @@ const marked = new Marked({
     code: ({ text, lang }) => `<pre data-lang="${escape((lang ?? "").split(/\s/)[0])}"><code>${escape(text)}</code></pre>`,
     // A picture from elsewhere would tell elsewhere who reads this: it becomes a link.
     image({ href, text, tokens }) {
-      const shown = escape(text || "picture");
+      const shown = escape(text || t("picture"));
       return /^data:image\/(png|jpeg|gif|webp);/.test(href)
         ? `<img src="${escape(href)}" alt="${shown}">` : `<a href="${escape(href)}">${shown}</a>`;
     },
@@ -74,7 +75,7 @@ function block(token, coming) {
   for (const pre of fragment.querySelectorAll("pre")) dressCode(pre, coming);
   for (const node of fragment.querySelectorAll("[data-math]")) setMath(node);
   for (const table of fragment.querySelectorAll("table")) {
-    const box = make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Table" });
+    const box = make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": t("Table") });
     table.replaceWith(box);
     box.append(table);
   }
@@ -88,7 +89,7 @@ function block(token, coming) {
 function dressCode(pre, coming) {
   const code = pre.querySelector("code"), language = pre.dataset.lang ?? "";
   const box = make("div", { class: "code" });
-  const copy = make("button", { type: "button", onclick: () => copyBy(copy, code.textContent) }, "Copy");
+  const copy = make("button", { type: "button", onclick: () => copyBy(copy, code.textContent) }, t("Copy"));
   pre.replaceWith(box);
   pre.tabIndex = 0;
   const preview = !coming && previewable(language, code.textContent) && previewButton(box, () => code.textContent);

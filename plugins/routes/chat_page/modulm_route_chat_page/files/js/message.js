@@ -8,6 +8,7 @@ import { described, duration } from "./figures.js";
 import { Markdown } from "./markdown.js";
 import { canSpeak, speak } from "./speak.js";
 import { tokensView } from "./tokens.js";
+import { t } from "./words.js";
 
 /**
  * The view of a node. `act` is what can be done with it (see app.js); `update(place)` shows the node as
@@ -19,7 +20,7 @@ export class MessageView {
     Object.assign(this, { message: node, act, tokens: false, editing: false });
     this.body = make("div", { class: "body" });
     this.foot = make("footer", { class: "foot" });
-    const name = node.role === "user" ? "Your message" : "Answer";
+    const name = t(node.role === "user" ? "Your message" : "Answer");
     this.node = make("article", { class: node.role, "aria-label": name, id: `m-${node.id}` }, this.body, this.foot);
     if (node.role !== "user") this.dress();
   }
@@ -41,9 +42,10 @@ export class MessageView {
   }
 
   updateQuestion() {
-    const { content, attachments = [] } = this.message;
-    const files = attachments.filter(({ kind }) => kind === "text").map(({ name, text }) =>
-      make("details", { class: "file" }, make("summary", {}, icon("clip"), name), make("pre", { tabIndex: 0 }, text)));
+    const { content, attachments = [], excerpts = [] } = this.message;
+    const file = ({ name, text }) => make("details", { class: "file" }, make("summary", {}, icon("clip"), name), make("pre", { tabIndex: 0 }, text));
+    const files = attachments.filter(({ kind }) => kind === "text").map(file);
+    if (excerpts.length) files.push(make("p", { class: "faint" }, t("Parts that were sent")), ...excerpts.map(file));
     const media = attachments.filter(({ kind }) => kind !== "text").map(preview);
     this.body.replaceChildren(...(media.length ? [make("div", { class: "media" }, ...media)] : []),
       ...(content || !media.length ? [make("div", { class: "said" }, content)] : []), ...files);
@@ -65,8 +67,8 @@ export class MessageView {
 
   updateThought(reasoning, thinking) {
     const { thought } = this.message;
-    const time = thought ? ` for ${duration(thought)}` : "";
-    this.thought.firstChild.textContent = thinking ? "Thinking…" : `Thought${time}`;
+    const done = thought ? t("Thought for {0}", duration(thought)) : t("Thought");
+    this.thought.firstChild.textContent = thinking ? t("Thinking…") : done;
     this.thought.lastChild.textContent = reasoning;
     if (!this.touched) this.thought.open = thinking;
   }
@@ -84,10 +86,10 @@ export class MessageView {
 
   failure() {
     const { act, message } = this;
-    return make("div", { class: "failure", role: "alert" }, make("p", { class: "error" }, message.error?.message ?? "failed"),
-      make("p", { class: "faint" }, "This turn is not sent with later messages."),
-      make("button", { type: "button", class: "retry", onclick: () => act.retry(message) }, "Try again"),
-      message.content && make("button", { type: "button", onclick: () => act.goOn(message) }, "Continue"));
+    return make("div", { class: "failure", role: "alert" }, make("p", { class: "error" }, message.error?.message ?? t("failed")),
+      make("p", { class: "faint" }, t("This turn is not sent with later messages.")),
+      make("button", { type: "button", class: "retry", onclick: () => act.retry(message) }, t("Try again")),
+      message.content && make("button", { type: "button", onclick: () => act.goOn(message) }, t("Continue")));
   }
 
   updateFoot() {
@@ -96,13 +98,13 @@ export class MessageView {
       this.foot.replaceChildren(make("span", { class: "figures busy" }, described(message.figures)));
       return;
     }
-    const copy = iconButton("copy", "Copy", () => copyBy(copy, message.content));
-    const ended = { length: "cut at the limit", stopped: "stopped" }[state === "stopped" ? state : message.finish];
-    this.foot.replaceChildren(...[this.versions(), copy, iconButton("edit", "Edit", () => this.edit()),
-      answer && iconButton("again", "Answer again", () => act.again(message)),
-      answer && this.canGoOn() && iconButton("go", "Continue", () => act.goOn(message)),
-      answer && canSpeak && message.content && iconButton("speak", "Read aloud", () => speak(this.markdown.node.innerText)),
-      answer && message.logprobs?.length && iconButton("tokens", "Tokens", () => this.toggleTokens(), { "aria-pressed": String(this.tokens) }),
+    const copy = iconButton("copy", t("Copy"), () => copyBy(copy, message.content));
+    const ended = { length: t("cut at the limit"), stopped: t("stopped") }[state === "stopped" ? state : message.finish];
+    this.foot.replaceChildren(...[this.versions(), copy, iconButton("edit", t("Edit"), () => this.edit()),
+      answer && iconButton("again", t("Answer again"), () => act.again(message)),
+      answer && this.canGoOn() && iconButton("go", t("Continue"), () => act.goOn(message)),
+      answer && canSpeak && message.content && iconButton("speak", t("Read aloud"), () => speak(this.markdown.node.innerText)),
+      answer && message.logprobs?.length && iconButton("tokens", t("Tokens"), () => this.toggleTokens(), { "aria-pressed": String(this.tokens) }),
       answer && make("span", { class: "figures" }, [described(message.figures), ended].filter(Boolean).join(" · ")),
     ].filter(Boolean));
   }
@@ -117,8 +119,8 @@ export class MessageView {
     if (versions.length < 2) return null;
     const here = versions.indexOf(this.message);
     const step = (by, name, label) => iconButton(name, label, () => this.act.choose(versions[here + by]), { disabled: !versions[here + by] });
-    return make("span", { class: "versions", role: "group", "aria-label": "Versions" }, step(-1, "left", "Earlier version"),
-      `${here + 1}/${versions.length}`, step(1, "right", "Later version"));
+    return make("span", { class: "versions", role: "group", "aria-label": t("Versions") }, step(-1, "left", t("Earlier version")),
+      `${here + 1}/${versions.length}`, step(1, "right", t("Later version")));
   }
 
   toggleTokens() {
@@ -129,14 +131,14 @@ export class MessageView {
   /** A field in place of the text; what comes of it is a version beside this one. */
   edit() {
     const { act, message } = this, answer = message.role === "assistant";
-    const field = make("textarea", { value: message.content, "aria-label": "Edit", rows: Math.min(16, message.content.split("\n").length + 1) });
+    const field = make("textarea", { value: message.content, "aria-label": t("Edit"), rows: Math.min(16, message.content.split("\n").length + 1) });
     const close = () => { this.editing = false; form.replaceWith(this.body); this.update(); };
     const form = make("form", { class: "edit", onsubmit: (event) => {
       event.preventDefault();
       close();
       act.edited(message, field.value);
-    } }, field, make("div", { class: "row" }, make("button", { type: "button", onclick: close }, "Cancel"),
-      make("button", { class: "main" }, answer ? "Save" : "Send")));
+    } }, field, make("div", { class: "row" }, make("button", { type: "button", onclick: close }, t("Cancel")),
+      make("button", { class: "main" }, t(answer ? "Save" : "Send"))));
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); close(); }
       if (event.key !== "Enter" || event.isComposing || event.shiftKey) return;

@@ -1,6 +1,7 @@
 // Pictures of numbers: a table of similarities, places in a plane, bars.
 
 import { draw, make } from "./dom.js";
+import { t } from "./words.js";
 
 const short = (text, most = 32) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
@@ -15,8 +16,8 @@ export function matrix(texts, values) {
     if (depth > 0.75) node.className = "deep";
     return node;
   };
-  return make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Similarities" },
-    make("table", { class: "matrix" }, make("caption", {}, "Similarity of each pair (cosine)"),
+  return make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": t("Similarities") },
+    make("table", { class: "matrix" }, make("caption", {}, t("Similarity of each pair (cosine)")),
       make("thead", {}, make("tr", {}, make("td"), ...texts.map((text, place) => make("th", { scope: "col", title: text }, String(place + 1))))),
       make("tbody", {}, ...values.map((row, i) =>
         make("tr", {}, make("th", { scope: "row", title: texts[i] }, `${i + 1} ${short(texts[i])}`), ...row.map((value, j) => cell(value, i, j)))))));
@@ -41,8 +42,8 @@ export function scatter(texts, places) {
     return draw("g", {}, draw("circle", { cx: x, cy: y, r: 6 }), label);
   });
   return make("figure", {}, draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "scatter", role: "img",
-    "aria-label": "The texts as points; what is alike lies close together" }, ...points),
-    make("figcaption", { class: "faint" }, "What is alike lies close together (two principal components)."));
+    "aria-label": t("The texts as points; what is alike lies close together") }, ...points),
+    make("figcaption", { class: "faint" }, t("What is alike lies close together (two principal components).")));
 }
 
 /** [text, value] with a bar each. */

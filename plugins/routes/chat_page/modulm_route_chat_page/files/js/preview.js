@@ -1,6 +1,7 @@
 // HTML and SVG that an answer contains, shown in a frame that can reach neither this page nor a network.
 
 import { make } from "./dom.js";
+import { t } from "./words.js";
 
 /** Whether a block of code can be shown as a page. */
 export const previewable = (language, code) =>
@@ -13,12 +14,12 @@ export function previewButton(box, code) {
     if (open) open.remove();
     else box.append(frame(code()));
     button.setAttribute("aria-pressed", String(!open));
-  } }, "Preview");
+  } }, t("Preview"));
   return button;
 }
 
 function frame(text) {
-  const node = make("iframe", { class: "preview", title: "Preview", sandbox: "allow-scripts", referrerpolicy: "no-referrer" });
+  const node = make("iframe", { class: "preview", title: t("Preview"), sandbox: "allow-scripts", referrerpolicy: "no-referrer" });
   const ready = ({ source, data }) => {
     if (source !== node.contentWindow || data !== "ready") return;
     removeEventListener("message", ready);

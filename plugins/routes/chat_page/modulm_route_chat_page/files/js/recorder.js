@@ -1,6 +1,7 @@
 // Sound from the microphone, as a file beside the message.
 
 import { byId, icon, toast } from "./dom.js";
+import { t } from "./words.js";
 
 /** A button that records until it is pressed again. */
 export class Recorder {
@@ -21,7 +22,7 @@ export class Recorder {
     try {
       stream = await navigator.mediaDevices.getUserMedia({ audio: true });
     } catch {
-      toast("The browser gives no microphone.");
+      toast(t("The browser gives no microphone."));
       return;
     }
     const pieces = [], recording = new MediaRecorder(stream);
@@ -38,7 +39,7 @@ export class Recorder {
 
   show(recording) {
     this.recording = recording;
-    const label = recording ? "Stop recording" : "Record sound";
+    const label = t(recording ? "Stop recording" : "Record sound");
     this.button.setAttribute("aria-label", label);
     this.button.setAttribute("aria-pressed", String(Boolean(recording)));
     this.button.title = label;

@@ -2,6 +2,7 @@
 
 import { attachedMedia, attachedText } from "./attachments.js";
 import { FIELDS, Invalid, valueOf } from "./fields.js";
+import { t } from "./words.js";
 
 /** Fields that are sent under their own name. */
 const OWN = new Set(["format", "constraint", "thinking", "tools", "run_tools", "top_logprobs", "extra", "chat_template_kwargs"]);
@@ -35,8 +36,8 @@ function message(node) {
 }
 
 /** Text alone is sent as such; media come before it. */
-function asked({ content, attachments }) {
-  const text = content + attachedText(attachments), media = attachedMedia(attachments);
+function asked({ content, attachments, excerpts }) {
+  const text = content + attachedText(excerpts ?? attachments), media = attachedMedia(attachments);
   if (!media.length) return text;
   return text ? [...media, { type: "text", text }] : media;
 }
@@ -69,7 +70,7 @@ export function continuation(conversation, nodes) {
 }
 
 function toolsOf(tools) {
-  if (!Array.isArray(tools)) throw new Invalid({ name: "tools", label: "Tools" }, "an array is needed");
+  if (!Array.isArray(tools)) throw new Invalid({ name: "tools", label: "Tools" }, t("an array is needed"));
   return tools;
 }
 
@@ -97,6 +98,6 @@ function form(kind, text) {
 function schema(text) {
   const field = { name: "constraint", label: "JSON schema", kind: "json" };
   const found = valueOf(field, text);
-  if (found === undefined) throw new Invalid(field, "is missing");
+  if (found === undefined) throw new Invalid(field, t("is missing"));
   return found;
 }

@@ -6,7 +6,7 @@ import { noFigures, takeDrafts, takeUsage } from "./figures.js";
 import { events } from "./sse.js";
 
 export class Run {
-  /** nodes: one per choice; changed(node): called when a node has changed. */
+  /** nodes: one per choice; body(signal): makes the request; changed(node): called when a node has changed. */
   constructor(nodes, body, changed) {
     this.nodes = nodes;
     this.body = body;
@@ -26,7 +26,8 @@ export class Run {
     this.began = performance.now();
     this.nodes.forEach((node) => this.open(node));
     try {
-      const response = await ask("v1/chat/completions", this.body, this.control.signal);
+      const { signal } = this.control;
+      const response = await ask("v1/chat/completions", await this.body(signal), signal);
       for await (const chunk of events(response)) this.take(chunk);
       this.end("done");
     } catch (error) {

@@ -6,6 +6,7 @@ import { byId, icon, make } from "./dom.js";
 import { GROUPS, Invalid, valueOf } from "./fields.js";
 import { PRESETS } from "./presets.js";
 import { shared } from "./store.js";
+import { LANGUAGES, t } from "./words.js";
 
 export class Settings {
   /** changed(settings): what was typed has changed; asked(): a key was given. */
@@ -14,14 +15,14 @@ export class Settings {
     this.inputs = new Map();
     this.panel = byId("settings");
     this.panel.append(
-      make("div", { class: "row head" }, make("h2", {}, "Settings"),
-        make("button", { type: "button", class: "icon", "aria-label": "Close the settings", onclick: () => this.toggle(false) }, icon("close"))),
-      make("p", { class: "faint" }, "Of this conversation. What is empty is the model's own."),
+      make("div", { class: "row head" }, make("h2", {}, t("Settings")),
+        make("button", { type: "button", class: "icon", "aria-label": t("Close the settings"), onclick: () => this.toggle(false) }, icon("close"))),
+      make("p", { class: "faint" }, t("Of this conversation. What is empty is the model's own.")),
       this.system(), ...GROUPS.map(([title, fields], place) => this.group(title, fields, place < 1)),
       this.page(keyGiven),
       make("div", { class: "row" },
-        make("button", { type: "button", id: "as-default", onclick: asDefault }, "Use for new chats"),
-        make("button", { type: "button", id: "reset", onclick: () => this.reset() }, "Reset")));
+        make("button", { type: "button", id: "as-default", onclick: asDefault }, t("Use for new chats")),
+        make("button", { type: "button", id: "reset", onclick: () => this.reset() }, t("Reset"))));
     byId("toggle-settings").addEventListener("click", () => this.toggle());
     this.panel.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
@@ -63,7 +64,7 @@ export class Settings {
   }
 
   group(title, fields, open) {
-    return make("details", { open }, make("summary", {}, title), make("div", { class: "fields" }, ...fields.map((field) => this.field(field))));
+    return make("details", { open }, make("summary", {}, t(title)), make("div", { class: "fields" }, ...fields.map((field) => this.field(field))));
   }
 
   field(field) {
@@ -72,15 +73,15 @@ export class Settings {
     this.inputs.set(field.name, Object.assign(input, { field, problem: error }));
     input.addEventListener("input", () => this.typed(field.name));
     const wide = field.wide || ["lines", "json"].includes(field.kind);
-    return make("label", { class: wide ? "wide" : "" }, field.label, input, error);
+    return make("label", { class: wide ? "wide" : "" }, t(field.label), input, error);
   }
 
   input(field) {
-    if (field.options) return make("select", {}, ...field.options.map(([value, label]) => new Option(label, value)));
-    const hint = field.hint ?? (["number", "integer"].includes(field.kind) ? "model's" : undefined);
+    if (field.options) return make("select", {}, ...field.options.map(([value, label]) => new Option(t(label), value)));
+    const hint = field.hint ?? (["number", "integer"].includes(field.kind) ? "model's" : "");
     if (field.code || ["lines", "json"].includes(field.kind))
-      return make("textarea", { rows: field.code ? 3 : 2, spellcheck: "false", class: field.code ? "code" : "", placeholder: hint });
-    return make("input", { inputmode: field.kind === "number" ? "decimal" : undefined, placeholder: hint, autocomplete: "off" });
+      return make("textarea", { rows: field.code ? 3 : 2, spellcheck: "false", class: field.code ? "code" : "", placeholder: t(hint) || undefined });
+    return make("input", { inputmode: field.kind === "number" ? "decimal" : undefined, placeholder: t(hint) || undefined, autocomplete: "off" });
   }
 
   typed(name) {
@@ -98,7 +99,7 @@ export class Settings {
       if (input.field) valueOf(input.field, input.value);
     } catch (error) {
       if (!(error instanceof Invalid)) throw error;
-      problem = error.message.slice(input.field.label.length + 2);
+      problem = error.message.slice(t(input.field.label).length + 2);
     }
     if (input.problem) input.problem.textContent = problem;
     input.setAttribute("aria-invalid", String(Boolean(problem)));
@@ -109,15 +110,15 @@ export class Settings {
     const text = make("textarea", { rows: 3, id: "system" });
     this.inputs.set("system", text);
     text.addEventListener("input", () => this.typed("system"));
-    const list = make("select", { id: "presets", "aria-label": "System prompts that are kept" });
-    const fill = () => list.replaceChildren(new Option("Choose…", ""), ...this.presets().map(({ name }) => new Option(name, name)));
+    const list = make("select", { id: "presets", "aria-label": t("System prompts that are kept") });
+    const fill = () => list.replaceChildren(new Option(t("Choose…"), ""), ...this.presets().map(({ name }) => new Option(t(name), name)));
     list.addEventListener("change", () => {
       const found = this.presets().find(({ name }) => name === list.value);
       if (!found) return;
       text.value = found.text;
       this.typed("system");
     });
-    const name = make("input", { placeholder: "Name", "aria-label": "Name to keep this system prompt by", id: "preset-name" });
+    const name = make("input", { placeholder: t("Name"), "aria-label": t("Name to keep this system prompt by"), id: "preset-name" });
     const own = (change) => { shared.set("presets", change(shared.get("presets", []))); fill(); };
     const keep = () => {
       const kept = { name: name.value.trim(), text: text.value };
@@ -128,10 +129,10 @@ export class Settings {
     };
     const forget = () => own((presets) => presets.filter((each) => each.name !== list.value));
     fill();
-    return make("details", { open: true }, make("summary", {}, "System prompt"), make("div", { class: "fields" },
-      make("label", { class: "wide" }, "System prompt", text),
-      make("div", { class: "row wide" }, list, make("button", { type: "button", id: "preset-forget", onclick: forget }, "Forget")),
-      make("div", { class: "row wide" }, name, make("button", { type: "button", id: "preset-keep", onclick: keep }, "Keep"))));
+    return make("details", { open: true }, make("summary", {}, t("System prompt")), make("div", { class: "fields" },
+      make("label", { class: "wide" }, t("System prompt"), text),
+      make("div", { class: "row wide" }, list, make("button", { type: "button", id: "preset-forget", onclick: forget }, t("Forget"))),
+      make("div", { class: "row wide" }, name, make("button", { type: "button", id: "preset-keep", onclick: keep }, t("Keep")))));
   }
 
   presets() {
@@ -141,17 +142,26 @@ export class Settings {
 
   /** What belongs to the page, not to a conversation. */
   page(keyGiven) {
-    const theme = make("select", { id: "theme" }, ...["auto", "light", "dark"].map((word) => new Option(word, word)));
+    const theme = make("select", { id: "theme" }, ...["auto", "light", "dark"].map((word) => new Option(t(word), word)));
     theme.value = shared.get("theme", "auto");
     theme.addEventListener("change", () => {
       shared.set("theme", theme.value);
       document.documentElement.dataset.theme = theme.value;
     });
+    const words = make("select", { id: "language" }, new Option(t("the browser's"), ""),
+      ...Object.entries(LANGUAGES).map(([tag, name]) => new Option(name, tag)));
+    words.value = shared.get("language", "");
+    words.addEventListener("change", () => { shared.set("language", words.value); location.reload(); });
+    const search = make("select", { id: "search-files" }, new Option(t("yes"), "yes"), new Option(t("no"), "no"));
+    search.value = shared.get("search-files", true) ? "yes" : "no";
+    search.addEventListener("change", () => shared.set("search-files", search.value === "yes"));
     const secret = make("input", { type: "password", id: "key", autocomplete: "off", value: key.get() });
     secret.addEventListener("change", () => { key.set(secret.value); keyGiven(); });
     this.secret = secret;
-    return make("details", { id: "page-settings" }, make("summary", {}, "This page"), make("div", { class: "fields" },
-      make("label", {}, "Theme", theme), make("label", { class: "wide" }, "API key, if the server asks for one", secret)));
+    return make("details", { id: "page-settings" }, make("summary", {}, t("This page")), make("div", { class: "fields" },
+      make("label", {}, t("Theme"), theme), make("label", {}, t("Language"), words),
+      make("label", { class: "wide" }, t("Send only fitting parts of long files"), search),
+      make("label", { class: "wide" }, t("API key, if the server asks for one"), secret)));
   }
 
   /** The server asks for a key. */

@@ -5,6 +5,7 @@ import { download, fromText, toJson, toMarkdown } from "./export.js";
 import { nameOf } from "./naming.js";
 import { shared } from "./store.js";
 import { textOf } from "./tree.js";
+import { t } from "./words.js";
 
 export class Sidebar {
   /** app: {conversations, current, runs, open, put, remove}. */
@@ -14,7 +15,7 @@ export class Sidebar {
     byId("export-all").addEventListener("click", () =>
       download("modulm-conversations.json", toJson([...app.conversations.values()]), "application/json"));
     this.file = make("input", { type: "file", accept: ".json,.md,application/json,text/markdown", multiple: "", class: "unseen",
-      "aria-label": "Conversations to import", id: "import-file", tabIndex: -1, onchange: () => this.import([...this.file.files]) });
+      "aria-label": t("Conversations to import"), id: "import-file", tabIndex: -1, onchange: () => this.import([...this.file.files]) });
     byId("import").after(this.file);
     byId("import").addEventListener("click", () => this.file.click());
   }
@@ -26,7 +27,7 @@ export class Sidebar {
     const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
     byId("conversations").replaceChildren(...this.folders(found, wanted), ...found.filter((each) => !each.folder || wanted).map((each) => this.row(each, wanted)));
     if (focused) document.querySelector(`#conversations li[data-id="${focused}"] button`)?.focus();
-    if (!found.length) byId("conversations").append(make("li", { class: "faint none" }, wanted ? "Nothing found" : "No conversations yet"));
+    if (!found.length) byId("conversations").append(make("li", { class: "faint none" }, wanted ? t("Nothing found") : t("No conversations yet")));
   }
 
   /** The folders, by name; a search looks into all of them. */
@@ -43,9 +44,9 @@ export class Sidebar {
   row(conversation, wanted) {
     const { app } = this, here = conversation === app.current;
     const open = make("button", { type: "button", class: "open", onclick: () => app.open(conversation.id), "aria-current": here ? "page" : undefined },
-      make("span", { class: "name" }, conversation.title || "Untitled"), this.excerpt(conversation, wanted));
+      make("span", { class: "name" }, conversation.title || t("Untitled")), this.excerpt(conversation, wanted));
     const more = make("button", { type: "button", class: "icon more", "aria-haspopup": "true",
-      "aria-label": `More about ${conversation.title}`, onclick: () => this.menu(more, conversation) }, icon("more"));
+      "aria-label": t("More about {0}", conversation.title), onclick: () => this.menu(more, conversation) }, icon("more"));
     return make("li", { "data-id": conversation.id, class: [here && "here", app.runs.has(conversation.id) && "busy"].filter(Boolean).join(" ") }, open, more);
   }
 
@@ -62,12 +63,12 @@ export class Sidebar {
     const item = (label, act) => make("button", { type: "button", onclick: () => { menu.hidePopover(); act(); } }, label);
     const name = conversation.title || "conversation";
     menu.replaceChildren(
-      item("Rename", () => this.rename(conversation)),
-      item("Move to a folder", () => this.move(conversation)),
-      item("Name by the model", () => this.nameByModel(conversation)),
-      item("Export as Markdown", () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
-      item("Export as JSON", () => download(`${name}.json`, toJson([conversation]), "application/json")),
-      item("Delete", () => this.delete(conversation)));
+      item(t("Rename"), () => this.rename(conversation)),
+      item(t("Move to a folder"), () => this.move(conversation)),
+      item(t("Name by the model"), () => this.nameByModel(conversation)),
+      item(t("Export as Markdown"), () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
+      item(t("Export as JSON"), () => download(`${name}.json`, toJson([conversation]), "application/json")),
+      item(t("Delete"), () => this.delete(conversation)));
     const place = button.getBoundingClientRect();
     menu.style.left = `${Math.min(place.left, innerWidth - 200)}px`;
     menu.style.top = `${Math.min(place.bottom, innerHeight - 230)}px`;
@@ -76,12 +77,12 @@ export class Sidebar {
   }
 
   rename(conversation) {
-    this.write(conversation, conversation.title, "Name of the conversation", (title) => title && { title, named: true });
+    this.write(conversation, conversation.title, t("Name of the conversation"), (title) => title && { title, named: true });
   }
 
   /** An empty name takes it out of its folder. */
   move(conversation) {
-    this.write(conversation, conversation.folder ?? "", "Name of the folder", (folder) => ({ folder }));
+    this.write(conversation, conversation.folder ?? "", t("Name of the folder"), (folder) => ({ folder }));
   }
 
   /** A field in place of the row; made(text) is what it changes, if anything. */
@@ -119,7 +120,7 @@ export class Sidebar {
 
   delete(conversation) {
     this.app.remove(conversation);
-    toast(`“${conversation.title || "Untitled"}” is deleted.`, "Undo", () => this.app.put(conversation));
+    toast(t("“{0}” is deleted.", conversation.title || t("Untitled")), t("Undo"), () => this.app.put(conversation));
   }
 
   async import(files) {
@@ -136,6 +137,6 @@ export class Sidebar {
       }
     }
     this.file.value = "";
-    toast(`${count} imported.`);
+    toast(t("{0} imported.", count));
   }
 }

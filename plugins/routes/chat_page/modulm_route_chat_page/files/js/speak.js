@@ -1,6 +1,7 @@
 // Reading answers aloud, with voices of this machine only: others would send the text elsewhere.
 
 import { toast } from "./dom.js";
+import { t } from "./words.js";
 
 const speech = globalThis.speechSynthesis;
 
@@ -15,7 +16,7 @@ export async function speak(text) {
   const language = document.documentElement.lang || navigator.language;
   const local = (await voices()).filter((voice) => voice.localService);
   if (!local.length) {
-    toast("This browser has no voice of its own; others would send the text elsewhere.");
+    toast(t("This browser has no voice of its own; others would send the text elsewhere."));
     return;
   }
   const utterance = new SpeechSynthesisUtterance(text);

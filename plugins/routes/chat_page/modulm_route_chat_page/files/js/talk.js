@@ -3,6 +3,7 @@
 import { byId, make } from "./dom.js";
 import { MessageView } from "./message.js";
 import { path, versions } from "./tree.js";
+import { t } from "./words.js";
 
 /** First questions that are offered: the embedded model can answer them. */
 const TRIES = ["What is the capital of France?", "What is 17 plus 25?", "What can you do?"];
@@ -60,7 +61,7 @@ export class Talk {
 
   hello() {
     const tries = TRIES.map((words) => make("button", { type: "button", onclick: () => this.act.say(words) }, words));
-    return make("section", { id: "hello" }, make("h2", {}, "What shall we talk about?"), make("div", {}, ...tries));
+    return make("section", { id: "hello" }, make("h2", {}, t("What shall we talk about?")), make("div", {}, ...tries));
   }
 }
 

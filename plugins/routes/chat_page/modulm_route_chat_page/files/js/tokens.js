@@ -2,13 +2,14 @@
 // keys, what else it thought of.
 
 import { make } from "./dom.js";
+import { t } from "./words.js";
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 const visible = (token) => token.replace(/\n/g, "↵").replace(/^ | $/g, "␣") || "∅";
 
 export function tokensView(logprobs) {
-  const box = make("div", { class: "tokens", role: "group", "aria-label": "Tokens with probabilities; arrow keys move" });
-  const card = make("div", { class: "card", role: "status" }, "Point at a token.");
+  const box = make("div", { class: "tokens", role: "group", "aria-label": t("Tokens with probabilities; arrow keys move") });
+  const card = make("div", { class: "card", role: "status" }, t("Point at a token."));
   const nodes = logprobs.map((entry) => tokenNode(entry, () => show(card, entry)));
   if (nodes.length) nodes[0].tabIndex = 0;
   box.addEventListener("keydown", (event) => move(event, nodes));

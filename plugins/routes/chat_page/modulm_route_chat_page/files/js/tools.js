@@ -1,5 +1,7 @@
 // Running a tool over HTTP: the arguments as a JSON body, the answer's text as the result.
 
+import { t } from "./words.js";
+
 const MOST = 100_000;
 
 /** The result of a call. Throws an Error that says what is in the way. */
@@ -19,6 +21,6 @@ export async function runTool(address, call, origins, signal) {
 
 function reason(url, origins) {
   if (url.origin === location.origin || origins.includes(url.origin))
-    return `${url.origin} cannot be reached, or does not allow this page (CORS)`;
-  return `this page may not call ${url.origin}: start the server with --chat-page-tool-origins ${url.origin}`;
+    return t("{0} cannot be reached, or does not allow this page (CORS)", url.origin);
+  return t("this page may not call {0}: start the server with --chat-page-tool-origins {0}", url.origin);
 }

@@ -3,6 +3,9 @@
 const dot = (a, b) => a.reduce((sum, value, place) => sum + value * b[place], 0);
 const length = (a) => Math.sqrt(dot(a, a));
 
+/** The cosine of the angle between two vectors; 0 for one without length. */
+export const cosine = (a, b) => dot(a, b) / (length(a) * length(b) || 1);
+
 /** The cosine of each pair. */
 export function similarities(vectors) {
   const unit = vectors.map((vector) => { const size = length(vector) || 1; return vector.map((value) => value / size); });
