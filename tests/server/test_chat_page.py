@@ -17,6 +17,7 @@ import tool_server
 from samples import parametrize_sample
 from tests.server.browser import BROWSER, READY, Browser
 from tests.server.scripted_models import several_models
+from tests.server.test_documents import pdf
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
@@ -1182,6 +1183,22 @@ def test_fitting_parts_of_a_long_file_are_sent(
         browser.type("#model", "chat")
         assert f"{words[-1]} {words[-1]}" in ask("zebra")
         assert browser.run("faults") == []
+
+
+@pytest.mark.exhaustive
+@needs_browser
+def test_a_pdf_is_attached_as_text(tab: Browser, page: Live, tmp_path: Path) -> None:
+    good, bad = tmp_path / "two.pdf", tmp_path / "bad.pdf"
+    good.write_bytes(pdf("First page", "Second page"))
+    bad.write_bytes(b"%PDF-1.4 nothing")
+    tab.call("DOM.enable")
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    node = tab.call("DOM.querySelector", {"nodeId": root, "selector": "#files"})["nodeId"]
+    tab.call("DOM.setFileInputFiles", {"files": [str(good), str(bad)], "nodeId": node})
+    tab.wait("document.querySelector('#toasts').innerText.includes('bad.pdf cannot be read')")
+    assert tab.text("#attachments").strip() == "two.pdf"
+    say(tab, "hello, read this")
+    assert "File two.pdf:\n```\nFirst page\n\nSecond page\n```" in asked(page)
 
 
 # Conversations on the server, in folders, and from other pages.

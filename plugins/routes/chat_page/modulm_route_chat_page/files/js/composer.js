@@ -66,7 +66,7 @@ export class Composer {
   async attach(files) {
     for (const file of files) {
       try {
-        this.attached = [...this.attached, await readFile(file, this.kinds())];
+        this.attached = [...this.attached, ...[await readFile(file, this.kinds())].flat()];
       } catch (error) {
         toast(error.message);
       }

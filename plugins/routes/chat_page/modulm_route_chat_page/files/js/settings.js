@@ -152,15 +152,14 @@ export class Settings {
       ...Object.entries(LANGUAGES).map(([tag, name]) => new Option(name, tag)));
     words.value = shared.get("language", "");
     words.addEventListener("change", () => { shared.set("language", words.value); location.reload(); });
-    const search = make("select", { id: "search-files" }, new Option(t("yes"), "yes"), new Option(t("no"), "no"));
-    search.value = shared.get("search-files", true) ? "yes" : "no";
-    search.addEventListener("change", () => shared.set("search-files", search.value === "yes"));
+    const search = choice("search-files", true), pages = choice("page-images", false);
     const secret = make("input", { type: "password", id: "key", autocomplete: "off", value: key.get() });
     secret.addEventListener("change", () => { key.set(secret.value); keyGiven(); });
     this.secret = secret;
     return make("details", { id: "page-settings" }, make("summary", {}, t("This page")), make("div", { class: "fields" },
       make("label", {}, t("Theme"), theme), make("label", {}, t("Language"), words),
       make("label", { class: "wide" }, t("Send only fitting parts of long files"), search),
+      make("label", { class: "wide" }, t("Send pages of PDFs as images, if the model sees them"), pages),
       make("label", { class: "wide" }, t("API key, if the server asks for one"), secret)));
   }
 
@@ -170,4 +169,12 @@ export class Settings {
     byId("page-settings").open = true;
     this.secret.focus();
   }
+}
+
+/** A choice of yes and no that is kept for this browser. */
+function choice(name, otherwise) {
+  const select = make("select", { id: name }, new Option(t("yes"), "yes"), new Option(t("no"), "no"));
+  select.value = shared.get(name, otherwise) ? "yes" : "no";
+  select.addEventListener("change", () => shared.set(name, select.value === "yes"));
+  return select;
 }

@@ -270,4 +270,7 @@ export default {
   "This model gives a vector for every token. Send texts to": "Dieses Modell liefert für jedes Token einen Vektor. Senden Sie Texte an",
   "Parts that were sent": "Teile, die gesendet wurden",
   "Send only fitting parts of long files": "Von langen Dateien nur passende Teile senden",
+  "{0}: this server reads no documents; whoever runs it can install modulm[documents]": "{0}: Dieser Server liest keine Dokumente; wer ihn betreibt, kann modulm[documents] installieren",
+  "{0} has no text": "{0} hat keinen Text",
+  "Send pages of PDFs as images, if the model sees them": "Seiten von PDFs als Bilder senden, wenn das Modell sie sieht",
 };

@@ -270,4 +270,7 @@ export default {
   "This model gives a vector for every token. Send texts to": "Ce modèle donne un vecteur pour chaque token. Envoyez des textes à",
   "Parts that were sent": "Parties envoyées",
   "Send only fitting parts of long files": "N’envoyer que les parties pertinentes des longs fichiers",
+  "{0}: this server reads no documents; whoever runs it can install modulm[documents]": "{0} : ce serveur ne lit pas de documents ; qui l’exploite peut installer modulm[documents]",
+  "{0} has no text": "{0} n’a pas de texte",
+  "Send pages of PDFs as images, if the model sees them": "Envoyer les pages des PDF comme images, si le modèle les voit",
 };
