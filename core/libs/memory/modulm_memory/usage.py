@@ -111,7 +111,8 @@ def _cache_bytes(worker: Any) -> int | None:
     if loaded is None or sizing is None:
         return None
     counts = zip(loaded.groups, sizing.blocks, strict=True)
-    return sum(group.block_bytes * blocks for group, blocks in counts)
+    held: int = sum(group.block_bytes * blocks for group, blocks in counts)
+    return held
 
 
 def _estimate(
