@@ -1175,7 +1175,7 @@ def test_fitting_parts_of_a_long_file_are_sent(
         prompt = ask("zebra zebra zebra")
         assert "File long.txt (parts):" in prompt
         assert "zebra " * 20 in prompt.partition("File long.txt")[2]
-        assert sum(f"{word} {word}" in prompt for word in words) <= 8
+        assert sum(f"{word} {word}" in prompt for word in words) <= 16
         assert "Parts that were sent" in browser.text("article.user")
         browser.click("#fresh")
         browser.click("#toggle-settings")
