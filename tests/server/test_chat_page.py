@@ -1257,7 +1257,7 @@ def test_a_key_may_not_store_without_end(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_page_is_in_the_chosen_language(tab: Browser) -> None:
     assert tab.run("document.documentElement.lang") == "en"
     tab.click("#toggle-settings")
-    assert tab.each("#language option", "node.innerText") == [
+    assert tab.each("#language option", "node.label") == [
         "the browser's", "English", "Deutsch", "Français"
     ]  # fmt: skip
     tab.run("window.before = true")

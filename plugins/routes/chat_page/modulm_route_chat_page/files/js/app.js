@@ -345,13 +345,14 @@ export class App {
     this.open("");
   }
 
-  /** Another tab has written or deleted a conversation. */
+  /** Another tab or browser has written or deleted a conversation. */
   elsewhere(id, stored) {
     if (this.runs.has(id)) return;
     if (!stored) this.conversations.delete(id);
     else this.conversations.set(id, stored);
     if (this.current?.id !== id) this.sidebar.show();
     else if (stored) { this.current = stored; this.settings.show(stored.settings); this.show(); }
+    else { this.current = null; this.open(""); }
   }
 }
 
