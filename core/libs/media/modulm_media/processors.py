@@ -193,13 +193,15 @@ class ProcessorFiles:
 
 
 def _without_checks(processor_class: Any) -> Any:
-    """Create a subclass that accepts any video processor; transformers rejects foreign classes."""
+    """Create a subclass that accepts any video processor, and parts that are left out; transformers
+    rejects foreign classes and None.
+    """
 
     class Unchecked(processor_class):  # type: ignore[misc]
         """The processor class without the check."""
 
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            if name == "video_processor":
+            if name == "video_processor" or argument is None:
                 return None
             return super().check_argument_for_proper_class(name, argument)
 

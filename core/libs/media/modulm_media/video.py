@@ -16,11 +16,15 @@ from functools import lru_cache
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = [
     "InterpolationMode",
@@ -30,7 +34,9 @@ __all__ = [
     "loaded",
     "normalize",
     "pad",
+    "pil_to_tensor",
     "resize",
+    "to_pil_image",
     "video_processor_class",
 ]
 
@@ -143,6 +149,20 @@ def grayscale_to_rgb(image: Tensor) -> Tensor:
     return image.expand(*image.shape[:-3], 3, *image.shape[-2:])
 
 
+def to_pil_image(image: Tensor) -> Image:
+    """[1 or 3, height, width] of bytes as an image of Pillow."""
+    from PIL import Image
+
+    pixels = image.permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+def pil_to_tensor(image: Image) -> Tensor:
+    """[channels, height, width] of bytes."""
+    pixels = torch.from_numpy(np.array(image))
+    return pixels.view(*pixels.shape[:2], -1).permute(2, 0, 1)
+
+
 @lru_cache(maxsize=1)
 def functions() -> SimpleNamespace:
     """The functions that transformers' modules import as `tvF`."""
@@ -196,8 +216,13 @@ def _import(
     """`__import__` with our replacement for torchvision."""
     if level or name.partition(".")[0] != "torchvision":
         return builtins.__import__(name, names, module_locals, fromlist or (), level)
+    older = SimpleNamespace(pil_to_tensor=pil_to_tensor, to_pil_image=to_pil_image)
     namespace = SimpleNamespace(
-        transforms=SimpleNamespace(v2=SimpleNamespace(functional=functions()))
+        transforms=SimpleNamespace(
+            functional=older,
+            v2=SimpleNamespace(functional=functions()),
+            InterpolationMode=InterpolationMode,
+        )
     )
     for part in name.split(".")[1:] if fromlist else ():
         namespace = getattr(namespace, part)

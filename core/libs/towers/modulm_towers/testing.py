@@ -54,6 +54,10 @@ __all__ = [
 FIRST = 480
 TOLERANCE = 1e-3
 _ANSWER = 6
+#: Model inputs with an entry for each token of a prompt.
+_PER_TOKEN = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+)
 #: Log probabilities compared per token, once whole vocabularies have been compared.
 _LIKELIEST = 8
 
@@ -69,8 +73,8 @@ class ImageFamily:
     bidirectional attention must fit. prefix: prompts with images attend in both directions
     throughout, and there are no prompts without. videos: (frames, width, height), for models that
     take them. video_mark: the placeholder of a video. mixes: whether transformers accepts images
-    and videos in one prompt. reuses: whether prefixes of such short prompts are cached, which is
-    not so with recurrent layers.
+    and videos in one prompt. several: whether prompts may have several items. reuses: whether
+    prefixes of such short prompts are cached, which is not so with recurrent layers.
     """
 
     driver: type[Model]
@@ -85,6 +89,7 @@ class ImageFamily:
     videos: tuple[tuple[int, int, int], ...] = ((4, 44, 30), (6, 30, 44))
     video_mark: str = ""
     mixes: bool = True
+    several: bool = True
     reuses: bool = True
     kind: ClassVar[str] = "image"
     #: The keyword of transformers' processors for a list of items.
@@ -109,6 +114,9 @@ class ImageFamily:
             text=[prompt.text], add_special_tokens=False, return_tensors="pt", **media
         )
         return inputs
+
+    def rewrite(self, folder: Path) -> None:
+        """Change the written checkpoint, before either library reads it."""
 
     @property
     def architecture(self) -> str:
@@ -198,9 +206,10 @@ def prompts_of(family: ImageFamily, processor: Any) -> list[Prompt]:
     prompts = [
         Prompt(f"The capital {mark} of France is", items[:1]),
         Prompt("Once upon a time there was a small cat"),
-        Prompt(f"Hello {mark} how {mark} are you", items[:2]),
         Prompt(f"The capital {mark} of France is", items[2:]),
     ]
+    if family.several:
+        prompts.insert(2, Prompt(f"Hello {mark} how {mark} are you", items[:2]))
     prompts += family.further(mark)
     if family.prefix:
         prompts = [prompt for prompt in prompts if prompt.items]
@@ -218,6 +227,7 @@ def write_family(family: ImageFamily, folder: Path) -> Path:
     from transformers import AutoTokenizer
 
     make_tiny(folder, family.architecture, **family.changes)
+    family.rewrite(folder)
     make_tokenizer(folder, vocab=FIRST)
     token_attributes = {name: token for name, token in family.tokens.items() if not name.isdigit()}
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -340,7 +350,7 @@ class _Reference:
         for name, tensor in inputs.items():
             if name == "cross_attention_mask":
                 inputs[name] = torch.cat([tensor, *[tensor[:, -1:]] * len(generated)], dim=1)
-            if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if name in _PER_TOKEN:
                 more = torch.tensor([generated], dtype=tensor.dtype)
                 if name != "input_ids":
                     more = torch.full_like(more, name == "attention_mask" or self.prefix)

@@ -106,21 +106,22 @@ class TransformersForCausalLM(Module, Model):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
-        inputs: dict[str, Tensor] = {"input_ids": batch.tokens[None]}
-        if batch.embeds is not None and batch.embeds_mask is not None:
-            embedded = self.base.get_input_embeddings()(batch.tokens)
-            mixed = torch.where(
-                batch.embeds_mask[:, None], batch.embeds.to(embedded.dtype), embedded
-            )
-            inputs = {"inputs_embeds": mixed[None]}
         step = _Step(batch, self.layers, self.scales)
-        return self._run(inputs, self._positions(batch), step)
+        return self._run(self._inputs(batch), self._positions(batch), step)
+
+    def _inputs(self, batch: Batch) -> Mapping[str, Any]:
+        """The decoder's arguments for a step's tokens."""
+        if batch.embeds is None or batch.embeds_mask is None:
+            return {"input_ids": batch.tokens[None]}
+        embedded = self.base.get_input_embeddings()(batch.tokens)
+        replaced = batch.embeds[:, : embedded.shape[1]].to(embedded.dtype)
+        return {"inputs_embeds": torch.where(batch.embeds_mask[:, None], replaced, embedded)[None]}
 
     def _positions(self, batch: Batch) -> Tensor:
         """Position ids in the decoder's form: [1, tokens]."""
         return batch.positions[None]
 
-    def _run(self, inputs: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
+    def _run(self, inputs: Mapping[str, Any], positions: Tensor, step: Any) -> Tensor:
         output = self.base(**inputs, position_ids=positions, use_cache=False, modulm=step)
         hidden: Tensor = output[0][0]
         return hidden
@@ -128,7 +129,9 @@ class TransformersForCausalLM(Module, Model):
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's own head, with its scaling and softcap."""
         logits: Tensor = self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits
+        # Tokens of media may have embeddings alone.
+        missing = self.config.vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

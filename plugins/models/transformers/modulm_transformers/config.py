@@ -19,6 +19,10 @@ __all__ = ["RemoteConfig", "TransformersConfig"]
 _REMOTE_MODEL = "AutoModelForCausalLM"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _FALLBACK_LENGTH = 2048
+#: Axes of positions where a model names none: time, height and width.
+_AXES = ("time", "height", "width")
+#: Model types whose images attend in both directions, whole.
+_BOTH_WAYS = frozenset({"molmo2"})
 #: Layer types whose mask reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 #: Suffixes of architectures that return vectors or classes.
@@ -29,7 +33,11 @@ _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassi
 
 @frozen(eq=False)
 class TransformersConfig:
-    """The model's class in transformers, its configuration object, and the engine's properties."""
+    """The model's class in transformers, its configuration object, and the engine's properties.
+
+    sees: whether it takes images. axes: of positions. both_ways: whether the tokens of an image
+    attend in both directions.
+    """
 
     model: Any
     settings: Any
@@ -39,6 +47,7 @@ class TransformersConfig:
     generates: bool = True
     sees: bool = False
     axes: int = 1
+    both_ways: bool = False
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
@@ -84,7 +93,7 @@ class TransformersConfig:
         return cls(
             model,
             settings,
-            text.vocab_size,
+            text.vocab_size + int(values.get("additional_vocab_size") or 0),
             min(lengths, default=_FALLBACK_LENGTH),
             window if isinstance(window, int) and window > 0 else None,
             generates,
@@ -100,10 +109,16 @@ def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
     if text is settings or not hasattr(around, "get_image_features"):
         return {}
     counts = hasattr(around, "get_rope_index")
+    if settings.model_type in _BOTH_WAYS:
+        return {"sees": True, "both_ways": True}
     parameters = signature(around.forward).parameters
     if "token_type_ids" in parameters or ("mm_token_type_ids" in parameters and not counts):
         raise UnsupportedError(f"{name}: not supported yet: bidirectional attention over images")
-    return {"sees": True, "axes": 3 if counts else 1}
+    rotary = getattr(text, "rope_parameters", None) or {}
+    axes = len(rotary.get("mrope_section") or _AXES) if counts else 1
+    if axes not in (1, 3, 4):
+        raise UnsupportedError(f"{name}: mrope_section: positions on {axes} axes")
+    return {"sees": True, "axes": axes}
 
 
 @frozen(eq=False)

@@ -14,24 +14,28 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from attrs import evolve
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Batch
-from modulm.errors import UnsupportedError
+from modulm.errors import EngineError, UnsupportedError
+from modulm.nn import Builder
 from modulm_towers import tiny_text
 from modulm_transformers.bridge import NAME, TransformersForCausalLM
 from modulm_transformers.config import TransformersConfig
+from modulm_transformers.decoder_inputs import DecoderInputs
 from modulm_transformers.load import explained
-from modulm_transformers.media_family import EMBEDDED, MEDIA_FAMILY, TOKENS
+from modulm_transformers.media_family import BOTH_WAYS, EMBEDDED, MEDIA_FAMILY, TOKENS
 
-__all__ = ["SeesOnAxes", "TransformersWithImages", "seeing"]
+__all__ = ["SeesBothWays", "SeesOnAxes", "TransformersWithImages", "seeing"]
 
-#: Decoder inputs besides embeddings that do not depend on images.
-_OF_TEXT = frozenset(
-    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"}
-    | {"past_key_values", "use_cache", "kwargs"}
+#: Decoder inputs that say of each token whether it is part of an image.
+_TYPES = frozenset({"moe_mm_token_type_ids"})
+#: The settings that name tokens of images and videos.
+_SEEN_TOKENS = tuple(
+    f"{kind}{part}_token_id" for kind in ("image", "video") for part in ("", "_start", "_end")
 )
 
 
@@ -49,24 +53,41 @@ class TransformersWithImages(TransformersForCausalLM):
         name = self.config.model.__name__
         if self.base is self.embedder:
             raise UnsupportedError(f"{name} has no separate decoder")
-        more = [name for name in signature(self.base.forward).parameters if name not in _OF_TEXT]
-        if more:
-            raise UnsupportedError(f"{name}: not supported yet: decoder inputs {', '.join(more)}")
+        self.types = _TYPES & signature(self.base.forward).parameters.keys()
+        tokens = [getattr(self.config.settings, key, None) for key in _SEEN_TOKENS]
+        known = [token for token in tokens if token is not None]
+        self.seen_tokens = torch.tensor(known, device=self.build.shared.device)
+        self.accepted = signature(self.embedder.forward).parameters.keys()
+        self.beside: DecoderInputs | None = None
         self.base.set_attn_implementation(NAME)
+
+    def _inputs(self, batch: Batch) -> Mapping[str, Any]:
+        """The decoder's arguments; besides embeddings those that depend on images."""
+        inputs = dict(super()._inputs(batch))
+        for name in self.types:
+            inputs[name] = torch.isin(batch.tokens, self.seen_tokens).int()[None]
+        if batch.embeds is None or batch.embeds_mask is None:
+            return inputs
+        hidden = inputs["inputs_embeds"].shape[-1]
+        if batch.embeds.shape[1] == hidden:
+            return inputs
+        if self.beside is None:
+            raise EngineError("encoder outputs came from elsewhere before any was computed here")
+        return inputs | self.beside.arguments(batch.embeds, batch.embeds_mask, hidden)
 
     def encode(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
         return [self._embedded(item) for item in items]
 
     @torch.inference_mode()
     def _embedded(self, item: MediaItem) -> Tensor:
-        """[item.length, hidden]: the decoder's input embeddings of the item's tokens.
+        """[item.length, width]: the decoder's input embeddings of the item's tokens, with what it
+        reads besides.
 
-        Raises UnsupportedError if the decoder needs further inputs.
+        Raises UnsupportedError if columns cannot hold that.
         """
         tensors = {name: self._tensor(value) for name, value in item.tensors.items()}
         tokens, inside = tensors.pop(TOKENS), tensors.pop(EMBEDDED)
-        for name in ("item_tokens", "item_embedded"):
-            tensors.pop(name, None)
+        tensors = {name: value for name, value in tensors.items() if name in self.accepted}
         # Passed so that the model does not compute any; the embeddings do not depend on them.
         positions = tokens.new_zeros(
             (self.axes, 1, len(tokens)) if self.axes > 1 else (1, len(tokens))
@@ -78,17 +99,10 @@ class TransformersWithImages(TransformersForCausalLM):
                 self.embedder(**tensors, use_cache=False)
             except _Reached as reached:
                 decoder_inputs = reached.inputs
-        beside = [
-            key
-            for key, value in decoder_inputs.items()
-            if key not in _OF_TEXT and _is_informative(value)
-        ]
-        if beside:
-            raise UnsupportedError(
-                f"{name}: not supported yet: decoder input {beside[0]} of an image"
-            )
+        inputs = {key: value for key, value in decoder_inputs.items() if key not in self.types}
+        self.beside, output = DecoderInputs.pack(name, inputs)
         embedded = inside.nonzero()[:, 0]
-        return decoder_inputs["inputs_embeds"][0, int(embedded[0]) : int(embedded[-1]) + 1]
+        return output[int(embedded[0]) : int(embedded[-1]) + 1]
 
     def _tensor(self, value: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.array(value)).to(self.build.shared.device)
@@ -118,9 +132,30 @@ class SeesOnAxes(TransformersWithImages):
         return super()._positions(batch) if positions is None else positions[:, None]
 
 
+class SeesOnFourAxes(SeesOnAxes):
+    """A model whose decoder counts positions in the text, an image's width and height, and the
+    number of images.
+    """
+
+    axes = 4
+
+
+class SeesBothWays(TransformersWithImages):
+    """A model whose images attend in both directions: Molmo 2."""
+
+    media = ("image",)
+    media_family = BOTH_WAYS
+
+    def __init__(self, config: TransformersConfig, build: Builder) -> None:
+        super().__init__(config, evolve(build, shared=evolve(build.shared, spans=True)))
+
+
 def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
     """Select the class for a model with images."""
-    return SeesOnAxes if config.axes > 1 else TransformersWithImages
+    if config.both_ways:
+        return SeesBothWays
+    kinds = {kind.axes: kind for kind in (TransformersWithImages, SeesOnAxes, SeesOnFourAxes)}
+    return kinds[config.axes]
 
 
 class _Reached(Exception):
@@ -143,9 +178,3 @@ def _stopped(decoder: Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _is_informative(value: Any) -> bool:
-    """Whether an argument holds tensors."""
-    inner = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(one, Tensor) for one in inner)

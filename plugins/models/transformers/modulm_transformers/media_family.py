@@ -8,18 +8,19 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import evolve
 
 from modulm.errors import RequestError
-from modulm_media import MediaFamily
+from modulm_media import Media, MediaFamily
 from modulm_media.values import Processed
 
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BridgedFamily"]
+__all__ = ["BOTH_WAYS", "EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BothWaysFamily", "BridgedFamily"]
 
-#: The name of this media family.
-MEDIA_FAMILY = "transformers"
+#: The names of the media families.
+MEDIA_FAMILY, BOTH_WAYS = "transformers", "transformers_both_ways"
 #: Names of tensors with an item's tokens, and the mask of its placeholders.
 TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
 #: Model types that use another model's video processor.
@@ -28,7 +29,14 @@ _VIDEO = {
     "exaone4_5": "Qwen2VLVideoProcessor",
     "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
     "lfm3_vl": "Qwen3VLVideoProcessor",
+    "muse_spark": "MuseGlimmerVideoProcessor",
 }
+#: Model types whose processor takes a placeholder only between the tokens around images.
+_WRAPPED = frozenset({"hunyuan_vl"})
+#: Model types whose processor writes the time of frames, and is not told it by default.
+_TIMED = frozenset({"muse_glimmer", "muse_spark"})
+#: Model types whose prompts begin with a token that the tokenizer does not write.
+_BEGUN = frozenset({"emu3", "molmo2"})
 
 
 class BridgedFamily(MediaFamily):
@@ -45,7 +53,25 @@ class BridgedFamily(MediaFamily):
         mark = getattr(self.processor, f"{kind}_token", None)
         if not isinstance(mark, str):
             raise RequestError(f"the model's processor has no token for {kind}", kind)
+        if self.config.get("model_type") in _WRAPPED:
+            around = self.processor.image_start_token, self.processor.image_end_token
+            return mark.join(around)
         return mark
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if media.kind == "video" and self.config.get("model_type") in _TIMED:
+            options = {"videos_kwargs": {"return_metadata": True}, **options}
+        outputs = super().call(media, options)
+        if self._begins:
+            outputs = {**outputs, "input_ids": np.asarray(outputs["input_ids"])[:, 1:]}
+        return outputs
+
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        if not self._begins:
+            return tokens
+        tokenizer = self.processor.tokenizer
+        begin = tokenizer.eos_token_id if tokenizer.bos_token is None else tokenizer.bos_token_id
+        return tokens if tokens[:1] == begin else np.concatenate([[begin], tokens])
 
     def features(self, kind: str) -> Sequence[int]:
         """The feature tokens; for videos also those of images, since some models use these for
@@ -89,6 +115,33 @@ class BridgedFamily(MediaFamily):
         positions, _ = self._counts(**inputs)
         return np.asarray(positions[:, 0])
 
+    @property
+    def _begins(self) -> bool:
+        return self.config.get("model_type") in _BEGUN
+
     def _has_token(self, kind: str) -> bool:
         names = (f"{kind}_token_id", f"{kind}_token_index")
         return any(name in self.config for name in names) or hasattr(self.processor, names[0])
+
+
+class BothWaysFamily(BridgedFamily):
+    """Molmo 2: all tokens of an image attend to each other."""
+
+    kinds = ("image",)
+    bidirectional = True
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.config["image_patch_id"]),)
+
+    def group_media(
+        self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, Sequence[Media]]:
+        if len(media) > 1:
+            # All of them attend to each other, across the text between them.
+            message = f"{len(media)} images in a prompt: not supported yet for this model, only one"
+            raise RequestError(message, "multi_modal_data")
+        return tokens, media
+
+    def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
+        processed = super().process(media, options)
+        return evolve(processed, spans=((0, len(processed.tokens)),))
