@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
 from tests.plugins.models.test_published import driver
@@ -224,6 +224,253 @@ def test_phi_4_reasoning_vision_has_a_token_for_each_patch(tmp_path):
     check(tmp_path, "The <image> of <image> is", pictures, model, embeddings, 481)
 
 
+@pytest.mark.exhaustive
+@parametrize_sample("marks", ("<|image|> {}", "<|image_1|> <|image_2|>"), every=2)
+def test_phi_3_vision_has_lines_of_padded_tiles(marks, tmp_path):
+    name = "Phi3VForCausalLM"
+    table = driver(name).tiny()
+    write_tokenizer(tmp_path, table, ["<|image|>"])
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"num_crops": 4}))
+    keys = {k: v for k, v in table.items() if k not in ("img_processor", "embd_layer")}
+    model = text_model("Phi3", {**keys, "model_type": "phi3"})
+    torch.manual_seed(2)
+    config = hf.CLIPVisionConfig(**table["img_processor"], attn_implementation="eager")
+    tower = hf.CLIPVisionModel(config).float().eval()
+    stem = "model.vision_embed_tokens."
+    w = random_weights({
+        "glb_GN": (1, 1, 128), "sub_GN": (1, 1, 1, 128), "img_projection.0.weight": (64, 128),
+        "img_projection.0.bias": (64,), "img_projection.2.weight": (64, 64),
+        "img_projection.2.bias": (64,),
+    })  # fmt: skip
+    weights = {
+        f"{stem}img_processor." + ("" if part.startswith("vision_model.") else "vision_model.")
+        + part: t.clone() for part, t in tower.state_dict().items()
+    }  # fmt: skip
+    weights |= {f"{stem}{part}": t for part, t in w.items()}
+    weights |= {part: t.clone() for part, t in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    pictures, embeddings = images(((30, 30), (16, 40))), []
+    mean, std = (
+        torch.tensor(part).view(-1, 1, 1)
+        for part in (hf.image_utils.OPENAI_CLIP_MEAN, hf.image_utils.OPENAI_CLIP_STD)
+    )
+    # Four tiles hold 32 * 32 pixels of a square; of 16 * 40 two, which is turned and padded.
+    for picture, (columns, height) in zip(pictures, ((2, 32), (2, 12)), strict=True):
+        turned = picture.width < picture.height
+        lying = picture.transpose(Image.Transpose.ROTATE_90) if turned else picture
+        resized = lying.resize((16 * columns, height), Image.Resampling.BILINEAR)
+        rows = -(-height // 16)
+        white = Image.new("RGB", (16 * columns, 16 * rows), (255, 255, 255))
+        white.paste(resized, (0, (16 * rows - height) // 2))
+        if turned:
+            white, rows, columns = white.transpose(Image.Transpose.ROTATE_270), columns, rows
+        pixels = (torch.from_numpy(np.array(white)).permute(2, 0, 1).float() / 255 - mean) / std
+        views = [F.interpolate(pixels[None], (16, 16), mode="bicubic")[0]]
+        views += [
+            pixels[:, 16 * r : 16 * r + 16, 16 * c : 16 * c + 16]
+            for r in range(rows) for c in range(columns)
+        ]  # fmt: skip
+        with torch.inference_mode():
+            states = tower(torch.stack(views), output_hidden_states=True).hidden_states[-2][:, 1:]
+        grids = states.view(-1, 2, 2, 2, 2, 32).transpose(2, 3).reshape(-1, 2, 2, 128)
+        wide = torch.cat(
+            [torch.cat(list(grids[1:][r * columns : (r + 1) * columns]), 1) for r in range(rows)]
+        )
+        lines = [
+            torch.cat([part, w["sub_GN"][0].expand(len(part), 1, 128)], 1).flatten(0, 1)
+            for part in (wide, grids[0])
+        ]
+        x = torch.cat([lines[0], w["glb_GN"][0], lines[1]])
+        x = F.gelu(F.linear(x, w["img_projection.0.weight"], w["img_projection.0.bias"]))
+        embeddings.append(F.linear(x, w["img_projection.2.weight"], w["img_projection.2.bias"]))
+    check(tmp_path, f"The {marks.format('<|image|>')} are", pictures, model, embeddings, 480)
+
+
+STEP = ("<im_patch>", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+
+
+@pytest.mark.exhaustive
+def test_step_3_vl_reads_windows_before_the_whole_image(tmp_path):
+    name = "StepVLForConditionalGeneration"
+    table = driver(name).tiny()
+    write_tokenizer(tmp_path, table, STEP)
+    model = text_model("Qwen3", table["text_config"])
+    torch.manual_seed(2)
+    sizes = table["vision_config"]
+    config = hf.Step3p7VisionConfig(
+        hidden_size=sizes["width"], num_hidden_layers=sizes["layers"], mlp_ratio=1.5,
+        num_attention_heads=sizes["heads"], image_size=64, patch_size=4,
+        attn_implementation="eager",
+    )  # fmt: skip
+    tower = hf.models.step3p7.modeling_step3p7.Step3p7VisionModel(config).float().eval()
+    for parameter in tower.parameters():
+        scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), scale)
+    tower.save_pretrained(tmp_path / "vision")
+    projector = torch.nn.Linear(128, 64, bias=False)
+    weights = load_file(tmp_path / "vision/model.safetensors")
+    weights = {f"vision_model.{part}": tensor for part, tensor in weights.items()}
+    weights["vit_large_projector.weight"] = projector.weight.detach()
+    weights |= {part: tensor.clone() for part, tensor in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    pictures, embeddings = images(((60, 60), (30, 62))), []
+    reader = processor_of(name, tmp_path).image_processor
+    for picture, count in zip(pictures, (0, 2), strict=True):
+        seen = reader(images=[picture], return_tensors="pt")
+        assert int(seen["num_local_patches"][0]) == count
+        views = [seen["pixel_values_local"]] if count else []
+        with torch.inference_mode():
+            states = [tower(view).last_hidden_state for view in (*views, seen["pixel_values"])]
+            embeddings.append(torch.cat([projector(part).flatten(0, 1) for part in states]))
+    check(tmp_path, "The <im_patch> of <im_patch> is", pictures, model, embeddings, 480)
+
+
+@pytest.mark.exhaustive
+def test_step_3_reads_windows_before_the_whole_image(tmp_path):
+    """Behind any text model: Step 3's own is compared in `test_contract.py`."""
+    name = "Step3VLForConditionalGeneration"
+    text = driver("StepVLForConditionalGeneration").tiny()["text_config"]
+    table = {**driver(name).tiny(), "text_config": text}
+    write_tokenizer(tmp_path, table, STEP)
+    model = text_model("Qwen3", text)
+    at = "vision_model.embeddings."
+    shapes = {
+        f"{at}patch_embedding.weight": (32, 3, 4, 4), f"{at}patch_embedding.bias": (32,),
+        f"{at}position_embedding.weight": (257, 32), f"{at}class_embedding": (1, 32),
+        **block_shapes("vision_model.transformer.layers.0.", 32, 48),
+        **block_shapes("vision_model.transformer.layers.1.", 32, 48),
+        "vit_downsampler.weight": (40, 32, 2, 2), "vit_downsampler.bias": (40,),
+        "vit_downsampler2.weight": (80, 40, 3, 3), "vit_downsampler2.bias": (80,),
+        "vit_large_projector.weight": (64, 80),
+    }  # fmt: skip
+    w = random_weights(shapes)
+    stored = {part: tensor.clone() for part, tensor in model.state_dict().items()}
+    save_file({**w, **stored}, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def linear(part, value):
+        return F.linear(value, w[f"{part}.weight"], w[f"{part}.bias"])
+
+    def seen_by(pixels):
+        side = pixels.shape[-1] // 4
+        x = F.conv2d(pixels, w[f"{at}patch_embedding.weight"], w[f"{at}patch_embedding.bias"],
+                     stride=4).flatten(2).transpose(1, 2)  # fmt: skip
+        places = w[f"{at}position_embedding.weight"]
+        square = places[1:].view(1, 16, 16, 32).permute(0, 3, 1, 2)
+        if side != 16:
+            square = F.interpolate(square, (side, side), mode="bicubic", antialias=True)
+        first = (w[f"{at}class_embedding"] + places[:1]).expand(len(x), 4, 32)
+        x = torch.cat([first, x + square.flatten(2).transpose(1, 2)], dim=1)
+        for layer in (0, 1):
+            stem = f"vision_model.transformer.layers.{layer}."
+            q, k, v = (
+                linear(f"{stem}self_attn.{n}_proj", x).unflatten(-1, (2, 16)).transpose(1, 2)
+                for n in "qkv"
+            )
+            out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            norms = [(w[f"{stem}layer_norm{n}.weight"], w[f"{stem}layer_norm{n}.bias"]) for n in
+                     (1, 2)]  # fmt: skip
+            x = x + F.layer_norm(linear(f"{stem}self_attn.out_proj", out), (32,), *norms[0], 1e-5)
+            inner = linear(f"{stem}mlp.fc1", x)
+            inner = linear(f"{stem}mlp.fc2", inner * torch.sigmoid(1.702 * inner))
+            x = x + F.layer_norm(inner, (32,), *norms[1], 1e-5)
+        x = x[:, 4:].transpose(1, 2).unflatten(2, (side, side))
+        x = F.conv2d(x, w["vit_downsampler.weight"], w["vit_downsampler.bias"], stride=2)
+        x = F.conv2d(x, w["vit_downsampler2.weight"], w["vit_downsampler2.bias"], 2, 1)
+        return (x.flatten(2).transpose(1, 2) @ w["vit_large_projector.weight"].T).flatten(0, 1)
+
+    pictures, embeddings = images(((60, 60), (30, 62))), []
+    reader = processor_of(name, tmp_path).image_processor
+    for picture in pictures:
+        seen = reader(images=[picture], return_tensors="pt")
+        names = [name for name in ("pixel_values_local", "pixel_values") if name in seen]
+        embeddings.append(torch.cat([seen_by(seen[name]) for name in names]))
+    check(tmp_path, "The <im_patch> of <im_patch> is", pictures, model, embeddings, 480)
+
+
+MINICPM = ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
+
+
+def sine_places(rows, columns, width):
+    """[patches, width]: sines and cosines of the column, then of the row."""
+    waves = 1 / 10000 ** (torch.arange(width // 4) / (width // 4))
+    places = []
+    for row in range(rows):
+        for column in range(columns):
+            angles = [waves * column, waves * row]
+            places.append(torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)]))
+    return torch.stack(places)
+
+
+@pytest.mark.exhaustive
+def test_minicpm_v_has_queries_for_each_slice(tmp_path):
+    name = "MiniCPMV"
+    table = driver(name).tiny()
+    tokenizer = write_tokenizer(tmp_path, table, MINICPM)
+    settings = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, **table["slice_config"]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    keys = {k: v for k, v in table.items() if k not in ("vision_config", "slice_config")}
+    model = text_model("Qwen2", {**keys, "model_type": "qwen2"})
+    shapes = {
+        "vpm.embeddings.patch_embedding.weight": (32, 3, 4, 4),
+        "vpm.embeddings.patch_embedding.bias": (32,),
+        "vpm.embeddings.position_embedding.weight": (49, 32),
+        "vpm.post_layernorm.weight": (32,), "vpm.post_layernorm.bias": (32,),
+        **block_shapes("vpm.encoder.layers.0.", 32, 48),
+        **block_shapes("vpm.encoder.layers.1.", 32, 48),
+        "resampler.query": (4, 64), "resampler.kv_proj.weight": (64, 32),
+        "resampler.attn.in_proj_weight": (192, 64), "resampler.attn.in_proj_bias": (192,),
+        "resampler.attn.out_proj.weight": (64, 64), "resampler.attn.out_proj.bias": (64,),
+        "resampler.proj": (64, 64),
+    }  # fmt: skip
+    for part in ("ln_q", "ln_kv", "ln_post"):
+        shapes |= {f"resampler.{part}.weight": (64,), f"resampler.{part}.bias": (64,)}
+    w = random_weights(shapes)
+    stored = {f"llm.{part}": t.clone() for part, t in model.state_dict().items()}
+    save_file({**w, **stored}, tmp_path / "model.safetensors", {"format": "pt"})
+    attention = torch.nn.MultiheadAttention(64, 2, batch_first=True).eval()
+    attention.load_state_dict(
+        {part.removeprefix("resampler.attn."): t for part, t in w.items() if ".attn." in part
+         and part.startswith("resampler.")}
+    )  # fmt: skip
+
+    def norm(part, value):
+        stem = f"resampler.{part}"
+        return F.layer_norm(value, (64,), w[f"{stem}.weight"], w[f"{stem}.bias"], 1e-6)
+
+    pictures, embeddings = images(((40, 60), (20, 24))), []
+    reader = processor_of(name, tmp_path).images
+    grids_of = ([[10, 6], [7, 9], [7, 9]], [[9, 7]])
+    for picture, grids in zip(pictures, grids_of, strict=True):
+        seen = reader(images=[picture], return_tensors="pt")
+        assert seen["target_sizes"].tolist() == grids
+        patches = seen["pixel_values"][0].unflatten(2, (-1, 4)).permute(2, 0, 1, 3).flatten(1)
+        parts = patches.split([rows * columns for rows, columns in grids])
+        for part, (rows, columns) in zip(parts, grids, strict=True):
+            edges = torch.arange(1 / 7, 1, 1 / 7)
+            row, column = (
+                torch.bucketize(torch.arange(n) / n, edges, right=True) for n in (rows, columns)
+            )
+            stem = "vpm.embeddings.patch_embedding"
+            x = F.linear(part, w[f"{stem}.weight"].flatten(1), w[f"{stem}.bias"])
+            places = (row[:, None] * 7 + column).flatten()
+            x = x + w["vpm.embeddings.position_embedding.weight"][places]
+            for layer in (0, 1):
+                x = siglip_layer(x, w, f"vpm.encoder.layers.{layer}.", 2, torch.zeros(1, 8))
+            post = (w["vpm.post_layernorm.weight"], w["vpm.post_layernorm.bias"])
+            x = norm("ln_kv", F.layer_norm(x, (32,), *post, 1e-6) @ w["resampler.kv_proj.weight"].T)
+            query, key = norm("ln_q", w["resampler.query"]), x + sine_places(rows, columns, 64)
+            with torch.inference_mode():
+                out, _ = attention(query[None], key[None], x[None])
+            embeddings.append(norm("ln_post", out[0]) @ w["resampler.proj"])
+    text = "The (<image>./</image>) of (<image>./</image>) is"
+    check(tmp_path, text, pictures, model, embeddings, 480)
+    ids, _ = answered(tmp_path, text, pictures)
+    whole = "<image>" + "<unk>" * 4 + "</image>"
+    line = "<slice>" + "<unk>" * 4 + "</slice>"
+    filled = f"The <image_id>0</image_id>{whole}{line}\n{line} of <image_id>1</image_id>{whole} is"
+    assert ids == tokenizer(filled, add_special_tokens=False)["input_ids"]
+
+
 #: Names of a layer of SigLIP in transformers and in timm.
 TIMM = {"layer_norm": "norm", "self_attn.out_proj": "attn.proj"}
 
@@ -293,6 +540,81 @@ def test_deepseek_vl2_has_lines_of_tiles(number, tmp_path):
     check(tmp_path, f"The {text} is", pictures, model, embeddings, 480)
 
 
+NANO = {"NemotronH_Nano_VL_V2": "NemotronH", "Llama_Nemotron_Nano_VL": "Llama"}
+RADIO = (
+    ("embeddings.patch_projection", "patch_generator.embedder"),
+    ("embeddings.position_embedding", "patch_generator.pos_embed"),
+    ("embeddings.cls_register_token", "patch_generator.cls_token.token"),
+    ("encoder.layer.", "blocks."),
+    (".attention.o_proj.", ".attn.proj."),
+)
+
+
+def published_radio(weights):
+    """RADIO's tensors under the names of published files."""
+    stored = {}
+    for name, tensor in weights.items():
+        unknown = ("embeddings.video", "input_conditioner", "summary_idxs")
+        part = any(one in name for one in ("layer_scale", ".k_proj.", ".v_proj."))
+        if part or name.startswith(unknown):
+            continue
+        if ".q_proj." in name:
+            three = [weights[name.replace(".q_proj.", f".{letter}_proj.")] for letter in "qkv"]
+            name, tensor = name.replace(".attention.q_proj.", ".attn.qkv."), torch.cat(three)
+        for old, new in RADIO:
+            name = name.replace(old, new)
+        stored[f"vision_model.radio_model.model.{name}"] = tensor.clone()
+    return stored
+
+
+@parametrize_sample("name", NANO, every=2)
+def test_nemotron_nano_vl_has_tiles_and_a_thumbnail(name, tmp_path):
+    table, llama = driver(name).tiny(), name.startswith("Llama")
+    write_tokenizer(tmp_path, table, ["<image>", "<img>", "</img>"])
+    model = text_model(NANO[name], table["llm_config"])
+    model.save_pretrained(tmp_path / "text")
+    torch.manual_seed(2)
+    vision = {"summary_idxs": [0], "attn_implementation": "eager", **table["vision_config"]}
+    radio = hf.RadioModel(hf.RadioConfig(**vision)).float().eval()
+    for parameter in radio.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    w = random_weights({"mlp1.0.weight": (128,), "mlp1.1.weight": (48, 128),
+                        "mlp1.3.weight": (64, 48)})  # fmt: skip
+    if llama:
+        w |= random_weights({"mlp1.0.bias": (128,), "mlp1.1.bias": (48,), "mlp1.3.bias": (64,)})
+    stored = {**w, **published_radio(radio.state_dict())}
+    text = load_file(tmp_path / "text/model.safetensors")
+    stored |= {f"language_model.{part}": tensor for part, tensor in text.items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    pictures, embeddings = images(((56, 20), (30, 30))), []
+    for picture, (columns, rows) in zip(pictures, ((3, 1), (2, 2)), strict=True):
+        views = []
+        for across, down in ((columns, rows), (1, 1)):
+            size = (16 * across, 16 * down)
+            pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float()
+            if llama:
+                resized = np.array(picture.resize(size))
+                whole = torch.from_numpy(resized).permute(2, 0, 1).float()
+            else:
+                whole = F.interpolate(pixels, size[::-1], mode="bicubic", antialias=True)[0]
+            views += [
+                whole[:, 16 * r : 16 * r + 16, 16 * c : 16 * c + 16]
+                for r in range(down) for c in range(across)
+            ]  # fmt: skip
+        pixels = torch.stack(views) / 255
+        with torch.inference_mode():
+            x = radio(pixels).features.view(-1, 2, 2, 2, 2, 32).transpose(2, 3).reshape(-1, 128)
+            if llama:
+                x = F.layer_norm(x, (128,), w["mlp1.0.weight"], w["mlp1.0.bias"])
+            else:
+                x = x * x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt() * w["mlp1.0.weight"]
+            x = F.linear(x, w["mlp1.1.weight"], w.get("mlp1.1.bias"))
+            x = F.gelu(x) if llama else x.relu().square()
+            embeddings.append(F.linear(x, w["mlp1.3.weight"], w.get("mlp1.3.bias")))
+    check(tmp_path, "The <image> of <image> is", pictures, model, embeddings, 480)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "field"),
     [
@@ -301,6 +623,8 @@ def test_deepseek_vl2_has_lines_of_tiles(number, tmp_path):
         ("DeepseekVLV2ForCausalLM", {"tile_tag": "1D"}, "tile_tag"),
         ("Ovis2_5", {"vit_config": None}, "vit_config"),
         ("Ovis2_5", {"visual_vocab_size": 4}, "visual_vocab_size"),
+        ("MiniCPMV", {"vision_config": None}, "vision_config"),
+        ("Phi3VForCausalLM", {"embd_layer": None}, "embd_layer"),
         ("Phi4ForCausalLMV", {"mm_hidden_size": 31}, "mm_hidden_size"),
     ],
 )

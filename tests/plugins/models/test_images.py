@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
 
 import modulm
@@ -283,12 +284,12 @@ def phi(tokenizer):
     return Files("Phi4MultimodalProcessor", image, audio_processor=sound)
 
 
-def minicpm(tokenizer):
+def minicpm(tokenizer, version="4_6"):
     image = pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil", patch_size=4, scale_resolution=32,
                 max_slice_nums=4)  # fmt: skip
     video = {"video_processor_type": "MiniCPMV4_6VideoProcessor", "patch_size": 4,
              "scale_resolution": 32, "max_slice_nums": 1}  # fmt: skip
-    return Files("MiniCPMV4_6Processor", image, video)
+    return Files(f"MiniCPMV{version}Processor", image, video)
 
 
 class MiniCPMOcr:
@@ -318,6 +319,17 @@ class Kimi:
         parts = {"image_processor": image, "video_processor": video}
         table = {"processor_class": "Kimi_K25Processor", **parts}
         (folder / "processor_config.json").write_text(json.dumps(table))
+
+
+class NemotronOmni:
+    """The files of a processor of which only the part for images is used."""
+
+    def save_pretrained(self, folder):
+        image = {
+            "image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 4,
+            "min_num_patches": 16, "max_num_patches": 80,
+        }  # fmt: skip
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
 
 
 def kimi(tokenizer):
@@ -350,6 +362,15 @@ class LookedAt(ImageFamily):
 def blip2(tokenizer):
     image = pil("blip", "BlipImageProcessorPil", size={"height": 28, "width": 28})
     return hf.Blip2Processor(image, tokenizer, num_query_tokens=4)
+
+
+class Unscaled(ImageFamily):
+    """Files have no factors of branches, which transformers then takes as 1."""
+
+    def rewrite(self, folder):
+        file = folder / "model.safetensors"
+        weights = {name: t for name, t in load_file(file).items() if "layer_scale" not in name}
+        save_file(weights, file, {"format": "pt"})
 
 
 class Kinds(ImageFamily):
@@ -570,6 +591,7 @@ MINICPM = {
     "slice_start_token": "<slice>", "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }  # fmt: skip
+NEMOTRON = {"image_token": "<image>", "0": "<img>", "1": "</img>"}
 KIMI = {
     "image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>",
     "0": "<|media_begin|>", "1": "<|media_content|>", "2": "<|media_end|>",
@@ -622,11 +644,18 @@ FAMILIES = {
     ),
     "PaddleOCRVLForConditionalGeneration": (IMAGE, paddle, {}),
     "Cosmos3EdgeForConditionalGeneration": (QWEN, cosmos, {}),
+    "Cosmos3OmniForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
     "Ovis2ForConditionalGeneration": (OVIS, ovis, {}),
+    "NemotronH_Omni_Reasoning_V3": (NEMOTRON, lambda tokenizer: NemotronOmni(), STATES),
     "Cohere2VisionForConditionalGeneration": (COMMAND_A, command_a, {}),
     "Llama4ForConditionalGeneration": (LLAMA4, llama4, {}),
     "Kimi_K25ForConditionalGeneration": (KIMI, kimi, {"videos": ((4, 44, 30), (8, 30, 44))}),
     "MiniCPMV4_6ForConditionalGeneration": (MINICPM, minicpm, STATES),
+    "MiniCPMV4_7ForConditionalGeneration": (
+        MINICPM,
+        lambda tokenizer: minicpm(tokenizer, "4_7"),
+        STATES,
+    ),
     "MiniCPMOcrForConditionalGeneration": (MINICPM, lambda tokenizer: MiniCPMOcr(), STATES),
     "Phi4MultimodalForCausalLM": (PHI, phi, {"loads": "", "sizes": ((56, 42), (19, 60), (44, 44))}),
     "Blip2ForConditionalGeneration": (IMAGE, blip2, {}),
@@ -648,16 +677,27 @@ OTHERS = {
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Omni,
     "MllamaForConditionalGeneration": LookedAt,
+    "NemotronH_Omni_Reasoning_V3": Unscaled,
     "PaliGemmaForConditionalGeneration": Leading,
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "Step3VLForConditionalGeneration",
+    "MiniCPMO",
+    "MiniCPMV",
+    "StepVLForConditionalGeneration",
+    "Llama_Nemotron_Nano_VL",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Super_Omni_Reasoning_V3",
+    "Cosmos3ForConditionalGeneration",
     "DeepseekVLV2ForCausalLM",
     "H2OVLChatModel",
     "OpenCUAForConditionalGeneration",
     "Ovis2_5",
     "Ovis2_6ForCausalLM",
     "Ovis2_6_MoeForCausalLM",
+    "Phi3VForCausalLM",
     "Phi4ForCausalLMV",
     "BeeForConditionalGeneration",
     "DeepseekOCR2ForCausalLM",
@@ -693,7 +733,7 @@ EMBEDDERS = {
     "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",
 }  # fmt: skip
 #: Of `test_bridged_images.py`.
-BRIDGE = {"transformers"}
+BRIDGE = {"transformers", "transformers_both_ways"}
 
 
 def test_every_model_that_takes_images_is_in_the_table():

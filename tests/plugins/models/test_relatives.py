@@ -137,6 +137,18 @@ class Whole(torch.nn.Module):
         return self.linear_2(torch.nn.functional.gelu(x))
 
 
+def cosmos3(name, tensor):
+    """Files without prefixes, with a tensor of what generates beside each of attention."""
+    name = name.replace("model.language_model.", "").replace("model.visual.", "")
+    if ".self_attn." not in name:
+        return [(name, tensor)]
+    parts = {"o_proj": "to_out", "q_norm": "norm_q", "k_norm": "norm_k"}
+    parts |= {f"{letter}_proj": f"to_{letter}" for letter in "qkv"}
+    for old, new in parts.items():
+        name = name.replace(f".{old}.", f".{new}.")
+    return [(name, tensor), (name.replace(".self_attn.", ".self_attn_moe_gen."), tensor.clone())]
+
+
 def eagle(model):
     """Puts SigLIP before InternVL's projector."""
     vision = driver("Eagle2_5_VLForConditionalGeneration").tiny()["vision_config"]
@@ -346,6 +358,11 @@ RELATIVES = {
         {"0": "<|vision_pad|>", "1": "<Image>", "2": "</Image>", "3": "<tile_1>"},
         internvl, "The <image> is", adapt=nvlm, stored=opengvlab, sizes=((56, 42),),
         changes=NVLM_SEES, inputs=intern_inputs("<Image>{}</Image>"), reader="NVLM_D",
+    ),
+    "Cosmos3ForConditionalGeneration": Relative(
+        "Cosmos3OmniForConditionalGeneration", QWEN, qwen("Qwen3VLProcessor"),
+        "The <|image_pad|> is",
+        changes=driver("Cosmos3ForConditionalGeneration").tiny(), stored=cosmos3,
     ),
     "DeepseekOCR2ForCausalLM": Relative(
         "DeepseekOcr2ForConditionalGeneration", IMAGE, lambda tokenizer: DeepseekOcr(),

@@ -27,6 +27,7 @@ _KINDS = (
     "idefics3_vision",
     "minicpm_ocr_vision",
     "minicpmv4_6_vision",
+    "minicpmv4_7_vision",
     "phi4_multimodal_vision",
     "smolvlm_vision",
 )

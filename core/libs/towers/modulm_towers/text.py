@@ -46,6 +46,7 @@ _TEXT: Mapping[str, str] = {
     "mistral": "MistralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
     "modernbert": "ModernBertModel",
+    "nemotron_h": "NemotronHForCausalLM",
     "opt": "OPTForCausalLM",
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -61,6 +62,7 @@ _TEXT: Mapping[str, str] = {
     "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "step3_text": "Step3TextForCausalLM",
     "ultrabert": "UltrabertModel",
 }
 #: Model types whose files have, or once had, the text model's keys at the top level.
@@ -141,7 +143,8 @@ def complete_config(name: str, table: Mapping[str, Any], file: str) -> Any:
     if model is None:
         return None
     try:
-        return model.config_class.from_dict(table)
+        # Infinity, which JSON lacks, is an object in files that transformers wrote.
+        return model.config_class.from_dict(model.config_class._decode_special_floats(table))
     except Exception as error:
         raise CheckpointError(f"{file}: {error}") from error
 

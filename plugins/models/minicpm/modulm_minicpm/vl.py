@@ -34,6 +34,8 @@ __all__ = [
     "MiniCPMOcrForConditionalGeneration",
     "MiniCPMV46Config",
     "MiniCPMV46ForConditionalGeneration",
+    "MiniCPMV47ForConditionalGeneration",
+    "bucket_positions",
 ]
 
 #: (rows, columns) of patches.
@@ -111,7 +113,7 @@ class _Tower(ClipTower):
         squares are merged inside.
         """
         side = self.config.image_size // self.config.patch_size
-        positions = torch.cat([_bucket_positions(grid, side) for grid in grids]).to(pixels.device)
+        positions = torch.cat([bucket_positions(grid, side) for grid in grids]).to(pixels.device)
         x = self.patch(pixels.to(self.dtype)) + self.positions[positions]
         for index, layer in enumerate(self.layers):
             x = layer(x, [rows * columns for rows, columns in grids])
@@ -128,7 +130,7 @@ def halved(grids: Sequence[Grid]) -> list[Grid]:
     return [(rows // _SIDE, columns // _SIDE) for rows, columns in grids]
 
 
-def _bucket_positions(grid: Grid, side: int) -> Tensor:
+def bucket_positions(grid: Grid, side: int) -> Tensor:
     """[patches] int64: index of each patch's position in a square of `side`, rounded down."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     rows, columns = (
@@ -242,6 +244,27 @@ class MiniCPMOcrForConditionalGeneration(MiniCPMV46ForConditionalGeneration):
             "architectures": ["MiniCPMOcrForConditionalGeneration"],
             "model_type": "minicpm_ocr",
             "vision_config": {**table["vision_config"], "model_type": "minicpm_ocr_vision"},
+        }
+
+
+class MiniCPMV47ForConditionalGeneration(MiniCPMV46ForConditionalGeneration):
+    """MiniCPM-V 4.7: slices and the image that they are cut from have places on one canvas."""
+
+    axes = 3
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        table = super().tiny()
+        return {
+            **table,
+            "architectures": ["MiniCPMV4_7ForConditionalGeneration"],
+            "model_type": "minicpmv4_7",
+            "image_start_id": 482,
+            "image_end_id": 483,
+            "slice_start_id": 484,
+            "slice_end_id": 485,
+            "newline_id": 201,
+            "vision_config": {**table["vision_config"], "model_type": "minicpmv4_7_vision"},
         }
 
 
