@@ -36,6 +36,8 @@ def check(answer: Any, label: str) -> None:
     if answer.status_code >= 400 and answer.text and "json" in answer.headers["content-type"][0]:
         if answer.json().get("type") == "error":
             assert label.startswith("POST /v1/messages"), f"{label}: {answer.text}"
+        elif "message" in answer.json():
+            assert label.partition("/v")[2] in ("1/chat", "2/chat", "2/chat/render"), label
         elif isinstance(answer.json().get("error"), str):
             assert " /api/" in label, f"{label}: {answer.text}"
         else:

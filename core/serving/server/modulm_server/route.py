@@ -8,18 +8,20 @@ ids and error bodies: a route needs a key unless the server lists it as open, ex
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
 
-from modulm_server.errors import ApiError, error_body, respond
+from modulm_server.errors import ApiError, ClientGone, error_body, report, respond
+from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import rate_headers
 from modulm_server.sse import DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 
-    from fastapi import APIRouter
+    from fastapi import APIRouter, Request
     from prometheus_client import CollectorRegistry
     from starlette.responses import Response
 
@@ -104,6 +106,23 @@ class RouteFamily(ABC):
     def error_response(self, error: ApiError) -> Response:
         """The response to an error that happens before a request reaches its model."""
         return respond(error)
+
+    def with_errors(
+        self, endpoint: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap an endpoint, so that its errors become `error_response`."""
+
+        @wraps(endpoint)
+        async def answered(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except ClientGone:
+                raise
+            except Exception as error:
+                stacks = self.context.config.group(ServerConfig).log_error_stack
+                return self.error_response(report(error, request.scope, stacks))
+
+        return answered
 
     def error_frames(self, body: bytes) -> bytes | None:
         """The end of an event stream that fails. body: of the error's response.

@@ -28,7 +28,7 @@ from modulm_route_anthropic.schema import (
 )
 from modulm_route_anthropic.tool_servers import hosted_tools_of
 from modulm_server.chat_turn import ChatTurn, Parsers
-from modulm_server.errors import ClientGone, error_body, report
+from modulm_server.errors import error_body
 from modulm_server.flags import ServerConfig
 from modulm_server.forced_calls import ForcedCalls, force_calls
 from modulm_server.hosted_turns import HostedTurns, Step
@@ -86,21 +86,21 @@ class Anthropic(RouteFamily):
         self._tool_servers = ToolServers.shared(self.context.stores, flags)
         router.add_api_route(
             "",
-            self.create,
+            self.with_errors(self.create),
             methods=["POST"],
             openapi_extra=request_docs(MessagesRequest),
             responses=response_docs(Message, events=StreamEvent, failure=Failure),
         )
         router.add_api_route(
             "/count_tokens",
-            self.count,
+            self.with_errors(self.count),
             methods=["POST"],
             openapi_extra=request_docs(CountRequest),
             responses=response_docs(TokenCount, failure=Failure),
         )
         router.add_api_route(
             "/render",
-            self.render,
+            self.with_errors(self.render),
             methods=["POST"],
             openapi_extra=request_docs(MessagesRequest),
             responses=response_docs(Rendered, failure=Failure),
@@ -125,60 +125,43 @@ class Anthropic(RouteFamily):
 
     async def create(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        try:
-            body = await read(request, MessagesRequest)
-            job = await self._job(request, body)
-            started = await job.turn.start()
-            if body.stream:
-                quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
-                return EventStream(self._frames(request, job, started), quiet=quiet, failed=_failed)
-            return json_response(await self._whole(request, job, started))
-        except ClientGone:
-            raise
-        except Exception as error:
-            return self._error_response(request, error)
+        body = await read(request, MessagesRequest)
+        job = await self._job(request, body)
+        started = await job.turn.start()
+        if body.stream:
+            quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
+            return EventStream(self._frames(request, job, started), quiet=quiet, failed=_failed)
+        return json_response(await self._whole(request, job, started))
 
     async def render(self, request: Request) -> Response:
         """Render a conversation into an engine request, without running it."""
-        try:
-            body = await read(request, MessagesRequest)
-            job = await self._job(request, body)
-            turn, tokenizer = job.turn, self.context.generation.tokenizer
-            return json_response(
-                rendered(
-                    job.id, job.model, turn.prompt, turn.engine_params(), tokenizer,
-                    stream=body.stream, cache_salt=body.cache_salt,
-                )
-            )  # fmt: skip
-        except Exception as error:
-            return self._error_response(request, error)
+        body = await read(request, MessagesRequest)
+        job = await self._job(request, body)
+        turn, tokenizer = job.turn, self.context.generation.tokenizer
+        return json_response(
+            rendered(
+                job.id, job.model, turn.prompt, turn.engine_params(), tokenizer,
+                stream=body.stream, cache_salt=body.cache_salt,
+            )
+        )  # fmt: skip
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of a conversation."""
-        try:
-            body = await read(request, CountRequest)
-            await self.context.generation.find_model(body.model)
-            hosted = await hosted_tools_of(body, self._tool_servers, current_key())
-            tools, choice, parallel = tools_of(body, hosted.functions)
-            constraint_of(body, self._forced_calls(tools, choice, parallel))
-            variables = variables_of(body, self._parsers.reasoning)
-            options = ChatOptions(tools=tools, variables=variables)
-            messages = await convert(request, messages_of, body, hosted.model_name)
-            prompt = await self.context.generation.from_messages(messages, options)
-            counted: TokenCount = {"input_tokens": len(prompt.ids)}
-            return json_response(counted)
-        except Exception as error:
-            return self._error_response(request, error)
+        body = await read(request, CountRequest)
+        await self.context.generation.find_model(body.model)
+        hosted = await hosted_tools_of(body, self._tool_servers, current_key())
+        tools, choice, parallel = tools_of(body, hosted.functions)
+        constraint_of(body, self._forced_calls(tools, choice, parallel))
+        variables = variables_of(body, self._parsers.reasoning)
+        options = ChatOptions(tools=tools, variables=variables)
+        messages = await convert(request, messages_of, body, hosted.model_name)
+        prompt = await self.context.generation.from_messages(messages, options)
+        counted: TokenCount = {"input_tokens": len(prompt.ids)}
+        return json_response(counted)
 
     def failure(self, error: ApiError) -> Failure:
         """See `RouteFamily.failure`."""
         return _error(error)
-
-    def _error_response(self, request: Request, error: Exception) -> Response:
-        api_error = report(
-            error, request.scope, self.context.config.group(ServerConfig).log_error_stack
-        )
-        return self.error_response(api_error)
 
     async def stop(self) -> None:
         """End the sessions with tool servers."""

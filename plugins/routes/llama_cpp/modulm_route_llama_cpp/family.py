@@ -42,7 +42,7 @@ from modulm_route_llama_cpp.schema import (
 )
 from modulm_server.auth import current_owner, usable_adapters
 from modulm_server.constraints import check_tools
-from modulm_server.errors import ApiError, ClientGone, error_body, report
+from modulm_server.errors import ApiError, error_body
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
 from modulm_server.json_body import bad_field, json_response, read, request_docs
@@ -53,8 +53,6 @@ from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from modulm.contracts.sampling import SamplingParams
 
 __all__ = ["LlamaCpp"]
@@ -113,7 +111,7 @@ class LlamaCpp(RouteFamily):
         for path, function, schema, answer, events in post_routes:
             router.add_api_route(
                 path,
-                self._with_errors(function),
+                self.with_errors(function),
                 methods=["POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, events=events, failure=Failure),
@@ -127,7 +125,7 @@ class LlamaCpp(RouteFamily):
         ):
             router.add_api_route(
                 path,
-                self._with_errors(get_endpoint),
+                self.with_errors(get_endpoint),
                 methods=["GET"],
                 responses=response_docs(shape, failure=Failure),
                 description=get_endpoint.__doc__,
@@ -136,28 +134,11 @@ class LlamaCpp(RouteFamily):
         for path in ("/props", "/slots/{id_slot}", "/lora-adapters"):
             router.add_api_route(
                 path,
-                self._with_errors(self._not_changeable),
+                self.with_errors(self._not_changeable),
                 methods=["POST"],
                 include_in_schema=False,
             )
         return router
-
-    def _with_errors(
-        self, function: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap an endpoint to return errors in llama.cpp's form."""
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await function(request)
-            except ClientGone:
-                raise
-            except Exception as error:
-                stacks = self.context.config.group(ServerConfig).log_error_stack
-                api_error = report(error, request.scope, stacks)
-                return self.error_response(api_error)
-
-        return answered
 
     def error_response(self, error: ApiError) -> Response:
         return json_response(_failure(error), error.status, error.headers)

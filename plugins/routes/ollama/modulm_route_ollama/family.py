@@ -43,8 +43,7 @@ from modulm_route_ollama.schema import (
 from modulm_server.auth import current_owner, owner_of
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import check_tools
-from modulm_server.errors import ApiError, ClientGone, error_body, report
-from modulm_server.flags import ServerConfig
+from modulm_server.errors import ApiError, error_body
 from modulm_server.forced_calls import force_calls
 from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
 from modulm_server.openapi import response_docs
@@ -53,8 +52,6 @@ from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from modulm_server.chat_turn import RunningTurn
 
 __all__ = ["Ollama"]
@@ -114,7 +111,7 @@ class Ollama(RouteFamily):
             streamed = answer | Failure if path in _STREAMED else None
             router.add_api_route(
                 path,
-                self._with_errors(function),
+                self.with_errors(function),
                 methods=["POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, lines=streamed, failure=Failure),
@@ -130,29 +127,12 @@ class Ollama(RouteFamily):
         for method, path in _OF_A_LIBRARY:
             router.add_api_route(
                 path,
-                self._with_errors(self.refuse),
+                self.with_errors(self.refuse),
                 methods=[method],
                 include_in_schema=False,
                 name=f"ollama {method} {path}",
             )
         return router
-
-    def _with_errors(
-        self, function: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap an endpoint to return errors in Ollama's form."""
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await function(request)
-            except ClientGone:
-                raise
-            except Exception as error:
-                stacks = self.context.config.group(ServerConfig).log_error_stack
-                api_error = report(error, request.scope, stacks)
-                return self.error_response(api_error)
-
-        return answered
 
     def error_response(self, error: ApiError) -> Response:
         return json_response(_failure(error), error.status, error.headers)
