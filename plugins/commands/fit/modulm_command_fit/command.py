@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -39,6 +43,8 @@ def command(draft: Draft, model_tag: str | None, as_json: bool, device_memory: s
         memory = parse_memory(device_memory)
         text, fits = report(draft.config, draft.explicit, memory, as_json=as_json)
     click.echo(text)
+    if Path(sys.argv[0]).stem == "modulm":
+        atexit.register(_end, 0 if fits else 1)
     if not fits:
         raise SystemExit(1)
 
@@ -53,3 +59,10 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _end(code: int) -> None:
+    """End the process without freeing what was imported, which takes a fifth of its time."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
