@@ -43,6 +43,7 @@ FAST = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "600",
     "RAY_py_gcs_connect_timeout_s": "600",
     "RAY_worker_register_timeout_seconds": "600",
+    "RAY_agent_register_timeout_ms": "600000",
     "RAY_health_check_failure_threshold": "100",
 }
 
@@ -109,12 +110,25 @@ class SlowClock:
         return time.monotonic() / 20
 
 
+#: Ports of a node's agents. Ray waits 15 seconds, which no setting changes, for an agent that
+#: chooses its port; it does not wait for ports that it knows.
+AGENT_PORTS = (
+    "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)  # fmt: skip
+
+
 def begin_ray(logs: str) -> None:
     import ray
-    from ray._private import node
+    from ray._private import node, parameter
+
+    class Params(parameter.RayParams):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields | {name: free_port() for name in AGENT_PORTS})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "time", SlowClock())
+        patch.setattr(parameter, "RayParams", Params)
         ray.init(
             "local", num_cpus=4, num_gpus=0, include_dashboard=False,
             object_store_memory=80 << 20, log_to_driver=False, logging_level="error",
