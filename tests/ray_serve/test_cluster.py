@@ -110,8 +110,8 @@ class SlowClock:
         return time.monotonic() / 20
 
 
-#: Ports of a node's agents. Ray waits 15 seconds, which no setting changes, for an agent that
-#: chooses its port; it does not wait for ports that it knows.
+#: Ports of a node's agents. Ray's node ends if an agent has not chosen its port and written it into
+#: a file after 15 seconds, which no setting changes; it does not wait for ports that it knows.
 AGENT_PORTS = (
     "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port",
     "runtime_env_agent_port",
@@ -121,6 +121,14 @@ AGENT_PORTS = (
 def begin_ray(logs: str) -> None:
     import ray
     from ray._private import node, parameter
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+
+    start = node.Node.start_raylet
+
+    def start_raylet(self: Any, *args: Any, **fields: Any) -> None:
+        port = self._ray_params.dashboard_agent_listen_port
+        persist_port(self._session_dir, self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+        start(self, *args, **fields)
 
     class Params(parameter.RayParams):
         def __init__(self, **fields: Any) -> None:
@@ -129,6 +137,7 @@ def begin_ray(logs: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "time", SlowClock())
         patch.setattr(parameter, "RayParams", Params)
+        patch.setattr(node.Node, "start_raylet", start_raylet)
         ray.init(
             "local", num_cpus=4, num_gpus=0, include_dashboard=False,
             object_store_memory=80 << 20, log_to_driver=False, logging_level="error",
