@@ -59,7 +59,8 @@ QUIET = frozenset(
         "/v1/messages/render", "/v1/responses/render",
         "/v1/completions/derender", "/v1/chat/completions/derender",
         "/api/pull", "/api/show", "/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}",
-        "/invocations", "/props", "/slots/{id_slot}", "/lora-adapters", "/apply-template",
+        "/invocations", "/v1/documents", "/props", "/slots/{id_slot}", "/lora-adapters",
+        "/apply-template",
         "/infill",
         "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     }

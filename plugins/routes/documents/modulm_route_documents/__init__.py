@@ -54,6 +54,7 @@ class Documents(RouteFamily):
 
     name = "documents"
     api = 2
+    shared_paths = ("*",)
 
     def router(self) -> APIRouter:
         self._free = asyncio.Semaphore(_AT_ONCE)
