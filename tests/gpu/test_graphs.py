@@ -19,6 +19,7 @@ from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.queued import HostRead
 from modulm_gpu.testing import GatherAttention, GraphError, GraphPlatform, TapeGraphs
+from modulm_weight_offload.testing import QueuedCopies
 
 PROMPTS = [[5, 99, 7, 300], [17], [8] * 40, [7, 9, 11], list(range(100, 130))]
 PARAMS = [
@@ -49,8 +50,8 @@ def engine(folder, **flags):
     return LLM(folder, **{**FLAGS, **flags})
 
 
-def answers(folder, **flags):
-    with using(), engine(folder, **flags) as llm:
+def answers(folder, platform=GraphPlatform, **flags):
+    with using(platform), engine(folder, **flags) as llm:
         requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(requests, PARAMS, use_tqdm=False)
         outputs += llm.generate(requests[:1], PARAMS[:1], use_tqdm=False)
@@ -102,6 +103,53 @@ def test_windows_and_states(folders, expected, name, ahead) -> None:
     states = name.startswith("Bamba")
     assert ("pieces" in recorder.reasons) == states
     assert recorder.recordings == (2 if states else 6)
+
+
+class RecordedCopies(QueuedCopies):
+    """Copies that are part of a graph while one is captured, and may not leave it."""
+
+    def _tape(self):
+        return None if GraphPlatform.graphs is None else GraphPlatform.graphs._tape
+
+    def start(self, target, source):
+        tape = self._tape()
+        if tape is None:
+            return super().start(target, source)
+        copy = [tape]
+        tape.steps.append(
+            lambda: copy.append(self.queue.put(lambda: target.copy_(source)))  # on each replay
+        )
+        return copy
+
+    def wait(self, copy):
+        if not isinstance(copy, list):
+            super().wait(copy)
+        elif copy[0] is not self._tape():
+            raise GraphError("waits for a copy of another graph")
+        else:
+            copy[0].steps.append(lambda: self.queue.drain(copy.pop()))
+
+
+class OffloadingGraphs(GraphPlatform):
+    def host_copies(self):
+        return RecordedCopies(self._work, maps=False)
+
+
+@parametrize_sample(
+    "flags",
+    [
+        {"offload_group_size": 1, "offload_prefetch_step": 2},
+        {"offload_group_size": 3, "offload_num_in_group": 2},
+    ],
+    every=2,
+)
+def test_layers_in_host_memory(folders, expected, flags) -> None:
+    """A recorded step copies them; in pieces only where no copy lasts longer than a piece."""
+    name = "Qwen3ForCausalLM"
+    assert answers(folders[name], OffloadingGraphs, **flags) == expected(name)
+    recorder = GraphPlatform.recorder
+    assert recorder.repeated > 8
+    assert recorder.reasons == {"pieces": "GraphError: waits for a copy of another graph"}
 
 
 @pytest.mark.exhaustive

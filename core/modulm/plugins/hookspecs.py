@@ -177,13 +177,14 @@ def modulm_config_final(config: Any) -> None:
 
 
 @hookspec
-def modulm_model_built(model: Any, config: Any, fillers: Any) -> None:
+def modulm_model_built(model: Any, config: Any, fillers: Any, platform: Any) -> None:
     """Called when the model's modules exist but have no weights yet.
 
     `model` is a `modulm.contracts.model.Model`, `config` the EngineConfig. `fillers` is a list: the
     first function that a plugin appends to it reads the weights instead of
     `modulm.loading.weights.fill`, with the same arguments, and they need not fit the free memory.
-    Called in the process that runs the model. Raising stops the load.
+    `platform` is the model's `Platform`. Called in the process that runs the model. Raising stops
+    the load.
     """
 
 
@@ -191,7 +192,7 @@ def modulm_model_built(model: Any, config: Any, fillers: Any) -> None:
 def modulm_model_loaded(model: Any, config: Any) -> None:
     """Called when the model's weights are loaded and repacked, before the first step.
 
-    Arguments and process as in `modulm_model_built`. Raising stops the load.
+    `model`, `config` and process as in `modulm_model_built`. Raising stops the load.
     """
 
 

@@ -120,6 +120,28 @@ def test_a_driver_that_does_not_tell_what_is_free() -> None:
     assert platform.memory().free == 60 << 30
 
 
+def test_weights_are_copied_from_host_memory_beside_the_work() -> None:
+    platform = fake("H200")()
+    calls = platform.runtime.module.calls
+    with platform.queue():
+        copies = platform.host_copies()
+        memory = copies.allocate(8)
+        memory.copy_(torch.arange(8))
+        buffer = torch.zeros(8, dtype=torch.uint8)
+        calls.clear()
+        copy = copies.start(buffer, memory)
+        assert calls == ["stream 3 waits for stream 1", "stream 3 records"]
+        calls.clear()
+        copies.wait(copy)
+        assert calls == ["stream 1 waits for an event of stream 3"]
+    assert buffer.tolist() == list(range(8))
+    view = copies.mapped(memory)
+    memory += 1
+    assert view.tolist() == list(range(1, 9))
+    assert view.data_ptr() == memory.data_ptr()
+    assert fake("Max 1550")().host_copies().mapped(memory) is None
+
+
 def test_what_is_sent_goes_in_order_and_what_is_fetched_beside_the_work() -> None:
     platform = fake("H200")()
     calls = platform.runtime.module.calls

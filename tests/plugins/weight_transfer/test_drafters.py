@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tests.plugins.speculators import test_dflash as dflash
 from tests.plugins.speculators import test_eagle as eagle
 from tests.plugins.speculators import test_medusa as medusa
 from torch import Tensor
@@ -43,7 +44,8 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = True) -> None:
 
 
 def open_llm(target: Path, method: str, model: object) -> LLM:
-    table = {"method": method, "model": str(model), "adaptive": False, "num_speculative_tokens": 3}
+    table = {"method": method, "adaptive": False, "num_speculative_tokens": 3}
+    table |= {} if model is None else {"model": str(model)}
     return LLM(str(target), speculative_config=table, **FLAGS)
 
 
@@ -88,24 +90,52 @@ def test_a_draft_model(target: Path, tmp_path: Path) -> None:
         assert drafted(llm)[1:] == (many, right)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def with_mtp(folder: Path, seed: int) -> Path:
+    """A model and a layer that drafts, which is like its first one."""
+    make_tiny(folder, "Exaone4ForCausalLM")
+    tensors, draw = tensors_of(folder), torch.Generator().manual_seed(seed)
+    size = len(tensors["model.norm.weight"])
+    first = "model.layers.0."
+    layer = {k.replace(first, "mtp.layers.0."): v for k, v in tensors.items() if first in k}
+    norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    layer |= {f"{name}.weight": torch.ones(size) for name in norms}
+    layer["mtp.fc.weight"] = torch.zeros(size, 2 * size)
+    for name, tensor in layer.items():
+        noise = torch.randn(tensor.shape, generator=draw) * 0.2
+        layer[name] = (tensor + noise).to(tensors["model.norm.weight"].dtype)
+    save_file({**tensors, **layer}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def head_of(method: str, path: Path, seed: int) -> object:
+    """The folder of a drafter; equal in all but its weights, which the seed decides."""
+    if method == "medusa":
+        return medusa.own(path, medusa.make_heads(seed))
+    if method == "dflash":
+        draw = torch.Generator().manual_seed(seed)
+        tensors = dflash.backbone() | {"lm_head.weight": torch.ones(dflash.WORDS, dflash.HIDDEN)}
+        noise = {k: torch.randn(v.shape, generator=draw) * 0.3 for k, v in tensors.items()}
+        return dflash.write(path, {k: v + noise[k] for k, v in tensors.items()}, "DFlashDraftModel")
+    if method == "mtp":
+        return with_mtp(path, seed)
+    tensors = eagle.weights(seed, third=True, bias=False)
+    return eagle.write(path, tensors, "LlamaForCausalLMEagle3", **eagle.THREE)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash", "mtp"])
 def test_heads(target: Path, tmp_path: Path, method: str) -> None:
-    """Those of a layer with a vocabulary of its own, and those that are no model."""
-    folders: list[str] = []
-    for seed in (1, 2):
-        path = tmp_path / str(seed)
-        if method == "medusa":
-            folders.append(medusa.own(path, medusa.make_heads(seed)))
-        else:
-            tensors = eagle.weights(seed, third=True, bias=False)
-            folders.append(eagle.write(path, tensors, "LlamaForCausalLMEagle3", **eagle.THREE))
+    """Those of a layer with a vocabulary of its own, those that are no model, that draft blocks,
+    and that are stored with the target.
+    """
+    folders = [head_of(method, tmp_path / str(seed), seed) for seed in (1, 2)]
     results = []
     for folder in folders:
-        with open_llm(target, method, folder) as llm:
+        own = method == "mtp"
+        with open_llm(Path(str(folder)) if own else target, method, None if own else folder) as llm:
             results.append(drafts(llm))
             if folder == folders[0]:
                 llm.init_weight_transfer_engine()
-                update(llm, tensors_of(folders[1]))
+                update(llm, tensors_of(str(folders[1])))
                 updated = drafts(llm)
     assert results[0] != results[1]
     assert updated == results[1]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend
     from modulm.contracts.kernels import Forward
     from modulm.contracts.platform import Layers, Step
+    from modulm_weight_offload.contract import HostCopies
 
 __all__ = ["GpuPlatform", "Streams"]
 
@@ -128,6 +129,12 @@ class GpuPlatform(Platform):
 
     def staging(self) -> Staging:
         return PinnedStaging(self.runtime, self.device)
+
+    def host_copies(self) -> HostCopies:
+        """Create the copies of a model whose weights are partly in host memory."""
+        from modulm_gpu.host_copies import StreamCopies
+
+        return StreamCopies(self.runtime, self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         return PinnedTransfer(self.runtime, tensors, self.streams.copies)

@@ -62,6 +62,21 @@ class Runtime:
         """Pinned host memory, for asynchronous copies."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Pinned host memory as a tensor of the device; None if it cannot read host memory.
+
+        With unified addressing (CUDA, ROCm) pinned memory has one address on both sides. Intel's
+        GPUs are not asked for it.
+        """
+        if self.kind != "cuda":
+            return None
+        storage = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr(), self.device, memory.nbytes
+        )
+        view = torch.empty(0, dtype=memory.dtype, device=self.device)
+        view.set_(storage, 0, memory.size(), memory.stride())
+        return view
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, as reported by the driver."""
         free, total = self.module.mem_get_info(self.device)

@@ -240,6 +240,13 @@ def _config(target: Target, weights: DraftWeights) -> EngineConfig:
         "model_impl": "auto",
         "model_class_overrides": classes,
         "runner": "generate",
+        # The weights of a draft stay on the device.
+        "cpu_offload_gb": 0.0,
+        "cpu_offload_params": (),
+        "cpu_offload_experts": 0,
+        "offload_backend": "auto",
+        "offload_group_size": 0,
+        "offload_params": (),
         "plugin_config": {k: v for k, v in config.device.plugin_config.items() if k != "adapters"},
     }
     optional = {"enforce_eager": of.enforce_eager, "kv_cache_dtype": of.kv_cache_dtype}

@@ -29,6 +29,7 @@ from modulm_weight_transfer.overwrite import (
     writers_of,
 )
 from modulm_weight_transfer.refill import Baseline, modules_of, refill
+from modulm_weight_transfer.unwritable import check_updatable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,7 @@ class BlankModel:
     def __init__(
         self, loaded: Loaded, checkpoint: Checkpoint, built: Any, device: torch.device
     ) -> None:
+        check_updatable(loaded.model)
         self.checkpoint, self.built, self._device = checkpoint, built, device
         self.units, live = built.shared.units, loaded.units
         if not live or [unit.path for unit in live] != [unit.path for unit in self.units]:

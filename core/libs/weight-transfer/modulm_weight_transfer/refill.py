@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Baseline", "loaded_memory", "loaded_tensors", "modules_of", "refill", "set_value"]
+__all__ = [
+    "Baseline", "loaded_memory", "loaded_tensors", "modules_of", "numbers_of", "refill",
+    "set_value", "tensors_of",
+]  # fmt: skip
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _SCALARS = (int, float, str, bool, bytes, torch.dtype, torch.device)
@@ -108,6 +111,24 @@ def loaded_tensors(module: Module, *omitted: type) -> Iterator[Tensor]:
     for values in _tables(module).values():
         for value in values.values():
             yield from _tensors(value, omitted, _DEEP)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value of `Baseline.changes`."""
+    return _tensors(value, (), _DEEP)
+
+
+def numbers_of(value: Any) -> Iterator[int]:
+    """Yield the whole numbers in a value of `Baseline.changes`, for example addresses."""
+    return _numbers(value, _DEEP)
+
+
+def _numbers(value: Any, deep: int) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif deep and not isinstance(value, (*_FUNCTIONS, *_SCALARS, Tensor, Module, type(None))):
+        for each in value if isinstance(value, list | tuple) else _fields(value).values():
+            yield from _numbers(each, deep - 1)
 
 
 def _tensors(value: Any, omitted: tuple[type, ...], deep: int) -> Iterator[Tensor]:

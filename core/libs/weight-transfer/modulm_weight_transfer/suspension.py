@@ -30,6 +30,7 @@ def suspend_weights(worker: Worker) -> None:
     """Copy a worker's weights to host memory and release those of the device, if it has its own."""
     if not worker.platform.queued or worker.loaded is None or worker in _SUSPENDED:
         return
+    worker.platform.synchronize()
     copies = []
     for storage in _storages(worker):
         copy = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
