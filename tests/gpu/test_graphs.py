@@ -106,28 +106,26 @@ def test_windows_and_states(folders, expected, name, ahead) -> None:
 
 
 class RecordedCopies(QueuedCopies):
-    """Copies that are part of a graph while one is captured, and may not leave it."""
+    """Copies that are part of a graph while one is captured, and may not leave it.
+
+    They run as late as they can: when something waits for them.
+    """
 
     def _tape(self):
         return None if GraphPlatform.graphs is None else GraphPlatform.graphs._tape
 
     def start(self, target, source):
         tape = self._tape()
-        if tape is None:
-            return super().start(target, source)
-        copy = [tape]
-        tape.steps.append(
-            lambda: copy.append(self.queue.put(lambda: target.copy_(source)))  # on each replay
-        )
-        return copy
+        return super().start(target, source) if tape is None else [tape, target, source]
 
     def wait(self, copy):
         if not isinstance(copy, list):
             super().wait(copy)
-        elif copy[0] is not self._tape():
+            return
+        tape, target, source = copy
+        if tape is not self._tape():
             raise GraphError("waits for a copy of another graph")
-        else:
-            copy[0].steps.append(lambda: self.queue.drain(copy.pop()))
+        tape.steps.append(lambda: target.copy_(source))
 
 
 class OffloadingGraphs(GraphPlatform):

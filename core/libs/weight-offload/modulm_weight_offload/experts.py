@@ -95,7 +95,7 @@ def mixtures_of(model: Module, on_host: int) -> list[Mixture]:
         return []
     mixtures = []
     for name, module in model.named_modules():
-        stacks = [getattr(module, each, None) for each in ("gate_up", "down")]
+        stacks: list[Any] = [getattr(module, each, None) for each in ("gate_up", "down")]
         specs = [getattr(each, "spec", None) for each in stacks]
         if not all(spec is not None and spec.kind is LinearKind.EXPERT for spec in specs):
             continue
@@ -229,7 +229,7 @@ class CpuExperts:
         self,
         dtype: torch.dtype,
         arrays: Sequence[np.ndarray],
-        biases: Mapping[str, Tensor | None],
+        biases: Mapping[str, Any],
         gate: Mapping[str, Any],
     ) -> np.ndarray | None:
         """Compute the share of the host's experts: [tokens, hidden]; None if no token uses them."""

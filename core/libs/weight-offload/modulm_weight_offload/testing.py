@@ -57,8 +57,8 @@ class QueuedCopies(HostCopies):
 
         return number, self.queue.put(copy)
 
-    def wait(self, copy: object) -> None:
-        number, until = copy  # type: ignore[misc]
+    def wait(self, copy: Any) -> None:
+        number, until = copy
         self.log.append(f"wait {number}")
         self._work.put(lambda: self.queue.drain(until))
 
