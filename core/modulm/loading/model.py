@@ -99,8 +99,8 @@ def load_model(
     UnsupportedError or PluginError if a required driver is missing.
     """
     built = build_model(config, checkpoint, platform, plugins, mesh, masks=masks)
-    hook, fillers = plugins.hook, list[Callable[..., None]]()
-    hook.modulm_model_built(model=built.model, config=config, fillers=fillers, platform=platform)
+    fillers, about = list[Callable[..., None]](), {"model": built.model, "config": config}
+    plugins.hook.modulm_model_built(**about, fillers=fillers, platform=platform)
     plan = None if built.model.load(checkpoint.path) else plan_checkpoint(built, checkpoint)
     size = weight_bytes(built.shared.units)
     if plan is not None and not fillers:
@@ -119,7 +119,7 @@ def load_model(
         run(plan, built.loader, device=platform.device, progress=bar)
     if built.shared.adapters is not None:
         built.shared.adapters.open(built.model.weights(built.settings).apply)
-    hook.modulm_model_loaded(model=built.model, config=config)
+    plugins.hook.modulm_model_loaded(**about)
     recipe = built.choices.recipe
     plain = generates(config, built.model, checkpoint.architecture)
     pooler = None if plain else open_pooler(config, plugins, built.model)

@@ -50,8 +50,8 @@ def open_group(
 
 def _device(collective: str) -> torch.device:
     """Return where a collective takes its tensors from."""
-    if collective == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+    if collective == "nccl" and (kind := torch.accelerator.current_accelerator()) is not None:
+        return torch.device(kind.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 

@@ -49,7 +49,8 @@ def command(draft: Draft, model_tags: tuple[str, ...], dry_run: bool) -> None:
     several = serves_several(draft.config, model_tags)
     process = None
     try:
-        process = None if in_process or several else EngineProcess()
+        alone = draft.config.parallel.ranks == 1
+        process = None if in_process or several else EngineProcess(loads_model=alone)
         if several:
             code = _serve_several(draft, model_tags, termination)
         else:

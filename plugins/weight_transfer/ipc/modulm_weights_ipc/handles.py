@@ -32,11 +32,11 @@ class CudaIpc:
 
     def device(self) -> int:
         """Return the index of this process's GPU."""
-        return torch.cuda.current_device()
+        return torch.accelerator.current_device_index()
 
     def uuid(self, device: int) -> str:
         """Return the identity of a GPU, which all processes see alike."""
-        return str(torch.cuda.get_device_properties(device).uuid)
+        return str(torch.get_device_module().get_device_properties(device).uuid)
 
     def share(self, tensor: Tensor) -> dict[str, Any]:
         """Return the handle of a tensor. Raises ValueError if it is not on a GPU."""

@@ -487,12 +487,12 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
             getattr(parts[id(owners[identity])][1], table)[identity] = value
 
 
-def main(owner: int, listener: int, secret_file: str | None = None) -> int:
+def main(owner: int, listener: int, secret_file: str = "", loads: str = "") -> int:
     """The main function of the process: wait for the configuration, run the engine, end with the
     owner.
 
     owner, listener: descriptors of the two sockets. secret_file: the secret that front ends must
-    know, for a TCP listener.
+    know, for a TCP listener. loads: "loads-model" if the model will run in this process.
     """
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
         signal.signal(number, signal.SIG_IGN)
@@ -501,19 +501,23 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     listening = socket.socket(fileno=listener)
     tls = None
     if listening.family != socket.AF_UNIX:
-        if secret_file is None:
+        if not secret_file:
             raise EngineError("an engine on TCP requires a secret")
         tls = tls_contexts(read_secret(secret_file))
     server = _SocketServer(socket.socket(fileno=owner), listening, tls)
     try:
-        return _run(server)
+        return _run(server, loads == "loads-model")
     finally:
         server.remove_folder()
 
 
-def _run(server: _SocketServer) -> int:
+def _run(server: _SocketServer, loads_model: bool) -> int:
     """Run the engine; returns the exit code."""
     from modulm.engine.core.engine_core import EngineCore
+
+    if loads_model:
+        # Importing torch takes most of a start; meanwhile the front end reads its configuration.
+        import modulm.engine.worker.worker  # noqa: F401
 
     try:
         flags, plugins = server.started.result()
@@ -540,4 +544,4 @@ def _run(server: _SocketServer) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]))

@@ -45,7 +45,8 @@ class EngineProcess:
     Raises EngineError if the machine has no room for a process.
 
     address: of a process that this one replaces. listener: a TCP socket to serve instead of a local
-    one, for front ends of other machines that know the secret in `secret_file`.
+    one, for front ends of other machines that know the secret in `secret_file`. loads_model: the
+    model will run in this process, so it imports what that needs while it waits.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class EngineProcess:
         address: str | None = None,
         listener: socket.socket | None = None,
         secret_file: str | None = None,
+        *,
+        loads_model: bool = False,
     ) -> None:
         self._folder: Path | None = None
         self._started = False
@@ -72,7 +75,8 @@ class EngineProcess:
                     *command,
                     str(theirs.fileno()),
                     str(listener.fileno()),
-                    *([secret_file] if secret_file else []),
+                    secret_file or "",
+                    *(["loads-model"] if loads_model else []),
                 ],
                 pass_fds=(theirs.fileno(), listener.fileno()),
                 stdin=subprocess.DEVNULL,
