@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
-from torch.nn import ModuleList
+from torch.nn import Identity, Module, ModuleList
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import CheckpointError
@@ -106,11 +106,14 @@ class Ovis2Config(MultimodalConfig):
 
 
 class _Tower(Tower):
-    """AIMv2 (arXiv 2411.14402) on images of one size, with a head for visual words."""
+    """AIMv2 (arXiv 2411.14402) on images of one size, with a head for visual words.
+
+    normed: whether a norm follows the layers.
+    """
 
     positions: Tensor
 
-    def __init__(self, c: _TowerConfig, b: Builder) -> None:
+    def __init__(self, c: _TowerConfig, b: Builder, *, normed: bool) -> None:
         super().__init__()
         self.config, self.dtype, hidden = c, b.shared.dtype, c.hidden_size
         inner, pixels = b.at("transformer"), c.num_channels * c.patch_size**2
@@ -125,7 +128,8 @@ class _Tower(Tower):
         )  # fmt: skip
         layers = range(c.num_hidden_layers)
         self.layers = ModuleList(Block(inner.at(f"encoder.layers.{i}"), block) for i in layers)
-        self.last = inner.rms_norm("rms_norm", hidden, c.rms_norm_eps)
+        end = inner.rms_norm("rms_norm", hidden, c.rms_norm_eps) if normed else Identity()
+        self.last: Module = end
         self.head = b.linear("head_linear", hidden * c.hidden_stride**2, c.words, split=False)
         self.norm = b.layer_norm("head_norm", c.words, _EPS)
 
@@ -149,10 +153,12 @@ class Ovis2ForConditionalGeneration(MultimodalModel):
     api = 1
     config_type: ClassVar[type] = Ovis2Config
     names = WeightNames(rewrite=(flat_patches(r"\.patch_embedding\.weight$"),))
+    #: Whether the words come from states after the encoder's last norm.
+    normed: ClassVar[bool] = True
     table: Tensor
 
     def make_encoders(self, config: Ovis2Config, b: Builder) -> None:
-        self.tower = _Tower(config.vision, b.at("vision_tower"))
+        self.tower = _Tower(config.vision, b.at("vision_tower"), normed=self.normed)
         shape = (config.vision.vocab_size, config.hidden_size)
         b.parameter("visual_embeddings_table.weight", self, "table", shape)
 
