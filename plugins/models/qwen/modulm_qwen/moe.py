@@ -82,10 +82,11 @@ class Qwen3MoeConfig(QwenMoeConfig):
         return (self.sliding_window or None) if self.use_sliding_window else None
 
 
-def _experts(c: QwenMoeConfig, b: Builder) -> MoE:
+def make_experts(c: QwenMoeConfig, b: Builder) -> MoE:
+    """Make the routed experts; `b` points at their block."""
     routing = Routing(c.num_experts_per_tok, renormalise=c.norm_topk_prob)
     return MoE(
-        b.at("mlp"),
+        b,
         hidden=c.hidden_size,
         inner=c.moe_intermediate_size,
         experts=c.num_experts,
@@ -101,7 +102,7 @@ class SharedExperts(Module):
         super().__init__()
         at, self.ops = b.at("mlp"), b.ops
         inner = c.shared_expert_intermediate_size
-        self.experts = _experts(c, b)
+        self.experts = make_experts(c, at)
         self.shared = GatedMLP(at.at("shared_expert"), c.hidden_size, inner, c.hidden_act)
         self.gate = at.linear("shared_expert_gate", c.hidden_size, 1, split=False)
 
@@ -131,7 +132,7 @@ class Qwen3MoeLayer(PreNormLayer):
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             qwen3_attention(c, b, index),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            _experts(c, b) if c.sparse(index) else standard_mlp(c, b),
+            make_experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
         )
 
 

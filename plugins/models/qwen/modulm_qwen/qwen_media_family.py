@@ -25,6 +25,7 @@ __all__ = [
     "DotsOcrFamily",
     "ExaoneFamily",
     "HearingFamily",
+    "InternS1ProFamily",
     "InternS2Family",
     "JinaFamily",
     "OmniFamily",
@@ -64,6 +65,19 @@ class InternS2Family(QwenVLFamily):
         video = video_processor_class("Qwen3VLVideoProcessor")
         parts["video_processor"] = None if video is None else video.from_pretrained(files.path)
         return files.from_parts("qwen3_vl", "Qwen3VLProcessor", parts)
+
+
+class InternS1ProFamily(MediaFamily):
+    """Intern-S1 Pro: Intern-S2's processor, and positions of one axis."""
+
+    kinds = ("image", "video")
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        return InternS2Family.open_processor(files)
+
+    def document(self, kind: str, is_only_item: bool) -> str:
+        return _between(self.mark(kind))
 
 
 def as_qwen2_vl(table: Mapping[str, Any]) -> Mapping[str, Any]:

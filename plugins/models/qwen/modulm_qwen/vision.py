@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Identity, Module, ModuleList
 
 from modulm.nn import Builder
 from modulm_layers import AttentionNames, activation, size
@@ -87,9 +87,12 @@ class QwenTowerConfig:
 
 
 class QwenTower(Tower):
-    """The encoder of one generation; `kind` is "2", "2.5" or "3"."""
+    """The encoder of one generation; `kind` is "2", "2.5" or "3".
 
-    def __init__(self, c: QwenTowerConfig, b: Builder, kind: str) -> None:
+    merges: whether squares of patches become tokens of the text model.
+    """
+
+    def __init__(self, c: QwenTowerConfig, b: Builder, kind: str, *, merges: bool = True) -> None:
         super().__init__()
         self.config, self.dtype, self.device = c, b.shared.dtype, b.shared.device
         pixels = c.in_channels * c.temporal_patch_size * c.patch_size**2
@@ -110,14 +113,14 @@ class QwenTower(Tower):
         self.blocks = ModuleList(Block(b.at(f"blocks.{i}"), shape_of) for i in range(c.depth))
         merger = partial(_Merger, c, rms=gated)
         names = ("norm", "linear_fc1", "linear_fc2") if third else ("ln_q", "mlp.0", "mlp.2")
-        self.merger = merger(b.at("merger"), names)
+        self.merger = merger(b.at("merger"), names) if merges else Identity()
         deep = range(len(c.deepstack_visual_indexes)) if later else ()
         self.deep = ModuleList(
             merger(b.at(f"deepstack_merger_list.{i}"), names, wide=True) for i in deep
         )
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
-        """pixels: [patches, values per patch] -> [tokens, hidden].
+        """pixels: [patches, values per patch] -> [tokens, hidden], or [patches, width] unmerged.
 
         grids: (frames, rows, columns) of each image or video. Inputs of deeper text layers, if any,
         are concatenated along the last axis.
