@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, frozen
 
 from modulm.errors import CheckpointError
+from modulm_media import MediaFamily
 from modulm_media.rows import RowsFamily
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LlavaFamily",
     "LlavaNextVideoFamily",
+    "LlavaOnevision2Family",
     "LlavaOnevisionFamily",
     "MantisFamily",
     "PreNormFamily",
@@ -119,3 +122,48 @@ class MantisFamily(_BuiltFamily):
     def _encode(self, text: str) -> np.ndarray:
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
+
+
+@frozen(eq=False)
+class _Parts:
+    """A tokenizer and an image processor of their own classes."""
+
+    tokenizer: Any
+    image_processor: Any
+
+    @property
+    def chat_template(self) -> Any:
+        """The tokenizer's."""
+        return self.tokenizer.chat_template
+
+
+class LlavaOnevision2Family(MediaFamily):
+    """LLaVA-OneVision 2: Qwen2-VL's patches of single images, whatever code the files name."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        written = files.settings("image_processor")
+        vision = files.table("config").get("vision_config") or {}
+        names = ("image_mean", "image_std", "min_pixels", "max_pixels", "size", "resample")
+        settings = {name: written[name] for name in names if name in written}
+        module = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+        images = import_module(module).Qwen2VLImageProcessorPil(
+            **settings, patch_size=int(vision.get("patch_size", 14)), temporal_patch_size=1,
+            merge_size=int(vision.get("spatial_merge_size", 2)),
+        )  # fmt: skip
+        return _Parts(files.part("tokenizer"), images)
+
+    def mark(self, kind: str) -> str:
+        return "<|image_pad|>"
+
+    def document(self, kind: str, is_only_item: bool) -> str:
+        return f"<|vision_start|>{self.mark(kind)}<|vision_end|>"
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.config.get("image_token_id", 151655)),)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        reader = self.processor.image_processor
+        outputs = reader(images=[media.value.convert("RGB")], return_tensors="pt", **options)
+        count = int(outputs["image_grid_thw"].prod()) // reader.merge_size**2
+        return {**outputs, "input_ids": [list(self.features(media.kind)) * count]}
