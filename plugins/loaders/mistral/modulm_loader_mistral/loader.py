@@ -2,8 +2,8 @@
 
 Tensor names are those of Llama's reference code. There, the two numbers of a query or key that are
 rotated together are adjacent; the model families here store them half a head apart, so the rows are
-reordered. Tensors of a vision encoder are skipped: only text is served. The package
-`modulm-tokenizer-mistral` reads the tokenizer.
+reordered, those of a vision encoder, too. Its tensors are skipped where params.json does not
+describe it. The package `modulm-tokenizer-mistral` reads the tokenizer.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ _PARAMS, _WEIGHTS = "params.json", "consolidated*.safetensors"
 _VISION = ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(\w+)")
+_SIGHT = re.compile(r"vision_encoder\.transformer\.layers\.(\d+)\.(.+)\.(\w+)")
+_AROUND_SIGHT = {
+    "vision_encoder.patch_conv": "vision_tower.patch_conv",
+    "vision_encoder.ln_pre": "vision_tower.ln_pre",
+    "vision_language_adapter.w_in": "multi_modal_projector.linear_1",
+    "vision_language_adapter.w_out": "multi_modal_projector.linear_2",
+    "patch_merger.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
+    "pre_mm_projector_norm": "multi_modal_projector.norm",
+}
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -81,12 +90,18 @@ class MistralLoader(SafetensorsFolder):
     def headers(self, file: str) -> Iterable[StoredTensor]:
         skipped = 0
         for stored in super().headers(file):
-            if stored.name.startswith(_VISION):
+            if stored.name.startswith(_VISION) and not self._sight:
                 skipped += 1
             else:
                 yield stored
         if skipped:
             log.warning("%s: skipped %d tensors of the vision encoder", file, skipped)
+
+    @property
+    def _sight(self) -> Mapping[str, Any]:
+        """The vision encoder's table, empty if there is none."""
+        table = self.params.get("vision_encoder")
+        return table if isinstance(table, Mapping) else {}
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
@@ -110,17 +125,25 @@ class MistralLoader(SafetensorsFolder):
         for name, tensor in super().read():
             ours = self._names[name]
             part = ours.rpartition(".")[0].rpartition(".")[2]
-            yield ours, self._turned(part, tensor) if part in _TURNED else tensor
+            turned = part in _TURNED
+            yield ours, _turned(tensor, *self._heads(ours, part)) if turned else tensor
 
-    def _turned(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reorder the rows of each head: even rows first, then odd ones."""
+    def _heads(self, name: str, part: str) -> tuple[int, int]:
+        """(Number of heads, numbers in each)."""
+        if name.startswith("vision_tower."):
+            heads = self._sight["num_attention_heads"]
+            return heads, self._sight["hidden_size"] // heads
         heads = self.params.get(_TURNED[part]) or self.params["n_heads"]
-        size = self.params.get("head_dim") or self.params["dim"] // self.params["n_heads"]
-        if tensor.dim() == 0 or tensor.shape[0] != heads * size:
-            return tensor
-        rows = torch.arange(heads * size).view(heads, size // 2, 2).transpose(1, 2).flatten()
-        flat = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        return flat[rows].view(tensor.dtype)
+        return heads, self.params.get("head_dim") or self.params["dim"] // self.params["n_heads"]
+
+
+def _turned(tensor: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+    """Reorder the rows of each head: even rows first, then odd ones."""
+    if tensor.dim() == 0 or tensor.shape[0] != heads * size:
+        return tensor
+    rows = torch.arange(heads * size).view(heads, size // 2, 2).transpose(1, 2).flatten()
+    flat = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return flat[rows].view(tensor.dtype)
 
 
 def _renamed(name: str, where: Path) -> str:
@@ -129,8 +152,12 @@ def _renamed(name: str, where: Path) -> str:
     """
     path, _, last = name.rpartition(".")
     last = _SCALES.get(last, last)
-    if path in _TOP:
-        return f"{_TOP[path]}.{last}"
+    if path in _TOP or path in _AROUND_SIGHT:
+        return f"{_TOP.get(path) or _AROUND_SIGHT[path]}.{last}"
+    seen = _SIGHT.fullmatch(name)
+    within = _within_sight(seen[2]) if seen else None
+    if seen and within:
+        return f"vision_tower.transformer.layers.{seen[1]}.{within}.{last}"
     layer = _LAYER.fullmatch(name)
     inside = _inside(layer[2]) if layer else None
     if layer is None or inside is None:
@@ -153,3 +180,13 @@ def _inside(path: str) -> str | None:
     if block == "feed_forward" and projection in _FEED_FORWARD:
         return f"mlp.{_FEED_FORWARD[projection]}"
     return None
+
+
+def _within_sight(path: str) -> str | None:
+    """Return the path of a module inside a layer of the vision encoder, or None."""
+    block, _, projection = path.partition(".")
+    if block == "attention" and projection in _ATTENTION:
+        return f"{block}.{_ATTENTION[projection]}"
+    if block == "feed_forward" and projection in _FEED_FORWARD:
+        return f"{block}.{_FEED_FORWARD[projection]}"
+    return path if path in _NORMS else None

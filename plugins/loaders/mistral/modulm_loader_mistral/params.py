@@ -69,7 +69,20 @@ def configuration(params: Mapping[str, Any], where: str) -> dict[str, Any]:
                 raise CheckpointError(f"{where}: missing key: moe.{key}")
             config[ours] = moe[key]
     config |= _rope(params, config, where)
-    return {**config, **_quantization(_table(params, "quantization", where), where)}
+    config |= _quantization(_table(params, "quantization", where), where)
+    vision = _table(params, "vision_encoder", where)
+    return _around(config, vision) if vision else config
+
+
+def _around(config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a model that sees, around that of its text model."""
+    return {
+        "architectures": ["PixtralForConditionalGeneration"],
+        "model_type": "pixtral",
+        "torch_dtype": config["torch_dtype"],
+        "text_config": dict(config),
+        "vision_config": dict(vision),
+    }
 
 
 def _check_kind(params: Mapping[str, Any], where: str) -> None:

@@ -1,19 +1,77 @@
 """Media families of Llama 3.2 and 4, Mistral Small 3, LightOnOCR and Voxtral."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import frozen
 
 from modulm.errors import RequestError
 from modulm_media import Media, MediaFamily, Processed, Sound
 from modulm_media.rows import RowsFamily
 
-__all__ = ["Llama4Family", "MistralFamily", "MllamaFamily", "VoxtralFamily"]
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
+__all__ = ["Llama4Family", "MistralFamily", "MllamaFamily", "PixtralFamily", "VoxtralFamily"]
+
+_PIXTRAL = "transformers.models.pixtral.image_processing_pil_pixtral"
+#: Ids of Mistral's control tokens for an image, the end of a row of it, and its end.
+_IMAGE_TOKENS = {"image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13}
 
 
 class MistralFamily(RowsFamily):
     """Uses the processor's output unchanged."""
+
+
+@frozen(eq=False)
+class _Rows:
+    """What makes images rows of tokens. patch: pixels along a token; ids: of `_IMAGE_TOKENS`."""
+
+    image_processor: Any
+    patch: int
+    ids: Mapping[str, int]
+
+
+class PixtralFamily(MediaFamily):
+    """Models that see, in Mistral's own format. Text cannot contain the placeholder: conversations
+    and prompts of token ids do.
+    """
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        vision = files.table("params").get("vision_encoder")
+        vision = vision or files.table("config").get("vision_config") or {}
+        patch = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 1))
+        most = int(vision.get("max_image_size") or vision["image_size"])
+        images = import_module(_PIXTRAL).PixtralImageProcessorPil(
+            size={"longest_edge": most}, patch_size={"height": patch, "width": patch}
+        )
+        ids = {name: int(vision.get(name, usual)) for name, usual in _IMAGE_TOKENS.items()}
+        return _Rows(images, patch, ids)
+
+    def mark(self, kind: str) -> str:
+        # Its frame tells `modulm-tokenizer-mistral` what is not a user's text.
+        return "\ue004[IMG]\ue005"
+
+    def mark_tokens(self, kind: str) -> Sequence[int]:
+        return self.features(kind)
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (self.processor.ids["image_token_id"],)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        processor = self.processor
+        outputs = processor.image_processor(
+            images=[media.value.convert("RGB")], return_tensors="pt", **options
+        )
+        height, width = (int(side) for side in np.asarray(outputs["image_sizes"]).reshape(-1))
+        image, end_of_row, end = (processor.ids[name] for name in _IMAGE_TOKENS)
+        rows = [*[image] * (width // processor.patch), end_of_row] * (height // processor.patch)
+        return {**outputs, "input_ids": [[*rows[:-1], end]]}
 
 
 class Llama4Family(MediaFamily):

@@ -31,6 +31,8 @@ _EFFORT = "reasoning_effort"
 #: Format of tool call ids in all of Mistral's prompts.
 _IDENTITY = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
+#: Where an image belongs in a message, with the line feeds that join it to text.
+_IMAGE = re.compile("\n?\ue004\\[IMG\\]\ue005\n?")
 
 
 class MistralChatEncoder(ChatEncoder):
@@ -83,7 +85,7 @@ class MistralChatEncoder(ChatEncoder):
             identity = _identity(message.get("tool_call_id"))
             return {"role": role, "content": content, "tool_call_id": identity, **fields}
         if role != "assistant":
-            return {"role": role, "content": content}
+            return {"role": role, "content": _with_images(content)}
         thought = message.get("reasoning_content") if self._thinks else None
         calls = [_call(call) for call in message.get("tool_calls") or ()]
         text: Any = content or None
@@ -91,6 +93,19 @@ class MistralChatEncoder(ChatEncoder):
             text = [{"type": "thinking", "thinking": thought, "closed": True}]
             text += [{"type": "text", "text": content}] if content else []
         return {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def _with_images(content: Any) -> Any:
+    """Return a message's content as parts, if it has places of images."""
+    first, *others = _IMAGE.split(content) if isinstance(content, str) else [content]
+    if not others:
+        return content
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        # The image itself is read by the model's media family.
+        parts.append({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}})
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def _settings(variables: Mapping[str, object]) -> dict[str, Any]:

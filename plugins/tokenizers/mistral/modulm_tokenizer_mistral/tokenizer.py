@@ -6,7 +6,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+from mistral_common.tokens.tokenizers.image import ImageEncoder, ImageEncoding
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
@@ -30,7 +32,10 @@ def open_tokenizer(file: Path) -> Tokenizer:
         mistral = MistralTokenizer.from_file(str(file))
     except Exception as error:
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
-    inner = mistral.instruct_tokenizer.tokenizer
+    instruct = mistral.instruct_tokenizer
+    inner, images = instruct.tokenizer, getattr(instruct, "image_encoder", None)
+    if images is not None:
+        instruct.image_encoder = _OneToken(images.image_config, images.special_ids)
     tekken = isinstance(inner, Tekkenizer)
     codec: _MistralCodec = _Tekken(inner) if tekken else _SentencePiece(inner)
     special = {key: text for key, text in _SPECIAL.items() if codec.index(text) is not None}
@@ -43,6 +48,13 @@ def open_tokenizer(file: Path) -> Tokenizer:
         open=lambda: mistral,
         chat=MistralChatEncoder(mistral, codec),
     )
+
+
+class _OneToken(ImageEncoder):
+    """Encodes an image as one token, which the model's media family replaces."""
+
+    def __call__(self, content: Any) -> ImageEncoding:
+        return ImageEncoding([self.image_token], np.zeros(0))
 
 
 class _MistralCodec(Codec):
