@@ -1,0 +1,1 @@
+"""Moondream 3 for modulm."""
