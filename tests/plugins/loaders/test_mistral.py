@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from modulm import LLM, SamplingParams
 from modulm.errors import ModulmError
+from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
 from modulm_loader_mistral.params import configuration
@@ -220,6 +229,98 @@ def test_a_conversation_with_nothing_but_mistrals_files(native):
         (answer,) = llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)
     assert answer.prompt_token_ids[:2] == [1, 3]  # <s>[INST]
     assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_a_conversation_with_an_image(tmp_path):
+    """Pixtral's encoder with merged squares, against transformers' class of the same weights."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 56, "patch_size": 4,
+    }  # fmt: skip
+    text = manager.current().load("models", "MistralForCausalLM").tiny()
+    text |= {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5}
+    torch.manual_seed(0)
+    oracle = Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config=text,
+            vision_config={**sizes, "model_type": "pixtral", "head_dim": 16},
+            image_token_index=10,
+            spatial_merge_size=2,
+            attn_implementation="eager",
+        )
+    ).eval()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/config.json").write_text(oracle.config.text_config.to_json_string(False))
+    stored = {
+        name.replace("model.language_model.", "model."): tensor.clone()
+        for name, tensor in oracle.state_dict().items()
+        if "vision_tower" not in name and "projector" not in name
+    }
+    save_file(stored, tmp_path / "plain/model.safetensors")
+    vision = {
+        **sizes, "num_channels": 3, "max_image_size": 56, "rope_theta": 10000.0,
+        "image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13,
+        "adapter_bias": False, "mm_projector_id": "patch_merge", "spatial_merge_size": 2,
+        "add_pre_mm_projector_layer_norm": True,
+    }  # fmt: skip
+    out = publish(tmp_path / "plain", tmp_path / "out", vision_encoder=vision)
+    stored = load_file(out / "consolidated.safetensors")
+    for name, tensor in oracle.model.named_parameters():
+        if not name.startswith("language_model."):
+            turned = name.split(".")[-2] in ("q_proj", "k_proj")
+            stored[seen(name)] = (unturned(tensor, 2) if turned else tensor).detach().clone()
+    save_file(stored, out / "consolidated.safetensors")
+    tekken(out)
+    table = json.loads((out / "tekken.json").read_text())
+    table["image"] = {"image_patch_size": 4, "max_image_size": 56, "spatial_merge_size": 2}
+    (out / "tekken.json").write_text(json.dumps(table))
+    pixels = torch.randint(0, 255, (20, 30, 3), dtype=torch.uint8).numpy()
+    picture, file = Image.fromarray(pixels), io.BytesIO()
+    picture.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [
+        {"type": "text", "text": "a[IMG]"}, {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "\nb"},
+    ]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=-1)
+    with LLM(str(out), dtype="float32", max_model_len=128, max_logprobs=-1) as llm:
+        (answer,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+    row, ids = [10] * 4, answer.prompt_token_ids
+    image = [*row, 12, *row, 12, *row, 13]
+    # 40 control tokens come before the bytes; what a user writes stays text.
+    assert ids == [1, 3, *(40 + c for c in b"a[IMG]"), *image, *(40 + c for c in b"\nb"), 4]
+    (choice,) = answer.outputs
+    resized = torch.from_numpy(np.array(picture.resize((32, 24), Image.Resampling.BICUBIC)))
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+    deviation = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    pixel_values = ((resized / 255 - mean) / deviation).permute(2, 0, 1)[None].float()
+    with torch.inference_mode():
+        wanted = oracle(
+            input_ids=torch.tensor([[*ids, *choice.token_ids[:-1]]]), pixel_values=pixel_values,
+            image_sizes=torch.tensor([[24, 32]]),
+        )  # fmt: skip
+    wanted = wanted.logits[0, -4:].log_softmax(-1)
+    ours = [[entry[i].logprob for i in range(wanted.shape[1])] for entry in choice.logprobs]
+    torch.testing.assert_close(torch.tensor(ours), wanted, rtol=0, atol=1e-3)
+
+
+def seen(name):
+    """Mistral's name of a tensor around the text model."""
+    layer = re.fullmatch(r"vision_tower\.transformer\.layers\.(\d+)\.(.*)\.weight", name)
+    if layer:
+        block, _, part = layer[2].partition(".")
+        inside = {"attention": "self_attn", "feed_forward": "mlp"}.get(block)
+        path = NAMES[f"{inside}.{part}"] if inside else block
+        return f"vision_encoder.transformer.layers.{layer[1]}.{path}.weight"
+    for old, new in (
+        ("vision_tower.", "vision_encoder."),
+        ("multi_modal_projector.norm", "pre_mm_projector_norm"),
+        ("multi_modal_projector.patch_merger", "patch_merger"),
+        ("multi_modal_projector.linear_1", "vision_language_adapter.w_in"),
+        ("multi_modal_projector.linear_2", "vision_language_adapter.w_out"),
+    ):
+        name = name.replace(old, new)
+    return name
 
 
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "vocab_size": 99,

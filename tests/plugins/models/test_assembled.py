@@ -61,7 +61,7 @@ def block_shapes(prefix, hidden, inner):
     return shapes | {f"{prefix}mlp.fc2.weight": (hidden, inner), f"{prefix}mlp.fc2.bias": (hidden,)}
 
 
-def siglip_layer(x, w, prefix, heads, angles, tanh=True):
+def siglip_layer(x, w, prefix, heads, angles, tanh=True, eps=1e-6):
     """A layer of SigLIP for one image, x: [patches, hidden], with rotated queries and keys.
 
     tanh: whether GELU is approximated.
@@ -72,7 +72,7 @@ def siglip_layer(x, w, prefix, heads, angles, tanh=True):
 
     def norm(name, value):
         weight, bias = w[f"{prefix}{name}.weight"], w[f"{prefix}{name}.bias"]
-        return F.layer_norm(value, weight.shape, weight, bias, 1e-6)
+        return F.layer_norm(value, weight.shape, weight, bias, eps)
 
     def rotate(value):
         one, two = value.chunk(2, dim=-1)

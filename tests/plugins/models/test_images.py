@@ -682,6 +682,21 @@ OTHERS = {
 }
 #: Further names of checkpoints of these.
 ALIASES = {
+    "BagelForConditionalGeneration",
+    "HfMoondream",
+    "InternS1ProForConditionalGeneration",
+    "InternS2MobiusForConditionalGeneration",
+    "IsaacForConditionalGeneration",
+    "KananaVForConditionalGeneration",
+    "LlamaNemotronVLForSequenceClassification",
+    "LlamaNemotronVLModel",
+    "LlavaOnevision2ForConditionalGeneration",
+    "Moondream3ForCausalLM",
+    "NemotronParseForConditionalGeneration",
+    "OpenPanguVLForConditionalGeneration",
+    "Ovis",
+    "Phi4MMForCausalLM",
+    "PixtralForConditionalGeneration",
     "Step3VLForConditionalGeneration",
     "MiniCPMO",
     "MiniCPMV",

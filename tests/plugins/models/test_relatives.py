@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from tests.plugins.models.test_images import (
     IMAGE,
     INTERNVL,
     ONEVISION,
+    PHI,
     QWEN,
     clip,
     internvl,
     onevision,
     paddle,
+    phi,
     qwen,
 )
 from tests.plugins.models.test_published import CPU, INTERN, driver, rewrite
@@ -147,6 +150,119 @@ def cosmos3(name, tensor):
     for old, new in parts.items():
         name = name.replace(f".{old}.", f".{new}.")
     return [(name, tensor), (name.replace(".self_attn.", ".self_attn_moe_gen."), tensor.clone())]
+
+
+def mobius(model):
+    """Lets layers take turns with two sets of experts, and scales their branches."""
+
+    def scaled(scale):
+        def hook(module, inputs, output):
+            if isinstance(output, tuple):
+                return (output[0] * (1 + scale[0]), *output[1:])
+            return output * (1 + scale[0])
+
+        return hook
+
+    layers = model.model.language_model.layers
+    for index, layer in enumerate(layers):
+        layer.mlp.experts, layer.mlp.gate = (
+            layers[index % 2].mlp.experts,
+            layers[index % 2].mlp.gate,
+        )
+        mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+        for name, part in (("attn_layer_scale", mixer), ("ffn_layer_scale", layer.mlp)):
+            scale = torch.nn.Parameter(torch.randn(1, 1, 64) / 4)
+            layer.register_parameter(name, scale)
+            part.register_forward_hook(scaled(scale))
+
+
+def fourier(model):
+    """Mixes rotary angles for each head of keys, and chooses one expert of each of two groups."""
+    text = model.model.language_model
+    mixtures = torch.nn.Module()
+    for name in ("cos_coef", "sin_coef"):
+        mixtures.register_parameter(
+            name, torch.nn.Parameter(torch.randn(2, 6, 6) / 2 + torch.eye(6))
+        )
+    text.register_module("fourier", mixtures)
+    for layer in text.layers:
+        layer.self_attn.forward = partial(attended, layer.self_attn, mixtures)
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = partial(chosen, layer.mlp.gate)
+
+
+def attended(layer, mixtures, hidden_states, **arguments):
+    """Attention of one sequence, [1, tokens, hidden], whose positions turn halves of heads."""
+    (x,), tokens = hidden_states, hidden_states.shape[1]
+    angles = torch.arange(tokens)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 16)
+    parts = []
+    for values, name in ((angles.cos(), "cos_coef"), (angles.sin(), "sin_coef")):
+        mixed = torch.stack([values @ mixture for mixture in getattr(mixtures, name)])
+        parts.append(torch.cat([mixed, torch.ones(2, tokens, 2)], dim=-1))
+    cosines, sines = parts
+
+    def turned(vectors, name):
+        vectors = getattr(layer, name)(vectors.view(tokens, -1, 16)).transpose(0, 1)
+        turns = [part.repeat_interleave(len(vectors) // 2, 0) for part in (cosines, sines)]
+        one, two = vectors.chunk(2, dim=-1)
+        halves = [one * turns[0] - two * turns[1], two * turns[0] + one * turns[1]]
+        return torch.cat(halves, dim=-1)
+
+    q, k = turned(layer.q_proj(x), "q_norm"), turned(layer.k_proj(x), "k_norm")
+    v = layer.v_proj(x).view(tokens, -1, 16).transpose(0, 1)
+    k, v = (part.repeat_interleave(len(q) // 2, 0) for part in (k, v))
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(
+        torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf
+    )
+    seen = (scores.softmax(-1) @ v).transpose(0, 1).reshape(1, tokens, -1)
+    return layer.o_proj(seen), None
+
+
+def chosen(gate, hidden_states):
+    """The best of experts 0 and 1, and of 2 and 3."""
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, 64), gate.weight)
+    weights, ids = logits.softmax(-1).view(-1, 2, 2).max(-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, ids + torch.tensor([0, 2])
+
+
+def meta(name, tensor):
+    """Mobius's names of a weight; the first two layers have the sets of experts."""
+    part = re.match(r"(.*)\.layers\.(\d+)\.mlp\.((?:experts|gate)\..*)", name)
+    if part is None:
+        return [(name, tensor)]
+    return [(f"{part[1]}.meta_mlp.{part[2]}.{part[3]}", tensor)] if int(part[2]) < 2 else []
+
+
+#: transformers' names of Phi-4 multimodal's weights, and Microsoft's.
+MICROSOFT = (
+    ("img_projection_up.", "img_projection.0."), ("img_projection_down.", "img_projection.2."),
+    ("global_img_feature_extensor", "glb_GN"), ("sub_img_feature_extensor", "sub_GN"),
+    ("up_proj_for_speech.", "audio_projection.speech.0."),
+    ("down_proj_for_speech.", "audio_projection.speech.2."),
+    ("up_proj_for_vision_speech.", "audio_projection.vision.0."),
+    ("down_proj_for_vision_speech.", "audio_projection.vision.2."),
+)  # fmt: skip
+
+
+def microsoft(name, tensor):
+    """A weight of Phi-4 multimodal under Microsoft's name, with one of an adapter beside it."""
+    name = replaced(name, MICROSOFT)
+    if ".audio_embed.encoder.encoders." in name:
+        name = re.sub(r"(feed_forward_\w+)\.gate_up_proj\.", r"\1.net.0.linear.", name)
+        name = re.sub(r"(feed_forward_\w+)\.down_proj\.", r"\1.net.2.", name)
+        name = re.sub(r"self_attn\.([qkv])_proj\.", r"self_attn.linear_\1.", name)
+        return [(name.replace("self_attn.o_proj.", "self_attn.linear_out."), tensor)]
+    if not name.endswith("layers.0.self_attn.o_proj.weight"):
+        return [(name, tensor)]
+    at = name.removesuffix("weight")
+    lora = f"{at}lora_A.vision.weight"
+    return [(f"{at}base_layer.weight", tensor), (lora, torch.ones(2, 2))]
+
+
+def numberless(reader, text, pictures):
+    """What transformers' processor makes of a prompt with its own placeholders."""
+    return called(reader, text.replace("<|image_1|>", reader.image_token), pictures)
 
 
 def eagle(model):
@@ -343,6 +459,21 @@ RELATIVES = {
         for name, whole in (("KeyeForConditionalGeneration", False),
                             ("KeyeVL1_5ForConditionalGeneration", True))
     },
+    "InternS1ProForConditionalGeneration": Relative(
+        "Qwen3VLMoeForConditionalGeneration", QWEN, qwen("Qwen3VLProcessor"),
+        "The <|vision_start|><|image_pad|><|vision_end|> is", adapt=fourier,
+        rename=(("language_model.fourier.", "language_model.rotary_emb."),),
+        reader="InternS1ProForConditionalGeneration",
+    ),
+    "InternS2MobiusForConditionalGeneration": Relative(
+        "Qwen3_5MoeForConditionalGeneration", QWEN, qwen("Qwen3VLProcessor"),
+        "The <|vision_start|><|image_pad|><|vision_end|> is", adapt=mobius, stored=meta,
+        reader="InternS2MobiusForConditionalGeneration",
+    ),
+    "Phi4MMForCausalLM": Relative(
+        "Phi4MultimodalForCausalLM", PHI, phi, "The <|image_1|> is", stored=microsoft,
+        inputs=numberless, reader="Phi4MMForCausalLM",
+    ),
     "Eagle2_5_VLForConditionalGeneration": Relative(
         "InternVLForConditionalGeneration", INTERNVL, internvl,
         "The <IMG_CONTEXT> is", adapt=eagle, stored=opengvlab, sizes=((56, 42),),

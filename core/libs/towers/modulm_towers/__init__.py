@@ -32,6 +32,7 @@ from modulm_towers.parakeet import ParakeetConfig, ParakeetTower
 from modulm_towers.pieces import Pieces, Tower, through, whole
 from modulm_towers.pixtral import PixtralTower
 from modulm_towers.qformer import QFormer, QFormerConfig
+from modulm_towers.radio import CLIP_MEAN, CLIP_STD, RadioConfig, RadioTower
 from modulm_towers.retrieval import TokenVectors, vlm_table
 from modulm_towers.sam import SamConfig, SamTower
 from modulm_towers.text import TEXT_NAMES, TextConfig, text_architecture
@@ -48,6 +49,8 @@ from modulm_towers.whisper import (
 )
 
 __all__ = [
+    "CLIP_MEAN",
+    "CLIP_STD",
     "TEXT_NAMES",
     "WHISPER_BLOCK",
     "Block",
@@ -72,6 +75,8 @@ __all__ = [
     "PixtralTower",
     "QFormer",
     "QFormerConfig",
+    "RadioConfig",
+    "RadioTower",
     "SamConfig",
     "SamTower",
     "Siglip2VisionConfig",

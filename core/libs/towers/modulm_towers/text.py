@@ -20,6 +20,7 @@ TEXT_NAMES = (
 )
 #: `model_type` of a text model inside other models, and the architecture that runs it.
 _TEXT: Mapping[str, str] = {
+    "PanguEmbedded": "PanguEmbeddedForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "cosmos3_edge_text": "ArceeForCausalLM",
     "deepseek_ocr2_text": "DeepseekForCausalLM",
@@ -42,6 +43,7 @@ _TEXT: Mapping[str, str] = {
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "llama_bidirec": "LlamaBidirectionalModel",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
