@@ -11,11 +11,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
@@ -25,6 +25,7 @@ from modulm.errors import ModulmError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
+from modulm_layers.testing import split_experts
 from modulm_loader_mistral.params import configuration
 
 TOKENS = [5, 77, 130, 9, 301, 42, 8, 250, 12, 400, 33, 60, 71, 15, 2, 99]
@@ -42,6 +43,13 @@ NAMES = {
     "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "block_sparse_moe.gate": "feed_forward.gate",
+    "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.q_a_layernorm": "attention.q_a_norm", "self_attn.kv_b_proj": "attention.wkv_b",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa",
+    "self_attn.kv_a_layernorm": "attention.kv_a_norm", "mlp.gate": "gate",
+    "mlp.shared_experts.gate_proj": "shared_experts.w1",
+    "mlp.shared_experts.down_proj": "shared_experts.w2",
+    "mlp.shared_experts.up_proj": "shared_experts.w3",
 }  # fmt: skip
 
 
@@ -50,7 +58,13 @@ def theirs(name):
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", path)
     inside = match[2] if match else path
     expert = re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w.)", inside)
-    theirs_in_layer = f"feed_forward.experts.{expert[1]}.{expert[2]}" if expert else NAMES[inside]
+    theirs_in_layer = NAMES.get(inside)
+    if expert:
+        theirs_in_layer = f"feed_forward.experts.{expert[1]}.{expert[2]}"
+    latent = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", inside)
+    if latent:
+        part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[latent[2]]
+        theirs_in_layer = f"experts.{latent[1]}.{part}"
     last = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}.get(last, last)
     return f"layers.{match[1]}.{theirs_in_layer}.{last}" if match else f"{theirs_in_layer}.{last}"
 
@@ -67,7 +81,7 @@ def publish(plain, out, **params):
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     out.mkdir()
     stored = {}
-    for name, tensor in load_file(plain / "model.safetensors").items():
+    for name, tensor in split_experts(load_file(plain / "model.safetensors")).items():
         part = name.split(".")[-2]
         turned = part in heads and tensor.dim() > 1
         stored[theirs(name)] = unturned(tensor, heads[part]) if turned else tensor
@@ -76,7 +90,7 @@ def publish(plain, out, **params):
     table = {
         "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
         "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"], "hidden_dim": config["intermediate_size"],
+        "head_dim": config.get("head_dim"), "hidden_dim": config["intermediate_size"],
         "vocab_size": config["vocab_size"], "norm_eps": config["rms_norm_eps"],
         "rope_theta": AutoConfig.from_pretrained(plain).rope_parameters["rope_theta"],
         "max_position_embeddings": config["max_position_embeddings"],
@@ -86,6 +100,14 @@ def publish(plain, out, **params):
     return out
 
 
+#: The sizes of the tiny Mistral 4.
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "moe": {"num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3,
+            "expert_hidden_dim": 32, "first_k_dense_replace": 1, "routed_scale": 1.5,
+            "num_expert_groups": 1, "num_expert_groups_per_tok": 1, "route_every_n": 1},
+}  # fmt: skip
 #: Architecture, its settings, and what params.json has beside sizes.
 CASES = {
     "mistral": ("MistralForCausalLM", {"sliding_window": 8}, {"sliding_window": 8}),
@@ -109,6 +131,12 @@ CASES = {
         {"yarn": {**YARN, "apply_scale": False},
          "llama_4_scaling": {"beta": 0.3, "original_max_position_embeddings": 16}},
     ),
+    "latent attention, shared experts": (
+        "Mistral4ForCausalLM",
+        {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.3}, "n_group": 1, "topk_group": 1},
+        {"yarn": {**YARN, "apply_scale": False}, **LATENT,
+         "llama_4_scaling": {"beta": 0.3, "original_max_position_embeddings": 16}},
+    ),
     "experts": (
         "MixtralForCausalLM", {"head_dim": 16, "num_local_experts": 4},
         {"moe": {"num_experts": 4, "num_experts_per_tok": 2}},
@@ -125,9 +153,9 @@ def test_the_numbers_of_transformers(tmp_path, name):
     architecture, settings, params = CASES[name]
     plain = make_tiny(tmp_path / "plain", architecture, **settings)
     out = publish(plain, tmp_path / "out", **params)
-    oracle = AutoModelForCausalLM.from_pretrained(
+    oracle = getattr(transformers, architecture).from_pretrained(
         plain, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
     with torch.inference_mode():
         wanted = oracle(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
     torch.testing.assert_close(run(out)[0], wanted, rtol=0, atol=1e-3)
@@ -329,6 +357,9 @@ BAD = {
     "no size": ({"hidden_dim": None}, None),
     "another kind": ({"model_type": "mamba"}, r"model_type 'mamba'.*config\.json"),
     "latent attention": ({"kv_lora_rank": 8}, r"latent attention"),
+    "latent sizes": (
+        {"kv_lora_rank": 8, "moe": {"num_shared_experts": 1}}, r"missing key: qk_nope_head_dim",
+    ),
     "audio": ({"multimodal": {"whisper_model_args": {}}}, r"audio models"),
     "an encoder": ({"causal": False}, r"causal is false"),
     "experts without number": ({"moe": {"num_experts": 2}}, r"missing key: moe\.num_experts_"),

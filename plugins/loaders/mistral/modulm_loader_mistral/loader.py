@@ -42,6 +42,14 @@ _AROUND_SIGHT = {
     "pre_mm_projector_norm": "multi_modal_projector.norm",
 }
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+_LATENT = {
+    "wq_a": "q_a_proj",
+    "wq_b": "q_b_proj",
+    "q_a_norm": "q_a_layernorm",
+    "wkv_a_with_mqa": "kv_a_proj_with_mqa",
+    "wkv_b": "kv_b_proj",
+    "kv_a_norm": "kv_a_layernorm",
+}
 _FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _EXPERT = re.compile(r"(?:feed_forward|block_sparse_moe)\.experts\.(\d+)\.(w[123])")
@@ -107,7 +115,10 @@ class MistralLoader(SafetensorsFolder):
     def _names(self) -> Mapping[str, str]:
         """Map Mistral's names to those of the model family."""
         stored = super().index()
-        return {name: _renamed(name, self.path) for name in stored}
+        names = {name: _renamed(name, self.path) for name in stored}
+        if not self.params.get("kv_lora_rank"):
+            return names
+        return {name: _in_deepseek(ours) for name, ours in names.items()}
 
     def index(self) -> Mapping[str, StoredTensor]:
         tensors = super().index()
@@ -165,6 +176,13 @@ def _renamed(name: str, where: Path) -> str:
     return f"model.layers.{layer[1]}.{inside}.{last}"
 
 
+def _in_deepseek(name: str) -> str:
+    """Return the name of Mixtral's router or expert in models with DeepSeek's block."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    expert = re.fullmatch(r"(.*\.mlp\.experts\.\d+)\.(w[123])\.(\w+)", name)
+    return f"{expert[1]}.{_FEED_FORWARD[expert[2]]}.{expert[3]}" if expert else name
+
+
 def _inside(path: str) -> str | None:
     """Return the path of a module inside a layer, or None."""
     if path in _NORMS:
@@ -177,6 +195,10 @@ def _inside(path: str) -> str | None:
     block, _, projection = path.partition(".")
     if block == "attention" and projection in _ATTENTION:
         return f"self_attn.{_ATTENTION[projection]}"
+    if block == "attention" and projection in _LATENT:
+        return f"self_attn.{_LATENT[projection]}"
+    if block == "shared_experts" and projection in _FEED_FORWARD:
+        return f"mlp.shared_experts.{_FEED_FORWARD[projection]}"
     if block == "feed_forward" and projection in _FEED_FORWARD:
         return f"mlp.{_FEED_FORWARD[projection]}"
     return None

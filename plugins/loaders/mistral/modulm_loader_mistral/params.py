@@ -25,6 +25,17 @@ _KEYS = {
     "head_dim": "head_dim",
 }
 _NEEDED = 6
+#: Keys of the table `moe` of models with shared experts.
+_MOE = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "routed_scale": "routed_scaling_factor",
+    "num_expert_groups": "n_group",
+    "num_expert_groups_per_tok": "topk_group",
+}
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -59,7 +70,9 @@ def configuration(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         **_window(params.get("sliding_window"), config["num_hidden_layers"], where),
     }
     moe = _table(params, "moe", where)
-    if moe:
+    if moe and params.get("kv_lora_rank"):
+        config |= _latent(params, moe, where)
+    elif moe:
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         for key, ours in (
             ("num_experts", "num_local_experts"),
@@ -89,19 +102,36 @@ def _check_kind(params: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedError unless the model is a plain decoder."""
     moe = params.get("moe")
     shared = isinstance(moe, Mapping) and moe.get("num_shared_experts")
+    latent = params.get("kv_lora_rank") or params.get("qk_nope_head_dim")
     advice = "serve the checkpoint's own config.json with --load-format safetensors"
     if params.get("model_type", "transformer") not in ("transformer", "mistral", None):
         raise UnsupportedError(
             f"{where}: not supported: model_type {params['model_type']!r}; {advice}"
         )
-    if shared or params.get("kv_lora_rank") or params.get("qk_nope_head_dim"):
+    if bool(shared) != bool(latent):
         raise UnsupportedError(
-            f"{where}: not supported: latent attention and shared experts; {advice}"
+            f"{where}: not supported: latent attention without shared experts, or the reverse; "
+            f"{advice}"
         )
     if params.get("multimodal") or params.get("audio_encoder"):
         raise UnsupportedError(f"{where}: not supported: audio models; {advice}")
     if params.get("causal") is False:
         raise UnsupportedError(f"{where}: not supported: causal is false")
+
+
+def _latent(params: Mapping[str, Any], moe: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of Mistral Large 3: latent attention, shared and routed experts."""
+    sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    settings = {key: params.get(key) for key in sizes}
+    settings |= {ours: moe.get(key) for key, ours in _MOE.items()}
+    absent = [key for key, value in settings.items() if value is None and key != "q_lora_rank"]
+    if absent:
+        theirs = {ours: f"moe.{key}" for key, ours in _MOE.items()}
+        raise CheckpointError(f"{where}: missing key: {theirs.get(absent[0], absent[0])}")
+    if moe.get("route_every_n", 1) != 1:
+        raise UnsupportedError(f"{where}: not supported: moe.route_every_n above 1")
+    names = {"architectures": ["MistralLarge3ForCausalLM"], "model_type": "mistral4"}
+    return {**settings, **names, "head_dim": None, "norm_topk_prob": True}
 
 
 def _table(params: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -129,6 +159,7 @@ def _window(windows: Any, layers: int, where: str) -> dict[str, Any]:
 def _rope(params: Mapping[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return settings for extended rotary embeddings and position-dependent query scales."""
     yarn, growth = _table(params, "yarn", where), _table(params, "llama_4_scaling", where)
+    latent = config["architectures"] == ["MistralLarge3ForCausalLM"]
     if not yarn and not growth:
         return {}
     unknown = [key for key in yarn if key not in _YARN and key != "apply_scale"]
@@ -137,7 +168,7 @@ def _rope(params: Mapping[str, Any], config: Mapping[str, Any], where: str) -> d
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     if yarn:
         rope |= {"rope_type": "yarn", **{_YARN[key]: yarn[key] for key in _YARN if key in yarn}}
-        if not yarn.get("apply_scale", True):
+        if latent or not yarn.get("apply_scale", True):
             rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if not growth:
         return {"rope_parameters": rope}
@@ -146,13 +177,15 @@ def _rope(params: Mapping[str, Any], config: Mapping[str, Any], where: str) -> d
         raise CheckpointError(
             f"{where}: llama_4_scaling: beta and original_max_position_embeddings are required"
         )
-    if config["architectures"] != ["MistralForCausalLM"] or not yarn:
+    if not (latent or config["architectures"] == ["MistralForCausalLM"]) or not yarn:
         raise UnsupportedError(
             f"{where}: not supported: llama_4_scaling without yarn or with experts"
         )
     if start != rope.get("original_max_position_embeddings"):
         raise UnsupportedError(f"{where}: llama_4_scaling and yarn differ in their trained length")
     rope["llama_4_scaling_beta"] = growth["beta"]
+    if latent:
+        return {"rope_parameters": rope}
     return {
         "architectures": ["Ministral3ForCausalLM"],
         "model_type": "ministral3",

@@ -140,12 +140,16 @@ class Indexer(Module):
         #: The selection of this step, for the layers that share it.
         self.picked = PLAIN
 
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return heads with their rotated dimensions first; x: [..., head_dim]."""
+        return x
+
     def forward(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
         """Select tokens. x: [tokens, hidden]; compressed: [tokens, q rank], the layer's compressed
         queries.
         """
-        q = torch.unflatten(self.q(compressed), -1, (self.heads, -1)).contiguous()
-        k = self.k_norm(self.k(x)).unsqueeze(1)
+        q = self.arrange(torch.unflatten(self.q(compressed), -1, (self.heads, -1))).contiguous()
+        k = self.arrange(self.k_norm(self.k(x))).unsqueeze(1)
         self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, self.rotation.rope.neox)
         selected = q.new_empty(q.shape[0], 1, self.picks, dtype=torch.int32)
         brought = AttentionInputs(head_weights=self.weights(x).float())
@@ -158,9 +162,12 @@ class Indexer(Module):
 class SparseLatentAttention(LatentAttention):
     """Latent attention over the tokens selected by an indexer: its own or a previous layer's."""
 
+    indexer_type: ClassVar[type[Indexer]] = Indexer
+
     def __init__(self, c: DeepseekV32Config, b: Builder, index: int) -> None:
         super().__init__(b, **latent_settings(c), selection=1)
-        self.indexer = Indexer(c, b.at("indexer"), b.prefix) if c.picks(index) else None
+        own = c.picks(index)
+        self.indexer = self.indexer_type(c, b.at("indexer"), b.prefix) if own else None
         self._source: tuple[Indexer, ...] = ()
 
     def share(self, before: Indexer | None) -> Indexer:
