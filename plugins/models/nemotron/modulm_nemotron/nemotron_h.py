@@ -111,6 +111,18 @@ class NemotronHConfig(RoutedConfig):
     def sparse(self, index: int) -> bool:
         return self.layer_type(index) == "moe"
 
+    def window(self, index: int) -> int | None:
+        return None
+
+    def of_layer(self, index: int) -> NemotronHConfig:
+        """Return the settings of one layer, for families whose layers differ in size."""
+        return self
+
+    def of_drafts(self) -> NemotronHConfig:
+        """Return the settings of the layers that draft."""
+        kinds = self.mtp_layers_block_type
+        return evolve(self, num_hidden_layers=len(kinds), layer_types=kinds)
+
 
 class _Drafts(Module):
     """The layers of a step that drafts."""
@@ -120,7 +132,7 @@ class _Drafts(Module):
         kinds = c.mtp_layers_block_type
         if "full_attention" not in kinds or set(kinds) - {"full_attention", "moe"}:
             raise UnsupportedError(f"mtp_layers_block_type: not supported yet: {list(kinds)}")
-        c = evolve(c, num_hidden_layers=len(kinds), layer_types=kinds)
+        c = c.of_drafts()
         self.layers = ModuleList(NemotronHLayer(c, b.at(str(i)), i) for i in range(len(kinds)))
 
     def forward(
@@ -173,7 +185,7 @@ def _mixer(c: NemotronHConfig, b: Builder, index: int) -> Module:
     kind = c.layer_type(index)
     if kind == "full_attention":
         bias = {"bias": False, "out_bias": False}
-        return standard_attention(c, b, index, at="mixer", rope=None, window=None, **bias)
+        return standard_attention(c, b, index, at="mixer", rope=None, **bias)
     at = b.at("mixer")
     if kind == "moe":
         return _Experts(c, at)
@@ -201,7 +213,7 @@ class NemotronHLayer(Module):
     def __init__(self, c: NemotronHConfig, b: Builder, index: int) -> None:
         super().__init__()
         self.norm = b.rms_norm("norm", c.hidden_size, c.norm_eps)
-        self.mixer = _mixer(c, b, index)
+        self.mixer = _mixer(c.of_layer(index), b, index)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch
