@@ -172,6 +172,16 @@ VARIANTS = {
         },
     ),
     "olmoe-bounds": ("OlmoeForCausalLM", {"clip_qkv": 0.7}),
+    "zamba2-adapters": (
+        "Zamba2ForCausalLM",
+        {
+            "num_hidden_layers": 2,
+            "layers_block_type": ["hybrid", "hybrid"],
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": True,
+            "rms_norm_eps": 0.1,
+        },
+    ),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 

@@ -22,6 +22,8 @@ from modulm_layers.kv_scales import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from modulm.contracts.model import Batch
     from modulm.nn.builder import Builder
     from modulm_layers.relative import RelativePositions
@@ -61,6 +63,7 @@ class Attention(Module):
     - `gate`: names a projection of the input whose sigmoid scales the attention output.
     - `scale`: multiplies the scores; None means 1 / sqrt(head_dim).
     - `value_dim`: dimensions of a head's values; None means head_dim.
+    - `outputs`: dimensions of the result; None means hidden.
     """
 
     sinks: Tensor | None
@@ -93,6 +96,7 @@ class Attention(Module):
         norm_last: bool = False,
         gate: str | None = None,
         value_dim: int | None = None,
+        outputs: int | None = None,
         names: AttentionNames = _NAMES,
     ) -> None:
         super().__init__()
@@ -111,8 +115,8 @@ class Attention(Module):
         sizes = {names.q: heads * head_dim, names.k: kv_heads * head_dim}
         sizes[names.v] = kv_heads * value_dim
         least = (head_dim, head_dim, value_dim)
-        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias, least=least)
-        self.out = b.row_linear(names.out, heads * value_dim, hidden, bias=out_bias)
+        self.qkv = self.make_inputs(b, hidden, sizes, bias, least, names)
+        self.out = b.row_linear(names.out, heads * value_dim, outputs or hidden, bias=out_bias)
         self.gate = None if gate is None else b.linear(gate, hidden, heads * value_dim, bias=bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.neox = rope is None or rope.neox
@@ -147,6 +151,21 @@ class Attention(Module):
         # Created on the first run, because its tensors exist only after the weights are loaded.
         self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
 
+    def make_inputs(
+        self,
+        b: Builder,
+        hidden: int,
+        sizes: Mapping[str, int],
+        bias: bool,
+        least: tuple[int, int, int],
+        names: AttentionNames,
+    ) -> Module:
+        """Make what computes queries, keys and values, side by side, from the input.
+
+        sizes: of the three, by name; least: see `Builder.linear`.
+        """
+        return b.linear(names.qkv, hidden, sizes, bias=bias, least=least)
+
     def make_cache(
         self, b: Builder, spec: AttentionSpec, kv_heads: int, names: AttentionNames
     ) -> None:
@@ -161,7 +180,7 @@ class Attention(Module):
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+        """x: [tokens, hidden] -> [tokens, outputs]."""
         qkv = self.qkv(x)
         out = qkv.new_empty(x.shape[0], self.heads, self.value_dim)
         cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
