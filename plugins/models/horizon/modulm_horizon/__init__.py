@@ -1,0 +1,1 @@
+"""K2 Horizon for modulm."""
