@@ -1,0 +1,1 @@
+"""Muse Glimmer for modulm."""
