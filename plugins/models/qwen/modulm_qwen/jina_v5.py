@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from modulm.nn import WeightNames
 from modulm_layers import TextVectors, only
 from modulm_qwen.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
-__all__ = ["JinaEmbeddingsV5Model"]
+__all__ = ["JinaEmbeddingsV5Model", "JinaForRanking"]
 
 
 @frozen(kw_only=True)
@@ -32,3 +33,21 @@ class JinaEmbeddingsV5Model(TextVectors, Qwen3ForCausalLM):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return {**super().tiny(), "architectures": ["JinaEmbeddingsV5Model"]}
+
+
+class JinaForRanking(TextVectors, Qwen3ForCausalLM):
+    """Jina's reranker v3 (arXiv 2509.25085), which reads a query and its documents in one prompt:
+    vectors of the tokens that end them. The pooling settings read the projector behind them.
+    """
+
+    tasks = ("token_embed",)
+    heads = ("projector",)
+
+    @classmethod
+    def weights(cls, config: Qwen3Config) -> WeightNames:
+        names = super().weights(config)
+        return evolve(names, ignore=(*names.ignore, r"^projector\."))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {**super().tiny(), "architectures": ["JinaForRanking"]}
