@@ -271,6 +271,95 @@ def test_colbert_of_its_authors(folder: Path) -> None:
     assert score.outputs.score == pytest.approx(len(score.prompt_token_ids) / 2, abs=1e-3)
 
 
+def publish_jina(file: Path) -> torch.Tensor:
+    """Write Jina's XLM-RoBERTa under its authors' names, with a linear layer, which is returned."""
+    weight = torch.randn(12, 64, generator=torch.Generator().manual_seed(5))
+    pairs = (
+        ("embeddings.LayerNorm", "emb_ln"), (".self_attn.o_proj.", ".mixer.out_proj."),
+        (".post_attention_layernorm.", ".norm1."), (".post_mlp_layernorm.", ".norm2."),
+        (".self_attn.q_proj.", ".mixer.Wqkv."),
+    )  # fmt: skip
+    plain, stored = load_file(file), {"linear.weight": weight}
+    for name, tensor in plain.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        parts = [plain[name.replace("q_proj", f"{n}_proj")] for n in "qkv"]
+        theirs = "encoder." * name.startswith("layers.") + name
+        for ours, other in pairs:
+            theirs = theirs.replace(ours, other)
+        stored[f"roberta.{theirs}"] = torch.cat(parts) if ".q_proj." in name else tensor
+    save_file(stored, file, {"format": "pt"})
+    return weight
+
+
+@pytest.mark.parametrize("name", ["HF_ColBERT", "ColBERTJinaRobertaModel"])
+def test_jinas_colbert(tmp_path: Path, name: str) -> None:
+    folder = make_tiny(tmp_path / "model", "JinaEmbeddingsV3Model", type_vocab_size=1)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = model(torch.tensor([[20, 21, 22]])).last_hidden_state[0]
+    weight = publish_jina(folder / "model.safetensors")
+    table = json.loads((folder / "config.json").read_text())
+    del table["rope_parameters"]
+    rotary = {"position_embedding_type": "rotary", "rotary_emb_base": 20000.0}
+    table |= {**rotary, "architectures": [name], "model_type": "xlm-roberta"}
+    write(folder / "config.json", table)
+    with open_llm(folder) as llm:
+        (output,) = llm.encode([[20, 21, 22]], use_tqdm=False)
+    expected = torch.nn.functional.normalize(hidden @ weight.T, dim=-1)
+    assert output.outputs.data == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+def test_three_answers_of_bge_m3(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model", "XLMRobertaModel", pad_token_id=1)
+    ids = [0, 20, 21, 22, 2]
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = model(torch.tensor([ids])).last_hidden_state[0]
+    layers = {n: torch.nn.Linear(64, width) for n, width in (("sparse", 1), ("colbert", 64))}
+    for kind, each in layers.items():
+        torch.save(each.state_dict(), folder / f"{kind}_linear.pt")
+    table = json.loads((folder / "config.json").read_text())
+    names = {"architectures": ["BgeM3EmbeddingModel"], "bos_token_id": 0, "eos_token_id": 2}
+    write(folder / "config.json", {**table, **names})
+    with open_llm(folder) as llm:
+        (vector,) = llm.embed([ids], use_tqdm=False)
+        (weights,) = llm.encode([ids], pooling_task="token_classify", use_tqdm=False)
+        (tokens,) = llm.encode([ids], pooling_task="token_embed", use_tqdm=False)
+    norm = torch.nn.functional.normalize
+    with torch.inference_mode():
+        sparse = layers["sparse"](hidden[1:-1]).relu()
+        several = norm(layers["colbert"](hidden[1:]), dim=-1)
+    expected = norm(hidden[0], dim=-1).numpy()
+    assert vector.outputs.embedding == pytest.approx(expected, abs=1e-4)
+    assert weights.outputs.data == pytest.approx(sparse.numpy(), abs=1e-4)
+    assert tokens.outputs.data == pytest.approx(several.numpy(), abs=1e-4)
+    (folder / "sparse_linear.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"sparse_linear\.pt"):
+        open_llm(folder)
+
+
+def test_jinas_reranker_returns_documents_before_the_query(tmp_path: Path) -> None:
+    document, query = 151670, 151671
+    folder = make_tiny(tmp_path / "model", "Qwen3ForCausalLM", vocab_size=query + 1)
+    ids = [5, document, 9, 7, document, 8, query]
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = model(torch.tensor([ids])).last_hidden_state[0]
+    generator = torch.Generator().manual_seed(5)
+    layers = [torch.randn(*shape, generator=generator) for shape in ((32, 64), (12, 32))]
+    file = folder / "model.safetensors"
+    added = {f"projector.{2 * i}.weight": weight for i, weight in enumerate(layers)}
+    save_file({**load_file(file), **added}, file, {"format": "pt"})
+    table = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", {**table, "architectures": ["JinaForRanking"]})
+    with open_llm(folder, max_model_len=64) as llm:
+        assert llm.info.tasks == ("token_embed",)
+        (output,) = llm.encode([ids], use_tqdm=False)
+    expected = (hidden[[1, 4, 6]] @ layers[0].T).relu() @ layers[1].T
+    assert output.outputs.data == pytest.approx(expected.numpy(), abs=1e-4)
+
+
 def test_dimensions_that_were_trained(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model", "BertModel", matryoshka_dimensions=[16, 32])
     with open_llm(folder) as llm:

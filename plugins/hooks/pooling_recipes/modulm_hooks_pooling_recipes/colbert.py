@@ -1,8 +1,8 @@
-"""ColBERT (arXiv 2004.12832) in its authors' format: BERT and a `linear.weight`."""
+"""ColBERT (arXiv 2004.12832) in its authors' format: an encoder and a `linear.weight`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +11,22 @@ from modulm.contracts.pooling import PoolingRecipe
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ENCODER", "is_colbert", "read_colbert"]
+__all__ = ["encoder", "is_colbert", "read_colbert"]
 
-#: The architecture that runs models called HF_ColBERT in config.json.
-ENCODER = "BertModel"
-_NAME = "HF_ColBERT"
+#: What config.json calls the model, and the architectures that run it.
+_NAME, _BERT, _JINA = "HF_ColBERT", "BertModel", "ColBERTJinaRobertaModel"
+
+
+def encoder(architectures: Sequence[str], config: Mapping[str, Any]) -> str | None:
+    """Return the architecture of the encoder inside a model that config.json calls HF_ColBERT."""
+    if _NAME not in architectures:
+        return None
+    return _JINA if config.get("position_embedding_type") == "rotary" else _BERT
 
 
 def is_colbert(architectures: Sequence[str]) -> bool:
-    """Whether config.json names the authors' ColBERT model."""
-    return _NAME in architectures
+    """Whether the token vectors pass `linear.weight`."""
+    return bool({_NAME, _JINA} & set(architectures))
 
 
 def read_colbert(folder: Path) -> PoolingRecipe:

@@ -9,9 +9,10 @@ from attrs import evolve
 
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.plugins import Choice, hookimpl
+from modulm_hooks_pooling_recipes.bge_m3 import BGE_M3, read_bge_m3
 from modulm_hooks_pooling_recipes.classifiers import Classifier, activation, read_classifier
-from modulm_hooks_pooling_recipes.colbert import ENCODER, is_colbert, read_colbert
-from modulm_hooks_pooling_recipes.jina import JINA, read_jina
+from modulm_hooks_pooling_recipes.colbert import encoder, is_colbert, read_colbert
+from modulm_hooks_pooling_recipes.jina import JINA, RANKING, read_jina, read_ranking
 from modulm_hooks_pooling_recipes.sentence import (
     read_modules,
     read_sentence,
@@ -31,7 +32,8 @@ _SPLADE = "BertSpladeSparseEmbeddingModel"
 @hookimpl(trylast=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
     """Choose the encoder inside a ColBERT model."""
-    return Choice(ENCODER, "the encoder of ColBERT") if is_colbert(architectures) else None
+    name = encoder(architectures, config)
+    return Choice(name, "the encoder of ColBERT") if name else None
 
 
 @hookimpl(trylast=True)
@@ -44,6 +46,10 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
         return read_colbert(checkpoint.path)
     if JINA in checkpoint.architectures:
         return read_jina(checkpoint.config, str(checkpoint.config_file))
+    if RANKING in checkpoint.architectures:
+        return read_ranking(checkpoint.path)
+    if BGE_M3 in checkpoint.architectures:
+        return read_bge_m3(checkpoint)
     if _SPLADE in checkpoint.architectures:
         return PoolingRecipe(settings={"pooling_type": "MAX", "normalize": False})
     modules = read_modules(checkpoint.path)

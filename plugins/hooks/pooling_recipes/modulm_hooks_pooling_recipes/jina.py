@@ -1,16 +1,24 @@
-"""Jina Embeddings v4 (arXiv 2506.18902): the pooling that its own code does after the model."""
+"""Jina Embeddings v4 (arXiv 2506.18902) and reranker v3 (arXiv 2509.25085): the pooling that their
+own code does after the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.errors import CheckpointError
 
-__all__ = ["JINA", "read_jina"]
+if TYPE_CHECKING:
+    import torch
 
-JINA = "JinaEmbeddingsV4Model"
+__all__ = ["JINA", "RANKING", "read_jina", "read_ranking"]
+
+JINA, RANKING = "JinaEmbeddingsV4Model", "JinaForRanking"
+#: Tokens after each document and after the query, whose vectors are compared.
+_ENDS = (151670, 151671)
 _PROMPTS = {"query": "Query: ", "passage": "Passage: "}
 
 
@@ -31,3 +39,18 @@ def read_jina(table: Mapping[str, Any], file: str) -> PoolingRecipe:
         settings["dimensions"] = table["truncate_dim"]
     texts = TextRules(prompts=_PROMPTS, dimensions=table.get("matryoshka_dims") or ())
     return PoolingRecipe(settings=settings, texts=texts)
+
+
+def read_ranking(folder: Path) -> PoolingRecipe:
+    """Return the recipe of the reranker: the vectors of all documents in a prompt, then that of the
+    query, through two linear layers.
+    """
+
+    def layers(device: torch.device) -> tuple[Any, ...]:
+        from modulm_hooks_pooling_recipes.layers import read_projection
+
+        names = ("projector.0.weight", "ReLU"), ("projector.2.weight", "Identity")
+        return tuple(read_projection(folder, name, device, act) for name, act in names)
+
+    settings = {"task": "token_embed", "normalize": False, "embedded_token_ids": _ENDS}
+    return PoolingRecipe(settings=settings, layers=layers)

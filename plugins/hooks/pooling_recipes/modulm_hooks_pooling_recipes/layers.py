@@ -23,6 +23,7 @@ __all__ = [
     "read_dense",
     "read_norm",
     "read_normalize",
+    "read_pickled",
     "read_projection",
 ]
 
@@ -91,7 +92,7 @@ def read_normalize(folder: Path, device: torch.device) -> Layer:
     return lambda x: F.normalize(x.float(), dim=-1)
 
 
-def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
+def read_projection(folder: Path, name: str, device: torch.device, act: str = "Identity") -> Dense:
     """Read a linear layer without bias from the model's weights.
 
     Raises CheckpointError naming the folder.
@@ -100,7 +101,20 @@ def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
     weight = next((tensor for tensor_name, tensor in loader.read() if tensor_name == name), None)
     if weight is None:
         raise CheckpointError(f"{folder}: {name} is required")
-    return Dense(weight.to(device, torch.float32), None, _ACTIVATIONS["Identity"])
+    return Dense(weight.to(device, torch.float32), None, _ACTIVATIONS[act])
+
+
+def read_pickled(file: Path, device: torch.device) -> Dense:
+    """Read a linear layer from a file of torch, without running code in it.
+
+    Raises CheckpointError naming the file.
+    """
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+        weight, bias = (stored[name].to(device, torch.float32) for name in ("weight", "bias"))
+    except (OSError, RuntimeError, KeyError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return Dense(weight, bias, _ACTIVATIONS["Identity"])
 
 
 def _tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:

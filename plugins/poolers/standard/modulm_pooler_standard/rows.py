@@ -30,6 +30,7 @@ _ACTIVATIONS: dict[str, Layer] = {
     "softmax": lambda x: x.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "relu": torch.relu,
     "identity": lambda x: x,
 }
 
@@ -59,9 +60,11 @@ class PoolerConfig:
 
     step_tag_id: tasks that rate tokens rate only tokens with this id (tok_pooling_type "ALL": all).
     task: what the model is used for, if it supports several; vectors of this task, else of "embed",
-    pass the additional layers. media: only vectors of media tokens are returned, unmodified; others
-    are zero. pooled_span: two token ids; if a prompt has both, one vector is pooled from the first
-    to the second.
+    pass the additional layers. layers_task: the task whose vectors do, if it is another one. media:
+    only vectors of media tokens are returned, unmodified; others are zero. skipped_token_ids: by
+    task, tokens whose vectors or ratings are left out. embedded_token_ids: `token_embed` returns
+    the vectors of these tokens only, in this order. pooled_span: two token ids; if a prompt has
+    both, one vector is pooled from the first to the second.
 
     Parameters of a request take precedence.
     """
@@ -90,6 +93,9 @@ class PoolerConfig:
     )
     task: str = "embed"
     media: bool = False
+    layers_task: str | None = None
+    skipped_token_ids: Mapping[str, Sequence[int]] = field(factory=dict)
+    embedded_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
     pooled_span: tuple[int, ...] | None = field(default=None, converter=_ids)
 
     def __attrs_post_init__(self) -> None:
@@ -240,7 +246,8 @@ class StandardRows(RowPooler):
     def width(self, hidden: torch.Tensor) -> int:
         """Return the width of embeddings; hidden: the hidden state of one token, [1, hidden]."""
         vector = hidden.repeat(1, len(self._modes(PoolingParams(task=self.config.task))))
-        for layer in self.layers:
+        passes = self.config.layers_task in (None, self.config.task)
+        for layer in self.layers if passes else ():
             vector = layer(vector)
         return vector.shape[-1]
 
@@ -294,11 +301,26 @@ class StandardRows(RowPooler):
 
     def _pooled(self, state: _Collected) -> torch.Tensor:
         pooled = state.pooled(self._modes(state.params))
+        picked = self._picked(state)
+        if picked is not None:
+            return pooled[torch.from_numpy(picked).to(pooled.device)]
         step, rated = self.config.step_tag_id, state.params.task in _HEADED & _PER_TOKEN
         if step is None or not rated or self.config.tok_pooling_type == "ALL":
             return pooled
         indices = np.flatnonzero(state.prompt == step)
         return pooled[torch.from_numpy(indices).to(pooled.device)]
+
+    def _picked(self, state: _Collected) -> np.ndarray | None:
+        """Return the places of the tokens that a task per token returns; None for all of them."""
+        task, prompt = state.params.task, state.prompt
+        if task == "token_embed" and self.config.embedded_token_ids is not None:
+            places = [np.flatnonzero(prompt == each) for each in self.config.embedded_token_ids]
+            return np.concatenate(places)
+        skipped = self.config.skipped_token_ids.get(task)
+        if not skipped or task not in _PER_TOKEN:
+            return None
+        kept: np.ndarray = np.flatnonzero(~np.isin(prompt, skipped))
+        return kept
 
     def _logits(self, pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Apply the head: [n, hidden] of `rows` [n] -> [n, outputs] fp32. Of a wide head, only the
@@ -313,7 +335,8 @@ class StandardRows(RowPooler):
 
     def _embed(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Truncate Matryoshka embeddings (arXiv 2205.13147), then normalise."""
-        for layer in self.layers if params.task == self.config.task else ():
+        passes = params.task == (self.config.layers_task or self.config.task)
+        for layer in self.layers if passes else ():
             pooled = layer(pooled)
         pooled = pooled.float()[:, : params.dimensions or self.config.dimensions]
         wishes = (params.normalize, params.use_activation, self.config.use_activation)
