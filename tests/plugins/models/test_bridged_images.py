@@ -157,6 +157,13 @@ FAMILIES = [
         "vision_config": {**PATCHES, "window_size": 16, "fullatt_block_indexes": [1],
                           "num_key_value_heads": 1},
     }, media=("image", "video")),
+    family("HyperCLOVAXVisionV2ForConditionalGeneration", QWEN,
+           qwen("HyperCLOVAXVisionV2Processor"), {
+        "image_token_id": 480, "video_token_id": 481,
+        "text_config": {**tiny_text("hyperclovax"), "logits_scaling": 0.5},
+        "vision_config": {**PATCHES, "model_type": "qwen2_5_vl_vision", "window_size": 16,
+                          "fullatt_block_indexes": [1]},
+    }, media=("image", "video")),
     family("GlmOcrForConditionalGeneration", GLM, glm("glm46v"), {
         "image_token_id": 480, "video_token_id": 481, "image_start_token_id": 482,
         "image_end_token_id": 483, "video_start_token_id": 484, "video_end_token_id": 485,
@@ -312,6 +319,24 @@ FAMILIES = [
 @parametrize_sample("one", FAMILIES, every=7, ids=lambda one: one.architecture)
 def test_the_bridge_sees(one, tmp_path):
     check_images(one, tmp_path)
+
+
+def test_a_published_name_that_is_not_transformers(tmp_path):
+    one = next(one for one in FAMILIES if one.architecture.startswith("HyperCLOVA"))
+    folder = write_family(one, tmp_path)
+    file = folder / "config.json"
+    answers = []
+    for name, kind in ((one.architecture, None), ("HCXVisionV2ForCausalLM", "vlm")):
+        table = {**json.loads(file.read_text()), "architectures": [name]}
+        file.write_text(json.dumps({**table, "model_type": kind or table["model_type"]}))
+        with modulm.LLM(str(folder), max_model_len=64, dtype="float32", device="cpu") as llm:
+            prompt = {
+                "prompt": "a <|image_pad|>",
+                "multi_modal_data": {"image": images([(16, 16)])},
+            }
+            (output,) = llm.generate(prompt, modulm.SamplingParams(max_tokens=8))
+            answers.append(output.outputs[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_a_kind_that_the_processor_does_not_know(tmp_path):

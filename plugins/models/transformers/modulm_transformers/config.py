@@ -13,7 +13,11 @@ from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading.unsupported import model_kind
 from modulm_transformers.unsupported import reasons
 
-__all__ = ["RemoteConfig", "TransformersConfig"]
+__all__ = ["RemoteConfig", "TransformersConfig", "class_name", "model_type"]
+
+#: Names in published files -> those of transformers' classes, which read these files.
+_CLASSES = {"HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2ForConditionalGeneration"}
+_TYPES = {"vlm": "hyperclovax_vision_v2"}
 
 #: Entries of `auto_map` that the bridge supports.
 _REMOTE_MODEL = "AutoModelForCausalLM"
@@ -29,6 +33,17 @@ _KINDS = frozenset({"full_attention", "sliding_attention"})
 _GENERATING = "LMHeadModel"
 _DIFFUSION = "ForBlockDiffusion"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+
+
+def class_name(architecture: str) -> str:
+    """Return the name of transformers' class for an architecture of config.json."""
+    return _CLASSES.get(architecture, architecture)
+
+
+def model_type(table: Mapping[str, Any]) -> str:
+    """Return the model type of config.json by transformers' name."""
+    name = str(table.get("model_type"))
+    return _TYPES.get(name, name)
 
 
 @frozen(eq=False)
@@ -59,7 +74,7 @@ class TransformersConfig:
         import transformers
 
         name = str(table["architectures"][0])
-        model = getattr(transformers, name, None)
+        model = getattr(transformers, class_name(name), None)
         if name in reasons():
             raise UnsupportedError(f"{name}: {reasons()[name]}")
         if model is None:

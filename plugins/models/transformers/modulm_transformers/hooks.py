@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modulm.plugins import Choice, current, hookimpl
+from modulm_transformers.config import class_name
 from modulm_transformers.unsupported import reasons
 
 __all__ = ["modulm_choose_model"]
@@ -22,7 +23,7 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
         return None
     import transformers
 
-    if not any(hasattr(transformers, name) for name in architectures):
+    if not any(hasattr(transformers, class_name(name)) for name in architectures):
         code = config.get("auto_map")
         remote = isinstance(code, Mapping) and "AutoModelForCausalLM" in code
         if remote:

@@ -13,6 +13,7 @@ from attrs import evolve
 from modulm.errors import RequestError
 from modulm_media import Media, MediaFamily
 from modulm_media.values import Processed
+from modulm_transformers.config import model_type
 
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
@@ -47,7 +48,7 @@ class BridgedFamily(MediaFamily):
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
         """Called if the architecture has no media family of its own."""
-        return files.processor(video=_VIDEO.get(str(files.table("config").get("model_type"))))
+        return files.processor(video=_VIDEO.get(model_type(files.table("config"))))
 
     def mark(self, kind: str) -> str:
         mark = getattr(self.processor, f"{kind}_token", None)
@@ -91,7 +92,7 @@ class BridgedFamily(MediaFamily):
         import torch
         from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
-        settings = CONFIG_MAPPING[str(self.config["model_type"])].from_dict(dict(self.config))
+        settings = CONFIG_MAPPING[model_type(self.config)].from_dict(dict(self.config))
         model = MODEL_MAPPING[type(settings)]
         if not hasattr(model, "get_rope_index"):
             return None
