@@ -12,9 +12,10 @@ from modulm.testing.models import check_model
 #: Models around other models have a kit of their own: test_images.py.
 APART = {"transformers_remote", *(d.name for d in manager.current().names("media_families"))}
 #: Llama's blocks with settings of their own: test_registry.py compares them. Decoders with other
-#: heads: test_bidirectional.py.
+#: heads: test_bidirectional.py and test_sentence_transformers.py.
 RELATIVES = {
-    "ColBERTLfm2Model", "InternLM2ForRewardModel", "JinaEmbeddingsV5Model",
+    "BgeM3EmbeddingModel", "ColBERTLfm2Model", "InternLM2ForRewardModel", "JinaEmbeddingsV5Model",
+    "JinaForRanking",
     "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM", "TeleChat3ForCausalLM",
 }  # fmt: skip
 

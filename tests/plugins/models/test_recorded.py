@@ -20,26 +20,37 @@ replay = importlib.import_module("modulm_kernels_cpu.replay")
 
 #: Why a model's steps run call by call; docs/performance.md says the same.
 CALL_BY_CALL = {
+    "AliceAIForCausalLM": "sums over the outputs of earlier blocks",
+    "BailingMoeV2_5ForCausalLM": "norms over parts of lightning attention's output",
     "DiffLlamaForCausalLM": "values of two heads at once",
+    "DoryForCausalLM": "vectors of length 1",
     "Gemma3nForCausalLM": "vectors of a layer's own, an average of several streams",
     "Gemma4ForCausalLM": "vectors of a layer's own",
     "Gemma4UnifiedForCausalLM": "vectors of a layer's own",
+    "IQuestLoopCoderForCausalLM": "gates between two attentions",
+    "K2HorizonForCausalLM": "norms over parts of the stream, experts for values",
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
     "Ministral3ForCausalLM": "queries that grow",
     "HrmTextForCausalLM": "sums of two states",
     "Step3p5ForCausalLM": "gates per head",
     "LongcatFlashForCausalLM": "experts that return their input",
+    "LongcatFlashNgramForCausalLM": "hashes of tokens",
+    "Mistral4ForCausalLM": "queries that grow",
     "BailingHybridForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "MiMoV2FlashForCausalLM": "values that are scaled",
     "MotifForCausalLM": "values of two heads at once, polynomials",
     "MllamaForCausalLM": "layers behind gates, which find out who looks at nothing",
     "NemotronHForCausalLM": "experts without a gate",
+    "NemotronHPuzzleForCausalLM": "experts without a gate",
     "Step3TextForCausalLM": "queries beside keys that are shared",
     "PhimoeForCausalLM": "a router that masks as it chooses",
+    "Zamba2ForCausalLM": "blocks that many layers share",
 }
 #: Whose attention runs on the portable backend, which plans nothing that could be recorded.
-PORTABLE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Step1ForCausalLM"}
+PORTABLE = {
+    "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "Step1ForCausalLM",
+}  # fmt: skip
 #: Drivers that say nothing of a tiny checkpoint of their own.
 _OTHERS = {
     "transformers", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",

@@ -176,10 +176,9 @@ VARIANTS = {
         "Zamba2ForCausalLM",
         {
             "num_hidden_layers": 2,
-            "layers_block_type": ["hybrid", "hybrid"],
+            "layers_block_type": ["linear_attention", "hybrid"],
             "num_mem_blocks": 1,
             "use_shared_attention_adapter": True,
-            "rms_norm_eps": 0.1,
         },
     ),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
