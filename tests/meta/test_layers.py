@@ -68,7 +68,7 @@ SERVER = (
     ("generation",),
     ("chat_turn", "forced_calls", "hosted_turns", "route"),
     ("isolated_routes",),
-    ("protocol",),
+    ("protocol", "websocket_protocol"),
     ("app",),
     ("api_workers", "headless", "serve"),
     ("models",),

@@ -36,6 +36,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def reply(prompt: str, params: Any) -> Reply:
     """The script of the shared server: the prompt says what is to be answered."""
+    if len(prompt) > 1 << 16:  # to search it would hold the event loop
+        return Reply("Hello there.")
     for word, answer in REPLIES.items():
         if word in prompt:
             return answer

@@ -303,3 +303,25 @@ def test_developers_routes_behind_their_switch(make_server: ServerMaker) -> None
             assert answer.status_code == 400
             assert "not support profiling" in error_of(answer)["message"]
         assert client.post("/v1/load_lora_adapter").status_code == 404
+
+
+def test_a_key_that_runs_too_many_batches_refuses_no_other(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modulm_route_files.family._BATCHES", 2)
+    live = make_server(api_key=("ann", "bob"))
+    turns = [{"role": "user", "content": "count slowly"}]
+    content = line("slow", body={"model": "M", "messages": turns, "max_tokens": 200})
+    parts: Any = {"data": {"purpose": "batch"}, "files": {"file": ("x", content)}}
+    answers = []
+    with live.client() as http:
+        for key in ("ann", "ann", "bob"):
+            http.headers["Authorization"] = f"Bearer {key}"
+            file = http.post("/v1/files", **parts).json()["id"]
+            batch = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+            answers.append((key, http.post("/v1/batches", json=batch)))
+        for key, answer in answers:
+            http.headers["Authorization"] = f"Bearer {key}"
+            http.post(f"/v1/batches/{answer.json().get('id')}/cancel")
+    assert [answer.status_code for _, answer in answers] == [200, 429, 200]
+    assert error_of(answers[1][1])["message"] == "too many batches of this key are running"

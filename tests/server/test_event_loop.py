@@ -96,7 +96,7 @@ BODIES: dict[str, Any] = {
     CHAT: {"model": "M", "messages": [{"role": "user", "content": "a b " * (4 << 20)}]},
     "/v1/completions": {"model": "M", "prompt": [[1] * 900] * 2048},
     "/v1/embeddings": {"model": "M", "input": ["a b"] * (1 << 20)},
-    "/v1/responses": {"model": "M", "input": "a b " * (4 << 20)},
+    "/v1/responses": {"model": "M", "input": "a b " * (15 << 20)},  # almost --max-request-bytes
     "/v1/messages": {
         "model": "M",
         "max_tokens": 1,

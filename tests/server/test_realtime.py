@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import openai
@@ -252,3 +252,34 @@ def test_a_key_is_needed_where_there_are_keys(tmp_path) -> None:
             assert take(socket)["type"] == "session.created"
             with pytest.raises(ConnectionClosed):  # nothing is said for a second
                 socket.recv(timeout=300)
+
+
+def test_a_message_that_is_too_long_or_no_text_closes_the_session(live: Live) -> None:
+    """Long messages are read in a thread, short ones are not: both end alike."""
+    with opened(live) as socket:
+        take(socket)
+        with suppress(ConnectionClosed):  # before it was sent
+            socket.send("x" * ((16 << 20) + 1))
+        with pytest.raises(ConnectionClosed):
+            take(socket, "nothing")
+    for size in (100, 100_000):
+        with opened(live) as socket:
+            take(socket)
+            socket.send(b"\xff" * size, text=True)
+            with pytest.raises(ConnectionClosed) as closed:
+                take(socket, "nothing")
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1007
+
+
+def test_compression_is_not_offered_and_parts_of_a_message_are_joined(live: Live) -> None:
+    with opened(live) as socket:
+        assert not socket.protocol.extensions
+        take(socket)
+        text = json.dumps({"type": "no_event", "event_id": "x" * 100_000})
+        for size in (1000, 50_000):
+            socket.send(text[start : start + size] for start in range(0, len(text), size))
+            socket.ping()
+            error = take(socket)
+            assert (error["type"], error["error"]["param"]) == ("error", "type")
+        assert socket.ping().wait(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -23,7 +24,13 @@ from modulm.errors import ConfigError
 from modulm_server.flags import ServerConfig
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, error_of, serve_in_thread
-from modulm_server.tool_servers import ToolServers, read_servers
+from modulm_server.tool_servers import (
+    ServerSettings,
+    ToolServer,
+    ToolServerError,
+    ToolServers,
+    read_servers,
+)
 
 URL = "/v1/responses"
 SCRIPT = str(Path(tool_server.__file__))
@@ -404,3 +411,27 @@ def test_wrong_files_name_the_entry(tmp_path: Path, servers: Any, message: str) 
     assert caught.value.field == "tool_server"
     with pytest.raises(ConfigError, match="cannot be read"):
         ToolServers.of(ServerConfig(tool_server=str(tmp_path / "none.yaml")))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_waits_for_a_session_that_is_cut_off_is_told_at_once(begun: bool) -> None:
+    async def main() -> None:
+        server = ToolServer(ServerSettings(label="x", command=("sleep", "600")), 600.0, 1000)
+        asking = asyncio.ensure_future(server.tools())
+        while server._task is None:
+            await asyncio.sleep(0)
+        task = server._task
+        if begun:
+            while not any(map(is_sleep, Path("/proc/self/task").glob("*/children"))):
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(ToolServerError, match="tool server x: the session was cut off"):
+            await asyncio.wait_for(asking, 60)
+        await asyncio.wait({task})
+
+    asyncio.run(main())
+
+
+def is_sleep(children: Path) -> bool:
+    names = (Path(f"/proc/{pid}/comm") for pid in children.read_text().split())
+    return any(name.read_text() == "sleep\n" for name in names if name.exists())

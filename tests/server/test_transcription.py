@@ -23,6 +23,8 @@ from modulm_server.scripted import Reply
 from modulm_server.testing import Live, error_of
 
 PATH = "/v1/audio/transcriptions"
+#: A masked frame without data.
+PING = b"\x89\x80\x00\x00\x00\x00"
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +78,15 @@ def test_a_long_sound_holds_no_turn_of_the_loop(http: httpx.Client, live: Live) 
     assert longest < BOUND
 
 
-@pytest.mark.parametrize("seconds", [0.04, 1.0])
-def test_the_largest_events_hold_no_turn_of_the_loop(live: Live, seconds: float) -> None:
-    """/v1/realtime: sound as long as a message may be, with as many turns as there can be in it."""
+@pytest.mark.parametrize(("seconds", "frames"), [(0.04, 1), (1.0, 1), (1.0, 1000)])
+def test_the_largest_events_hold_no_turn_of_the_loop(
+    live: Live, seconds: float, frames: int
+) -> None:
+    """/v1/realtime: sound as long as a message may be, with as many turns as there can be in it;
+    and as many pings as one read may bring.
+    """
     part = (sound((1, seconds / 2), (0, seconds / 2), rate=24000) * 32767).astype("<i2").tobytes()
-    count = (7 << 20) * 3 // 4 // len(part)
+    count = (15 << 20) * 3 // 4 // len(part)
     append = {"type": "input_audio_buffer.append", "audio": b64encode(part * count).decode()}
     silence = {"type": "server_vad", "silence_duration_ms": 20}
     update = {"type": "session.update", "session": {
@@ -93,7 +99,10 @@ def test_the_largest_events_hold_no_turn_of_the_loop(live: Live, seconds: float)
         socket.recv(timeout=300)
         beat = Beat(live.loop)
         for text in texts:
-            socket.send(text)
+            size = -(-len(text) // frames)
+            pieces = (text[start : start + size] for start in range(0, len(text), size))
+            socket.send(text if frames == 1 else pieces)
+        socket.socket.sendall(PING * 40_000)
         refused = 0
         while refused < 3:
             refused += json.loads(socket.recv(timeout=300))["type"] == "error"

@@ -5,15 +5,29 @@ Each scenario may end with an error, which is what a client sees of a fault, and
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
+import torch
+from PIL import Image
 
+from modulm_media import MediaPrompt
+from modulm_media.messages import MediaSource
+from modulm_media.values import Media
+from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_server.media_service import RequestMedia
+from modulm_server.prompts import ChatOptions
 from modulm_server.testing import Live
 
 __all__ = ["SCENARIOS", "Scenario"]
@@ -23,6 +37,16 @@ CHAT = "/v1/chat/completions"
 TURN = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 SCENARIOS: dict[str, Scenario] = {}
+
+
+def _embeds() -> str:
+    """A prompt of two vectors, as clients send it."""
+    file = io.BytesIO()
+    torch.save(torch.ones(2, 8), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+EMBEDS = _embeds()
 
 #: Bodies of a request each, answered at once and, where the route streams, as events.
 POSTS: dict[str, dict[str, Any]] = {
@@ -45,7 +69,7 @@ POSTS: dict[str, dict[str, Any]] = {
     "/api/show": {},
     "/api/pull": {"stream": True},
     "/completion": {"prompt": ["a", "b"], "n_predict": 1, "stream": True},
-    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]},
     "/apply-template": {"messages": TURN},
     "/embedding": {"content": "a"},
     "/props": {},
@@ -65,6 +89,12 @@ POSTS: dict[str, dict[str, Any]] = {
     "/collective_rpc": {"method": "x"},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/none"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}, "stream": True},
+    "/v1/messages/render": {"messages": TURN, "max_tokens": 2},
+    "/v1/responses/render": {"input": "a"},
+    "/start_profile": {},
+    "/stop_profile": {},
+    "/reset_encoder_cache": {},
 }
 GETS = (
     "/health", "/ready", "/ping", "/version", "/v1/models", "/v1/models/M", "/metrics", "/load",
@@ -224,6 +254,152 @@ def adapters(live: Live, http: httpx.Client) -> None:
     http.post("/v1/load_lora_adapter", json=body)
     http.post(CHAT, json={"model": "poet", "messages": TURN, "max_tokens": 1})
     http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+
+
+@_scenario
+def an_adapter_in_a_folder(live: Live, http: httpx.Client) -> None:
+    """Loaded by its path, and by a resolver that finds its name."""
+    (folder,) = live.served.generation.config.group(ServedAdaptersConfig).allowed_lora_path
+    live.engine._adapters.clear()  # what a resolver has loaded belongs to no key
+    http.post("/v1/load_lora_adapter", json={"lora_name": "near", "lora_path": f"{folder}/far"})
+    http.post(CHAT, json={"model": "far", "messages": TURN, "max_tokens": 1})
+    for name in ("near", "far"):
+        http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+@_scenario
+def training(live: Live, http: httpx.Client) -> None:
+    http.post("/init_weight_transfer_engine", json={"init_info": {}})
+    http.post("/start_weight_update")
+    http.post("/start_weight_update", json={"partial": True})
+    http.post("/update_weights", json={"update_info": {}})
+    http.post("/finish_weight_update")
+    http.post("/shutdown_weight_transfer_engine")
+    http.post("/update_weight_version", json={"weight_version": 1})
+    http.get("/weight_info")
+    http.post("/pause?mode=wait")
+    http.post("/resume")
+
+
+@_scenario
+def tokens_to_answers(live: Live, http: httpx.Client) -> None:
+    answer = {"choices": [{"token_ids": [5, 6], "finish_reason": "stop"}]}
+    chunk = {"stream": True, "generate_chunk": answer, "stream_state": {"token_ids": [5]}}
+    for path, request in (
+        (f"{CHAT}/derender", {"chat_request": {"model": "M", "messages": TURN}}),
+        ("/v1/completions/derender", {"completion_request": {"model": "M", "prompt": "a"}}),
+    ):
+        http.post(path, json={
+            **request, "generate_response": answer, "generate_responses": [answer],
+        })  # fmt: skip
+        http.post(path, json={**request, **chunk})
+
+
+@_scenario
+def prompts_of_all_kinds(live: Live, http: httpx.Client) -> None:
+    for path, field in (("/v1/completions", "max_tokens"), ("/completion", "n_predict")):
+        more = {"model": "M", field: 1}
+        http.post(path, json={**more, "prompt": [[5, 6], [7]]})
+        http.post(path, json={**more, "prompt": ["a"] * 33})
+        http.post(path, json={**more, "prompt": ["a", "queue is full"]})
+        http.post(path, json={**more, "prompt": "a", "stream": True})
+    http.post("/completion", json={"prompt": [5, "a"], "n_predict": 1})
+    http.post("/v1/completions", json={"model": "M", "max_tokens": 1, "prompt_embeds": EMBEDS})
+    http.post("/v1/embeddings", json={"model": "M", "messages": TURN})
+    http.post("/pooling", json={"model": "M", "data": ["a", "b"]})
+    http.post("/tokenize", json={"model": "M", "messages": TURN})
+    http.post("/tokenize", json={"model": "M", "content": "a", "with_pieces": True})
+    http.post("/api/generate", json={"model": "M", "prompt": "a", "raw": True, "stream": False})
+    http.post("/api/generate", json={
+        "model": "M", "prompt": "a", "context": [5, 6], "stream": False,
+    })  # fmt: skip
+
+
+@_scenario
+def thoughts(live: Live, http: httpx.Client) -> None:
+    body = {"model": "M", "messages": [{"role": "user", "content": "think first"}]}
+    http.post(CHAT, json={**body, "logprobs": True, "include_reasoning": False})
+    body = {"model": "M", "messages": [{"role": "user", "content": "think at length"}]}
+    http.post(CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    http.post("/v1/messages", json={**body, "max_tokens": 4000})
+
+
+@_scenario
+def large_bodies(live: Live, http: httpx.Client) -> None:
+    """They are read in threads."""
+    words = [{"role": "user", "content": [{"type": "text", "text": "a b"}] * 4000}]
+    http.post("/v1/messages", json={"model": "M", "max_tokens": 1, "messages": words})
+    http.post("/tokenize", json={"model": "M", "prompt": "a b " * 50_001})
+
+
+@_scenario
+def a_prompt_that_is_held(live: Live, http: httpx.Client) -> None:
+    part = {"type": "text", "text": "a long text", "cache_control": {"type": "ephemeral"}}
+    turns = [{"role": "user", "content": [{**part, "text": "a long text " * 200}]}]
+    http.post("/v1/messages", json={"model": "M", "max_tokens": 1, "messages": turns})
+
+
+class ImageReader:
+    """Puts images into prompts without a processor."""
+
+    kinds, family = ("image",), SimpleNamespace(rate=16000, document=lambda *_: "[image]")
+
+    def cached(self, name: bytes, options: Any = None) -> None:
+        """Return nothing: no image is remembered."""
+
+    def mark(self, kind: str) -> str:
+        return "[image]"
+
+    def check(self, counts: Any) -> None:
+        """Allow any number."""
+
+    def embedded(self, item: Any) -> Media:
+        return Media("image", None, hash=b"x")
+
+    def read(self, tokens: Any, media: Any, options: Any = None) -> MediaPrompt:
+        return MediaPrompt(np.asarray(tokens, np.int64), ())
+
+
+@_scenario
+def media(live: Live, http: httpx.Client) -> None:
+    """Images in prompts, whose files would be decoded in another process."""
+    generation = live.served.generation
+    service = generation.media
+    sources = (
+        MediaSource(kind="image", field="x", data="aGk="),
+        MediaSource(kind="image", field="y", embeds=EMBEDS),
+    )
+    request = RequestMedia(sources, {"image": {}, "audio": {}}, {})
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+    async def extract(messages: Any, options: Any) -> Any:
+        return messages, request
+
+    async def main() -> None:
+        await generation.with_media([([5], sources)], request)
+        await generation.from_messages(TURN, ChatOptions())
+        await service.read_pairs({"text_1": [{"content": [part]}]}, None, None)
+
+    service.__dict__["reader"], service.extract = ImageReader(), extract  # type: ignore[method-assign]
+    service._opener.workers.decode = lambda *_: Image.new("RGB", (4, 4))  # type: ignore[method-assign]
+    try:
+        with suppress(CancelledError):
+            asyncio.run_coroutine_threadsafe(main(), live.loop).result(60)
+    finally:
+        del service.reader, service.extract
+
+
+@_scenario
+def two_keys(live: Live, http: httpx.Client) -> None:
+    http.get("/v1/models", headers={"x-api-key": "another"})
+
+
+@_scenario
+def conversations_of_the_page(live: Live, http: httpx.Client) -> None:
+    path = "/chat_page/conversations"
+    http.put(f"{path}/a", json={"updated": 1, "conversation": {"title": "x"}})
+    http.get(f"{path}/a")
+    http.get(path)
 
 
 @_scenario

@@ -7,7 +7,11 @@ pass, with the same fixtures of its module, so a server that lives on must still
 does not, it is run with fixtures of its own, which must pass in any case: `needs a new server`.
 
 The environment names the folder in `FOLDER`, which has `wanted.json` (sites by module), and gets
-`tried.jsonl`, a line for each fault.
+`tried.jsonl`, a line for each fault. To look for tests that let what is in `[elsewhere]` fail, for
+at most so many seconds each:
+
+    python tests/support/fault_sweep.py FOLDER SECONDS TESTS...
+    PYTHONPATH=.:tests/support python tests/server/test_fault_sites.py FOLDER
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import gc
 import importlib.machinery
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +134,18 @@ def results_of(folder: Path) -> list[Result]:
         error = one.get("after")
         if "begun" in one:
             error = "it hung"
+        elif error is None and _left(one) > 2:
+            error = f"{_left(one)} descriptors were left"
         elif error is None and one["renewed"] and not str(one["faulted"]).startswith("setup: "):
             error = f"it needed a new server: {one['first']}"
         result = Result((module, name), one["kind"], one["test"], bool(one.get("fired")), error)
         tried[result.site, result.kind] = result
     return list(tried.values())
+
+
+def _left(one: dict[str, Any]) -> int:
+    """Descriptors that were left by the fault, beside what the test leaves in any case."""
+    return 0 if one["renewed"] else int(one.get("left", 0) - 2 * one.get("usual", 0))
 
 
 def _message(reports: list[pytest.TestReport]) -> str | None:
@@ -154,6 +168,7 @@ class Sweep:
         self._wanted = {(module, site) for module, sites in wanted.items() for site in sites}
         self._log = folder / "tried.jsonl"
         self._missed: dict[Site, int] = {}
+        self._usual = 0
         self._skipped = {
             tuple(json.loads(line)["site"])
             for line in (self._log.read_text().splitlines() if self._log.exists() else ())
@@ -192,6 +207,11 @@ class Sweep:
         self.faults.take_reached()
         reports = runtestprotocol(item, nextitem=sibling, log=False)
         reached = self.faults.take_reached()
+        self._usual = 0
+        if any(site in self._wanted for site in reached):  # beside the fixtures of its module
+            before = self._descriptors()
+            self._run(item, sibling)
+            self._usual = max(0, self._descriptors() - before)
         if _message(reports) is None and not any(report.skipped for report in reports):
             for site in reached:
                 if site in self._wanted and site not in self._skipped:
@@ -229,7 +249,7 @@ class Sweep:
         left = self._descriptors() - before
         self._note(
             **line, fired=fired, faulted=faulted, after=after, renewed=renewed, left=left,
-            seconds=round(time.monotonic() - started, 2),
+            usual=self._usual, seconds=round(time.monotonic() - started, 2),
         )  # fmt: skip
         self.faults.take_reached()
         return fired
@@ -267,3 +287,32 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name in ("PytestUnhandledThreadExceptionWarning", "PytestUnraisableExceptionWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::pytest.{name}")
+
+
+def search(folder: Path, seconds: float, tests: list[str]) -> None:
+    """Try what is in `[elsewhere]` with each of the tests, again after one that hung."""
+    folder.mkdir(exist_ok=True)
+    root = Path(__file__).parent.parent.parent
+    rows = tomllib.loads((root / "tests/server/fault_sites.toml").read_text())
+    (folder / "wanted.json").write_text(json.dumps(rows["elsewhere"]))
+    command = [sys.executable, "-m", "pytest", "-q", "--everything", "-p", "fault_sweep", "-n", "0"]
+    for test in tests:
+        start = time.monotonic()
+        while (left := seconds - (time.monotonic() - start)) > 0:
+            process = subprocess.Popen(
+                [*command, "-p", "no:cacheprovider", "--tb=short", *test.split()], cwd=root,
+                env={**os.environ, FOLDER: str(folder), "MODULM_FAULT_KINDS": "1"},
+                stdout=(folder / "out.txt").open("a"), stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                if process.wait(left) in range(6):
+                    break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        print(test, f"{time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    search(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -507,3 +507,38 @@ def test_locks_have_the_tested_versions_and_hashes() -> None:
             assert version == tested.get(name, version), f"{name}: run tools/lock.py"
             assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), name
     assert seen >= {"torch", "uvicorn", "xgrammar", "numpy", "cryptography"} & tested.keys()
+
+
+AUDITED = {"name": "a", "version": "1", "vulns": []}
+#: What pip-audit answers -> (exit code, what is said).
+AUDITS: dict[str, tuple[int, str]] = {
+    json.dumps({"dependencies": [AUDITED]}): (0, "1 of 1 packages, 0 with vulnerabilities"),
+    json.dumps({"dependencies": [{**AUDITED, "vulns": [{"id": "CVE-1"}]}]}): (1, "a 1: CVE-1"),
+    json.dumps({"dependencies": [{"name": "a", "skip_reason": "unknown"}]}): (0, "no data"),
+    "no index": (0, "audit: skipped, pip-audit gives no answer here"),
+}
+
+
+@pytest.mark.parametrize("answer", AUDITS)
+def test_known_vulnerabilities_of_locked_packages_fail_the_check(
+    answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("tool_audit", ROOT / "tools/audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, answer, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    code, said = AUDITS[answer]
+    assert audit.main() == code
+    assert said in capsys.readouterr().out
+    (command,) = commands
+    locks = {str(path) for path in (ROOT / "tools/locks").glob("*.txt")}
+    assert locks
+    assert locks <= set(command)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -249,3 +252,21 @@ def test_a_tokenizer_that_is_cut_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("read_text", "tokenizer_config.json"), ("stat", "tokenizer.json")]
+)
+def test_a_file_that_cannot_be_read_is_not_called_wrong(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+) -> None:
+    original = getattr(Path, method)
+
+    def fail(path: Path, *args: Any, **keywords: Any) -> Any:
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path, *args, **keywords)
+
+    monkeypatch.setattr(Path, method, fail)
+    with pytest.raises(CheckpointError, match=f"{name}: cannot be read: Input/output error"):
+        load_tokenizer(folder)

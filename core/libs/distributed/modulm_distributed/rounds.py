@@ -39,7 +39,13 @@ class Rounds:
         finally:
             os.close(descriptor)
         self._passes = np.frombuffer(mapped, dtype=np.int64)[:: _LINE // 8]
-        self._bells = [_pipe(Path(folder) / f"bell-{index}") for index in range(replicas)]
+        self._bells: list[int] = []
+        try:
+            for index in range(replicas):
+                self._bells.append(_pipe(Path(folder) / f"bell-{index}"))
+        except BaseException:
+            self.close()
+            raise
         self._poll = select.poll()
         self._poll.register(self._bells[replica], select.POLLIN)
         self._closed = False

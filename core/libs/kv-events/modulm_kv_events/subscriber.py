@@ -102,8 +102,12 @@ class Subscriber:
         self._streams: dict[int, _Stream] = {}
         self._context = zmq.Context()
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._ear.bind("inproc://bell")
-        self._bell.connect("inproc://bell")
+        try:
+            self._ear.bind("inproc://bell")
+            self._bell.connect("inproc://bell")
+        except BaseException:
+            self._context.destroy(linger=0)  # its end would wait for the sockets
+            raise
         self._thread = threading.Thread(target=self._run, name="kv-subscriber", daemon=True)
         self._thread.start()
 

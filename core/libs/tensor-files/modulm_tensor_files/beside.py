@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["copy_beside", "replace"]
@@ -22,7 +23,12 @@ def copy_beside(source: Path, folder: Path) -> None:
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Write a file atomically."""
+    """Write a file atomically. Raises OSError; nothing unfinished is left then."""
     unfinished = file.with_name(f"{file.name}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise

@@ -8,6 +8,7 @@ configuration and the names of the models, and everything else of it is refused.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from modulm_isolation.child import Questions, resolve
 from modulm_isolation.process import IsolatedDriver, driver_of
 from modulm_isolation.terms import IsolationError
 from modulm_server.errors import exception_handler
+from modulm_server.json_body import body_of
 from modulm_server.route import RouteContext, RouteFamily
 from modulm_wire.frames import pack_config, unpack_config
 from modulm_wire.packing import decode, encode
@@ -129,7 +131,7 @@ class _Isolated(RouteFamily):
 
         Raises IsolationError if it ends, or does not answer within the time limit.
         """
-        body = await request.body()
+        body = await body_of(request)
         connection = await asyncio.to_thread(self._connect)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         pieces = self._pieces(reader)
@@ -235,7 +237,12 @@ class RouteServer:
         if not data:
             self._loop.remove_reader(self._requests.fileno())
         for descriptor in descriptors:
-            task = self._loop.create_task(self._answer(socket.socket(fileno=descriptor)))
+            try:
+                connection = socket.socket(fileno=descriptor)
+            except OSError:  # its client is told by the end of the connection
+                os.close(descriptor)
+                continue
+            task = self._loop.create_task(self._answer(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bad_field",
+    "body_of",
     "check_counts",
     "convert",
     "decode",
+    "joined",
     "json_response",
     "read",
     "read_object",
@@ -70,12 +72,26 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
     ]
     if len(kinds) != 1 or not (kinds[0] == "application/json" or kinds[0].endswith("+json")):
         raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
-    body = await request.body()
+    body = await body_of(request)
     decoded = request.scope.get("modulm.json")
     if len(body) < _LARGE:
         return decode(body, schema) if decoded is None else to_struct(decoded, schema)
     work = partial(decode, body) if decoded is None else partial(to_struct, decoded)
     return await asyncio.get_running_loop().run_in_executor(_thread(), work, schema)
+
+
+async def body_of(request: Request) -> bytes:
+    """Return the body of a request, which `request.body()` returns too from then on."""
+    if not hasattr(request, "_body"):
+        request._body = await joined([part async for part in request.stream()])
+    return request._body
+
+
+async def joined(parts: list[bytes]) -> bytes:
+    """Join the parts of a body; in a thread if it is large, since the kernel clears its memory."""
+    if sum(map(len, parts)) < _LARGE:
+        return b"".join(parts)
+    return await asyncio.get_running_loop().run_in_executor(_thread(), b"".join, parts)
 
 
 async def read_object(body: bytes) -> dict[str, Any]:
@@ -90,7 +106,7 @@ async def read_object(body: bytes) -> dict[str, Any]:
 
 async def convert(request: Request, function: Callable[..., _Result], *args: Any) -> _Result:
     """Call a function that reads the decoded body of a request; in a thread if it is large."""
-    if len(await request.body()) < _LARGE:
+    if len(await body_of(request)) < _LARGE:
         return function(*args)
     return await asyncio.get_running_loop().run_in_executor(_thread(), function, *args)
 

@@ -17,7 +17,7 @@ import threading
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import uvicorn
 from starlette.routing import WebSocketRoute
@@ -72,7 +72,7 @@ _LAST_WORDS = 3.0
 _CLOSING = 5.0
 _BACKLOG = 2048
 #: Maximum bytes of a WebSocket message.
-_SOCKET_MESSAGE = 8 << 20
+_SOCKET_MESSAGE = 16 << 20
 #: Turns of uvicorn's loop, a tenth of a second each, between two lines of statistics.
 _STATS_TICKS = 100
 #: Connections to accept per turn of the event loop.
@@ -424,8 +424,9 @@ def make_server(served: Served, server: ServerConfig) -> Server:
     config = uvicorn.Config(
         served.app,
         http=_bounded(server),
-        ws="websockets-sansio" if _has_sockets(served) else "none",
+        ws=_socket_protocol(served),
         ws_max_size=_SOCKET_MESSAGE,
+        ws_per_message_deflate=False,  # a few bytes would become a long message
         lifespan="off",
         log_config=None,
         log_level=log,
@@ -455,9 +456,13 @@ def make_server(served: Served, server: ServerConfig) -> Server:
     return uvicorn_server
 
 
-def _has_sockets(served: Served) -> bool:
-    """Whether a route is a WebSocket, so that uvicorn imports their protocol only if needed."""
-    return any(isinstance(route, WebSocketRoute) for route in served.api.router.routes)
+def _socket_protocol(served: Served) -> type[asyncio.Protocol] | Literal["none"]:
+    """The protocol of WebSockets, imported only if a route is one."""
+    if not any(isinstance(route, WebSocketRoute) for route in served.api.router.routes):
+        return "none"
+    from modulm_server.websocket_protocol import WebSocketProtocol
+
+    return WebSocketProtocol
 
 
 def _bounded(server: ServerConfig) -> type[asyncio.Protocol]:

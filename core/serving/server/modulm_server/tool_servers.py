@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,7 @@ class ToolServer:
             self._closing = asyncio.Event()
             self._ready = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(self._ready, self._closing))
+            self._task.add_done_callback(partial(self._tell_end, self._ready))
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), self.timeout)
         except Exception as error:
@@ -201,10 +203,12 @@ class ToolServer:
                 ready.exception()  # it may be that nobody waits any more
             else:
                 log.warning("%s", self._failure(error))
-        finally:
-            if not ready.done():  # cancelled: whoever waits is told at once
-                ready.set_exception(self._failure(ConnectionError("the session was cut off")))
-                ready.exception()
+
+    def _tell_end(self, ready: asyncio.Future[Any], task: asyncio.Task[None]) -> None:
+        """Tell whoever waits for a session at once that it was cancelled, maybe before it began."""
+        if not ready.done():
+            ready.set_exception(self._failure(ConnectionError("the session was cut off")))
+            ready.exception()
 
     async def _open(self, stack: AsyncExitStack) -> Any:
         import httpx

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.json_body import body_of, json_response, read, request_docs
 from modulm_server.metrics import OperationMetrics
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
@@ -155,7 +155,7 @@ class Training(RouteFamily):
 
     async def start_weight_update(self, request: Request) -> Response:
         """Begin an update of the weights."""
-        has_body = await request.body()
+        has_body = await body_of(request)
         body = await read(request, StartRequest) if has_body else StartRequest()
         engine = self.context.engine
         with self._operations.measure("start"):

@@ -48,9 +48,9 @@ class ConversationStore:
             with closing(self._open()) as db, db:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute(_TABLE)
-        except sqlite3.Error as error:
+            Path(path).chmod(0o600)
+        except (sqlite3.Error, OSError) as error:
             raise ConfigError("chat_store", f"{path}: {error}") from error
-        Path(path).chmod(0o600)
 
     def _open(self) -> sqlite3.Connection:
         return sqlite3.connect(self.path, timeout=10)
@@ -139,5 +139,5 @@ class Conversations:
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return await asyncio.to_thread(function, *arguments)
-        except sqlite3.Error as error:
-            raise ApiError(500, f"the chat store: {error}", code="chat_store") from error
+        except (sqlite3.Error, OSError) as error:
+            raise ApiError(500, "the chat store cannot be used", code="chat_store") from error

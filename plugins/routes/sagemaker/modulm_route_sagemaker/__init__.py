@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from modulm_server.json_body import bad_field, read, request_docs
+from modulm_server.json_body import bad_field, body_of, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
@@ -63,7 +63,7 @@ class SageMaker(RouteFamily):
         A model that classifies but has no embeddings answers `input` with classes.
         """
         path = self._path_for(await read(request, Invocation))
-        return _Forwarded(request.app.router, path, await request.body())
+        return _Forwarded(request.app.router, path, await body_of(request))
 
     def _path_for(self, body: Invocation) -> str:
         for fields, path in _ROUTES:

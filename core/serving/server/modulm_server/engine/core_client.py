@@ -205,8 +205,12 @@ class EngineCoreClient(ABC):
         return answer
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, for this front end."""
-        return open_tokenizer(self.info.config, self.info.path)
+        """The model's tokenizer, for this front end; the engine is stopped if it is unreadable."""
+        try:
+            return open_tokenizer(self.info.config, self.info.path)
+        except BaseException:
+            self.close()
+            raise
 
     @abstractmethod
     def trouble(self) -> str | None:

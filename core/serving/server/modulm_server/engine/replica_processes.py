@@ -224,18 +224,20 @@ def listening(placed: Placement, host: str) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for rank in placed.here:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port = placed.address[1] + 1 + rank
         try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
+            listener.listen(64)
         except OSError as error:
+            for one in listeners:
+                one.close()
             raise ConfigError(
                 "data_parallel_rpc_port",
                 f"{host}:{port} cannot be listened on: {error.strerror}",
             ) from error
-        listener.listen(64)
-        listeners.append(listener)
     return listeners
 
 

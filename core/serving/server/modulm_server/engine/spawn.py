@@ -60,7 +60,11 @@ class EngineProcess:
         self._folder: Path | None = None
         self._started = False
         if listener is None:
-            listener, self._folder = _listening(address)
+            try:
+                listener, self._folder = _listening(address)
+            except OSError as error:
+                message = f"the engine's socket cannot be created: {error.strerror or error}"
+                raise EngineError(message) from error
         else:
             if secret_file is None:
                 raise EngineError("an engine on TCP requires a secret")
@@ -159,12 +163,15 @@ def _listening(address: str | None) -> tuple[socket.socket, Path]:
         folder = Path(address).parent
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(folder / "engine"))
-        listener.listen(64)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(folder / "engine"))
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
     except BaseException:
-        listener.close()
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return listener, folder

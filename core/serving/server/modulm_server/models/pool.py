@@ -344,11 +344,16 @@ class ModelPool(ModelDirectory):
             for model in self.models:
                 if _is_expired(model, now):
                     self._spawn(self._leave(model, evicted=True))
-            if self.budget is not None:
-                await self._keep_budget()
-            await self.discover()
+            pause = self._pause()
+            try:
+                if self.budget is not None:
+                    await self._keep_budget()
+                await self.discover()
+            except Exception:
+                log.exception("Models cannot be watched now")
+                pause = _MEASURE
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._expiring.wait(), self._pause())
+                await asyncio.wait_for(self._expiring.wait(), pause)
 
     def _pause(self) -> float | None:
         """Seconds until a model expires or memory is measured; None: neither will happen."""

@@ -9,7 +9,7 @@ import msgspec
 from attrs import define
 
 from modulm_server.errors import ApiError, ClientGone
-from modulm_server.json_body import read_object
+from modulm_server.json_body import joined, read_object
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope
@@ -80,7 +80,7 @@ async def read_body(receive: Receive) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
-    return b"".join(parts)
+    return await joined(parts)
 
 
 def _content_type(scope: Scope) -> bytes:
