@@ -268,6 +268,7 @@ FAMILIES = {
 #: Further names of checkpoints of these.
 ALIASES = {
     *ASSEMBLED,
+    "Phi4MMForCausalLM",
     "Qwen3ASRRealtimeGeneration",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniModel",
