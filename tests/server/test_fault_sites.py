@@ -185,6 +185,10 @@ class World:
             chat_store=str(folder / "chats"), enable_prompt_embeds=True,
             io_processor_plugin="twice",
         )  # fmt: skip
+        modulm.register("io_processors", "twice", Twice)
+
+    def close(self) -> None:
+        modulm.unregister("io_processors", "twice")
 
     @contextmanager
     def server(self) -> Iterator[tuple[Live, httpx.Client]]:
@@ -195,15 +199,11 @@ class World:
         )  # fmt: skip
         engine = Engine(self.tokenizer, long_reply, info)
         headers = {"Authorization": f"Bearer {KEY}"}
-        modulm.register("io_processors", "twice", Twice)
-        try:
-            with (
-                serve_in_thread(engine, self.config) as live,
-                live.client(headers=headers, timeout=60) as http,
-            ):
-                yield live, http
-        finally:
-            modulm.unregister("io_processors", "twice")
+        with (
+            serve_in_thread(engine, self.config) as live,
+            live.client(headers=headers, timeout=60) as http,
+        ):
+            yield live, http
 
     def run(self, live: Live | None, http: httpx.Client | None, scenario: str) -> None:
         """Errors are what clients see of the fault; that nothing ends is none of them."""
@@ -275,10 +275,12 @@ def check_part(name: str, files: int, threads: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     gc.collect()
     gc.freeze()  # what was imported is not looked at after each fault
-    return World(tmp_path_factory.mktemp("world"))
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
 
 
 @pytest.fixture

@@ -553,7 +553,7 @@ def test_the_names_that_trainers_broadcast_with(
 
 def test_the_flag(folders: tuple[Path, Path], llm: LLM) -> None:
     for config, message in (
-        ({"backend": "nccl"}, "backend: .*'nccl'"),
+        ({"backend": "smoke"}, "backend: .*'smoke'"),
         ({"folder": "x"}, "backend: must be the name of a backend"),
         ({"backend": "files"}, "folder"),
     ):

@@ -37,6 +37,7 @@ from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.flags import ServerConfig
 from modulm_server.models.flags import ModelsConfig
 from modulm_speculation.flags import SpeculationConfig
+from modulm_weight_offload.flags import OffloadConfig
 
 ALL = list(catalog().specs.values())
 KNOWN = catalog().elsewhere()
@@ -171,6 +172,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-mapped-weights": MappedWeightsFlags,
         "modulm-server": (ServerConfig, ModelsConfig),
         "modulm-speculation": SpeculationConfig,
+        "modulm-weight-offload": OffloadConfig,
     }
     brought = {spec.name: spec for spec in known_flags().values() if spec.package in packages}
     for package, brings in packages.items():

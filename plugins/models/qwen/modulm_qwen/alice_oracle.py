@@ -63,6 +63,9 @@ class AsQwen3Next(Converted):
         for index, layer in enumerate(model.model.layers):
             if config["layer_types"][index] == "linear_attention":
                 layer.linear_attn = KimiLinearDeltaAttention(delta, index).float()
+                gate = layer.linear_attn.forget_gate  # made without values
+                nn.init.uniform_(gate.A_log, 0.0, 2.0)
+                nn.init.uniform_(gate.dt_bias, -5.0, -1.0)
             layer.mlp = _Experts(config, model.config)
             for name in ("attn_res", "mlp_res") if index else ("mlp_res",):
                 layer.register_parameter(f"{name}_norm_weight", nn.Parameter(torch.ones(hidden)))
