@@ -131,12 +131,13 @@ def _fused_experts(
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(len(gate_up)):
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = F.linear(x, gate_up[expert], bias).chunk(2, dim=-1)
-        if act == "silu":
-            inner = F.silu(gate) * up
-        else:
+        both = F.linear(x, gate_up[expert], bias)
+        if act == "clamped_swiglu":
+            gate, up = both.chunk(2, dim=-1)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             inner = (up + 1) * gate * torch.sigmoid(alpha * gate)
+        else:
+            inner = twins.act_and_mul(both, act)
         bias = None if down_bias is None else down_bias[expert]
         share = (weights * (ids == expert)).sum(-1, keepdim=True)
         total = total + F.linear(inner, down[expert], bias).float() * share

@@ -190,21 +190,7 @@ class Moondream3ForCausalLM(MultimodalModel):
             "architectures": ["Moondream3ForCausalLM"],
             "model_type": "moondream3",
             "config": {
-                "text": {
-                    "dim": 64,
-                    "ff_dim": 96,
-                    "n_layers": 3,
-                    "n_heads": 4,
-                    "n_kv_heads": 4,
-                    "vocab_size": 512,
-                    "max_context": 2048,
-                    "moe": {
-                        "n_experts": 4,
-                        "n_experts_per_tok": 2,
-                        "expert_inner_dim": 32,
-                        "start_layer": 1,
-                    },
-                },
+                "text": MoondreamText.tiny(),
                 "vision": {
                     "enc_dim": 32,
                     "enc_patch_size": 4,

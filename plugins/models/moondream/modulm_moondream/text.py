@@ -148,7 +148,22 @@ class MoondreamText(DecoderForCausalLM):
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """The `text` of a tiny Moondream's config.json."""
+        return {
+            "dim": 64,
+            "ff_dim": 96,
+            "n_layers": 3,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "vocab_size": 512,
+            "max_context": 2048,
+            "moe": {
+                "n_experts": 4,
+                "n_experts_per_tok": 2,
+                "expert_inner_dim": 32,
+                "start_layer": 1,
+            },
+        }
 
 
 def split_fused(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
