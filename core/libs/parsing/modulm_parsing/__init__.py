@@ -14,6 +14,7 @@ from modulm_parsing.message import (
     message_parser,
     new_call_id,
     parse,
+    parse_arguments,
 )
 from modulm_parsing.python_calls import PythonCalls
 from modulm_parsing.reading import MessageReader, ReasoningFormat, ToolFormat
@@ -51,6 +52,7 @@ __all__ = [
     "message_parser",
     "new_call_id",
     "parse",
+    "parse_arguments",
     "read_call",
     "thinking_variables",
 ]

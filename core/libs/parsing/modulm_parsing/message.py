@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from uuid import uuid4
@@ -41,6 +42,7 @@ __all__ = [
     "message_parser",
     "new_call_id",
     "parse",
+    "parse_arguments",
 ]
 
 #: Number of characters at the prompt's end that parsers get.
@@ -272,6 +274,15 @@ def assemble(deltas: Sequence[Event]) -> ParsedMessage:
     return ParsedMessage(
         "".join(content) or None, "".join(reasoning) or None, ordered, tuple(deltas)
     )
+
+
+def parse_arguments(arguments: str) -> dict[str, Any]:
+    """Parse the arguments of a call; {} if they are incomplete or no object."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def new_call_id() -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm_parsing import new_call_id
+from modulm_parsing import new_call_id, parse_arguments
 from modulm_server.hosted_turns import TOO_MANY_CALLS
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def blocks_of(sent_events: Iterable[objects.Event]) -> list[Any]:
             _grow(blocks[-1], sent["delta"])
     for block in blocks:
         if block["type"] in ("tool_use", "mcp_tool_use"):
-            block["input"] = _object(block["input"] or "")
+            block["input"] = parse_arguments(block["input"] or "")
     return blocks
 
 
@@ -49,15 +48,6 @@ _GROWS = {
 def _grow(block: Any, delta: Mapping[str, Any]) -> None:
     name, source = _GROWS[delta["type"]]
     block[name] = (block[name] or "") + delta[source]
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Parse call arguments; {} for incomplete ones."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm_parsing import new_call_id
+from modulm_parsing import new_call_id, parse_arguments
 from modulm_server.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -69,17 +68,9 @@ def message_of(parsed: ParsedMessage) -> Message:
 def old_calls_of(parsed: ParsedMessage) -> list[OldToolCall]:
     """The calls of a message in version 1, which has arguments as objects."""
     return [
-        {"name": call.name, "parameters": _object(call.arguments)} for call in parsed.tool_calls
+        {"name": call.name, "parameters": parse_arguments(call.arguments)}
+        for call in parsed.tool_calls
     ]
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Parse call arguments; {} for incomplete ones."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def logprobs_of(positions: Sequence[Position] | None, ids: Sequence[int]) -> list[Logprobs]:

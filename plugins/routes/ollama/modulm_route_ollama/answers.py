@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
+from modulm_parsing import parse_arguments
 
 if TYPE_CHECKING:
     from modulm.contracts.outputs import Position
@@ -79,11 +80,7 @@ class Pieces:
 
 def call_of(name: str, arguments: str) -> ToolCall:
     """Build a tool call; invalid or incomplete arguments become {}."""
-    try:
-        table = json.loads(arguments)
-    except ValueError:
-        table = {}
-    return {"function": {"name": name, "arguments": table if isinstance(table, dict) else {}}}
+    return {"function": {"name": name, "arguments": parse_arguments(arguments)}}
 
 
 def reason_of(reason: str | None) -> str:
