@@ -279,7 +279,7 @@ def _rehearsed(
     if measured or queued or padded or built.shared.mesh.pipeline.size > 1:
         return widths, ()
     try:
-        growth = rehearse(built, groups, platform, widths.token, masks=masks)
+        growth = rehearse(built, groups, platform, masks=masks)
         return evolve(widths, growth=growth), ()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ from modulm.nn.builder import Builder
 from modulm_memory.allocations import Allocations
 
 if TYPE_CHECKING:
-    from modulm.contracts.model import Batch, CacheSpec
+    from modulm.contracts.model import Batch
     from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
     from modulm.contracts.quantization import CheckpointInfo, ParamSpec
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Growth", "rehearse", "step_allocations"]
 
-#: Tokens of the shortest prompt: as many as all layers may compute; the others have two and three
-#: times as many. One less than a multiple of blocks of caches and of chunks of recurrent layers, so
-#: that what these pad is allocated.
-_TOKENS = (127, 63, 31)
-#: Bytes that the layers of all three prompts may write.
-_WORK = 2 << 30
+#: Tokens of the shortest prompt; the others have two and three times as many. One less than a
+#: multiple of blocks of caches and, with recurrent layers, of their chunks, so that what these pad
+#: is allocated.
+_TOKENS, _TOKENS_OF_STATES = 31, 127
 #: Smallest part of a size that is a square term; less is rounding.
 _SQUARE = 0.002
 #: Media of models whose encoder reads the prompt.
@@ -146,29 +144,21 @@ class _Substituted(SimpleNamespace):
 
 @torch.inference_mode()
 def rehearse(
-    built: Any, groups: Sequence[CacheGroup], platform: Platform, width: int, *, masks: bool
+    built: Any, groups: Sequence[CacheGroup], platform: Platform, *, masks: bool
 ) -> Growth:
     """Return how the memory of a step grows, from the steps of three prompts.
 
-    built: the model as the loader builds it, without weights. width: bytes of a token in the widest
-    layer. masks: as in `build_model`. Raises what layers raise that do not run without weights.
+    built: the model as the loader builds it, without weights. masks: as in `build_model`. Raises
+    what layers raise that do not run without weights.
     """
     model, shared = _build(built, masks=masks)
-    tokens = max(min(_shortest(model.caches, width), shared.max_length // 3), 1)
+    states = any(isinstance(cache.spec, StateSpec) for cache in model.caches)
+    tokens = max(min(_TOKENS_OF_STATES if states else _TOKENS, shared.max_length // 3), 1)
     for table in shared.ropes.values():
         table.fill(3 * tokens, shared.max_length, shared.device)
     caches = allocate(model.caches, groups, [2] * len(groups), platform)
     sizes = [step_allocations(model, groups, caches, platform, tokens * i) for i in (1, 2, 3)]
     return Growth.through(tokens, sizes)
-
-
-def _shortest(caches: Sequence[CacheSpec], width: int) -> int:
-    """Return the tokens of the shortest prompt."""
-    longest, *others = _TOKENS
-    if any(isinstance(cache.spec, StateSpec) for cache in caches):
-        return longest
-    work = 6 * width * max(len(caches), 1)
-    return next((tokens for tokens in (longest, *others) if tokens * work <= _WORK), others[-1])
 
 
 @torch.inference_mode()
