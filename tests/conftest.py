@@ -43,6 +43,11 @@ sys.dont_write_bytecode = False
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Each process would read the entry points of all distributions, of which there are 300, for device
+# backends of torch and for pydantic's plugins: 60 ms each, and there are none.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
 # Servers of tests take the time that a busy machine needs: an answer is waited for, not 5 seconds.
 # All of httpx's functions and clients share this object.
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 300
