@@ -5,7 +5,9 @@
 
 The first form has a model of Qwen3-0.6B's shape with random weights, and prints times between two
 tokens of running streams, with and without prompts of 2,048 tokens beside them, and times to first
-token. Exits with 1 if the ratios are above the limits, or if a prompt was not fetched.
+token. The last row has the same streams beside a process that computes the prompts and sends
+nothing: what two processes cost each other on this machine, whatever the transfer. Exits with 1 if
+the ratios are above the limits, or if a prompt was not fetched.
 
 The second form has a tiny model and kills replicas of both pools while requests run. Exits with 1
 if an answer differs from one engine's, a request fails, or a process or file is left.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,18 +87,55 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+def random_prompt(number: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(number).integers(200, 150_000, PROMPT).tolist()
+    return tokens
+
+
 async def first_token(llm: AsyncLLM, number: int, cached: int) -> float:
     """Return the seconds to the first token of a new prompt. cached: its least cached tokens."""
-    tokens = np.random.default_rng(number).integers(200, 150_000, PROMPT).tolist()
+    prompt = {"prompt_token_ids": random_prompt(number)}
     began = time.perf_counter()
-    async for output in llm.generate({"prompt_token_ids": tokens}, ONE, f"prompt{number}"):
+    async for output in llm.generate(prompt, ONE, f"prompt{number}"):
         if (output.num_cached_tokens or 0) < cached:
             print(f"prompt {number}: {output.num_cached_tokens} tokens were fetched")
             raise SystemExit(1)
     return time.perf_counter() - began
 
 
-async def measure(llm: AsyncLLM, options: argparse.Namespace, cached: int) -> dict[str, float]:
+class Computer:
+    """A process that computes prompts and sends nothing anywhere."""
+
+    def __init__(self, model: str, flags: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, end = context.Pipe()
+        self._process = context.Process(target=self._run, args=(model, flags, end), daemon=True)
+        self._process.start()
+        self._end.recv()
+
+    @staticmethod
+    def _run(model: str, flags: dict[str, Any], end: Connection) -> None:
+        with LLM(model, **flags) as llm:
+            llm.generate({"prompt_token_ids": random_prompt(0)}, ONE, use_tqdm=False)
+            end.send(None)
+            with suppress(EOFError):
+                while True:
+                    prompt = {"prompt_token_ids": random_prompt(end.recv())}
+                    llm.generate(prompt, ONE, use_tqdm=False)
+                    end.send(None)
+
+    def compute(self, number: int) -> None:
+        self._end.send(number)
+        self._end.recv()
+
+    def close(self) -> None:
+        self._end.close()
+        self._process.join()
+
+
+async def measure(
+    llm: AsyncLLM, options: argparse.Namespace, cached: int, computer: Computer | None = None
+) -> dict[str, float]:
     """Return the median and the 99th percentile of gaps, and times to first token."""
     await first_token(llm, 0, 0)  # the first one imports and allocates
     idle = [await first_token(llm, 1 + number, cached) for number in range(2)]
@@ -106,11 +147,22 @@ async def measure(llm: AsyncLLM, options: argparse.Namespace, cached: int) -> di
     start = time.perf_counter()
     first = [await first_token(llm, 10 + number, cached) for number in range(options.prompts)]
     busy = streams.between(start, time.perf_counter())
+    beside: list[float] = []
+    if computer is not None:
+        start = time.perf_counter()
+        for number in range(options.prompts):
+            await asyncio.to_thread(computer.compute, 10 + number)
+        beside = streams.between(start, time.perf_counter())
     await streams.stop()
+    percentiles = {
+        f"{name} {percent}": float(np.percentile(gaps, percent))
+        for name, gaps in (("quiet", quiet), ("busy", busy), ("beside", beside))
+        for percent in (50, 99)
+        if gaps
+    }
     return {
         "idle": median(idle), "first": median(first), "rate": len(busy) / sum(first),
-        "quiet 50": float(np.percentile(quiet, 50)), "quiet 99": float(np.percentile(quiet, 99)),
-        "busy 50": float(np.percentile(busy, 50)), "busy 99": float(np.percentile(busy, 99)),
+        **percentiles,
     }  # fmt: skip
 
 
@@ -127,11 +179,14 @@ def compare(options: argparse.Namespace) -> int:
         for name, pools in (("colocated", None), ("disaggregated", (1, 1))):
             more = {"cpu_bytes_to_use": 1 << 30} if pools else {}
             llm = engine(folder, pools, **flags, **more)
+            computer = Computer(folder, flags) if pools else None
             try:
                 cached = PROMPT - 64 if pools else 0
-                results[name] = asyncio.run(measure(llm, options, cached))
+                results[name] = asyncio.run(measure(llm, options, cached, computer))
             finally:
                 llm.shutdown()
+                if computer is not None:
+                    computer.close()
     print(
         f"{options.layers} layers, {options.streams} streams, {options.prompts} prompts of ", end=""
     )
@@ -146,10 +201,15 @@ def compare(options: argparse.Namespace) -> int:
         print(f"| {name} | {times} | {ratio:.2f} | {r['idle'] * 1000:.0f} | "
               f"{r['first'] * 1000:.0f} | {r['rate']:.1f} |")  # fmt: skip
     apart, together = results["disaggregated"], results["colocated"]
+    cells = [apart[key] * 1000 for key in ("quiet 50", "quiet 99", "beside 50", "beside 99")]
+    beside = apart["beside 99"] / apart["quiet 99"]
+    times = " | ".join(f"{cell:.0f}" for cell in cells)
+    print(f"| beside a process that sends nothing | {times} | {beside:.2f} | | | |")
     gap = apart["busy 99"] / apart["quiet 99"]
     first = apart["first"] / together["first"]
     idle = apart["idle"] / together["idle"]
-    print(f"between tokens {gap:.2f} (at most {GAP}); first token {first:.2f} of colocated "
+    print(f"between tokens {gap:.2f} (at most {GAP}), {gap / beside:.2f} of beside a process that "
+          f"sends nothing; first token {first:.2f} of colocated "
           f"(at most {FIRST}), {idle:.2f} without streams")  # fmt: skip
     return int(gap > GAP or first > FIRST)
 
