@@ -185,6 +185,45 @@ def get_packages() -> bool:
     return run(*install(*group_options, *editable(packages())))
 
 
+#: A finder of this repository's packages. Each editable installation adds a folder to `sys.path`,
+#: and an import looks into 150 of them on average: a tenth of what starting `modulm` takes.
+FINDER = """\
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from os.path import exists
+
+PACKAGES = {packages!r}
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        folder = PACKAGES.get(name)
+        if folder is None or not exists(file := folder + "/__init__.py"):
+            return None
+        spec = ModuleSpec(name, SourceFileLoader(name, file), origin=file, is_package=True)
+        spec.submodule_search_locations.append(folder)
+        spec.has_location = True
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def write_finder() -> None:
+    """Make .venv find each package of this repository in one step."""
+    paths = {
+        path.parent.name: str(path.parent)
+        for folder in packages()
+        for path in [*folder.glob("*/__init__.py"), *folder.glob("core/modulm/__init__.py")]
+        if path.parent.name.startswith(("modulm", "pytest_modulm"))
+    }
+    target = Path(ask("import sysconfig; print(sysconfig.get_path('purelib'))"))
+    (target / "_modulm_workspace.py").write_text(FINDER.format(packages=paths))
+    (target / "_modulm_workspace.pth").write_text("import _modulm_workspace\n")
+
+
 def main() -> int:
     """Bring .venv up to date. Returns 0 on success."""
     if not SUPPORTED[0] <= sys.version_info[:2] < SUPPORTED[1]:
@@ -206,6 +245,7 @@ def main() -> int:
     if not done:
         say("failed; see the messages above")
         return 1
+    write_finder()
     STAMP.write_text(f"{current}\n{outcome}")
     say(f"done {outcome}".rstrip())
     return 0
