@@ -21,13 +21,13 @@ from modulm.testing.queued import HostRead
 from modulm_gpu.testing import GatherAttention, GraphError, GraphPlatform, TapeGraphs
 from modulm_weight_offload.testing import QueuedCopies
 
-PROMPTS = [[5, 99, 7, 300], [17], [8] * 40, [7, 9, 11], list(range(100, 130))]
+PROMPTS = [[5, 99, 7, 300], [17], [8] * 40, [7, 9, 11], list(range(100, 118))]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True),
-    SamplingParams(temperature=1.1, seed=5, max_tokens=8, logprobs=0, top_p=0.8),
-    SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.2),
-    SamplingParams(temperature=0, max_tokens=5, logprobs=1, prompt_logprobs=2),
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=1.1, seed=5, max_tokens=6, logprobs=0, top_p=0.8),
+    SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=2),
 ]
 FLAGS = {
     "num_gpu_blocks_override": 60, "max_num_batched_tokens": 32, "block_size": 16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 from tests.media.checkpoint import write_llava
 
 import modulm
@@ -47,7 +48,7 @@ def answers(folder, prompts, **settings):
     return [answer.outputs[0].token_ids for answer in results]
 
 
-@pytest.mark.parametrize("scheduling", [False, True])
+@parametrize_sample("scheduling", [True, False], every=2)
 def test_text_goes_on_between_the_layers_of_an_encoder(folder, steps, scheduling):
     pictures = images(((56, 42), (30, 60)))
     mark = "<image>"

@@ -4,7 +4,7 @@ import ast
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from modulm_parsing import NotACall, Source
@@ -38,7 +38,6 @@ def cut(text, cuts):
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=80, deadline=None)
 @given(json_values, st.data(), st.booleans())
 def test_a_value_is_handed_on_as_it_is_written(value, data, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only)
@@ -48,7 +47,6 @@ def test_a_value_is_handed_on_as_it_is_written(value, data, ascii_only):
     assert emitted == text
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), json_values), st.data())
 def test_members_are_read_one_by_one(value, data):
     text = json.dumps(value) + " tail"
@@ -113,7 +111,6 @@ python_values = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
 @given(python_values, st.data())
 def test_a_python_literal_becomes_json(value, data):
     text = repr(value) + ","

@@ -115,7 +115,7 @@ def events(chunks, context, parsers=("hermes", "qwen3")):
     return merge(parsed + parser.finish())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(PIECES, max_size=12), PROMPTS, PARSERS, CHOICES, st.data())
 def test_every_way_of_cutting_gives_the_same(parts, prompt, parsers, choice, data):
     text = "".join(parts)

@@ -8,7 +8,7 @@ HostRead, and so does an operation whose output shape depends on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "on_meta",
     "output_shapes",
     "really",
+    "undivided",
     "written",
 ]
 
@@ -88,10 +89,8 @@ def really() -> Iterator[None]:
 
 def nonsense(like: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor of the same shape filled with invalid values."""
-    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    return tensor.fill_(
-        torch.nan if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -77
-    )
+    value = torch.nan if like.is_floating_point() else 1 if like.dtype == torch.bool else -77
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(value)
 
 
 class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,14 +100,20 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._queue = queue
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the default imports torch's compiler, and wraps each operation
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if func not in undivided:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            undivided.add(func)
         schema = func._schema
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         tensors = [each for each in (*args, *kwargs.values()) if holds_tensor(each)]
@@ -135,6 +140,8 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
 
+#: Operations that do not decompose into others.
+undivided: set[Any] = set()
 _shapes: dict[Any, Any] = {}
 
 
@@ -157,9 +164,8 @@ def _signature(value: Any) -> Any:
 
 
 def holds_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(holds_tensor, value))
-    return isinstance(value, torch.Tensor)
+    several = isinstance(value, list | tuple)
+    return any(map(holds_tensor, value)) if several else isinstance(value, torch.Tensor)
 
 
 def on_meta(values: Any) -> Any:
@@ -218,8 +224,7 @@ class _QueuedStaging(Staging):
 class _QueuedTransfer(Transfer):
     def __init__(self, queue: Queue, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__([nonsense(tensor) for tensor in tensors])
-        self._queue = queue
-        self._read = False
+        self._queue, self._read = queue, False
         queue.unread += 1
         self._until = queue.put(
             lambda: [to.copy_(of) for to, of in zip(self._tensors, tensors, strict=True)]
@@ -261,11 +266,8 @@ class QueuedPlatform(Platform):
     def dtypes(self) -> tuple[str, ...]:
         return ("float32", "bfloat16")
 
-    def queue(self) -> AbstractContextManager[object]:
-        return self._launching()
-
     @contextmanager
-    def _launching(self) -> Iterator[None]:
+    def queue(self) -> Iterator[None]:
         self._work.ahead += self._work.unread > 0
         with _NoReads(), _Later(self._work):
             yield

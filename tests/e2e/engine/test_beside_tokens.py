@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import field, frozen
 from safetensors.torch import save_file
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.contracts.requests import Request
@@ -60,7 +61,7 @@ def request(name, prompt, **more) -> Request:
     return Request(id=name, prompt=prompt, params=PARAMS, **more)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(folder) -> Iterator[tuple[EngineCore, Recorder]]:
     core, seen = open_core(folder, PluginManager())
     yield core, seen
@@ -146,7 +147,7 @@ class Shared(FakeConnector):
         )
 
 
-@pytest.mark.parametrize("fails", [10**6, 2])
+@parametrize_sample("fails", [2, 10**6], every=2)
 def test_blocks_from_another_engine_change_no_token(folder, plain, fails) -> None:
     STORE.clear()
     prompts = {f"r{n}": [7, *range(100, 160), n] for n in range(4)}

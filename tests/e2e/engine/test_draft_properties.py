@@ -111,10 +111,9 @@ def held(llm: LLM) -> list[tuple[int, int]]:
     return [(group.pool.used, group.pool.free) for group in groups]
 
 
-def test_requests_and_aborts_leave_the_pools_as_they_were(folder) -> None:
-    """2,000 requests through a few blocks, some of which end in the middle of a drafted run; 400
-    where there are recurrent states.
-    """
+@parametrize_sample("count", [400, 2_000], every=2)
+def test_requests_and_aborts_leave_the_pools_as_they_were(folder, count) -> None:
+    """Requests through a few blocks, some of which end in the middle of a drafted run."""
     from modulm_frontend.output_processor import RequestState
 
     draw = random.Random(7)
@@ -124,7 +123,6 @@ def test_requests_and_aborts_leave_the_pools_as_they_were(folder) -> None:
         return words[len(history) % 4][: len(history) % 7]
 
     drafter = FakeDrafter(guesses, [])
-    count = 2_000 if "Llama" in folder else 400
     with manager.using(PluginManager()), opened(folder, drafter, **FLAGS) as llm:
         llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2), use_tqdm=False)
         llm._core.loop.scheduler.forget_prefixes()

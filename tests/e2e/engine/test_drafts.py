@@ -81,7 +81,7 @@ def answers(folder, params, flags, drafter=None, prompts=PROMPTS):
     return [outcome(output) for output in [*outputs, *again]], steps
 
 
-@pytest.fixture(scope="module", params=sample(["compiled", "torch", "few blocks"], every=2))
+@pytest.fixture(scope="module", params=sample(["few blocks", "compiled", "torch"], every=3))
 def reference(request, folder):
     flags = {"torch": PLAIN, "compiled": {}, "few blocks": SMALL}[request.param]
     stops = [answers(folder, PARAMS, flags)[0][place][0][4] for place in (0, 2)]

@@ -41,6 +41,7 @@ from modulm.testing.queued import (
     nonsense,
     output_shapes,
     really,
+    undivided,
     written,
 )
 from modulm_gpu.flags import CompilationConfig
@@ -82,16 +83,22 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pool = pool
         self.steps: list[Callable[[], object]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the default imports torch's compiler, and wraps each operation
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
             raise GraphError("host memory is allocated while a graph is captured")
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if func not in undivided:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            undivided.add(func)
         with really():
             return self._write(func, args, kwargs)
 
