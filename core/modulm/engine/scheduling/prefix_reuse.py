@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
@@ -13,7 +15,8 @@ __all__ = ["PrefixReuse"]
 
 
 class PrefixReuse:
-    """Prefix reuse over all cache groups; does nothing if `enabled` is False.
+    """Prefix reuse over all cache groups. If `enabled` is False, only the choices of one request
+    (`n`) share its prompt; front ends give them a salt of their own.
 
     A block is named once its last token has been computed. Blocks that running rows are about to
     fill are recorded in `_filling`; a request that needs one waits for it instead of computing it
@@ -24,9 +27,8 @@ class PrefixReuse:
     def __init__(
         self, cache: KVCacheManager, table: RowTable, algorithm: str, enabled: bool
     ) -> None:
-        self.enabled = enabled and cache.reusable
-        self.queried = 0
-        self.hits = 0
+        self.enabled, self._reusable = enabled and cache.reusable, cache.reusable
+        self.queried = self.hits = 0
         self._cache = cache
         self._table = table
         self._name, self._root = hasher(algorithm), b""
@@ -41,15 +43,17 @@ class PrefixReuse:
 
     def lookup(self, entry: Entry) -> Hit | None:
         """Find the entry's cached prefix; None: wait, a running row is computing more of it."""
-        if not self.enabled:
+        request: Any = entry.request
+        several = request.reads_prefix and max(request.params.n, request.params.best_of or 1) > 1
+        if not (self.enabled or (self._reusable and several)):
             return self._cache.lookup({}, 0)
         if not entry.chains or entry.chains[0].root != self._root:
-            request, name, root = entry.request, self._name, self._root
+            name, root = self._name, self._root
             entry.chains = tuple(Chain(request, size, name, root) for size, _ in self._named)
         tokens = entry.history.astype(np.int32)
         for chain in entry.chains:
             chain.extend(tokens)
-        if not entry.request.reads_prefix:
+        if not request.reads_prefix:
             return self._cache.lookup({}, 0)
         names = {chain.size: chain.names for chain in entry.chains}
         hit = self._cache.lookup(names, entry.tokens - 1)
@@ -57,17 +61,15 @@ class PrefixReuse:
 
     def _coming(self, entry: Entry, hit: Hit) -> bool:
         chain = entry.chains[0]
-        following = hit.tokens // chain.size
-        inside = following < (entry.tokens - 1) // chain.size
-        return inside and chain.names[following] in self._filling
+        following, last = hit.tokens // chain.size, (entry.tokens - 1) // chain.size
+        return following < last and chain.names[following] in self._filling
 
     def admit(self, entry: Entry, row: int, hit: Hit) -> None:
         """Record that the entry was admitted with the prefix `hit`."""
-        if not self.enabled:
+        if not entry.chains:
             return
-        if entry.request.reads_prefix:
-            self.queried += entry.tokens
-            self.hits += hit.tokens
+        self.queried += entry.tokens if entry.request.reads_prefix else 0
+        self.hits += hit.tokens
         self._chains[row] = entry.chains
         for size, named in self._named:
             named[row] = hit.tokens - hit.tokens % size
@@ -77,7 +79,7 @@ class PrefixReuse:
 
     def advance(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Name the blocks that are full now that the rows' first `ends` tokens are computed."""
-        if not self.enabled:
+        if not self._chains:
             return
         for index, (size, named) in enumerate(self._named):
             before = named[rows]
@@ -88,7 +90,8 @@ class PrefixReuse:
                 for row, first, last in zip(
                     rows[full].tolist(), firsts.tolist(), lasts.tolist(), strict=True
                 ):
-                    self._name_blocks(index, row, first, last)
+                    if row in self._chains:
+                        self._name_blocks(index, row, first, last)
         self._cache.passed(rows, ends)
 
     def _name_blocks(self, index: int, row: int, first: int, last: int) -> None:
@@ -128,8 +131,7 @@ class PrefixReuse:
 
     def take_counts(self) -> tuple[int, int]:
         """Return the tokens looked up and found since the last call."""
-        counts = (self.queried, self.hits)
-        self.queried = self.hits = 0
+        counts, self.queried, self.hits = (self.queried, self.hits), 0, 0
         return counts
 
     def _filled(self, row: int, names: list[bytes]) -> None:

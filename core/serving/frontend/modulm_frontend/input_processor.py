@@ -409,6 +409,9 @@ class InputProcessor:
         bad = self._bad_words(params)
         state = self._state(text, ids, params, request_id, count, common["adapter"])
         state.keep, state.ranks_only = params.n, ranks
+        if count > 1 and self.info.config.cache.enable_prefix_caching is False:
+            # The choices share the prompt with one another only.
+            common = {**common, "salt": f"{common['salt'] or ''}#{request_id}"}
         requests = tuple(
             Request(
                 id=identity,

@@ -177,15 +177,22 @@ def test_blocks_of_old_weights_are_not_found_after_an_update() -> None:
     executor.stop()
 
 
-def test_a_burst_with_one_beginning_computes_it_once() -> None:
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_a_burst_with_one_beginning_computes_it_once(prefixes: bool) -> None:
+    """Without prefix caching, the choices of one request do."""
     executor = FakeExecutor((Group(4, 64),), keep_plans=True)
-    engine, seen = make_engine(executor, Limits(rows=8, tokens=128))
+    engine, seen = make_engine(executor, Limits(rows=8, tokens=128, prefixes=prefixes))
+    params = SamplingParams(temperature=0, n=1 if prefixes else 4, max_tokens=2)
     prompt = list(range(10, 43))
     for number in range(4):
-        engine.submit(request(f"r{number}", prompt, 2))
+        engine.submit(request(f"r{number}", prompt, params=params, salt="choices"))
     finish_all(engine)
     assert sum(int(plan.counts.sum()) for plan in executor.plans) == 33 + 3 * 1 + 4
     assert [seen.cached[f"r{n}"] for n in range(4)] == [0, 32, 32, 32]
+    engine.submit(request("alone", prompt, 2, salt="choices"))
+    finish_all(engine)
+    assert seen.cached["alone"] == (32 if prefixes else 0)
+    check_empty(engine)
     executor.stop()
 
 
