@@ -143,9 +143,8 @@ def test_the_proxys_way(model: Callable[..., str], expected: list[Any]) -> None:
         assert results(again) == expected[:1]
 
 
-def test_blocks_are_saved_in_the_step_that_fills_them(
-    model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def noted_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Tokens of steps, blocks that are saved after and while they are computed."""
     steps: list[tuple[int, int, int]] = []
     begin = TransferRunner.begin
 
@@ -158,6 +157,28 @@ def test_blocks_are_saved_in_the_step_that_fills_them(
         begin(self, plan, value)
 
     monkeypatch.setattr(TransferRunner, "begin", noted)
+    return steps
+
+
+def test_the_rest_of_a_prompt_is_computed_in_small_steps(
+    model: Callable[..., str], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another request generates."""
+    with pair(model()) as (first, second):
+        (table,) = prefill(first, 1)
+        fetch = PARAMS.with_(extra_args={"kv_transfer_params": table})
+        steps = noted_steps(monkeypatch)
+        prompts = [{"prompt_token_ids": [3, 5, 8]}, PROMPTS[0]]
+        outputs = second.generate(prompts, [PARAMS.with_(max_tokens=40), fetch], use_tqdm=False)
+        assert results(outputs[1:]) == expected[:1]
+        assert outputs[1].num_cached_tokens == STORED
+    assert [tokens for tokens, *_ in steps if tokens > 2] == [3, 9, 9]
+
+
+def test_blocks_are_saved_in_the_step_that_fills_them(
+    model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = noted_steps(monkeypatch)
     with engine(model(), "kv_producer", free_port(), max_model_len=256) as llm:
         (output,) = ask(llm, ONE, [PREFILL], [{"prompt_token_ids": [5, 9, 40] * 60}])
         assert [step for step in steps if any(step)] == [(64, 0, 2), (64, 0, 2), (52, 0, 1)]
@@ -257,7 +278,10 @@ def test_windows_and_latent_caches(architecture: str, model: Callable[..., str])
 
 @parametrize_sample("architecture", HYBRIDS, 3)
 def test_states_of_recurrent_layers(
-    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    architecture: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = str(make_tiny(tmp_path / "model", architecture))
     flags = STATES | {"max_model_len": 256}
@@ -269,7 +293,9 @@ def test_states_of_recurrent_layers(
         engine(folder, "kv_consumer", 1, **flags) as second,
         engine(folder, "kv_consumer", 1, **flags | {"mamba_block_size": 128}) as other,
     ):
+        steps = noted_steps(monkeypatch)
         params = [output.kv_transfer_params for output in ask(first, ONE, [PREFILL] * 2, LONG)]
+        assert [sum(each) for each in zip(*steps, strict=True)][1:] == [0, 4]
         outputs = ask(second, PARAMS, params, LONG)
         assert results(outputs) == expected
         assert [output.num_cached_tokens for output in outputs] == [128] * 2

@@ -75,10 +75,11 @@ class TransfersPart(StepPart):
         from modulm_kv_transfer.runner import LayeredTransferRunner, TransferRunner
 
         _check_groups(built.loaded)
-        mover = self.connector.mover()
+        mover, queued = self.connector.mover(), built.platform.queued
         if isinstance(mover, LayeredMover):
-            return LayeredTransferRunner(mover)
-        return TransferRunner(mover, remote=isinstance(self.connector, RemoteConnector))
+            return LayeredTransferRunner(mover, queued=queued)
+        remote = isinstance(self.connector, RemoteConnector)
+        return TransferRunner(mover, remote=remote, queued=queued)
 
     def pack_plan(self, value: TransferPlan) -> list[Any]:
         lists = (value.loads, value.saves, value.holds)

@@ -25,7 +25,7 @@ from modulm_kv_transfer.holds import PrefixHolds
 from modulm_kv_transfer.units import BlockUnits
 from modulm_kv_transfer.unsaved import UnsavedBlocks
 
-__all__ = ["TransferPlanner"]
+__all__ = ["Load", "TransferPlanner"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -36,7 +36,7 @@ _NEVER = 1 << 60
 
 
 @frozen(eq=False)
-class _Load:
+class Load:
     """A row that waits for the blocks of its first `tokens` tokens; `cached` were on the device."""
 
     transfer: BlockTransfer
@@ -87,7 +87,7 @@ class TransferPlanner(PartPlanner):
         #: Row -> tokens that need not be computed, of rows whose load ended but have not run yet.
         self._loaded: dict[int, int] = {}
         self._loading: set[int] = set()
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         self._saves: dict[int, BlockTransfer] = {}
         self._outcomes: dict[int, _Outcome] = {}
         self._new: tuple[list[BlockTransfer], list[BlockTransfer]] = ([], [])
@@ -151,7 +151,7 @@ class TransferPlanner(PartPlanner):
         )
         transfer = self._transfer(request, names, blocks, self.source(request))
         epoch = int(self._table.epoch[row])
-        self._loads[transfer.id] = _Load(transfer, row, epoch, cached, tokens)
+        self._loads[transfer.id] = Load(transfer, row, epoch, cached, tokens)
         self._new[0].append(transfer)
         self._loading.add(row)
         self._table.pause(row)
@@ -359,7 +359,7 @@ class TransferPlanner(PartPlanner):
             self._arrived(load, worked=worked)
         self._free(load.transfer)
 
-    def _arrived(self, load: _Load, *, worked: bool) -> None:
+    def _arrived(self, load: Load, *, worked: bool) -> None:
         row, tokens = load.row, load.tokens if worked else load.cached
         self._loading.discard(row)
         self._loaded[row] = tokens

@@ -14,8 +14,9 @@ import numpy as np
 from modulm.contracts.connector import BlockTransfer, TransferPlan
 from modulm.contracts.executor import PartReport, Plan
 from modulm.contracts.requests import Request
+from modulm.contracts.state import SEGMENT
 from modulm.contracts.step_part import PlannerContext, StepDraft, WaitingRequest
-from modulm_kv_transfer.planner import TransferPlanner
+from modulm_kv_transfer.planner import Load, TransferPlanner
 from modulm_kv_transfer.remote import LayeredPlan, RemoteIndex
 
 __all__ = ["RemoteTransferPlanner"]
@@ -30,9 +31,16 @@ class RemoteTransferPlanner(TransferPlanner):
         self._known: set[str] = set()
         #: Requests whose answers have no `kv_transfer_params` yet.
         self._unanswered: set[str] = set()
-        #: Whether blocks are saved while they are computed. Units that a step begins in the middle
-        #: of have states that may not be kept.
-        self._layered = bool(context.values.get("layers")) and not self._units.states
+        #: Whether blocks are saved while they are computed.
+        self._layered = bool(context.values.get("layers"))
+        #: Rows with states of which a step began within a segment. What follows is rounded
+        #: differently, so it is not kept, see `TransferPlanner._stateful`.
+        self._uneven: set[int] = set()
+        #: Tokens that a step computes of fetched prompts' last blocks, beside rows that generate.
+        divisible = context.limits.chunked and context.cache.unit == 1
+        self._rest = int(context.values.get("rest", 0)) if divisible else 0
+        #: Rows whose prompt was fetched and is not complete.
+        self._fetched: set[int] = set()
         #: Row -> tokens that were cached when it was admitted, until its first step is planned.
         self._admitted: dict[int, int] = {}
         #: Saves whose step has not ended.
@@ -82,6 +90,8 @@ class RemoteTransferPlanner(TransferPlanner):
 
     def _save_computed(self, step: StepDraft) -> list[BlockTransfer]:
         """Start saves of the prompts' blocks that this step fills."""
+        if self._units.states:
+            self._uneven.update(step.rows[step.starts % SEGMENT != 0].tolist())
         size, started = self._units.size, []
         firsts, lasts = step.starts // size, (step.starts + step.counts) // size
         for index in np.flatnonzero(lasts > firsts).tolist():
@@ -100,7 +110,9 @@ class RemoteTransferPlanner(TransferPlanner):
         None, without a change: they are saved once the step is committed.
         """
         request, done = str(self._table.names[row]), self._saved.get(row, 0)
-        if last <= first or self.index.blocks_to_save(request, names[:last]) < last:
+        if row in self._uneven or last <= first:
+            return None
+        if self.index.blocks_to_save(request, names[:last]) < last:
             return None
         cached = self._admitted.get(row, 0) // self._units.size == first
         if done != first and not (done < first and cached):
@@ -159,6 +171,27 @@ class RemoteTransferPlanner(TransferPlanner):
             if (answer := self._remote.answer(request)) is not None:
                 answers[request] = answer
         return {**events, "transfer_params": answers} if answers else events
+
+    def claim(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        # A block's rest at once would make the next tokens of all other rows late.
+        if self._fetched and self._rest:
+            fetched = np.isin(rows, list(self._fetched))
+            if np.any(counts[~fetched] == 1):
+                before = np.cumsum(counts * fetched) - counts * fetched
+                np.minimum(counts, np.clip(self._rest - before, 0, None), out=counts, where=fetched)
+
+    def sampled(self, rows: np.ndarray) -> None:
+        self._fetched.difference_update(rows.tolist())
+
+    def _arrived(self, load: Load, *, worked: bool) -> None:
+        if worked and self._rest:
+            self._fetched.add(load.row)
+        super()._arrived(load, worked=worked)
+
+    def release(self, request: Request, row: int) -> None:
+        self._uneven.discard(row)
+        self._fetched.discard(row)
+        super().release(request, row)
 
     def finished(self, request: str) -> None:
         self._known.discard(request)

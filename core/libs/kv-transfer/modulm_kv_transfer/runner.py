@@ -21,19 +21,25 @@ __all__ = ["LayeredTransferRunner", "TransferRunner"]
 
 #: Maximum wait in seconds of a step without rows, since new requests are admitted between steps.
 _PAUSE = 0.002
+#: Tokens of fetched prompts' last blocks in a step beside rows that generate. A CPU computes that
+#: many while it reads the weights, which a step of one token has to read as well.
+_REST = 8
 
 
 class TransferRunner(PartRunner):
     """Passes transfers to a mover and returns its reports.
 
-    remote: whether requests may exchange blocks with other engines.
+    remote: whether requests may exchange blocks with other engines. queued: whether the device
+    queues work, so that a step takes about as long with some tokens more.
     """
 
-    def __init__(self, mover: KVMover, *, remote: bool = False) -> None:
-        self._mover, self._remote = mover, remote
+    def __init__(self, mover: KVMover, *, remote: bool = False, queued: bool = False) -> None:
+        self._mover, self._remote, self._queued = mover, remote, queued
 
     def capacity(self) -> Mapping[str, Any]:
-        return {"remote": 1} if self._remote else {}
+        if not self._remote:
+            return {}
+        return {"remote": 1, "rest": 0 if self._queued else _REST}
 
     def open(self, context: RunnerContext) -> None:
         caches = BlockUnits(context.groups).arrange(context.caches)
@@ -63,8 +69,8 @@ class LayeredTransferRunner(TransferRunner):
 
     _mover: LayeredMover
 
-    def __init__(self, mover: LayeredMover) -> None:
-        super().__init__(mover, remote=True)
+    def __init__(self, mover: LayeredMover, *, queued: bool = False) -> None:
+        super().__init__(mover, remote=True, queued=queued)
         #: Index of a cache -> its tensors in the mover's blocks.
         self._tensors: Mapping[int, Sequence[int]] = {}
         self._layers: Sequence[torch.nn.Module] = ()
