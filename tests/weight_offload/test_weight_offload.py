@@ -13,10 +13,12 @@ import torch
 from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
 from modulm.errors import ConfigError, EngineError, UnsupportedError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
+from modulm_memory.estimate import estimate
 from modulm_weight_offload.filling import Offloaded, offloaded_of
 from modulm_weight_offload.flags import OffloadConfig
 from modulm_weight_offload.testing import (
@@ -81,6 +83,13 @@ def opened(model: Path, **flags: Any) -> LLM:
     return LLM(str(model), **{**FLAGS, **flags})
 
 
+def check_estimate(model: Path, held: tuple[int, int], **flags: Any) -> None:
+    """What `modulm fit` expects is what a loaded model holds: on the device, and in host memory."""
+    config = EngineConfig.from_keywords(model=str(model), **{**FLAGS, **flags})
+    (rank,) = estimate(config, manager.current()).ranks
+    assert (rank.weights.bytes, rank.weights.host) == pytest.approx(held, rel=0.05)
+
+
 def run(model: Path, **flags: Any) -> tuple[list[Any], int, Offloaded | None]:
     with opened(model, **flags) as llm:
         (size,) = llm.apply_model(device_bytes)
@@ -139,6 +148,7 @@ def test_the_bits_of_weights_on_the_device(
     rounding = 256 * 40 * len(offloaded.layers)
     resident = left - sum(len(buffer) for buffer in offloaded.buffers)
     assert whole - rounding <= resident + moved <= whole + rounding
+    check_estimate(make(architecture), (left, offloaded.host_bytes), **flags)
 
 
 def test_layers_are_copied_before_they_run(make: Callable[..., Path]) -> None:
@@ -211,6 +221,8 @@ def test_mapped_weights_stay_where_they_are(
         assert 0 < offloaded.host_bytes <= size * 2**30 * 1.1
         assert left < whole
         assert not OffloadPlatform.copies.log
+        flags = {"device": "mapping", "cpu_offload_gb": size}
+        check_estimate(model, (left, offloaded.host_bytes), **flags)
 
 
 @pytest.mark.exhaustive
@@ -223,28 +235,56 @@ def test_weights_leave_a_sleeping_device(make: Callable[..., Path]) -> None:
             assert answers(llm) == expected
 
 
-def test_updates_of_mapped_weights_only(make: Callable[..., Path]) -> None:
+def updated(model: Path, **flags: Any) -> list[Any]:
+    """Answers before and after updates: of one layer's queries, of all weights, and back."""
     from safetensors.torch import load_file
 
     from modulm_weights_shared_memory import SharedWeights
 
-    model = make("LlamaForCausalLM")
     tensors = load_file(model / "model.safetensors")
     changed = {name: tensor * 1.25 for name, tensor in tensors.items()}
-    shared_memory = {"weight_transfer_config": {"backend": "shared_memory"}}
-    with opened(model, device="mapping", cpu_offload_gb=1, **shared_memory) as llm:
-        before = answers(llm)
+    queries = {name: tensor for name, tensor in changed.items() if ".1.self_attn.q_" in name}
+    assert queries
+    with opened(model, weight_transfer_config={"backend": "shared_memory"}, **flags) as llm:
+        found = [answers(llm)]
         llm.init_weight_transfer_engine()
-        for sent in (changed, tensors):
+        for sent in (queries, changed, tensors):
             with SharedWeights(sent) as shared:
-                llm.start_weight_update()
+                llm.start_weight_update(partial=sent is queries)
                 llm.update_weights(shared.info)
                 llm.finish_weight_update()
-            assert (answers(llm) == before) == (sent is tensors)
-    with opened(model, **PREFETCH, **shared_memory) as llm:
-        llm.init_weight_transfer_engine()
-        with pytest.raises(UnsupportedError, match="use --offload-backend uva, or none"):
-            llm.start_weight_update()
+            found.append(answers(llm))
+    return found
+
+
+@parametrize_sample(
+    ("architecture", "flags"),
+    [
+        ("LlamaForCausalLM", {"offload_group_size": 1}),
+        ("LlamaForCausalLM", {"offload_group_size": 1, "offload_prefetch_step": 2}),
+        ("LlamaForCausalLM", {"device": "mapping", "cpu_offload_gb": 1}),
+        ("LlamaForCausalLM", {"cpu_offload_gb": 1, "quantization": "int8"}),
+        ("DeepseekV3ForCausalLM", {"offload_group_size": 1}),
+        ("MixtralForCausalLM", {"offload_group_size": 2}),
+    ],
+    every=6,
+)
+def test_updates_of_weights_in_host_memory(
+    make: Callable[..., Path], architecture: str, flags: dict[str, Any]
+) -> None:
+    model = make(architecture)
+    quantization = {"quantization": flags.get("quantization")}
+    expected = updated(model, **quantization)
+    assert expected[0] == expected[3]
+    assert expected[0] != expected[1] != expected[2] != expected[3]
+    assert updated(model, **flags) == expected
+
+
+def test_updates_of_experts_on_the_cpu(make: Callable[..., Path]) -> None:
+    model = make("MixtralForCausalLM")
+    flags = {"cpu_offload_experts": 2, "cpu_offload_experts_interval": 2}
+    for found, expected in zip(updated(model, **flags), updated(model), strict=True):
+        close(found, expected)
 
 
 def close(found: list[Any], expected: list[Any]) -> None:
@@ -279,6 +319,7 @@ def test_experts_on_the_cpu(
         (left,) = llm.apply_model(device_bytes)
         assert left < whole
         close(answers(llm), expected)
+        check_estimate(model, (left, offloaded.host_bytes), **flags)
         mixtures = offloaded.mixtures
         assert all(len(mixture.on_host) == 2 for mixture in mixtures)
         assert sum(mixture.moved for mixture in mixtures) > 0

@@ -25,6 +25,7 @@ from modulm_memory.planning import assumed_memory, making_proposals, proposal_es
 from modulm_memory.rehearsal import rehearse
 from modulm_memory.steps import StepWidths, step_bytes, step_widths
 from modulm_memory.weights import Weights, weigh
+from modulm_weight_offload.planned import planned_offload
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -235,7 +236,8 @@ def _of_rank(
         stored = sum(tensor.bytes for tensor in index.values())
     else:
         plan = plan_checkpoint(built, opened.checkpoint)
-        weights = weigh(shared.units, shared, decoder, plan)
+        offload = planned_offload(model, shared.units, config, opened.platform)
+        weights = weigh(shared.units, shared, decoder, plan, offload)
         stored = plan.total
     block = state_block(config, shared.max_length)
     groups = group_caches(caches, built.choices.backends, block)

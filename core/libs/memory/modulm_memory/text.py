@@ -26,6 +26,8 @@ def render(found: Estimate, changes: Sequence[Change] = (), name: str = "") -> s
         ("weights", size(rank.weights.bytes), f"{found.dtype}, quantization {found.quantization}")
     ]
     rows += [(f"  {part}", size(held), "") for part, held in sorted(rank.weights.held.items())]
+    if rank.weights.host:
+        rows.append(("weights in host memory", size(rank.weights.host), "beside the device"))
     constants = rank.tables + rank.buffers
     rows += [("tables of positions, constants", size(constants), "")] if constants else []
     rows += [("adapters", size(rank.adapters), "all at the largest rank")] if rank.adapters else []
@@ -67,6 +69,7 @@ def _rank(rank: RankEstimate) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "weights": {"total": rank.weights.bytes, **rank.weights.held},
+        "host_weights": rank.weights.host,
         "stored": rank.stored,
         "constants": rank.tables + rank.buffers,
         "adapters": rank.adapters,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from modulm.loading.weights import WeightPlan
     from modulm.nn.builder import Shared
     from modulm.nn.weight_slots import Slot, Unit
+    from modulm_weight_offload.planned import PlannedOffload
 
 __all__ = ["Weights", "weigh"]
 
@@ -43,13 +44,15 @@ _POOL = 65_537
 
 @frozen
 class Weights:
-    """held: bytes by what they belong to. largest: bytes of the largest module before it is
-    repacked, when both forms are in memory. notes: what could not be measured.
+    """held: bytes on the device, by what they belong to. largest: bytes of the largest module
+    before it is repacked, when both forms are in memory. notes: what could not be measured. host:
+    bytes that stay in host memory.
     """
 
     held: Mapping[str, int]
     largest: int
     notes: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -189,11 +192,17 @@ class _Scale:
         module.register_parameter(slot.attribute, torch.nn.Parameter(value, requires_grad=False))
 
 
-def weigh(units: Sequence[Unit], shared: Shared, decoder: str, plan: WeightPlan) -> Weights:
+def weigh(
+    units: Sequence[Unit],
+    shared: Shared,
+    decoder: str,
+    plan: WeightPlan,
+    offload: PlannedOffload,
+) -> Weights:
     """Return the bytes of a model's units on this rank once they are loaded.
 
     decoder: path of the part of the model that has caches; other layers are encoders. plan: what
-    the checkpoint fills.
+    the checkpoint fills. offload: what stays in host memory.
     """
     dtypes = {
         id(slot): getattr(torch, plan.stored[name].dtype)
@@ -210,11 +219,20 @@ def weigh(units: Sequence[Unit], shared: Shared, decoder: str, plan: WeightPlan)
             waiting[id(unit.waits_for)].append(unit)
     dependent = {id(unit) for followers in waiting.values() for unit in followers}
     held: dict[str, int] = defaultdict(int)
+    copied: dict[int, int] = defaultdict(int)
+    host = 0
     for unit in units:
         if id(unit) not in dependent:
-            held[_part_of(unit, decoder)] += scale.bytes_of([*_cluster(unit, waiting)])
+            size = scale.bytes_of([*_cluster(unit, waiting)])
+            away = round(size * offload.shares.get(id(unit), 0.0))
+            held[_part_of(unit, decoder)] += size - away
+            host += away
+            if id(unit) in offload.layers:
+                copied[offload.layers[id(unit)]] += away
+    if offload.buffers:
+        held["buffers of layers in host memory"] = offload.buffers * max(copied.values(), default=0)
     largest = max((scale.stored(unit) for unit in units), default=0)
-    return Weights(dict(held), largest, tuple(sorted(scale.notes)))
+    return Weights(dict(held), largest, tuple(sorted(scale.notes)), host)
 
 
 def _cluster(unit: Unit, waiting: Mapping[int, Sequence[Unit]]) -> Iterator[Unit]:

@@ -181,6 +181,11 @@ class CpuExperts:
         """Weights in host memory."""
         return sum(weight.nbytes for stack in self._host for weight in stack.values())
 
+    def weight(self, index: int, stack: Tensor, expert: int) -> Tensor:
+        """Return an expert's weight in the stack at `index`. stack: the device's experts."""
+        place = int(self._places[expert])
+        return self._host[index][expert] if place < 0 else stack[place]
+
     def compute(
         self,
         x: Tensor,

@@ -25,9 +25,10 @@ from modulm_weight_offload.selection import (
     stack_of,
     unit_bytes,
 )
+from modulm_weight_offload.updates import OffloadedUpdates
+from modulm_weight_transfer.elsewhere import note_moved_weights
 from modulm_weight_transfer.overwrite import first_unit
 from modulm_weight_transfer.refill import Baseline, modules_of, numbers_of, tensors_of
-from modulm_weight_transfer.unwritable import refuse_updates
 
 if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
@@ -129,15 +130,18 @@ class Offloader:
                 moving.end()
         self._tensors.clear()
         self._check_released()
-        offloaded = self._place(stack, layers, device)
+        offloaded, ring = self._place(stack, layers, device)
         made = tuple(each.attach(self._platform, self._copies, self._flags) for each in mixtures)
         _OFFLOADED[self._model] = offloaded = evolve(offloaded, mixtures=made)
-        if offloaded.buffers or made:
-            refuse_updates(
-                self._model,
-                "weights in host memory cannot be updated where they are copied or computed on "
-                "the CPU: use --offload-backend uva, or none",
-            )
+        if ring is not None or made:
+            numbers = {id(unit): n for n, layer in enumerate(layers) for unit in layer.units}
+            places = {
+                id(layer): (computed, index)
+                for mixture, computed in zip(mixtures, made, strict=True)
+                for index, layer in enumerate(mixture.stacks)
+            }
+            updates = OffloadedUpdates(self._platform, ring, numbers if ring else {}, places)
+            note_moved_weights(self._model, updates)
         log.info(
             "%.2f GB of weights in host memory (%d layers, experts of %d), %.2f GB of buffers",
             offloaded.host_bytes / 1e9,
@@ -204,17 +208,17 @@ class Offloader:
 
     def _place(
         self, stack: Sequence[Module], layers: Sequence[HostLayer], device: torch.device
-    ) -> Offloaded:
-        """Put the weights of the layers where the device can reach them."""
+    ) -> tuple[Offloaded, Ring | None]:
+        """Put the weights of the layers where the device can reach them; by a ring, or mapped."""
         if not layers:
-            return Offloaded()
+            return Offloaded(), None
         memory = [self._gather(self._storages[layer.index]) for layer in layers]
         numbers = tuple(layer.index for layer in layers)
         views = None if self._flags.backend == "prefetch" else self._mapped(memory)
         if views is not None:
             for layer, view in zip(layers, views, strict=True):
                 _spread(self._storages[layer.index], view)
-            return Offloaded(numbers, tuple(memory), is_mapped=True)
+            return Offloaded(numbers, tuple(memory), is_mapped=True), None
         steps = 1 if self._flags.backend == "uva" else self._flags.offload_prefetch_step
         size = max(len(source) for source in memory)
         buffers = [
@@ -225,7 +229,7 @@ class Offloader:
         for number, layer in enumerate(layers):
             _spread(self._storages[layer.index], ring.buffer_of(number))
         ring.attach(stack[0], [layer.module for layer in layers])
-        return Offloaded(numbers, tuple(memory), tuple(buffers))
+        return Offloaded(numbers, tuple(memory), tuple(buffers)), ring
 
     def _mapped(self, memory: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the memory as tensors of the device; None if it cannot read host memory."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from modulm.errors import ConfigError, UnsupportedError
 from modulm.plugins import hookimpl
-from modulm_weight_offload.contract import OffloadingPlatform
 from modulm_weight_offload.flags import OffloadConfig
+from modulm_weight_offload.planned import offloading_platform
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -43,15 +43,10 @@ def modulm_model_built(
     flags = config.group(OffloadConfig)
     if not flags.is_used:
         return
-    if not isinstance(platform, OffloadingPlatform):
-        raise ConfigError(
-            flags.first_flag,
-            f"platform {platform.name} has no memory of its own that weights could be moved out "
-            "of; on CPUs --weights-memory mmap runs models that are larger than the memory",
-        )
+    copies = offloading_platform(flags, platform).host_copies()
     from modulm_weight_offload.filling import Offloader
 
-    fillers.append(Offloader(model, flags, platform, platform.host_copies()).fill)
+    fillers.append(Offloader(model, flags, platform, copies).fill)
 
 
 @hookimpl

@@ -35,11 +35,30 @@ class Ring:
         #: By buffer: the layer that it has or will have, and its copy until that is waited for.
         self._content: list[int | None] = [None] * len(buffers)
         self._running: dict[int, object] = {}
+        #: By buffer: the layer that `fetch` has put there.
+        self._fetched: dict[int, int] = {}
 
     def buffer_of(self, layer: int) -> Tensor:
         """Return the buffer of a layer, as large as its source."""
         buffer = self._buffers[layer % len(self._buffers)]
         return buffer[: len(self._sources[layer])]
+
+    def fetch(self, layer: int) -> None:
+        """Copy a layer into its buffer, between two steps; what is changed there needs `store`."""
+        number = layer % len(self._buffers)
+        if self._fetched.get(number) != layer:
+            self._store(number)
+            self.buffer_of(layer).copy_(self._sources[layer])
+            self._fetched[number] = layer
+
+    def store(self) -> None:
+        """Copy the fetched layers back."""
+        for number in list(self._fetched):
+            self._store(number)
+
+    def _store(self, number: int) -> None:
+        if (layer := self._fetched.pop(number, None)) is not None:
+            self._sources[layer].copy_(self.buffer_of(layer))
 
     def attach(self, first: Module, layers: Sequence[Module]) -> None:
         """Let `layers` copy themselves; a pass begins when `first` runs."""

@@ -22,6 +22,7 @@ from modulm.loading.model import build_model, model_names, plan_checkpoint
 from modulm.loading.weights import fill
 from modulm_speculation.draft_model import DraftModel, rebuild_draft
 from modulm_weight_transfer.deltas import DeltaSource
+from modulm_weight_transfer.elsewhere import moved_weights_of
 from modulm_weight_transfer.overwrite import (
     OverwritingLoader,
     first_unit,
@@ -29,7 +30,6 @@ from modulm_weight_transfer.overwrite import (
     writers_of,
 )
 from modulm_weight_transfer.refill import Baseline, modules_of, refill
-from modulm_weight_transfer.unwritable import check_updatable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,6 @@ class BlankModel:
     def __init__(
         self, loaded: Loaded, checkpoint: Checkpoint, built: Any, device: torch.device
     ) -> None:
-        check_updatable(loaded.model)
         self.checkpoint, self.built, self._device = checkpoint, built, device
         self.units, live = built.shared.units, loaded.units
         if not live or [unit.path for unit in live] != [unit.path for unit in self.units]:
@@ -93,8 +92,9 @@ class BlankModel:
             )
         self.loaded, self.replaced, self.changed = loaded, False, False
         self._running = {id(unit): other for unit, other in zip(self.units, live, strict=True)}
+        self._moved = moved_weights_of(loaded.model)
         #: The units that are overwritten instead of loaded again.
-        self._writers = writers_of(zip(self.units, live, strict=True))
+        self._writers = writers_of(zip(self.units, live, strict=True), self._moved)
         #: By id, units of the last plan with some of their tensors: the whole units.
         self._reduced_units: dict[int, Unit] = {}
         self._baselines: dict[int, Baseline] = {}
@@ -107,6 +107,8 @@ class BlankModel:
         self._owners: dict[tuple[int, str], int] = {}
         self._keeps: set[tuple[int, str]] = set()
         for unit, running in zip(self.units, live, strict=True):
+            if self._moved is not None and id(unit) not in self._writers:
+                self._moved.check_reload(running)
             family = id(first_unit(unit))
             self._families[family] = self._families.get(family, 0) + 1
             self._members.setdefault(family, []).append(unit)
@@ -195,12 +197,14 @@ class BlankModel:
         overwriting = OverwritingLoader(loader, writes, loader.sparse)
         try:
             fill(loads, overwriting, device=self._device, progress=False)
+            for unit in plan.units:
+                whole = self._reduced_units.get(id(unit), unit)
+                if id(whole) in self._writers:
+                    self._renew_adapters(self._running[id(whole)])
         finally:
             self.changed |= overwriting.written
-        for unit in plan.units:
-            whole = self._reduced_units.get(id(unit), unit)
-            if id(whole) in self._writers:
-                _renew_adapters(self._running[id(whole)])
+            if self._moved is not None:
+                self._moved.store()
 
     def _install(self, unit: Unit, running: Unit, finish: Callable[[], None] | None) -> None:
         """Finish a module as loading does; refill the running one after all that wait for it."""
@@ -222,7 +226,9 @@ class BlankModel:
         loaded = self._loaded.pop(family)
         for slot in (slot for unit in self._members[family] for slot in unit.slots):
             slot._shared.clear()
-        for source, target, _ in loaded:
+        for source, target, running in loaded:
+            if self._moved is not None:
+                self._moved.fetch(running)
             baseline = self._baselines[id(source)]
             for table, name, value in baseline.changes():
                 if self._owners.get((id(source), name), family) != family:
@@ -231,8 +237,19 @@ class BlankModel:
                     self.replaced |= not refill(target, table, name, value)
                 baseline.restore(table, name)
         for running in {id(unit): unit for *_, unit in loaded}.values():
-            _renew_adapters(running)
+            self._renew_adapters(running)
             self._families[family] += 1
+
+    def _renew_adapters(self, unit: Unit) -> None:
+        """Update adapters that depend on the weight of the layer they wrap (DoRA)."""
+        method: Any = getattr(unit.module, "method", None)
+        if (around := getattr(method, "around", None)) is None:
+            return
+        if self._moved is not None:
+            self._moved.fetch(unit)
+        layer: Any = unit.module
+        table = layer.spec.kind is LinearKind.EMBEDDING
+        around.finish(partial(method.base.embed if table else method.base.apply, layer))
 
 
 def blank_model(worker: Worker) -> BlankModel:
@@ -257,12 +274,3 @@ def blank_draft(worker: Worker, draft: DraftModel) -> BlankModel:
 
 def _any_complete(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
     return any(all(part.name in routes for part in way) for way in ways)
-
-
-def _renew_adapters(unit: Unit) -> None:
-    """Update adapters that depend on the weight of the layer they wrap (DoRA)."""
-    method: Any = getattr(unit.module, "method", None)
-    if (around := getattr(method, "around", None)) is not None:
-        layer: Any = unit.module
-        table = layer.spec.kind is LinearKind.EMBEDDING
-        around.finish(partial(method.base.embed if table else method.base.apply, layer))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from modulm.contracts.quantization import Region, Writer
     from modulm.loading.weights import WeightPlan
     from modulm.nn.weight_slots import Part, Slot, Unit
+    from modulm_weight_transfer.elsewhere import MovedWeights
 
 __all__ = ["OverwritingLoader", "first_unit", "split_plan", "writers_of"]
 
@@ -32,18 +33,21 @@ def first_unit(unit: Unit) -> Unit:
     return unit
 
 
-def writers_of(pairs: Iterable[tuple[Unit, Unit]]) -> dict[int, dict[str, Writer]]:
+def writers_of(
+    pairs: Iterable[tuple[Unit, Unit]], moved: MovedWeights | None = None
+) -> dict[int, dict[str, Writer]]:
     """Return the writers of units that can be overwritten: id of a unit -> attribute -> writer.
 
     pairs: units of a model without weights and of the running model. Units that wait for one
-    another can be overwritten together or not at all.
+    another can be overwritten together or not at all. moved: weights of the running model that are
+    not where its modules use them.
     """
     families: dict[int, list[tuple[Unit, Unit]]] = {}
     for unit, running in pairs:
         families.setdefault(id(first_unit(unit)), []).append((unit, running))
     writers: dict[int, dict[str, Writer]] = {}
     for family in families.values():
-        tables = [_unit_writers(*pair) for pair in family]
+        tables = [_unit_writers(*pair, moved) for pair in family]
         if all(table is not None for table in tables):
             writers |= {
                 id(unit): table or {} for (unit, _), table in zip(family, tables, strict=True)
@@ -51,7 +55,9 @@ def writers_of(pairs: Iterable[tuple[Unit, Unit]]) -> dict[int, dict[str, Writer
     return writers
 
 
-def _unit_writers(unit: Unit, running: Unit) -> dict[str, Writer] | None:
+def _unit_writers(
+    unit: Unit, running: Unit, moved: MovedWeights | None
+) -> dict[str, Writer] | None:
     """Return a unit's writers by attribute; None if it has to be loaded again."""
     if not unit.slots:
         return {} if _is_tied(unit, running) else None
@@ -59,11 +65,26 @@ def _unit_writers(unit: Unit, running: Unit) -> dict[str, Writer] | None:
     for blank, slot in zip(unit.slots, running.slots, strict=True):
         if slot.optional or any(part.shared for way in blank.ways for part in way):
             return None
-        writer = _slot_writer(running, slot)
+        own = None if moved is None else moved.writer(running, slot.attribute)
+        writer = own or _slot_writer(running, slot)
         if writer is None:
             return None
+        if moved is not None and own is None:
+            writer = partial(_fetch_and_write, moved, running, writer)
         writers[slot.attribute] = writer
     return writers
+
+
+def _fetch_and_write(
+    moved: MovedWeights,
+    unit: Unit,
+    writer: Writer,
+    region: Region,
+    values: Tensor,
+    sparse: bool = False,
+) -> None:
+    moved.fetch(unit)
+    writer(region, values, sparse=sparse)
 
 
 def _is_tied(unit: Unit, running: Unit) -> bool:

@@ -58,6 +58,9 @@ class WeightReceiver:
         #: The model of the drafter, kept for later updates.
         self._draft: BlankModel | None = None
         self._partial = False
+        #: Plans of `check` for whole models, by the number of their `update_weights`, so that steps
+        #: do not stand still for them.
+        self._whole: dict[int, tuple[BlankModel, WeightPlan, Arrived]] = {}
         #: The plans that `complete` has checked, with their models and tensors.
         self._plans: list[tuple[BlankModel, WeightPlan, Arrived]] = []
         #: Whether a tensor was stored in another dtype than the model's.
@@ -127,6 +130,7 @@ class WeightReceiver:
         if check is not None:
             check.stop()
         self._adapters.pop(number, None)
+        self._whole.pop(number, None)
         self._drafted.discard(number)
         source = self._sources.pop(number, None)
         if source is not None:
@@ -149,7 +153,11 @@ class WeightReceiver:
 
     def _sent(self, drafted: bool) -> list[TensorSource]:
         """The tensors received so far for the model, or for its drafter."""
-        return [s for number, s in self._sources.items() if (number in self._drafted) == drafted]
+        return [self._sources[number] for number in self._numbers(drafted)]
+
+    def _numbers(self, drafted: bool) -> list[int]:
+        """The numbers of the `update_weights` so far for the model, or for its drafter."""
+        return [number for number in self._sources if (number in self._drafted) == drafted]
 
     def check(self, number: int, info: Mapping[str, Any]) -> bool:
         """Check the tensors of `update_weights` call `number`; no weight changes.
@@ -186,7 +194,10 @@ class WeightReceiver:
             if streams:
                 self._plan(Arrived([source]), blank)
             else:
-                blank.plan(Arrived([*self._sent(drafted), source]), _complete)
+                loader = Arrived([*self._sent(drafted), source])
+                plan = blank.plan(loader, _complete)
+                if len(plan.units) == len(blank.units) and not self._partial:
+                    self._whole[number] = blank, plan, loader
                 world, stored = self._worker.mesh.world, source.read
                 if isinstance(source, DeltaSource):
                     source.check()
@@ -197,6 +208,7 @@ class WeightReceiver:
             source.close()
             raise RequestError(str(error), "update_info") from error
         except BaseException:
+            self._whole.pop(number, None)
             source.close()
             raise
         self._sources[number] = source
@@ -286,7 +298,10 @@ class WeightReceiver:
             for drafted in (False, True):
                 if sources := self._sent(drafted):
                     loader, model = Arrived(sources), self._model(drafted)
-                    self._plans.append((model, self._plan(loader, model), loader))
+                    whole = self._whole.get(max(self._numbers(drafted)))
+                    if whole is None or whole[2].sources != sources:
+                        whole = model, self._plan(loader, model), loader
+                    self._plans.append(whole)
         except CheckpointError as error:
             raise RequestError(str(error), "update_info") from error
         return True
