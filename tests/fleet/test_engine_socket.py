@@ -13,7 +13,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,8 +58,15 @@ def attack(tmp_path: Path, marker: Path) -> bytes:
 
 
 def without_secret(peer: socket.socket, attack: bytes) -> None:
-    """As of the released protocol, whose proof was a digest keyed with nothing."""
-    nonce = peer.recv(32)
+    """As of the released protocol, whose proof was a digest keyed with nothing.
+
+    Its server spoke first; this one says nothing until it has heard a greeting.
+    """
+    peer.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        peer.recv(32)
+    peer.settimeout(60)
+    nonce = bytes(32)
     own = os.urandom(32)
     proof = hmac.new(b"", b"client" + nonce + own, hashlib.sha256).digest()
     peer.sendall(own + proof + attack)
@@ -83,23 +89,28 @@ def with_the_secret(peer: socket.socket, attack: bytes) -> None:
     peer.sendall(session.seal(attack))
 
 
-@pytest.mark.parametrize("attempt", [without_secret, plainly, with_another_secret, with_the_secret])
-def test_a_stranger_cannot_start_an_engine(
-    attempt: Any, listener: socket.socket, secret_file: str, attack: bytes, marker: Path
+def test_strangers_cannot_start_an_engine(
+    listener: socket.socket, secret_file: str, attack: bytes, marker: Path
 ) -> None:
-    with socket.create_connection(listener.getsockname(), 60) as first:  # before anybody else
-        process = EngineProcess(None, listener, secret_file)
-        try:
+    attempts = (without_secret, plainly, with_another_secret, with_the_secret)
+    address = listener.getsockname()
+    peers = [socket.create_connection(address, 60) for _ in attempts]  # before anybody else
+    process = EngineProcess(None, listener, secret_file)
+    try:
+        for attempt, peer in zip(attempts, peers, strict=True):
             with suppress(OSError):
-                attempt(first, attack)
+                attempt(peer, attack)
             with suppress(ConnectionResetError):
-                while first.recv(1 << 16):
+                while peer.recv(1 << 16):
                     pass  # until it is disconnected
-            process.start(EngineConfig.from_keywords(model="the/owners"), PluginManager())
-            with pytest.raises(CheckpointError, match="the/owners"):
-                ProcessCoreClient(process.address, print, print, process, secret_file)
-        finally:
-            process.close()
+            assert not marker.exists(), attempt.__name__
+        process.start(EngineConfig.from_keywords(model="the/owners"), PluginManager())
+        with pytest.raises(CheckpointError, match="the/owners"):
+            ProcessCoreClient(process.address, print, print, process, secret_file)
+    finally:
+        for peer in peers:
+            peer.close()
+        process.close()
     assert not marker.exists()
 
 

@@ -20,6 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from tests.ray_serve import ray_workers
 
 from modulm import LLM, SamplingParams
 from modulm.testing.adapters import write_lora
@@ -118,6 +119,20 @@ AGENT_PORTS = (
 )  # fmt: skip
 
 
+@contextlib.contextmanager
+def running_ray(logs: str) -> Iterator[None]:
+    """A cluster of this machine, whose workers are forks."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch, ray_workers.template(logs) as template:
+        patch.setenv(ray_workers.TEMPLATE, template)
+        begin_ray(logs)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
 def begin_ray(logs: str) -> None:
     import ray
     from ray._private import node, parameter
@@ -132,7 +147,8 @@ def begin_ray(logs: str) -> None:
 
     class Params(parameter.RayParams):
         def __init__(self, **fields: Any) -> None:
-            super().__init__(**fields | {name: free_port() for name in AGENT_PORTS})
+            ports = {name: free_port() for name in AGENT_PORTS}
+            super().__init__(**fields | ports, setup_worker_path=ray_workers.__file__)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "time", SlowClock())
@@ -146,7 +162,6 @@ def begin_ray(logs: str) -> None:
 
 
 def cluster(folder: Path, adapters: dict[str, str], logs: str) -> Iterator[str]:
-    import ray
     from ray import serve
     from ray.serve._private import api, client
 
@@ -177,17 +192,16 @@ def cluster(folder: Path, adapters: dict[str, str], logs: str) -> Iterator[str]:
         }
     )  # fmt: skip
     port = free_port()
-    begin_ray(logs)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (api, client):
-                patch.setattr(module, "HTTP_PROXY_TIMEOUT", 600)
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            serve.run(app(args), name="app", route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with running_ray(logs):
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for module in (api, client):
+                    patch.setattr(module, "HTTP_PROXY_TIMEOUT", 600)
+                serve.start(http_options={"host": "127.0.0.1", "port": port})
+                serve.run(app(args), name="app", route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.ray_serve.test_cluster import FAST, begin_ray, free_port, processes, until
+from tests.ray_serve.test_cluster import FAST, free_port, processes, running_ray, until
 
 from modulm import LLM, SamplingParams
 from modulm.testing.checkpoints import make_tiny
@@ -36,23 +36,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in FAST.items():
             patch.setenv(name, value)
-        import ray  # it reads the environment
-        from ray import serve
+        from ray import serve  # it reads the environment
         from ray.serve._private import api, client
 
         from modulm_ray_serve import AppArgs, app
 
         for module in (api, client):
             patch.setattr(module, "HTTP_PROXY_TIMEOUT", 600)
-        with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as logs:
-            begin_ray(logs)
+        logs = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)
+        with logs as folder_of_logs, running_ray(folder_of_logs):
             try:
                 serve.start(http_options={"host": "127.0.0.1", "port": port})
                 serve.run(app(AppArgs.model_validate(args)), name="app", route_prefix="/")
                 yield f"http://127.0.0.1:{port}", folder
             finally:
                 serve.shutdown()
-                ray.shutdown()
     until(lambda: not set(processes("")) - before)
 
 

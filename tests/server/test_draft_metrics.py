@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm_command_bench.command import command
@@ -18,10 +19,10 @@ from modulm_server.testing import Live, serve_in_thread
 
 #: The embedded model goes on with what repeats itself.
 PROMPT = [5, 6, 7, 8, 9, 10] * 20
-ASK = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+ASK = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
 CHAT = {
     "messages": [{"role": "user", "content": "hi hi hi hi hi hi"}],
-    "max_tokens": 80,
+    "max_tokens": 40,
     "temperature": 0,
     "ignore_eos": True,
 }
@@ -63,10 +64,14 @@ def sent(live: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(chunks[-1]))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "ask"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)]
-)
+@parametrize_sample(
+    ("path", "ask", "stream"),
+    [
+        ("/v1/completions", ASK, False), ("/v1/completions", ASK, True),
+        ("/v1/chat/completions", CHAT, True), ("/v1/chat/completions", CHAT, False),
+    ],
+    every=2,
+)  # fmt: skip
 def test_an_answer_tells_what_became_of_its_drafts(live, path, ask, stream) -> None:
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     assert "metrics" not in sent(live, path, {**ask, **more})
@@ -124,7 +129,7 @@ def test_bench_reports_it(live, tmp_path) -> None:
     before, file = counted(live), tmp_path / "result.json"
     items = [
         "serve", "--base-url", live.url, "--model", "demo", "--num-prompts", "4",
-        "--random-input-len", "24", "--random-output-len", "64", "--ignore-eos", "--disable-tqdm",
+        "--random-input-len", "24", "--random-output-len", "48", "--ignore-eos", "--disable-tqdm",
         "--temperature", "0", "--save-result", "--result-filename", str(file),
     ]  # fmt: skip
     outcome = CliRunner().invoke(command, items, catch_exceptions=False)

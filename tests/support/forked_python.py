@@ -45,7 +45,7 @@ _READ_AT_IMPORT = (
 _SET_IN_FORK = frozenset(
     {"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONBREAKPOINT"}
 )
-#: Modules that may run in a fork. Helpers that bound their memory start from nothing.
+#: Modules that may run in a fork. Helpers whose memory has a bound of its own start from nothing.
 _MODULES = frozenset(
     {
         "modulm",
@@ -56,6 +56,7 @@ _MODULES = frozenset(
         "modulm_distributed.worker_process",
         "modulm_server.api_worker",
         "modulm_server.engine.engine_process",
+        "modulm_structured_output.compile_process",
         "pytest",
         "torch.distributed.run",
         "vllm.entrypoints.openai.api_server",
@@ -72,11 +73,11 @@ _MAX_TITLE = 4000
 _WORKER = "import sys;exec("
 #: What commands and tests import most, beside the plugins.
 _IMPORTED = (
-    "anthropic", "av", "cattrs.gen", "compressed_tensors", "gguf", "hypothesis", "mistral_common",
-    "ollama", "openai", "pydantic.v1", "pytest", "ray.serve", "schemathesis", "tensorizer",
-    "tokenizers", "torch", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama", "uvicorn.main",
-    "uvicorn.protocols.http.httptools_impl",
+    "anthropic", "av", "cattrs.gen", "compressed_tensors", "gguf", "hypothesis", "llguidance",
+    "mistral_common", "ollama", "openai", "pydantic.v1", "pytest",
+    "ray.serve", "schemathesis", "tensorizer", "tokenizers", "torch",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "uvicorn.main", "uvicorn.protocols.http.httptools_impl", "modulm_grammar_xgrammar.library",
     "modulm.cli.main", "modulm.engine.worker.worker", "modulm.plugins.extension",
     "modulm.plugins.hooks", "modulm_cli.flags", "modulm_frontend.llm", "modulm_server.app",
     "modulm_server.engine.async_llm", "modulm_server.engine.engine_process", "modulm_server.serve",
@@ -143,7 +144,7 @@ def _request(call: Any, template: Mapping[str, str]) -> dict[str, Any] | None:
     command = _command(call.args)
     env = os.environ if call.env is None else call.env
     env = {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()}
-    if command is None or _read_at_import(env) != _read_at_import(template):
+    if command is None or read_at_import(env) != read_at_import(template):
         return None
     if call.preexec_fn or call.executable or call.shell or not call.close_fds:
         return None
@@ -155,7 +156,7 @@ def _request(call: Any, template: Mapping[str, str]) -> dict[str, Any] | None:
         "title": [os.fsdecode(arg) for arg in call.args],
         "env": env,
         "cwd": os.path.abspath(os.fsdecode(call.cwd or ".")),
-        "from_cwd": "-m" in call.args[1:3] and not env.get("PYTHONSAFEPATH"),
+        "from_cwd": {"-m", "-P"} & {*call.args[1:3]} == {"-m"} and not env.get("PYTHONSAFEPATH"),
         "session": call.start_new_session,
         "targets": [0, 1, 2, *call.pass_fds],
     }
@@ -173,7 +174,7 @@ def _command(args: Any) -> list[str] | None:
         return ["modulm.cli.main", *rest]
     if first != sys.executable:
         return None
-    rest = rest[rest[:1] == ["-u"] :]
+    rest = rest[rest[:1] == ["-u"] or rest[:2] == ["-P", "-m"] :]
     if rest[:1] == ["-c"] and rest[1].startswith(_WORKER):
         return rest
     if rest and rest[0].endswith(".py"):
@@ -181,7 +182,7 @@ def _command(args: Any) -> list[str] | None:
     return rest[1:] if rest[:1] == ["-m"] and rest[1] in _MODULES else None
 
 
-def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     """Variables that decide which modules are imported, or with which settings."""
     return {
         key: value

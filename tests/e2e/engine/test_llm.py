@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
@@ -84,10 +85,14 @@ def test_prompts_in_all_forms(llm: LLM) -> None:
     assert llm.generate(ids, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(
-    ("penalty", "stopping"), [(1.0, False), (0.0, "never"), (2.0, "never"), (-1.0, True)]
-)
+@parametrize_sample(
+    ("width", "penalty", "stopping"),
+    [
+        (2, 1.0, False), (4, 1.0, False), (4, 0.0, "never"), (2, 0.0, "never"),
+        (4, -1.0, True), (2, -1.0, True), (2, 2.0, "never"), (4, 2.0, "never"),
+    ],
+    every=2,
+)  # fmt: skip
 def test_beams_equal_transformers(
     llm: LLM, reference: Any, width: int, penalty: float, stopping: bool | str
 ) -> None:
@@ -318,7 +323,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "flags",
     [
         {"max_num_batched_tokens": 16, "max_num_seqs": 3},
@@ -328,6 +333,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         {"scheduler_cls": "modulm.engine.scheduling.scheduler:BudgetScheduler"},
         {"block_size": 4},
     ],
+    every=2,
 )
 def test_no_way_of_scheduling_changes_the_answer(
     llm: LLM, checkpoint: Path, flags: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm import AsyncLLM
 from modulm.config import EngineConfig
@@ -71,7 +72,7 @@ def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
                      json=body)  # fmt: skip
 
 
-@pytest.mark.parametrize(("penalty", "stopping"), [(1.0, False), (0.5, "never"), (2.0, True)])
+@parametrize_sample(("penalty", "stopping"), [(0.5, "never"), (1.0, False), (2.0, True)], every=3)
 def test_completions_are_transformers_beams(
     http: httpx.Client, reference: Any, engine: AsyncLLM, penalty: float, stopping: bool | str
 ) -> None:
