@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup serve test test-all fuzz lint types check wheels site clean
+.PHONY: help setup setup-serve serve test test-all fuzz lint types check wheels site clean
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
@@ -24,7 +24,11 @@ setup:
 	@test -n "$(PYTHON)" || { echo "setup: Python 3.11, 3.12 or 3.13 is needed"; exit 1; }
 	@$(PYTHON) tools/bootstrap.py
 
-serve: setup
+setup-serve:
+	@test -n "$(PYTHON)" || { echo "setup: Python 3.11, 3.12 or 3.13 is needed"; exit 1; }
+	@$(PYTHON) tools/bootstrap.py --serve
+
+serve: setup-serve
 	@$(BIN)/modulm serve $(ARGS)
 
 test: setup

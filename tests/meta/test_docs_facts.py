@@ -207,3 +207,13 @@ def test_budgets_in_contributing_are_those_of_the_tool() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     budgets = f"a file {size.FILE}, a function {size.FUNCTION}, a model file {size.MODEL}"
     assert f"{budgets}, the core {size.CORE:,}." in " ".join(text.split())
+
+
+def test_the_faults_of_first_use_have_their_tests() -> None:
+    """Each test that the record of the first users' faults names exists."""
+    text = (ROOT / "bench/results/2026-11-27-first-use.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 15
+    for path, function in named:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {function}" in source, f"{path} has no {function}"

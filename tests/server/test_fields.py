@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from samples import parametrize_sample
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -464,3 +466,24 @@ def test_messages_take_vllms_fields(live: Live) -> None:
             answer = http.post("/v1/messages/count_tokens", json=count)
             counted[thinks] = answer.json()["input_tokens"]
     assert counted[True] != counted[False]
+
+
+def test_prompts_are_shown_and_cut_at_either_end(live: Live, tokenizer: Tokenizer) -> None:
+    ids = list(tokenizer.encode("one two three four"))
+    body = {"model": "M", "prompt": "one two three four", "return_token_ids": True}
+    chat = {"model": "M", "messages": [{"role": "user", "content": "hello"}]}
+    with live.client() as http:
+        for side, kept in (("left", ids[-2:]), ("right", ids[:2]), (None, ids[-2:])):
+            cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+            answer = http.post("/v1/completions", json={**body, **cut}).json()
+            assert answer["choices"][0]["prompt_token_ids"] == kept
+        cut = {"truncate_prompt_tokens": -1, "truncation_side": "right"}
+        error = http.post("/v1/completions", json={**body, **cut}).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens"
+        shown = http.post("/v1/chat/completions/render", json=chat).json()["prompt"]
+        chat["return_prompt_text"] = True
+        assert http.post("/v1/chat/completions", json=chat).json()["prompt_text"] == shown
+        stream = http.post("/v1/chat/completions", json={**chat, "stream": True}).text
+        first, *rest = [json.loads(line[6:]) for line in stream.split("\n\n") if "{" in line]
+        assert first["prompt_text"] == shown
+        assert not any("prompt_text" in chunk for chunk in rest)

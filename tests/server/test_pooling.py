@@ -52,6 +52,17 @@ def test_embeddings_through_the_client(pooling: Live) -> None:
     assert one.usage.total_tokens > 0
 
 
+def test_prompts_of_keys_and_salts_are_kept_apart(make_server: ServerMaker) -> None:
+    live = make_server(info={"tasks": ("embed",)}, api_key=("ann", "bob"))
+    for key, more in (("ann", {}), ("bob", {}), ("ann", {}), ("ann", {"cache_salt": "x"})):
+        with live.client(headers={"Authorization": f"Bearer {key}"}) as client:
+            body = {"model": "M", "input": "hello", **more}
+            assert client.post("/v1/embeddings", json=body).status_code == 200
+    ann, bob, again, salted = live.engine.salts
+    assert ann == again
+    assert len({ann, bob, salted}) == 3
+
+
 def test_base64_is_the_same_numbers(pooling: Live) -> None:
     with pooling.client() as client:
         body = {"model": "M", "input": "hello"}
@@ -137,6 +148,8 @@ def test_a_model_that_scores_pairs_gets_pairs(ranker: Live) -> None:
         ("/v1/embeddings", {"dimensions": 10**6}, "dimensions"),
         ("/v1/embeddings", {"encoding_format": "x"}, "encoding_format"),
         ("/v1/embeddings", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"chat_template": "x"}, "chat_template"),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
         ("/pooling", {"task": "poetry"}, "model"),
         ("/classify", {"input": 5}, "input"),
         ("/score", {"text_1": [], "text_2": "a"}, "text_1"),

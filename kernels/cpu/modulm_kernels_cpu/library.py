@@ -134,21 +134,24 @@ def _path(level: str) -> Path:
 @cache
 def runnable() -> tuple[str, ...]:
     """Return the levels that this CPU supports, built or not, weakest first."""
-    highest = _load("scalar").call("highest_level", "", ctypes.c_int)()
+    built = [level for level in LEVELS if _is_built(level)]
+    weakest = _load(built[0] if built else "scalar")  # which reports what is missing
+    highest = weakest.call("highest_level", "", ctypes.c_int)()
     return LEVELS[: highest + 1]
+
+
+def _is_built(level: str) -> bool:
+    try:
+        _path(level)
+    except LibraryMissing:
+        return False
+    return True
 
 
 @cache
 def levels() -> tuple[str, ...]:
     """Return the levels that this CPU supports and that were built, weakest first."""
-    built = []
-    for level in runnable():
-        try:
-            _path(level)
-        except LibraryMissing:
-            continue
-        built.append(level)
-    return tuple(built)
+    return tuple(level for level in runnable() if _is_built(level))
 
 
 def load(level: str | None = None) -> Library:

@@ -21,3 +21,11 @@ def test_explain_knows_the_length_that_pooling_files_name(tmp_path: Path) -> Non
     done = CliRunner().invoke(config, ["explain", str(folder), "--device", "cpu", "--json"])
     rows = {row["flag"]: row for row in json.loads(done.stdout)}
     assert rows["max_model_len"]["value"] == "24"
+
+
+def test_show_names_every_wrong_flag() -> None:
+    wrong = ["--dtype", "float33", "--block-size", "-1", "--max-num-seqs", "many"]
+    done = CliRunner().invoke(config, ["show", "demo", *wrong])
+    assert done.exit_code != 0
+    for name in ("--dtype", "--block-size", "--max-num-seqs"):
+        assert name in done.output

@@ -19,17 +19,12 @@ __all__ = ["GENERATION", "LORA", "MESSAGES", "POOLING", "RESPONSES", "Absent", "
 
 @frozen
 class Absent:
-    """The absent fields of a schema, with what to do instead. neutral: values that ask for nothing,
-    in addition to null, false and empty ones.
+    """The absent fields of a schema, with what to do instead. Null, false and empty values ask for
+    nothing.
     """
 
     refused: Mapping[str, str] = field(factory=dict)
     no_effect: Mapping[str, str] = field(factory=dict)
-    neutral: Mapping[str, tuple[Any, ...]] = field(factory=dict)
-
-    def asks(self, name: str, value: Any) -> bool:
-        """Whether a value of a refused field asks for something."""
-        return bool(value) and value not in self.neutral.get(name, ())
 
 
 _COMMON = {
@@ -46,14 +41,11 @@ GENERATION = Absent(
         **_COMMON,
         "routed_experts_prompt_start": "responses do not have routed experts",
         "stream_interval": "--stream-interval is for all requests",
-        "truncation_side": "truncate_prompt_tokens keeps the last tokens; shorten the prompt "
-        "itself to keep the first",
         "return_weight_versions": "/weight_info shows the version of the weights",
         "return_token_offsets": "/tokenize returns tokens with their text",
         "return_prompt_text": "/v1/chat/completions/render shows the prompt",
     },
     no_effect=_SESSION,
-    neutral={"truncation_side": ("left",)},
 )
 RESPONSES = Absent(
     refused={
@@ -69,14 +61,7 @@ RESPONSES = Absent(
     },
 )
 MESSAGES = Absent(refused={**_COMMON, "kv_transfer_params": "use /v1/chat/completions"})
-POOLING = Absent(
-    refused={
-        "cache_salt": "prompts of different keys are separate; use a key for each tenant",
-        "chat_template": "--chat-template sets one for all requests",
-        "instruction": "put it into the text of the query",
-    },
-    no_effect={"padding": "texts of a batch keep their own length"},
-)
+POOLING = Absent(no_effect={"padding": "texts of a batch keep their own length"})
 LORA = Absent(refused={"is_3d_lora_weight": "save the adapter of each expert by itself"})
 
 _NONE = Absent()

@@ -37,6 +37,7 @@ from modulm_server.openapi import DescribedApp
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
+from modulm_server.running_requests import RunningRequests
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, MutableMapping
@@ -146,6 +147,8 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     api = _api(server)
     plugins = manager.current()
     families = _families(context, plugins)
+    if server.tokens_only:
+        _keep_token_paths(families)
     _warn_of_conflicts(plugins)
     if host is not None:
         _dispatch(families, host)
@@ -170,6 +173,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
         socket=http.socket,
         hosts=HostCheck.of(server, bool(keys)),
         answers=loopback.answers,
+        running=RunningRequests(server.api_server_count or 1),
     )
     loopback.app = guarded
     return Served(guarded, api, generation, tuple(families), directory)
@@ -338,6 +342,17 @@ def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily
                 error,
             )
     return families
+
+
+def _keep_token_paths(families: Mapping[RouteFamily, APIRouter]) -> None:
+    """Remove all routes that a server for token ids alone does not have."""
+    for family, router in families.items():
+        if "*" not in family.token_paths:
+            router.routes[:] = [
+                route
+                for route in router.routes
+                if getattr(route, "path", None) in family.token_paths
+            ]
 
 
 def _warn_of_conflicts(plugins: PluginManager) -> None:

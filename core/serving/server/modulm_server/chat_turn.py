@@ -40,15 +40,22 @@ _SHORT = 4_096
 
 @frozen
 class Parsers:
-    """The names of the server's parsers. `tool_choice: auto` needs a tool parser."""
+    """The names of the server's parsers. `tool_choice: auto` needs a tool parser. strict_level:
+    `--tool-strict-level`.
+    """
 
     tool: str | None = None
     reasoning: str | None = None
+    strict_level: str = "auto"
 
     @classmethod
     def of(cls, config: EngineConfig) -> Parsers:
         """The parsers of a configuration."""
-        return cls(config.tool_calls.tool_call_parser, config.structured_outputs.reasoning_parser)
+        return cls(
+            config.tool_calls.tool_call_parser,
+            config.structured_outputs.reasoning_parser,
+            config.group(ServerConfig).tool_strict_level,
+        )
 
 
 @frozen(kw_only=True)

@@ -141,6 +141,12 @@ class ServerConfig(FlagGroup):
     exclude_tools_when_tool_choice_none: bool = flag(
         False, "Leave tools out of the prompt when tool_choice is none."
     )
+    tool_strict_level: str = flag(
+        "auto",
+        "What calls of tools that are not strict follow: function: the format of calls and the "
+        "names of tools; parameter: the schemas of arguments, too.",
+        choices=("auto", "function", "parameter"),
+    )
     max_log_len: int | None = flag(
         None, "Maximum characters of a prompt or output in a log line.", least=0
     )
@@ -178,6 +184,11 @@ class ServerConfig(FlagGroup):
     )
     server_dev_mode: bool = flag(
         False, "Serve development routes: /reset_prefix_cache, /sleep, /collective_rpc ..."
+    )
+    tokens_only: bool = flag(
+        False,
+        "Serve only /inference/v1/generate, /v1/models and routes for operators; "
+        "--skip-tokenizer-init leaves the tokenizer out, too.",
     )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     enable_log_outputs: bool = flag(False, "Log outputs.")

@@ -64,12 +64,15 @@ def force_calls(
     """Build the grammar for a request's `tool_choice`.
 
     "required" and a named tool guarantee a call. With "auto", calls follow their schemas if a
-    tool is strict, and are limited to `tools` if the prompt lists more (`restricted`). If no parser
-    describes the model's format, forced calls are plain JSON. parallel: allow several calls. Raises
-    ApiError(400) or RequestError.
+    tool is strict or `--tool-strict-level` says so, and are limited to `tools` if the prompt lists
+    more (`restricted`). If no parser describes the model's format, forced calls are plain JSON.
+    parallel: allow several calls. Raises ApiError(400) or RequestError.
     """
     forced = forced_tool(choice, tools, parallel)
-    strict = restricted or any(tool["function"].get("strict") is True for tool in tools)
+    marked = restricted or any(tool["function"].get("strict") is True for tool in tools)
+    strict = marked or parsers.strict_level != "auto"
+    if choice == "auto" and parsers.strict_level == "function" and not marked:
+        tools = [_with_any_arguments(tool) for tool in tools]
     name = parsers.tool
     if not name or not tools or (forced is None and not (choice == "auto" and strict)):
         return ForcedCalls(forced)
@@ -93,6 +96,11 @@ def force_calls(
         in_model_format=True,
         calls_only_format=form("required") if choice == "auto" else None,
     )
+
+
+def _with_any_arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with a schema that allows any object, so that only its name is constrained."""
+    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}
 
 
 def _tag(form: Mapping[str, Any]) -> StructuredOutputs:

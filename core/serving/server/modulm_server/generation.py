@@ -36,6 +36,7 @@ from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_cost import check_cost
 from modulm_server.request_log import RequestLog
+from modulm_server.running_requests import RunningRequest, current_request
 from modulm_server.text_work import TextWork, characters
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.sampling import PoolingParams, SamplingParams
     from modulm.contracts.tokenizer import Tokenizer
+    from modulm_media import MediaPrompt
     from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient
     from modulm_server.media_service import RequestMedia
@@ -78,7 +80,8 @@ class GenerationService:
     """Generation for the routes of all APIs.
 
     models: the served names of the model; adapters are served under their own names.
-    adapter_finders: called in order to load an unknown adapter. template: the server's chat
+    adapter_finders: called in order to load an unknown adapter. media_adapters: kind of media ->
+    the adapter of requests that name none. template: the server's chat
     template, in place of the tokenizer's. request_renderer: renders clients' templates; None if
     none are accepted. tenants: API keys do not share the prefix cache. closing: the server is
     shutting down.
@@ -93,6 +96,7 @@ class GenerationService:
     tenants: bool = False
     closing: bool = False
     adapter_finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
+    media_adapters: dict[str, str] = field(factory=dict)
     tool_calls: ToolCallMetrics = field(factory=ToolCallMetrics, init=False)
     work: TextWork = field(init=False)
     _turns: Turns = field(factory=lambda: Turns(_TOGETHER), init=False)
@@ -321,12 +325,17 @@ class GenerationService:
         await self._turns.wait()
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
+        if adapter is None and self.media_adapters and prompt.media is not None:
+            adapter = self._adapter_of(prompt.media)
         streamed = not isinstance(params, BeamSearchParams) and (
             params.output_kind is OutputKind.DELTA
         )
         caller = self._admit(len(prompt.ids), streamed)
         engine_prompt = prompt.engine_prompt()
         name = uuid4().hex
+        request = current_request()
+        if request is not None:
+            request.add_generation(self.engine, name)
         self.request_log.request(name, prompt, params)
         if self.tenants:
             cache_salt = f"{current_owner()}.{cache_salt or ''}"
@@ -343,7 +352,13 @@ class GenerationService:
             if caller is not None and (streamed or output.finished):
                 caller.charge(sum(len(choice.token_ids) for choice in output.outputs))
 
-        return await Running.start(source, note, fields or {})
+        return await Running.start(source, note, fields or {}, request)
+
+    def _adapter_of(self, media: MediaPrompt) -> str | None:
+        """The adapter for a prompt's kinds of media; None unless there is exactly one."""
+        kinds = {item.kind for item in media.items}
+        adapters = {self.media_adapters[kind] for kind in kinds if kind in self.media_adapters}
+        return adapters.pop() if len(adapters) == 1 else None
 
     def _admit(self, tokens: int, streamed: bool = False) -> Caller | None:
         """Count a prompt for its API key. Raises ApiError(429) beyond the key's limits."""
@@ -364,14 +379,22 @@ class GenerationService:
         return await asyncio.gather(*map(last, runs))
 
     async def encode(
-        self, prompt: Prompt, params: PoolingParams, priority: int = 0, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        priority: int = 0,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> PoolingRequestOutput:
         """Pool a prompt. adapter: from `find_model`."""
         await self._turns.wait()
         self.check_open()
         caller = self._admit(len(prompt.ids))
         engine_prompt = {**prompt.engine_prompt(), "prompt": None}
-        more: Any = {**_adapter_keyword(adapter), **_tenant_keyword(caller)}
+        if self.tenants:
+            cache_salt = f"{current_owner()}.{cache_salt or ''}"
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        more: Any = {**salt, **_adapter_keyword(adapter), **_tenant_keyword(caller)}
         source = self.engine.encode(
             engine_prompt, params, uuid4().hex, priority=_priority(priority), **more
         )
@@ -419,7 +442,8 @@ class Running:
     """A generation in progress: iterate it once; `aclose` aborts it.
 
     Failed outputs are raised as errors. fields: the API's names of engine fields, which replace
-    those in errors. log: called with every output.
+    those in errors. log: called with every output. request: of the client; one that was aborted by
+    its id ends without an error.
     """
 
     def __init__(
@@ -427,8 +451,10 @@ class Running:
         source: AsyncGenerator[RequestOutput, None],
         log: Callable[[RequestOutput], None],
         fields: Mapping[str, str],
+        request: RunningRequest | None = None,
     ) -> None:
         self._source = source
+        self._request = request
         self._log = log
         self._fields = fields
         self._first: asyncio.Future[RequestOutput | None] | None
@@ -440,12 +466,13 @@ class Running:
         source: AsyncGenerator[RequestOutput, None],
         log: Callable[[RequestOutput], None],
         fields: Mapping[str, str],
+        request: RunningRequest | None = None,
     ) -> Running:
         """Start and wait for the first output. Raises if the engine rejects the request.
 
         A request that waits longer in the queue counts as accepted.
         """
-        running = cls(source, log, fields)
+        running = cls(source, log, fields, request)
         first = running._first
         try:
             if (
@@ -455,7 +482,7 @@ class Running:
             ):
                 output = first.result()
                 if output is not None:
-                    _check_ends(output)
+                    running._check_ends(output)
         except RequestError as error:
             await running.aclose()
             raise running._renamed(error) from error.__cause__
@@ -483,7 +510,7 @@ class Running:
                 if first is None:
                     raise StopAsyncIteration
                 output = first
-            _check_ends(output)
+            self._check_ends(output)
         except RequestError as error:
             raise self._renamed(error) from error.__cause__
         self._log(output)
@@ -505,21 +532,20 @@ class Running:
             raise EngineError("the engine returned no output")
         return results[-1]
 
+    def _check_ends(self, output: RequestOutput) -> None:
+        """Raise if a choice failed in the engine or was aborted by the server."""
+        for choice in output.outputs:
+            if choice.finish_reason == "error":
+                raise EngineError(str(choice.stop_reason))
+            if choice.finish_reason == "abort" and not (self._request and self._request.aborted):
+                raise ApiError(503, "the server ended this request", code="shutting_down")
+
     def _renamed(self, error: RequestError) -> RequestError:
         """Replace the engine's field name in an error by the client's."""
         if field_name := self._fields.get(error.param or ""):
             error.message = error.message.replace(error.param or "", field_name, 1)
             error.args, error.param = (error.message,), field_name
         return error
-
-
-def _check_ends(output: RequestOutput) -> None:
-    """Raise if a choice failed in the engine or was aborted by the server."""
-    for choice in output.outputs:
-        if choice.finish_reason == "error":
-            raise EngineError(str(choice.stop_reason))
-        if choice.finish_reason == "abort":
-            raise ApiError(503, "the server ended this request", code="shutting_down")
 
 
 async def merged(runs: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[tuple[int, Any], None]:

@@ -21,6 +21,7 @@ from modulm_server.errors import ApiError, ClientGone, report, respond
 from modulm_server.hosts import HostCheck
 from modulm_server.loopback import in_background
 from modulm_server.pacing import Answers, Turns
+from modulm_server.running_requests import RunningRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,6 +196,7 @@ class RequestGuard:
     socket: Callable[[], AbstractContextManager[None]] = nullcontext
     inflight: int = 256 << 20
     answers: Answers = field(factory=Answers)
+    running: RunningRequests = field(factory=RunningRequests)
     _transfers: set[_Transfer] = field(factory=set, init=False)
     _turns: Turns = field(factory=Turns, init=False)
     body_bytes: _BodyBytes = field(init=False)
@@ -217,7 +219,8 @@ class RequestGuard:
         self._watch(transfer)
         scope["modulm.watch"] = exchange.watch
         try:
-            await self._answer(scope, exchange)
+            with self.running.track(scope, name):
+                await self._answer(scope, exchange)
         except asyncio.CancelledError:
             if transfer.stuck:
                 await self._cut_off(scope, exchange)

@@ -70,13 +70,15 @@ class RouteFamily(ABC):
 
     On a server of several models a request goes to the family of the model that it names, except on
     these paths. shared_paths: the front end's family answers; "*" is all paths. cold_paths: it
-    answers while the model is not loaded, instead of loading it.
+    answers while the model is not loaded, instead of loading it. token_paths: a server with
+    --tokens-only has them; "*" is all paths.
     """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     shared_paths: ClassVar[tuple[str, ...]] = ()
     cold_paths: ClassVar[tuple[str, ...]] = ()
+    token_paths: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: RouteContext) -> None:
         self.context = context

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
+from attrs import evolve
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
@@ -18,6 +19,7 @@ from modulm_server.request_guard import RequestLimits
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
+    from modulm_server.prompts import Prompt
 
 __all__ = [
     "LIMITS",
@@ -32,6 +34,7 @@ __all__ = [
     "check_schema",
     "reject_unsupported",
     "sampling_params",
+    "shortened",
 ]
 
 LIMITS = RequestLimits()
@@ -131,6 +134,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -172,6 +176,23 @@ def check_priority(config: EngineConfig, priority: int | None) -> int:
             "--scheduling-policy priority"
         )  # fmt: skip
     return priority or 0
+
+
+def shortened(prompt: Prompt, body: SamplingFields) -> Prompt:
+    """Keep the first `truncate_prompt_tokens` of a prompt with `truncation_side: right`; otherwise
+    the engine keeps the last ones. Raises ApiError(400).
+    """
+    most = body.truncate_prompt_tokens
+    if body.truncation_side != "right" or most is None or prompt.embeds or prompt.media:
+        return prompt
+    if most < 1:
+        raise bad_field(
+            "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1 with "
+            "truncation_side: right"
+        )  # fmt: skip
+    if len(prompt.ids) <= most:
+        return prompt
+    return evolve(prompt, ids=prompt.ids[:most], text=None)
 
 
 def reject_unsupported(body: Struct, *names: str) -> None:

@@ -260,6 +260,7 @@ class ScriptedEngine(EngineClient):
         request_id: str,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         adapter: str | None = None,
         tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -273,6 +274,7 @@ class ScriptedEngine(EngineClient):
             hidden=self.info.hidden,
             max_model_len=self.info.max_model_len,
         )
+        self.salts.append(cache_salt)
         self.used.append(adapter)
         self.tenants.append(tenant)
         await self._pause(request_id, await self._text(text, ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import json
 import logging
 import os
 import shlex
@@ -247,6 +248,8 @@ def _answers(path: str) -> bool:
 
 def _suggested_request(engine: EngineClient, config: EngineConfig) -> tuple[str, str]:
     """The sample request for the banner."""
+    if config.group(ServerConfig).tokens_only:
+        return "/inference/v1/generate", json.dumps({"token_ids": [1, 2, 3]})
     tokenizer = engine.tokenizer
     chats = config.group(ServerConfig).chat_template is not None or (
         tokenizer is not None and (tokenizer.chat is not None or bool(tokenizer.chat_template))
@@ -275,13 +278,14 @@ def banner(
     open_to_all = " ".join(path.partition("{")[0] for path in sorted(open_paths(server)))
     unlocked = f"  no key for  {open_to_all}\n" if keys else ""
     header = plugins.gather("modulm_report_header", config=config)
+    page = "chat page  " if path.startswith("/v1/c") else "page       "
     return (
         f"{model} is served at {url}\n"
         + "".join(f"  {line}\n" for line in header)
         + "".join(f"  {line}\n" for line in facts)
         + unlocked
-        + f"  {'chat page  ' if path.startswith('/v1/c') else 'page       '} {url}/\n"
-        f"  try         curl{option} {url}{path}{key} -H 'Content-Type: application/json' "
+        + ("" if server.tokens_only else f"  {page} {url}/\n")
+        + f"  try         curl{option} {url}{path}{key} -H 'Content-Type: application/json' "
         f"-d {shlex.quote(body)}\n"
         "  stop        Ctrl-C"
     )

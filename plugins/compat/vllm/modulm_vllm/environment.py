@@ -86,6 +86,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_CPU_KVCACHE_SPACE": Variable("kv_cache_memory_bytes", _gibibytes),
     "VLLM_CPU_OMP_THREADS_BIND": Variable("numa_bind_cpus", _cores),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": Variable("worker_timeout", int),
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": Variable("max_request_bytes", int, True),
     "VLLM_IMAGE_FETCH_TIMEOUT": Variable("image_fetch_timeout", _number),
     "VLLM_LOGGING_CONFIG_PATH": Variable("log_config_file"),
     "VLLM_LOGGING_LEVEL": Variable("log_level", str.lower),

@@ -61,6 +61,7 @@ class Adapters(RouteFamily):
 
     name = "adapters"
     api = 2
+    token_paths = ("*",)
 
     def __init__(self, context: RouteContext) -> None:
         super().__init__(context)
@@ -74,11 +75,9 @@ class Adapters(RouteFamily):
     def absent(self) -> str | None:
         if self.context.engine.info.limit("adapters", "slots"):
             return None
-        if self._flags.lora_modules or self._flags.allow_runtime_lora_updating:
-            flag_name = (
-                "lora_modules" if self._flags.lora_modules else "allow_runtime_lora_updating"
-            )
-            raise ConfigError(flag_name, "needs --enable-lora")
+        for name in ("lora_modules", "default_mm_loras", "allow_runtime_lora_updating"):
+            if getattr(self._flags, name):
+                raise ConfigError(name, "needs --enable-lora")
         return "the engine runs without --enable-lora"
 
     def router(self) -> APIRouter:
@@ -106,12 +105,16 @@ class Adapters(RouteFamily):
         return router
 
     def _load_modules(self) -> None:
-        """Load the adapters of --lora-modules, unless another server process has loaded them.
+        """Load the adapters of --lora-modules and --default-mm-loras, unless another server process
+        has loaded them.
 
         Raises ConfigError for one that cannot be loaded.
         """
         engine, config = self.context.engine, self.context.config
-        for module in read_modules(self._flags.lora_modules or ()):
+        of_media = self._flags.default_mm_loras or {}
+        self.context.generation.media_adapters.update({kind: kind for kind in of_media})
+        entries = [f"{kind}={path}" for kind, path in of_media.items()]
+        for module in read_modules([*(self._flags.lora_modules or ()), *entries]):
             try:
                 path, root = Path(module.path), None
                 if not path.exists() and is_hub_id(module.path):

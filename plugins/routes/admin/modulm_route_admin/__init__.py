@@ -17,6 +17,7 @@ from modulm_server.json_body import json_response, read, request_docs
 from modulm_server.metrics import OperationMetrics
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
+from modulm_server.running_requests import running_requests
 
 __all__ = ["Admin"]
 
@@ -50,14 +51,29 @@ class Call(msgspec.Struct):
     timeout: float | None = None
 
 
+class AbortRequest(msgspec.Struct):
+    """request_ids: X-Request-Ids, or ids of responses; null or none: all requests."""
+
+    request_ids: list[str] | None = None
+
+
+class Aborted(TypedDict):
+    """How many requests were ended."""
+
+    status: str
+    aborted: int
+
+
 class Admin(RouteFamily):
     """With --server-dev-mode: `/reset_prefix_cache`, `/reset_mm_cache`, `/reset_encoder_cache`,
-    `/sleep`, `/wake_up`, `/is_sleeping`, `/collective_rpc`. With it or with --profiler-config:
-    `/start_profile`, `/stop_profile`.
+    `/sleep`, `/wake_up`, `/is_sleeping`, `/collective_rpc`, `/abort_requests`. With it or with
+    --profiler-config: `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
     api = 2
+    shared_paths = ("/abort_requests",)
+    token_paths = ("*",)
 
     def absent(self) -> str | None:
         if self._developing or self.context.config.group(ProfilerConfig).profiler is not None:
@@ -98,6 +114,13 @@ class Admin(RouteFamily):
             methods=["POST"],
             responses=response_docs(Results),
             openapi_extra=request_docs(Call),
+        )
+        router.add_api_route(
+            "/abort_requests",
+            self.abort_requests,
+            methods=["POST"],
+            responses=response_docs(Aborted),
+            openapi_extra=request_docs(AbortRequest),
         )
         for path, silent in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
             router.add_api_route(path, silent, methods=["POST"], response_class=Response)
@@ -144,6 +167,14 @@ class Admin(RouteFamily):
     async def is_sleeping(self) -> Response:
         """Whether the engine sleeps."""
         answer: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
+        return json_response(answer)
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End requests of all API keys, which answer with what they have."""
+        body = await read(request, AbortRequest)
+        ids = body.request_ids or None
+        count = await running_requests(request.scope).abort(ids, owner=None)
+        answer: Aborted = {"status": "aborted", "aborted": count}
         return json_response(answer)
 
     async def collective_rpc(self, request: Request) -> Response:

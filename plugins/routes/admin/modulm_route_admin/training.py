@@ -78,6 +78,7 @@ class Training(RouteFamily):
 
     name = "training"
     api = 2
+    token_paths = ("*",)
 
     def absent(self) -> str | None:
         if self.context.config.group(ServerConfig).server_dev_mode:

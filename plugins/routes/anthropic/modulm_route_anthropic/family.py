@@ -14,6 +14,7 @@ from starlette.responses import Response
 from modulm_prefix_retention import Mark, with_marks
 from modulm_route_anthropic.caching import breakpoints_of
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of, written
+from modulm_route_anthropic.flags import AnthropicConfig
 from modulm_route_anthropic.objects import Failure, Message, Opening, StreamEvent, TokenCount
 from modulm_route_anthropic.schema import (
     CountRequest,
@@ -82,6 +83,8 @@ class Anthropic(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
         self._parsers = Parsers.of(self.context.config)
+        flags = self.context.config.group(AnthropicConfig)
+        self._disabled_effort = flags.anthropic_disabled_thinking_effort
         flags = self.context.config.group(ServerConfig)
         self._tool_servers = ToolServers.shared(self.context.stores, flags)
         router.add_api_route(
@@ -152,7 +155,7 @@ class Anthropic(RouteFamily):
         hosted = await hosted_tools_of(body, self._tool_servers, current_key())
         tools, choice, parallel = tools_of(body, hosted.functions)
         constraint_of(body, self._forced_calls(tools, choice, parallel))
-        variables = variables_of(body, self._parsers.reasoning)
+        variables = variables_of(body, self._parsers.reasoning, self._disabled_effort)
         options = ChatOptions(tools=tools, variables=variables)
         messages = await convert(request, messages_of, body, hosted.model_name)
         prompt = await self.context.generation.from_messages(messages, options)
@@ -197,7 +200,7 @@ class Anthropic(RouteFamily):
         """Render a turn; returns (the turn, whether its calls may be parallel)."""
         generation = self.context.generation
         tools, choice, parallel = tools_of(body, hosted.functions)
-        variables = variables_of(body, self._parsers.reasoning)
+        variables = variables_of(body, self._parsers.reasoning, self._disabled_effort)
         forced_calls = self._forced_calls(tools, choice, parallel)
         constraint = constraint_of(body, forced_calls)
         breakpoints = await convert(request, breakpoints_of, body)

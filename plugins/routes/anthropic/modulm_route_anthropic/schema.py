@@ -287,8 +287,12 @@ def tools_of(
     return tools, choices[kind], parallel
 
 
-def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str, Any]:
-    """The template variables for `thinking` and `output_config.effort`. Raises ApiError(400)."""
+def variables_of(
+    body: _Conversation, reasoning_parser: str | None, disabled_effort: str = "auto"
+) -> dict[str, Any]:
+    """The template variables for `thinking` and `output_config.effort`. disabled_effort:
+    `--anthropic-disabled-thinking-effort`. Raises ApiError(400).
+    """
     thinks: bool | None = None
     if body.thinking is not None:
         kind = body.thinking.get("type")
@@ -313,6 +317,9 @@ def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str,
     variables = thinking_variables(
         reasoning_parser, effort if thinks is not False else None, thinks
     )
+    cannot_stop = disabled_effort == "auto" and not variables
+    if thinks is False and (cannot_stop or disabled_effort == "low"):
+        variables = thinking_variables(reasoning_parser, "low")
     return {**variables, **(body.chat_template_kwargs or {})}
 
 

@@ -30,6 +30,7 @@ class KVEvents(RouteFamily):
 
     name = "kv_events"
     api = 2
+    token_paths = ("*",)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])

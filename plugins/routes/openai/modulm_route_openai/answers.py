@@ -12,6 +12,7 @@ from modulm_plugin_lock import lock_digest
 from modulm_server.flags import ServerConfig
 from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
 from modulm_server.request_guard import safe_id
+from modulm_server.running_requests import current_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -63,8 +64,12 @@ async def paced(
 
 
 def answer_id(prefix: str, request: Request, wished: str | None) -> str:
-    """The id of a response. wished: the body's `request_id`."""
-    return f"{prefix}-{safe_id(wished or '') or request.scope['modulm.id']}"
+    """The id of a response, by which it can be aborted. wished: the body's `request_id`."""
+    name = safe_id(wished or "") or request.scope["modulm.id"]
+    running = current_request()
+    if running is not None:
+        running.add_id(prefix, name)
+    return f"{prefix}-{name}"
 
 
 def fingerprint(config: Any, engine: Any) -> str | None:

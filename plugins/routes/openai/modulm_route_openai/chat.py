@@ -41,8 +41,13 @@ from modulm_server.hosted_tools import HostedTools, hosted_tools
 from modulm_server.hosted_turns import HostedTurns, with_hosted_calls
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.key_limits import current_key
-from modulm_server.prompts import ChatOptions
-from modulm_server.sampling import check_priority, reject_unsupported, sampling_params
+from modulm_server.prompts import ChatOptions, Prompt
+from modulm_server.sampling import (
+    check_priority,
+    reject_unsupported,
+    sampling_params,
+    shortened,
+)
 from modulm_server.sse import DONE, EventStream, frame
 from modulm_server.tool_servers import ToolServers
 
@@ -232,9 +237,7 @@ class Chat:
         variables = self._variables(body)
         turn = ChatTurn(
             generation=self._generation,
-            prompt=await self._generation.from_messages(
-                messages, self._options(body, tools, choice, variables)
-            ),
+            prompt=await self._prompt(body, messages, tools, choice, variables),
             params=params,
             parsers=self._parsers,
             tools=tools,
@@ -251,6 +254,17 @@ class Chat:
         )
         turn.check()
         return turn
+
+    async def _prompt(
+        self,
+        body: ChatRequest,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        choice: Any,
+        variables: Mapping[str, Any],
+    ) -> Prompt:
+        options = self._options(body, tools, choice, variables)
+        return shortened(await self._generation.from_messages(messages, options), body)
 
     def _hosted_turns(self, request: Request, job: ChatJob, started: RunningTurn) -> HostedTurns:
         """The answer to a request with tools that the server runs."""
@@ -358,6 +372,8 @@ class Chat:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if job.body.return_token_ids:
             body["prompt_token_ids"] = list(output.prompt_token_ids)
+        if job.body.return_prompt_text:
+            body["prompt_text"] = job.turn.prompt.text
         return {**body, **transferred(output)}
 
     def _head(self, job: ChatJob) -> ChatChunk:
@@ -428,6 +444,8 @@ class Chat:
                     for index in range(len(deltas)):
                         choices = [opening_of(job, index)]
                         opening: ChatChunk = {**head, "choices": choices, **transferred(output)}
+                        if job.body.return_prompt_text and index == 0:
+                            opening["prompt_text"] = job.turn.prompt.text
                         if counted.each:
                             opening["usage"] = counted.now(index)
                         yield frame(opening)
@@ -448,7 +466,7 @@ class Chat:
     async def _hosted_frames(self, job: ChatJob, turns: HostedTurns) -> AsyncGenerator[bytes, None]:
         """The frames of an answer in which the server calls tools."""
         counted, head = StreamUsage(job.body, self._context.config), self._head(job)
-        deltas, last = ChatDeltas(job), None
+        deltas, last, is_first = ChatDeltas(job), None, True
         async with aclosing(turns.steps()) as steps:
             async for step in steps:
                 choices: list[ChatChunkChoice] = []
@@ -466,7 +484,9 @@ class Chat:
                 counted.generated(0, turns.generated)
                 for choice in choices:
                     body: ChatChunk = {**head, "choices": [choice], **params}
-                    params = {}
+                    if is_first and job.body.return_prompt_text:
+                        body["prompt_text"] = job.turn.prompt.text
+                    params, is_first = {}, False
                     if counted.each:
                         body["usage"] = counted.now(0)
                     yield frame(body)

@@ -30,7 +30,7 @@ from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
 from modulm_server.rendering import rendered
 from modulm_server.request_cost import check_cost
-from modulm_server.sampling import LIMITS, check_priority, sampling_params
+from modulm_server.sampling import LIMITS, check_priority, sampling_params, shortened
 from modulm_server.sse import DONE, EventStream, frame
 
 if TYPE_CHECKING:
@@ -177,12 +177,14 @@ class Completions:
         if len({isinstance(item, str) for item in many}) > 1:
             raise bad_field("prompt", "prompt must be either texts or lists of token ids, not both")
         if not isinstance(many[0], str):
-            return await self._generation.from_ids(*many)
-        return await self._generation.tokenize(
-            *many,
-            add_special_tokens=body.add_special_tokens is not False,
-            whole=body.truncate_prompt_tokens is None,
-        )
+            prompts = await self._generation.from_ids(*many)
+        else:
+            prompts = await self._generation.tokenize(
+                *many,
+                add_special_tokens=body.add_special_tokens is not False,
+                whole=body.truncate_prompt_tokens is None,
+            )
+        return tuple(shortened(prompt, body) for prompt in prompts)
 
     def _check_embeds(self, body: CompletionRequest) -> None:
         refuse_embeds(self._context.engine.info, "prompt_embeds")

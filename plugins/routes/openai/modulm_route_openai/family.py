@@ -17,9 +17,11 @@ from modulm_route_openai.derender import (
     DerenderedCompletion,
 )
 from modulm_route_openai.generate import (
+    AbortRequest,
     Generate,
     GenerateAnswer,
     GenerateRequest,
+    abort_requests,
 )
 from modulm_route_openai.models import Models
 from modulm_route_openai.objects import (
@@ -50,12 +52,13 @@ class _Refusal(ErrorAnswer):
 
 class OpenAI(RouteFamily):
     """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/generative_scoring`,
-    `/inference/v1/generate`.
+    `/inference/v1/generate`, `/inference/v1/abort_requests`.
     """
 
     name = "openai"
     api = 2
-    shared_paths = ("/v1/models", "/v1/models/{model:path}")
+    shared_paths = ("/v1/models", "/v1/models/{model:path}", "/inference/v1/abort_requests")
+    token_paths = (*shared_paths, "/inference/v1/generate")
 
     def router(self) -> APIRouter:
         without_prefix = APIRouter(tags=["OpenAI"])
@@ -177,6 +180,15 @@ class OpenAI(RouteFamily):
         async def generate_tokens(request: Request) -> Response:
             """Generate token ids from the token ids of a prompt."""
             return await generate.answer(request, await read(request, GenerateRequest))
+
+        @without_prefix.post(
+            "/inference/v1/abort_requests",
+            openapi_extra=request_docs(AbortRequest),
+            response_class=Response,
+        )
+        async def abort(request: Request) -> Response:
+            """End requests by their ids: their answers have finish_reason abort."""
+            return await abort_requests(request, await read(request, AbortRequest))
 
     async def stop(self) -> None:
         await self._chat.stop()

@@ -8,27 +8,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 
 from attrs import frozen
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
+from starlette.responses import Response
 
-from modulm_route_openai.answers import StreamUsage, answer_id, usage
-from modulm_route_openai.objects import Usage
+from modulm_route_openai.answers import StreamUsage, answer_id, prompt_logprobs, usage
+from modulm_route_openai.objects import PromptLogprob, Usage
+from modulm_server.auth import owner_of
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, to_struct
 from modulm_server.logprobs import MIN_LOGPROB
-from modulm_server.sampling import Priority, Salt, SamplingFields, check_priority, sampling_params
+from modulm_server.running_requests import running_requests
+from modulm_server.sampling import (
+    Priority,
+    Salt,
+    SamplingFields,
+    check_priority,
+    sampling_params,
+    shortened,
+)
 from modulm_server.sse import DONE, EventStream, frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from modulm.contracts.sampling import SamplingParams
     from modulm_server.generation import Running
     from modulm_server.route import RouteContext
 
-__all__ = ["Generate", "GenerateAnswer", "GenerateRequest"]
+__all__ = ["AbortRequest", "Generate", "GenerateAnswer", "GenerateRequest", "abort_requests"]
 
 #: vLLM's default of `max_tokens`.
 _MAX_TOKENS = 16
@@ -60,6 +69,20 @@ class GenerateRequest(Struct, kw_only=True):
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     output_mode: str = "tokens"
+
+
+class AbortRequest(Struct, kw_only=True):
+    """`POST /inference/v1/abort_requests`. request_ids: X-Request-Ids, or ids of responses."""
+
+    request_ids: Annotated[list[str], Meta(max_length=4096)]
+
+
+async def abort_requests(request: Request, body: AbortRequest) -> Response:
+    """End requests of the same API key, which answer with what they have, and finish_reason
+    abort. Unknown ids are ignored.
+    """
+    await running_requests(request.scope).abort(body.request_ids, owner_of(request))
+    return Response(status_code=200)
 
 
 class TokenLogprob(TypedDict):
@@ -103,6 +126,7 @@ class GenerateAnswer(TypedDict):
     choices: list[Choice]
     usage: NotRequired[Usage]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
     kv_transfer_params: NotRequired[dict[str, Any]]
 
 
@@ -137,6 +161,8 @@ class Generate:
         }
         if body.return_token_ids:
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
+        if job.sampling.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if output.kv_transfer_params is not None:
             answer["kv_transfer_params"] = dict(output.kv_transfer_params)
         return json_response(answer)
@@ -165,15 +191,6 @@ class Generate:
             logprobs=sampling.logprobs,
             constraint=None if constraint is None else constraint[1],
         )
-        (prompt,) = await generation.from_ids(body.token_ids)
-        running = await generation.generate(
-            prompt,
-            params,
-            priority=check_priority(self._context.config, body.priority),
-            cache_salt=body.cache_salt,
-            adapter=model.adapter,
-            fields={"prompt": "token_ids"},
-        )
         head: GenerateAnswer = {
             "request_id": answer_id("generate", request, body.request_id),
             "model": model.name,
@@ -181,6 +198,15 @@ class Generate:
             "output_mode": "text" if body.output_mode == "text" else "tokens",
             "choices": [],
         }
+        (prompt,) = await generation.from_ids(body.token_ids)
+        running = await generation.generate(
+            shortened(prompt, sampling),
+            params,
+            priority=check_priority(self._context.config, body.priority),
+            cache_salt=body.cache_salt,
+            adapter=model.adapter,
+            fields={"prompt": "token_ids"},
+        )
         return _Job(head, body, sampling, params, running)
 
     def _sampling(self, body: GenerateRequest) -> _Sampling:
@@ -227,7 +253,11 @@ def _choice(job: _Job, choice: Any) -> Choice:
     made: Choice = {
         "index": choice.index,
         "token_ids": list(choice.token_ids),
-        "logprobs": _logprobs(choice.logprobs, choice.token_ids, job.params.logprobs or 0),
+        "logprobs": _logprobs(
+            choice.logprobs,
+            choice.token_ids,
+            with_others=bool(job.params.logprobs or job.params.logprob_token_ids),
+        ),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
@@ -237,7 +267,7 @@ def _choice(job: _Job, choice: Any) -> Choice:
 
 
 def _logprobs(
-    positions: Sequence[Mapping[int, Any]] | None, ids: Sequence[int], most: int
+    positions: Sequence[Mapping[int, Any]] | None, ids: Sequence[int], *, with_others: bool
 ) -> TokenLogprobs | None:
     if positions is None:
         return None
@@ -248,6 +278,6 @@ def _logprobs(
 
     content: list[SampledToken] = []
     for token, position in zip(ids, positions, strict=True):
-        best = [one(*pair) for pair in position.items()] if most else []
+        best = [one(*pair) for pair in position.items()] if with_others else []
         content.append({**one(token, position[token]), "top_logprobs": best})
     return {"content": content}

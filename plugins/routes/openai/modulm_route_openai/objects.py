@@ -185,6 +185,7 @@ class ChatCompletion(_Head, Measured, Transferred):
     usage: Usage
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str | None]
 
 
 class FunctionDelta(TypedDict):
@@ -232,6 +233,7 @@ class ChatChunk(_Head, Measured, Transferred):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
+    prompt_text: NotRequired[str | None]
 
 
 class ModelState(TypedDict):

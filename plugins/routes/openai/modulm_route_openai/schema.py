@@ -58,6 +58,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     verbosity: Name | None = None
     safety_identifier: Name | None = None
+    return_prompt_text: bool | None = None
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True):

@@ -76,6 +76,7 @@ class Ops(RouteFamily):
     name = "ops"
     api = 2
     shared_paths = ("*",)
+    token_paths = ("*",)
 
     def router(self) -> APIRouter:
         self._conflicts = list(name_conflicts(plugins.current()))

@@ -272,11 +272,16 @@ class Pooling(RouteFamily):
         self, body: EmbedRequest | ClassifyRequest, params: PoolingParams, model: ServedModel
     ) -> list[Any]:
         parts = await prompts_of(self.context.generation, self._texts, body, params)
-        return await self._run(parts, body.priority or 0, model)
+        return await self._run(parts, body, model)
 
-    async def _run(self, parts: Sequence[Part], priority: int, model: ServedModel) -> list[Any]:
+    async def _run(self, parts: Sequence[Part], body: Any, model: ServedModel) -> list[Any]:
         """Run all prompts concurrently. The first failure cancels the others."""
-        encode = partial(self.context.generation.encode, priority=priority, adapter=model.adapter)
+        encode = partial(
+            self.context.generation.encode,
+            priority=body.priority or 0,
+            adapter=model.adapter,
+            cache_salt=body.cache_salt,
+        )
         tasks = [asyncio.ensure_future(encode(_prompt(prompt), params)) for prompt, params in parts]
         try:
             return list(await asyncio.gather(*tasks))
@@ -299,7 +304,7 @@ class Pooling(RouteFamily):
         model: ServedModel,
     ) -> tuple[list[float], Usage]:
         """Score pairs; returns (scores, token usage)."""
-        wanted = {"variables": body.chat_template_kwargs}
+        wanted = {"variables": self._variables(body)}
         pairs = self._texts.pairs
         amount = sum(map(size, [*left, *right]))
         generation = self.context.generation
@@ -319,9 +324,22 @@ class Pooling(RouteFamily):
                 media_indices, await generation.with_media(prompts, media), strict=True
             ):
                 parts[index] = (prompt, parts[index][1])
-        outputs = await self._run(parts, body.priority or 0, model)
+        outputs = await self._run(parts, body, model)
         usage = _usage(outputs)
         return [output.outputs.score for output in job.join(outputs)], usage
+
+    def _variables(self, body: ScoreRequest | RerankRequest) -> dict[str, Any] | None:
+        """Variables of the template for pairs. Raises ApiError(400) for an instruction without a
+        template to put it into.
+        """
+        if body.instruction is None:
+            return body.chat_template_kwargs
+        if self.context.engine.info.texts.template is None:
+            raise bad_field(
+                "instruction", "this model has no template for an instruction: put it into the "
+                "text of the query"
+            )  # fmt: skip
+        return {"instruction": body.instruction, **(body.chat_template_kwargs or {})}
 
 
 def _params(body: Any, **extra: Any) -> PoolingParams:

@@ -48,11 +48,14 @@ async def prompts_of(
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens is True,
+            template=body.chat_template,
             variables=body.chat_template_kwargs or {},
             media_io_kwargs=body.media_io_kwargs,
             mm_processor_kwargs=body.mm_processor_kwargs,
         )
         return [(await generation.from_messages(body.messages, options), params)]
+    if body.chat_template is not None:
+        raise bad_field("chat_template", "chat_template needs messages; input has no template")
     many = await generation.work.run(_amount(body.input), _several, body.input)
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("input", f"input must have 1 to {LIMITS.prompts} texts")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm_server.absent_fields import POOLING, Absent
-from modulm_server.sampling import LIMITS
+from modulm_server.sampling import LIMITS, Salt
 
 __all__ = [
     "ClassifyRequest",
@@ -30,6 +30,7 @@ class _Common(Struct, kw_only=True):
     use_activation: bool | None = None
     prompt_name: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
     request_id: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
     user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
 
@@ -42,6 +43,7 @@ class _Texts(_Common, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -69,6 +71,7 @@ class ClassifyRequest(_Texts, kw_only=True):
 
 
 class _Pairs(_Common, kw_only=True):
+    instruction: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None

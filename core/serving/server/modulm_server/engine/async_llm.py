@@ -255,6 +255,7 @@ class AsyncLLM(EngineClient):
         request_id: str,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         adapter: str | None = None,
         tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -262,7 +263,7 @@ class AsyncLLM(EngineClient):
         outputs: list[PoolingRequestOutput] = []
         for index, (ids, part_params) in enumerate(job.parts):
             name = f"{request_id}.{index}" if index else request_id
-            more = {"adapter": adapter, **_tenant(tenant)}
+            more = {"cache_salt": cache_salt, "adapter": adapter, **_tenant(tenant)}
             prepare = partial(self._prepare, ids, part_params, name, priority=priority, **more)
             outputs += [output async for output in self._stream(prepare)]
         for output in job.join(outputs):

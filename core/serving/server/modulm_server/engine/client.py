@@ -136,6 +136,7 @@ class EngineClient(Training, ABC):
         request_id: str,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         adapter: str | None = None,
         tenant: Tenant | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:

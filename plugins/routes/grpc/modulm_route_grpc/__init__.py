@@ -1,0 +1,1 @@
+"""vLLM's gRPC services beside modulm's HTTP routes, which answer the calls."""
