@@ -7,7 +7,7 @@ so it is an error; one of NO_EFFECT changes no answer, so it is named in the log
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
