@@ -83,8 +83,8 @@ class Anthropic(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
         self._parsers = Parsers.of(self.context.config)
-        flags = self.context.config.group(AnthropicConfig)
-        self._disabled_effort = flags.anthropic_disabled_thinking_effort
+        thinking = self.context.config.group(AnthropicConfig)
+        self._disabled_effort = thinking.anthropic_disabled_thinking_effort
         flags = self.context.config.group(ServerConfig)
         self._tool_servers = ToolServers.shared(self.context.stores, flags)
         router.add_api_route(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from logging import getLogger
 from typing import TYPE_CHECKING
 
-from attrs import evolve
 from fastapi import APIRouter
 
 from modulm.errors import ConfigError
@@ -57,7 +56,7 @@ class Grpc(RouteFamily):
         if flags.grpc and flags.grpc_port is not None:
             raise ConfigError("grpc_port", "cannot be combined with grpc, which uses --port")
         host, port = address_of(config)
-        address = evolve(server, uds=None, host=host, port=port)
+        address = config.with_(uds=None, host=host, port=port).group(ServerConfig)
         check_exposure(address)
         if port and (server.api_server_count or 1) == 1:
             open_socket(address).close()
