@@ -59,7 +59,7 @@ LIBRARIES = {name for name, path in PACKAGES.items() if path.parent.parent.name 
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
     ("absent_fields", "directory", "engine", "first_request", "flags", "heap", "kinds", "openapi",
-     "output", "prompts", "rendering"),
+     "output", "prompts", "rendering", "running_requests"),
     ("api_keys", "auth", "constraints", "errors", "hosted_tools", "hosts", "json_body",
      "key_limits", "logprobs", "io_processor", "logs", "loop_watch", "loopback",
      "media_service", "memory_metrics", "metrics", "pacing", "page_files", "paging",

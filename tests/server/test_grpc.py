@@ -257,12 +257,10 @@ def test_control_and_health(client: Client, server: Live) -> None:
     assert (model.served_model_name, list(model.served_model_aliases)) == ("M", ["alias"])
     sleeping = client.message("IsSleepingRequest")
     assert not client.call("vllm.Control/IsSleeping", sleeping).sleeping
-    client.call("vllm.Control/Sleep", client.message("SleepRequest", level=1))
-    assert client.call("vllm.Control/IsSleeping", sleeping).sleeping
-    client.call("vllm.Control/WakeUp", client.message("WakeUpRequest"))
     assert not client.call("vllm.Control/ListLoras", client.message("ListLorasRequest")).adapters
     for name, fields, code in (
         ("Shutdown", {}, grpc.StatusCode.FAILED_PRECONDITION),
+        ("Sleep", {"level": 1}, grpc.StatusCode.INVALID_ARGUMENT),  # a scripted engine cannot
         ("StartDraftWeightUpdate", {}, grpc.StatusCode.UNIMPLEMENTED),
         ("LoadLora", {"lora_name": "a"}, grpc.StatusCode.UNIMPLEMENTED),
         ("UpdateWeightVersion", {"weight_version": "x"}, grpc.StatusCode.INVALID_ARGUMENT),

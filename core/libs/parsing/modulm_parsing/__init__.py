@@ -1,7 +1,7 @@
 """Parse a model's text into a message: building blocks of parsers, and what servers call."""
 
 from modulm_parsing.cursor import Cursor
-from modulm_parsing.effort import EFFORTS, thinking_variables
+from modulm_parsing.effort import EFFORTS, thinking_variables, variables_without_thinking
 from modulm_parsing.forced import NamedCall, RequiredCalls
 from modulm_parsing.json_calls import CallKeys, HeadedCalls, JsonCalls, read_call
 from modulm_parsing.json_text import loads
@@ -55,4 +55,5 @@ __all__ = [
     "parse_arguments",
     "read_call",
     "thinking_variables",
+    "variables_without_thinking",
 ]

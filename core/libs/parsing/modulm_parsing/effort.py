@@ -8,7 +8,7 @@ from modulm.contracts.parser import ReasoningParser
 from modulm.errors import RequestError
 from modulm.plugins import manager
 
-__all__ = ["EFFORTS", "thinking_variables"]
+__all__ = ["EFFORTS", "thinking_variables", "variables_without_thinking"]
 
 #: In ascending order.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -28,7 +28,7 @@ def thinking_variables(
     """
     if effort is not None and effort not in EFFORTS:
         raise RequestError(f"{field}: one of {', '.join(EFFORTS)}", field)
-    known = manager.current().load("reasoning_parsers", parser) if parser else ReasoningParser
+    known = _class_of(parser)
     variables: dict[str, Any] = {}
     if thinks is None and effort is not None:
         thinks = effort != "none"
@@ -40,3 +40,20 @@ def thinking_variables(
     if template_effort:
         variables["reasoning_effort"] = template_effort
     return variables
+
+
+def variables_without_thinking(parser: str | None) -> dict[str, Any]:
+    """Return the chat template variables that turn thinking off. A model that always thinks gets
+    its lowest effort.
+    """
+    variables = thinking_variables(parser, thinks=False)
+    if lowest := _class_of(parser).template_efforts.get("none"):
+        variables["reasoning_effort"] = lowest
+    return variables
+
+
+def _class_of(parser: str | None) -> type[ReasoningParser]:
+    if parser is None:
+        return ReasoningParser
+    loaded: type[ReasoningParser] = manager.current().load("reasoning_parsers", parser)
+    return loaded

@@ -17,6 +17,6 @@ class AnthropicConfig(FlagGroup):
     anthropic_disabled_thinking_effort: str = flag(
         "auto",
         "Reasoning effort of requests with thinking: disabled: none turns thinking off, low is for "
-        "models that always think; auto: none if the model's parser knows how, else low.",
+        "models that always think; auto: low if the model's parser says that it always thinks.",
         choices=("auto", "none", "low"),
     )

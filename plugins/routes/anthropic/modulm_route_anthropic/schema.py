@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
-from modulm_parsing import thinking_variables
+from modulm_parsing import thinking_variables, variables_without_thinking
 from modulm_route_anthropic.tool_servers import TOOLSET
 from modulm_server.absent_fields import MESSAGES, Absent
 from modulm_server.constraints import (
@@ -314,12 +314,13 @@ def variables_of(
         raise bad_field(
             "output_config", f"output_config.effort must be one of {', '.join(_EFFORTS)}"
         )
-    variables = thinking_variables(
-        reasoning_parser, effort if thinks is not False else None, thinks
-    )
-    cannot_stop = disabled_effort == "auto" and not variables
-    if thinks is False and (cannot_stop or disabled_effort == "low"):
-        variables = thinking_variables(reasoning_parser, "low")
+    if thinks is not False:
+        variables = thinking_variables(reasoning_parser, effort, thinks)
+    elif disabled_effort == "auto":
+        variables = variables_without_thinking(reasoning_parser)
+    else:
+        thinks = disabled_effort != "none"
+        variables = thinking_variables(reasoning_parser, "low" if thinks else None, thinks)
     return {**variables, **(body.chat_template_kwargs or {})}
 
 

@@ -41,13 +41,8 @@ from modulm_server.hosted_tools import HostedTools, hosted_tools
 from modulm_server.hosted_turns import HostedTurns, with_hosted_calls
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.key_limits import current_key
-from modulm_server.prompts import ChatOptions, Prompt
-from modulm_server.sampling import (
-    check_priority,
-    reject_unsupported,
-    sampling_params,
-    shortened,
-)
+from modulm_server.prompts import ChatOptions
+from modulm_server.sampling import check_priority, reject_unsupported, sampling_params, shortened
 from modulm_server.sse import DONE, EventStream, frame
 from modulm_server.tool_servers import ToolServers
 
@@ -235,9 +230,10 @@ class Chat:
         forced_calls = await convert(request, forced)
         origin, params = self._params(body, forced_calls)
         variables = self._variables(body)
+        options = self._options(body, tools, choice, variables)
         turn = ChatTurn(
             generation=self._generation,
-            prompt=await self._prompt(body, messages, tools, choice, variables),
+            prompt=shortened(await self._generation.from_messages(messages, options), body),
             params=params,
             parsers=self._parsers,
             tools=tools,
@@ -254,17 +250,6 @@ class Chat:
         )
         turn.check()
         return turn
-
-    async def _prompt(
-        self,
-        body: ChatRequest,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        choice: Any,
-        variables: Mapping[str, Any],
-    ) -> Prompt:
-        options = self._options(body, tools, choice, variables)
-        return shortened(await self._generation.from_messages(messages, options), body)
 
     def _hosted_turns(self, request: Request, job: ChatJob, started: RunningTurn) -> HostedTurns:
         """The answer to a request with tools that the server runs."""

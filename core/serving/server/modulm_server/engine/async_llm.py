@@ -213,10 +213,9 @@ class AsyncLLM(EngineClient):
         adapter: str | None = None,
         tenant: Tenant | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        more = {"cache_salt": cache_salt, "adapter": adapter, **_tenant(tenant)}
-        return self._stream(
-            partial(self._prepare, prompt, params, request_id, priority=priority, **more)
-        )
+        own = {"priority": priority, "cache_salt": cache_salt, "adapter": adapter}
+        more = {**own, **_tenant(tenant)}
+        return self._stream(partial(self._prepare, prompt, params, request_id, **more))
 
     async def beam_search(
         self,
