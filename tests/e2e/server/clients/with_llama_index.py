@@ -6,14 +6,14 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Place(BaseModel):
     """A place."""
 
-    city: str
-    country: str
+    city: str = Field(max_length=20)
+    country: str = Field(max_length=20)
 
 
 def get_weather(city: str) -> str:
@@ -23,7 +23,7 @@ def get_weather(city: str) -> str:
 
 chat, vectors = sys.argv[1:3]
 llm = OpenAILike(
-    api_base=f"{chat}/v1", api_key="none", model="demo", temperature=0, max_tokens=64,
+    api_base=f"{chat}/v1", api_key="none", model="demo", temperature=0, max_tokens=128,
     is_chat_model=True, is_function_calling_model=True, context_window=2048,
 )  # fmt: skip
 question = [ChatMessage(role="user", content="What is the capital of France?")]
