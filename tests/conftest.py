@@ -20,7 +20,8 @@ import sys
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,28 @@ def pytest_configure(config: pytest.Config) -> None:
     share_checkpoints(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FileTimes(), "file times")
+    elif config.getoption("durations") is None and config.getoption("verbose") <= 0:
+        report_briefly(config)
+
+
+def report_briefly(config: pytest.Config) -> None:
+    """Send two messages for a test that passes, instead of six: its report, and that it is done.
+
+    `FileTimes` misses setups and teardowns of less than a twentieth of a second by that.
+    """
+    plugins = config.pluginmanager.get_plugins()
+    (interactor,) = (each for each in plugins if type(each).__name__ == "WorkerInteractor")
+    send = interactor.pytest_runtest_logreport
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed or report.duration > 0.05:
+            send(report)
+
+    config.pluginmanager.unregister(interactor)
+    interactor.pytest_runtest_logreport = pytest_runtest_logreport
+    interactor.pytest_runtest_logstart = interactor.pytest_runtest_logfinish = None
+    config.pluginmanager.register(interactor)
 
 
 def share_checkpoints(config: pytest.Config) -> None:
@@ -205,6 +228,27 @@ def share_checkpoints(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist where the checkpoints are."""
     node.workerinput["checkpoints"] = str(node.config.stash[CHECKPOINTS])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile: modules and tests stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Make no tests of calls that are `exhaustive`: half of all there are."""
+    yield
+    if metafunc.config.getoption("everything"):
+        return
+    calls = [c for c in metafunc._calls if not any(m.name == "exhaustive" for m in c.marks)]
+    # Of a test without calls, pytest would make one without parameters; it is left out later.
+    metafunc._calls = calls or metafunc._calls[:1]
 
 
 def pytest_collection_finish() -> None:
@@ -244,14 +288,24 @@ def rounds() -> int:
     return 1 if FUZZ is None else 25
 
 
-def loggers() -> list[logging.Logger]:
+class _Loggers:
     """The root and every logger of ours and of uvicorn that exists by now."""
-    named = [
-        logging.getLogger(name)
-        for name in (*logging.root.manager.loggerDict, *FAMILIES)
-        if name.startswith(FAMILIES)
-    ]
-    return [logging.getLogger(), *named]
+
+    def __init__(self) -> None:
+        self._known = [logging.getLogger()]
+        self._seen = 0
+        for name in FAMILIES:
+            logging.getLogger(name)
+
+    def __iter__(self) -> Iterator[logging.Logger]:
+        named = logging.root.manager.loggerDict  # to which names are only added, thousands of them
+        new = list(islice(named, self._seen, None))
+        self._seen += len(new)
+        self._known += [logging.getLogger(name) for name in new if name.startswith(FAMILIES)]
+        return iter(self._known)
+
+
+loggers = _Loggers()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -279,7 +333,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def untouch() -> None:
-    for log in loggers():
+    for log in loggers:
         level = logging.WARNING if log is logging.root else logging.NOTSET
         # setLevel forgets what isEnabledFor() of all loggers has cached, which takes a while.
         if log.level != level:

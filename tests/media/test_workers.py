@@ -6,6 +6,8 @@ import asyncio
 import base64
 import os
 import signal
+import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -112,10 +114,21 @@ def test_a_process_that_dies_is_replaced(workers):
     assert workers.running == 1
 
 
+def wide_png(side):
+    """A black square of one bit a pixel, made without its pixels."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + bytes(side // 8)) * side, 1)
+    parts = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+
+
 def test_time_and_memory_have_bounds():
     """A process that has half a gigabyte, and half a second for each file but its first."""
     workers = DecodeWorkers(1, seconds=0.5, memory=1 << 29)
-    wide = image_file(Image.new("1", (16384, 16384)), "PNG")
+    wide = wide_png(16384)
     with pytest.raises(Undecodable, match="memory|Memory"):
         workers.decode("image", wide, {}, Limits(pixels=1 << 30))
     assert workers.decode("image", RED, {}).size == (6, 4)

@@ -67,24 +67,23 @@ def problems(path: Path) -> Iterator[str]:
         and not node.name.startswith("_")
     ]
     public = {node.name for node in definitions if not any(map(is_command, node.decorator_list))}
-    bound = {node.name for node in definitions} | {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    bound |= {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom | ast.Import)
-        for alias in node.names
-    }
     if missing := public - set(names):
         yield f"public but not in __all__: {sorted(missing)}"
-    unknown = set(names) - bound - {"__version__"}
-    if unknown and path.name != "__init__.py":
+    unknown = set(names) - {node.name for node in definitions} - {"__version__"}
+    if unknown and path.name != "__init__.py" and (unknown := unknown - set(bound(tree))):
         yield f"in __all__ but not here: {sorted(unknown)}"
+
+
+def bound(tree: ast.Module) -> Iterator[str]:
+    """Names that a module assigns or imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                yield from (alias.asname or alias.name for alias in aliases)
 
 
 def test_every_name_of_the_package_can_be_had() -> None:

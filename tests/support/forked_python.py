@@ -73,11 +73,12 @@ _MAX_TITLE = 4000
 _WORKER = "import sys;exec("
 #: What commands and tests import most, beside the plugins.
 _IMPORTED = (
-    "anthropic", "av", "cattrs.gen", "compressed_tensors", "gguf", "hypothesis", "llguidance",
-    "mistral_common", "ollama", "openai", "pydantic.v1", "pytest",
-    "ray.serve", "schemathesis", "tensorizer", "tokenizers", "torch",
+    "anthropic", "av", "cattrs.gen", "compressed_tensors", "docx", "gguf", "hypothesis",
+    "llguidance", "mcp", "mistral_common", "ollama", "openai", "openpyxl", "pptx", "pydantic.v1",
+    "pytest", "ray.serve", "schemathesis", "tensorizer", "tokenizers", "torch",
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "uvicorn.main", "uvicorn.protocols.http.httptools_impl", "modulm_grammar_xgrammar.library",
+    "uvicorn.main", "uvicorn.protocols.http.httptools_impl", "websockets.sync.client",
+    "modulm_grammar_xgrammar.library",
     "modulm.cli.main", "modulm.engine.worker.worker", "modulm.plugins.extension",
     "modulm.plugins.hooks", "modulm_cli.flags", "modulm_frontend.llm", "modulm_server.app",
     "modulm_server.engine.async_llm", "modulm_server.engine.engine_process", "modulm_server.serve",
@@ -345,6 +346,7 @@ def _plugins() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # what is imported stays
     for name in (*_IMPORTED, *_plugins()):
         with suppress(ImportError):  # of a package whose extra is not installed
             importlib.import_module(name)
@@ -354,5 +356,6 @@ if __name__ == "__main__":
     if threading.active_count() != 1:
         raise RuntimeError(f"threads do not survive a fork: {threading.enumerate()}")
     gc.freeze()
+    gc.enable()
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)

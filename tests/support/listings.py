@@ -29,6 +29,18 @@ class _Known:
     def entry_points(self) -> EntryPoints:
         return self._distribution.entry_points
 
+    @cached_property
+    def identity(self) -> tuple[str, str]:
+        return _parse_identity(self._distribution)
+
+
+_parse_identity = drivers._identity
+
+
+def _identity(distribution: _Known | Distribution) -> tuple[str, str]:
+    known = isinstance(distribution, _Known)
+    return distribution.identity if known else _parse_identity(distribution)
+
 
 @lru_cache(maxsize=1)
 def _known(changed: int) -> tuple[_Known, ...]:
@@ -47,5 +59,6 @@ def _distributions() -> Iterator[_Known | Distribution]:
 def share() -> None:
     """Let plugin managers of this process, and of its forks, read each package's metadata once."""
     drivers.distributions = _distributions  # type: ignore[assignment]
+    drivers._identity = _identity  # type: ignore[assignment]
     for _ in drivers.installed():
         pass

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -31,3 +34,30 @@ def parametrize_sample(
     """`pytest.mark.parametrize` with a `sample` of the cases; `options` are its own."""
     tuples = not isinstance(names, str) or "," in names
     return pytest.mark.parametrize(names, sample(cases, every, tuples=tuples), **options)
+
+
+def keep_covering(metafunc: pytest.Metafunc, size_of: Callable[[Mapping[str, Any]], int]) -> None:
+    """Reduce the grid of a test's parameters to calls in which each combination of values occurs.
+
+    Args:
+        size_of: takes the parameters of a call; how many values are combined: 1 for each value, 2
+            for each pair. Calls of different sizes are covered apart.
+    """
+    grids = defaultdict(list)
+    for call in metafunc._calls:
+        grids[size_of(call.params)].append(call)
+    kept = {id(call) for size, calls in grids.items() for call in covering(calls, size)}
+    metafunc._calls = [call for call in metafunc._calls if id(call) in kept]
+
+
+def covering(calls: Iterable[Any], size: int) -> list[Any]:
+    """Calls in which each combination of `size` values occurs that occurs in all of them."""
+    chosen, covered = [], set()
+    # In the order of the grid, those of the first value would be taken that are not needed.
+    for call in sorted(calls, key=lambda call: zlib.crc32(call.id.encode())):
+        values = sorted(call.indices.items())
+        here = set(combinations(values, min(size, len(values))))
+        if not here <= covered or not chosen:
+            chosen.append(call)
+            covered |= here
+    return chosen

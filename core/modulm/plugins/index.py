@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = ["install_hint", "is_first_party", "libraries", "normalized", "to_install"]
 
 
+@cache
 def normalized(name: str) -> str:
     """Normalize a distribution's name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -35,8 +36,7 @@ def libraries() -> frozenset[str]:
 
 
 def _lines() -> list[str]:
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return re.findall(r"^[^#\n].*", Path(__file__).with_suffix(".txt").read_text("utf-8"), re.M)
 
 
 def is_first_party(distribution: str) -> bool:

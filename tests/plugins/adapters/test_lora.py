@@ -120,7 +120,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@parametrize_sample(("family", "kind"), CASES, every=9)
+@parametrize_sample(("family", "kind"), CASES, every=16)
 def test_logits_are_those_of_peft(bases, tmp_path, family, kind):
     folder, session = bases(family)
     model = original(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 from modulm.cli.main import main
 from modulm.errors import ModulmError
@@ -47,7 +48,7 @@ def scores(folder, **flags):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("way", WRITTEN)
+@parametrize_sample("way", WRITTEN, every=2)
 def test_scales_of_the_checkpoint(tmp_path, plain, backend, way):
     """Powers of two under which nothing is cut: the same bits as without scales but for what falls
     out of e4m3's range. A scale far too large costs digits, so that it is seen to be used."""
@@ -96,8 +97,11 @@ def rescaled(folder, by):
     return folder
 
 
-@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@parametrize_sample(
+    ("model_impl", "backend"),
+    [(each, backend) for backend in BACKENDS for each in ("auto", "transformers")],
+    every=3,
+)
 def test_scales_of_a_first_step(tmp_path, backend, model_impl):
     """Keys and values far outside of e4m3's range, with no scales in the checkpoint."""
     flags = {"attention_backend": backend, "model_impl": model_impl}
@@ -117,7 +121,7 @@ def test_scales_of_a_first_step(tmp_path, backend, model_impl):
     assert torch.equal(again, logprobs)
 
 
-@pytest.mark.parametrize("way", ["compressed-tensors", "modelopt"])
+@parametrize_sample("way", ["compressed-tensors", "modelopt"], every=2)
 def test_scales_of_the_checkpoint_for_code_of_transformers(tmp_path, way):
     exact = make_tiny(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=LAYERS)
     folder = rescaled(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from urllib.request import urlopen
 import click
 import pytest
 
+from modulm.cli.main import main
 from modulm.config import EngineConfig
 from modulm.testing.checkpoints import make_tiny, make_tokenizer
 from modulm_command_run_batch.batch import EngineGone, Line, answer_all, read_line, read_lines
@@ -359,11 +361,8 @@ def test_embeddings(checkpoint: Path, tmp_path: Path) -> None:
         for name, given in (("one", "hello"), ("two", ["hello", "bye"]), ("none", []))
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines) + chat(5) + "\n")
-    done = subprocess.run(
-        arguments(checkpoint, str(source), str(output), "--runner", "pooling"),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    with pytest.raises(SystemExit, match="1"):
+        main(arguments(checkpoint, str(source), str(output), "--runner", "pooling")[3:])
     one, two, none, five = rows(output)
     first = one["response"]["body"]["data"][0]["embedding"]
     assert sum(value * value for value in first) == pytest.approx(1, abs=1e-3)
@@ -376,17 +375,28 @@ def test_embeddings(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_batch_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    """Its metrics can be read while it runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(chat(n, max_tokens=40, ignore_eos=True) for n in range(24)))
     partial = tmp_path / "out.jsonl.partial"
     command = arguments(checkpoint, str(source), str(output), "--max-num-seqs", "2")
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = ["--enable-metrics", "--port", str(port)]
+    first = subprocess.Popen(
+        [*command, *metrics], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        end = time.monotonic() + 300
-        while not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
+        text, end = "", time.monotonic() + 300
+        while not (text and partial.exists() and partial.read_bytes().count(b"\n") > 3):
             assert first.poll() is None
             assert time.monotonic() < end
+            with suppress(OSError):
+                address = f"http://127.0.0.1:{port}/metrics"
+                text = text or urlopen(address, timeout=300).read().decode()
             time.sleep(0.02)
+        assert "# TYPE" in text
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -400,29 +410,3 @@ def test_a_killed_batch_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     kept = {row["id"] for row in answers}
     assert all(row["answer"]["id"] in kept for row in before)
     assert not partial.exists()
-
-
-def test_metrics_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    source = tmp_path / "in.jsonl"
-    source.write_text("\n".join(chat(n, max_tokens=100, ignore_eos=True) for n in range(40)))
-    running = subprocess.Popen(
-        arguments(checkpoint, str(source), str(tmp_path / "out"), "--enable-metrics",
-                  "--port", str(port), "--max-num-seqs", "1"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        text, end = "", time.monotonic() + 300
-        while not text:
-            assert time.monotonic() < end
-            assert running.poll() is None
-            try:
-                text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300).read().decode()
-            except OSError:
-                time.sleep(0.02)
-        assert "# TYPE" in text
-    finally:
-        running.kill()
-        running.wait()

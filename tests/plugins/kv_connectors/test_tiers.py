@@ -137,7 +137,7 @@ def test_answers_are_the_same(
     assert counts["modulm:kv_offload_load_failures_total"] == 0
 
 
-@parametrize_sample(("family", "tier"), [(f, t) for f in HYBRIDS for t in TIERS], every=6)
+@parametrize_sample(("family", "tier"), [(f, t) for f in HYBRIDS for t in TIERS], every=12)
 def test_states_come_back(
     family: str, tier: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -165,7 +165,7 @@ def test_with_two_ranks(tier: str, model: Callable[[str], str], tmp_path: Path) 
         assert generate(llm) == (expected, [STORED] * 4)
 
 
-@pytest.mark.parametrize("cache", ["fp8", "int8"])
+@parametrize_sample("cache", ["fp8", "int8"], every=2)
 def test_caches_of_one_byte(cache: str, model: Callable[[str], str], tmp_path: Path) -> None:
     flags = FLAGS | {"kv_cache_dtype": cache}
     with LLM(model("dense"), **flags, **disk(tmp_path)) as llm:

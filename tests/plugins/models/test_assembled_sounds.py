@@ -204,6 +204,7 @@ def test_ultravox_stacks_frames_of_whisper(version, tmp_path):
     check(tmp_path, "The <|audio|> of <|audio|> is", model, embeddings, 480)
 
 
+@pytest.mark.exhaustive
 def test_kimi_audio_adds_frames_of_whisper_to_the_empty_text(tmp_path):
     """Its encoder's files are in a folder of their own."""
     name, blank = "MoonshotKimiaForCausalLM", "<|im_kimia_text_blank|>"
@@ -291,6 +292,7 @@ FUN_ASR = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_funasr_reads_the_first_eighth(tmp_path):
     name, token = "FunASRForConditionalGeneration", "<|AUDIO|>"
     frames = {"frontend_conf": {"n_mels": 8, "lfr_m": 7, "lfr_n": 6, "window": "hamming"}}
@@ -522,6 +524,7 @@ def test_fire_red_names_languages(tmp_path):
             assert (torch.tensor(rows) - expected[index]).abs().max() < 1e-3
 
 
+@pytest.mark.exhaustive
 def test_midashenglm_attends_within_parts(tmp_path):
     name, token = "MiDashengLMModel", "<|AUDIO|>"
     table = written(tmp_path, name, [token])
@@ -664,6 +667,7 @@ def test_moss_audio_writes_the_time_every_two_seconds(tmp_path):
     assert tokens.tolist() == [*marks, digits[0], *marks, digits[1], *[480] * 7]
 
 
+@pytest.mark.exhaustive
 def test_gemma_3n_hears(tmp_path):
     """transformers' whole class needs timm, for images."""
     name = "Gemma3nForConditionalGeneration"

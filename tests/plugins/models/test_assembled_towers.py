@@ -345,7 +345,7 @@ CASES = {
 }
 
 
-@parametrize_sample("name", CASES, every=5)
+@parametrize_sample("name", CASES, every=12)
 def test_assembled_families_compute_what_their_parts_do(name, tmp_path, pytestconfig):
     case = CASES[name](tmp_path)
     with torch.inference_mode():

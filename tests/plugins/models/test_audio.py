@@ -287,7 +287,7 @@ def test_every_model_that_hears_is_in_the_table():
     assert all(kinds[name] == plugins.load("models", name).media for name in (*FAMILIES, *ALIASES))
 
 
-@parametrize_sample("architecture", FAMILIES, every=5)
+@parametrize_sample("architecture", FAMILIES, every=8)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     config = driver(architecture).config_type
     table = driver(architecture).tiny()
@@ -302,7 +302,7 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
                 read_config({**table, config.audio_key: {**audio, key: wrong}}, config)
 
 
-@parametrize_sample("architecture", FAMILIES, every=5)
+@parametrize_sample("architecture", FAMILIES, every=8)
 def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
     family = SoundFamily(driver(architecture), tokens, processor, **more)

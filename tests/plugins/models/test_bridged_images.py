@@ -316,7 +316,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@parametrize_sample("one", FAMILIES, every=7, ids=lambda one: one.architecture)
+@parametrize_sample("one", FAMILIES, every=20, ids=lambda one: one.architecture)
 def test_the_bridge_sees(one, tmp_path):
     check_images(one, tmp_path)
 

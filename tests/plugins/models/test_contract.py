@@ -44,6 +44,6 @@ CASES = [
 ]
 
 
-@parametrize_sample("architecture", CASES, every=4)
+@parametrize_sample("architecture", CASES, every=10)
 def test_contract(architecture):
     check_model(manager.current().load("models", architecture), attention_backend="sdpa")

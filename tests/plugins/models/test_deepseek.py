@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import parametrize_sample
 
 from modulm.errors import CheckpointError
 from modulm.testing.checkpoints import make_tiny
@@ -121,7 +122,7 @@ def _first_of_equals(scores, k, dim=-1):
     return torch.return_types.topk((values[..., :k], indices[..., :k]))
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+@parametrize_sample("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"], every=2)
 def test_of_equal_index_scores_the_earlier_tokens_count(architecture, tmp_path, monkeypatch):
     """Two rectified heads often score zero; chunks must not change what is picked then."""
     folder = make_tiny(tmp_path, architecture, index_n_heads=2)

@@ -71,8 +71,11 @@ class Rows:
 
 
 @parametrize_sample("mode", ["none", "all"], every=3)
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@parametrize_sample(
+    ("architecture", "kernels"),
+    [(architecture, kernels) for kernels in KERNELS for architecture in ARCHITECTURES],
+    every=3,
+)
 def test_a_drafted_run_is_walked_in_single_steps(tmp_path, architecture, kernels, mode) -> None:
     if kernels == "compiled":
         pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")

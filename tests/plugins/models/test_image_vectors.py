@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from samples import parametrize_sample
+from samples import parametrize_sample, sample
 
 import modulm
 from modulm import LoRARequest, PoolingParams
@@ -75,7 +75,7 @@ def write_siglip2(folder):
     siglip2(tokenizer).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "Siglip2Model"])
+@pytest.fixture(scope="module", params=sample([*MODELS, "Siglip2Model"], every=3))
 def opened(request, tmp_path_factory):
     """(engine, transformers' model, its processor, its folder)"""
     name: str = request.param
@@ -193,7 +193,7 @@ RETRIEVERS = {
 }
 
 
-@parametrize_sample("name", RETRIEVERS, every=2)
+@parametrize_sample("name", RETRIEVERS, every=3)
 def test_every_token_of_a_page_has_the_vector_of_transformers(name, tmp_path):
     """Also where the page is between others, and of a question without one."""
     tokens, make, before = RETRIEVERS[name]

@@ -306,7 +306,7 @@ BARE = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 #: Models around others read those tables as transformers does (test_images.py).
 AROUND = {declared.name for declared in manager.current().names("media_families")}
 #: Asked by name: `hasattr` would import each model's module in every process that collects tests.
-PUBLIC = frozenset(dir(transformers))
+PUBLIC = frozenset({*vars(transformers), *transformers.__all__})
 ARCHITECTURES = [
     declared.name
     for declared in manager.current().names("models")
@@ -344,7 +344,7 @@ def sampled(case: SimpleNamespace, key: str) -> bool:
     return zlib.crc32(f"{case.name}.{key}".encode()) % (20 if key in shared else 3) == 0
 
 
-@parametrize_sample("architecture", ARCHITECTURES, every=20)
+@parametrize_sample("architecture", ARCHITECTURES, every=45)
 def test_every_key_gives_transformers_numbers_or_is_refused_by_name(
     architecture, tmp_path, pytestconfig
 ):

@@ -73,7 +73,7 @@ def decoders():
     ]
 
 
-@parametrize_sample("name", decoders(), every=6)
+@parametrize_sample("name", decoders(), every=14)
 def test_recorded_steps_give_the_bits_of_the_step(tmp_path, name):
     driver = manager.current().load("models", name)
     folder = tiny_folder(driver, tmp_path, oracle=oracle_of(driver))

@@ -520,7 +520,7 @@ RELATIVES = {
 }  # fmt: skip
 
 
-@parametrize_sample("name", RELATIVES, every=12)
+@parametrize_sample("name", RELATIVES, every=24)
 def test_relatives_compute_what_their_parts_do(name, tmp_path):
     relative, table = RELATIVES[name], driver(name).tiny()
     family = ImageFamily(

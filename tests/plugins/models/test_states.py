@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from samples import sample
 
 from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError, UnsupportedError
@@ -104,7 +105,7 @@ def logprobs(llm, prompts):
     return values, [one.num_cached_tokens or 0 for one in outputs]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=sample(ARCHITECTURES, every=3))
 def reusing(request, tmp_path_factory):
     """An engine that keeps states, and one that does not."""
     folder = make_tiny(tmp_path_factory.mktemp("reusing"), request.param)

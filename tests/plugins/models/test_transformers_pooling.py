@@ -85,7 +85,7 @@ def classes(model, hidden, pooling):
         return model.logits(ways[pooling] if pooling else hidden)
 
 
-@parametrize_sample("architecture", [*CLASSIFIERS, *TOKENS, *EMBEDDERS], every=3)
+@parametrize_sample("architecture", [*CLASSIFIERS, *TOKENS, *EMBEDDERS], every=6)
 def test_runs_as_in_transformers(architecture, tmp_path):
     changes = {"classifier_pooling": "mean"} if CLASSIFIERS.get(architecture) == "MEAN" else {}
     session = Session(make_tiny(tmp_path, architecture, **SETTINGS, **changes), **FLAGS)

@@ -185,7 +185,7 @@ VARIANTS = {
 }
 
 
-@parametrize_sample("name", VARIANTS, every=4)
+@parametrize_sample("name", VARIANTS, every=8)
 def test_variant_equals_transformers(name, tmp_path):
     architecture, settings = VARIANTS[name]
     folder = make_tiny(tmp_path, architecture, **settings)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import parametrize_sample
 
 from modulm.config import EngineConfig
 from modulm.contracts.decision import Decision, Verdict
@@ -160,7 +161,7 @@ def template_of(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@parametrize_sample("name", FAMILIES, every=5)
 def test_the_parsers_of_a_family(name: str, tmp_path: Path) -> None:
     model_type, architecture, *wanted = FAMILIES[name]
     decisions = decide(tmp_path, template_of(name), of(model_type, architecture))
@@ -195,7 +196,7 @@ def written(name: str) -> tuple[str, str]:
     return prompt, text
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in UNWRITTEN and FAMILIES[n][2]])
+@parametrize_sample("name", [n for n in FAMILIES if n not in UNWRITTEN and FAMILIES[n][2]], every=5)
 def test_what_a_template_writes_is_read_by_what_is_chosen_for_it(name: str) -> None:
     _, _, tool, reasoning = FAMILIES[name]
     prompt, text = written(name)

@@ -32,7 +32,7 @@ def checked(parser):
     check_parser(parser)
 
 
-@parametrize_sample(("kind", "name"), PARSERS, every=7, ids=lambda value: str(value))
+@parametrize_sample(("kind", "name"), PARSERS, every=16, ids=lambda value: str(value))
 def test_contract(kind, name):
     checked(manager.current().load(kind, name))
 

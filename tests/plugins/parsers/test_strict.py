@@ -97,7 +97,7 @@ def compiled(backend, constraint: StructuredOutputs):
     return backend.compile(constraint)
 
 
-@parametrize_sample("name", NAMES, every=4)
+@parametrize_sample("name", NAMES, every=9)
 @parametrize_sample("backend", ["xgrammar", "llguidance"], every=2)
 def test_what_the_grammar_lets_through_reads_back(name, backend, backends, tokenizer) -> None:
     for choice, most in (("required", 1), ("required", 2), (NAMED, None)):
@@ -119,7 +119,7 @@ def test_what_the_grammar_lets_through_reads_back(name, backend, backends, token
                 Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
 
 
-@parametrize_sample("name", NAMES, every=4)
+@parametrize_sample("name", NAMES, every=9)
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_the_models_own_spelling_is_let_through(name, backend, backends, tokenizer) -> None:
     example = PLUGINS.load("tool_parsers", name).examples[0]

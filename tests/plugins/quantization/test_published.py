@@ -669,7 +669,7 @@ def published(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module", params=sample(CASES, every=12))
+@pytest.fixture(scope="module", params=sample(CASES, every=24))
 def folders(request, published):
     return published(request.param)
 
@@ -724,7 +724,9 @@ def test_on_the_kernels_as_exact_as_bf16(folders):
     assert errors[0] < (6 if rounds_activations(folders[0]) else 1.6) * errors[1]
 
 
-@pytest.mark.parametrize("name", ["gptq-desc-act", "ct-w8a8", "bnb-nf4", "modelopt-nvfp4-experts"])
+@parametrize_sample(
+    "name", ["gptq-desc-act", "ct-w8a8", "bnb-nf4", "modelopt-nvfp4-experts"], every=3
+)
 def test_answers_come_out(name, published):
     llm = LLM(str(published(name)[0]), dtype="bfloat16", max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -837,7 +839,7 @@ BAD = {
 }  # fmt: skip
 
 
-@parametrize_sample("what", BAD, every=4)
+@parametrize_sample("what", BAD, every=9)
 def test_what_is_wrong_with_a_file_is_said(copy_of, what):
     name, changes, spoilt, message = BAD[what]
     folder = copy_of(name)
@@ -884,7 +886,7 @@ def refused(folder):
     return str(caught.value)
 
 
-@parametrize_sample("name", SCALED, every=8)
+@parametrize_sample("name", SCALED, every=20)
 def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
     folder, tensor = damaged(name, lambda _: None)
     assert re.search(
@@ -892,7 +894,7 @@ def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
     )
 
 
-@parametrize_sample("name", SCALED, every=4)
+@parametrize_sample("name", SCALED, every=16)
 def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
     """The file, the tensor, what it is and what is needed."""
     folder, tensor = damaged(name, lambda tensor_before: torch.zeros(7, 5).to(tensor_before.dtype))
@@ -900,7 +902,7 @@ def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
     assert re.search(message, refused(folder))
 
 
-@parametrize_sample("name", CASES, every=4)
+@parametrize_sample("name", CASES, every=24)
 def test_a_file_that_is_cut_short_is_named_in_every_format(published, tmp_path, name):
     for file in published(name)[0].iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -953,7 +955,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", UNKNOWN)
+@parametrize_sample("what", UNKNOWN, every=3)
 def test_settings_that_are_unknown_are_named(published, tmp_path, what):
     name, changes, message = UNKNOWN[what]
     for file in published(name)[0].iterdir():
@@ -986,7 +988,7 @@ MANTISSA = {
 }  # fmt: skip
 
 
-@parametrize_sample("name", NAMES, every=4)
+@parametrize_sample("name", NAMES, every=7)
 def test_names_of_vllm(published, name):
     """As without the name where the checkpoint says it, or where there are no experts to round;
     else as far from the plain one's numbers as the format rounds.
@@ -1088,7 +1090,7 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPLAINED)
+@parametrize_sample("name", EXPLAINED, every=3)
 def test_explain_names_the_scheme_of_layers(name, published, capsys):
     folder = published(name)[0]
     with pytest.raises(SystemExit):
@@ -1101,7 +1103,7 @@ def test_explain_names_the_scheme_of_layers(name, published, capsys):
 WRITTEN = sorted(Path(__file__).with_name("written").glob("*.safetensors"))
 
 
-@parametrize_sample("file", WRITTEN, every=4, ids=lambda file: file.stem)
+@parametrize_sample("file", WRITTEN, every=9, ids=lambda file: file.stem)
 def test_what_the_library_wrote(file):
     """A layer [32, 64] as the format's own library stored it, and what that gives back for it.
 

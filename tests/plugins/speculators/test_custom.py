@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from attrs import frozen
+from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.drafter import DraftStep
@@ -63,8 +64,11 @@ def plain():
     return run()
 
 
-@pytest.mark.parametrize("method", ["custom", "custom_class"])
-@pytest.mark.parametrize("dot", [":", "."])
+@parametrize_sample(
+    ("method", "dot"),
+    [("custom", ":"), ("custom", "."), ("custom_class", "."), ("custom_class", ":")],
+    every=2,
+)
 def test_a_class_by_its_path(method, dot, plain) -> None:
     table = {
         "method": method,

@@ -548,7 +548,7 @@ LAYOUTS = [
 
 
 @parametrize_sample(
-    ("architecture", "tensors", "reference", "more"), LAYOUTS, every=3,
+    ("architecture", "tensors", "reference", "more"), LAYOUTS, every=5,
     ids=["dflash", "sliding", "dspark", "dflash2", "xpress", "lilicorr", "laguna", "k3", "gemma4"],
 )  # fmt: skip
 def test_drafts_are_those_of_plain_torch(target, tmp_path, architecture, tensors, reference, more):

@@ -199,12 +199,12 @@ THREE = {"draft_vocab_size": SMALL, "eagle_config": {"eagle_aux_hidden_state_lay
 @parametrize_sample(
     ("architecture", "third", "bias", "more"),
     [
-        ("LlamaForCausalLMEagle", False, True, {"bias": True}),
-        ("EagleLlamaForCausalLM", False, False, {"add_para_norm": True}),
         ("LlamaForCausalLMEagle3", True, False, THREE),
+        ("EagleLlamaForCausalLM", False, False, {"add_para_norm": True}),
+        ("LlamaForCausalLMEagle", False, True, {"bias": True}),
         ("Eagle3LlamaForCausalLM", True, False, {**THREE, "norm_before_residual": True}),
     ],
-    every=2,
+    every=4,
 )
 def test_drafts_are_those_of_plain_torch(
     target, tmp_path, architecture, third, bias, more, flags, monkeypatch
@@ -325,7 +325,7 @@ class FamilyReference:
         return drafted
 
 
-@parametrize_sample("architecture", HEADS_OF_FAMILIES, every=5)
+@parametrize_sample("architecture", HEADS_OF_FAMILIES, every=6)
 def test_heads_with_the_layers_of_a_family(target, tmp_path, architecture) -> None:
     reference = FamilyReference(target, architecture)
     head = write(tmp_path / "head", reference.stored, architecture, **reference.table)

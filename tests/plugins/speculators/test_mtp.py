@@ -352,7 +352,7 @@ class Reference:
         return drafted
 
 
-@pytest.fixture(scope="module", params=sample(LAYOUTS, every=3))
+@pytest.fixture(scope="module", params=sample(LAYOUTS, every=6))
 def draft_layer(request, tmp_path_factory):
     layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
     if layout.oracle is not None:

@@ -63,7 +63,7 @@ def check(architecture: str, flags: dict[str, Any], folder: Path) -> None:
     assert before != expected
 
 
-WRITABLE = frozenset(dir(transformers))
+WRITABLE = frozenset({*vars(transformers), *transformers.__all__})
 #: One name of each driver that generates text and whose checkpoints transformers can write.
 DECODERS = sorted(
     {

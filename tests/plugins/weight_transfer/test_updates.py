@@ -79,7 +79,7 @@ def update(llm: LLM, tensors: dict[str, Tensor], partial: bool = False) -> None:
         ("MambaForCausalLM", {}),
         ("LlamaForCausalLM", {"dtype": "bfloat16", "enforce_eager": True}),
     ],
-    every=2,
+    every=4,
 )
 def test_families_and_formats(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
     """Fused and packed layers, experts, absorbed layers, tied heads, constants, states."""
@@ -199,9 +199,10 @@ def sparse(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return changed
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "flags"),
     [("Qwen3ForCausalLM", {}), ("MixtralForCausalLM", {"dtype": "bfloat16"})],
+    every=2,
 )
 def test_changed_values_alone(architecture: str, flags: dict[str, Any], tmp_path: Path) -> None:
     """As if the whole tensors had come: fused layers, norms, tied heads, experts."""

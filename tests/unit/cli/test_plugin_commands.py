@@ -1,4 +1,7 @@
-"""`modulm` and `modulm plugins`, run as a user does, with plugins that work and that do not."""
+"""`modulm` and `modulm plugins`, as a user types them, with plugins that work and that do not.
+
+Commands run in this process, with a plugin manager of their own; `doctor` starts others.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,9 @@ from click.testing import CliRunner
 
 import modulm
 from modulm.cli import main
+from modulm.plugins import PluginManager
+from modulm.plugins.manager import using
+from modulm.plugins.selection import Selection
 from modulm.testing.checkpoints import make_tiny
 from modulm_command_plugins.template import templates
 
@@ -84,14 +92,44 @@ signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
-def run(folder: Path) -> Run:
+def runner_with(folder: Path) -> Run:
+    """What runs a command with the plugins of a folder, and forgets their modules."""
+
     def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200", **environ}
-        command = [sys.executable, "-m", "modulm.cli.main", *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        output, errors, status = StringIO(), StringIO(), None
+        known = set(sys.modules)
+        manager = PluginManager(Selection.parse(environ.get("MODULM_PLUGINS", "")))
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            using(manager), redirect_stdout(output), redirect_stderr(errors),
+        ):  # fmt: skip
+            patch.syspath_prepend(folder)
+            for name, value in {"PYTHONPATH": str(folder), "COLUMNS": "200", **environ}.items():
+                patch.setenv(name, value)
+            try:
+                main.main(arguments)
+            except SystemExit as stop:
+                status = stop.code
+        for name in set(sys.modules) - known:
+            if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+        texts = output.getvalue(), errors.getvalue()
+        return subprocess.CompletedProcess(arguments, status, *texts)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return runner_with(folder)
+
+
+def test_a_process_of_its_own(folder: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(folder), "MODULM_PLUGINS": "-modulm-twice"}
+    command = [sys.executable, "-m", "modulm.cli.main", "plugins", "list", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    rows = {row["distribution"]: row["state"] for row in json.loads(done.stdout)}
+    assert (rows["modulm-fine"], rows["modulm-twice"]) == ("ok", "off")
 
 
 def test_list(run: Run) -> None:
@@ -163,46 +201,53 @@ def test_unknown_command_has_a_close_match(run: Run) -> None:
     assert "Did you mean hello" in done.stderr
 
 
-def one(run: Run, name: str) -> dict[str, str]:
-    done = run("plugins", "doctor", name, "--json")
-    (report,) = json.loads(done.stdout)
-    assert done.returncode == (0 if report["ok"] else 1)
-    return dict(report)
+#: Plugins that are not well, and what the doctor says of them.
+ILL = {
+    "schedulers/raises": "ZeroDivisionError",
+    "schedulers/dies": "ended with status 9",
+    "schedulers/old": "written for version 7",
+    "schedulers/shortest": "provided by",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("modulm-raises", "ZeroDivisionError"),
-        ("modulm-dies", "ended with status 9"),
-        ("modulm-old", "written for version 7"),
-        ("modulm-twice", "provided by"),
-    ],
-)
-def test_doctor_finds(run: Run, name: str, error: str) -> None:
-    report = one(run, name)
-    assert not report["ok"]
-    assert error in report["error"]
+@pytest.fixture(scope="module")
+def reports(run: Run) -> dict[str, dict[str, str]]:
+    """The doctor's reports by plugin."""
+    names = "modulm-raises", "modulm-dies", "modulm-old", "modulm-twice"
+    done = run("plugins", "doctor", *names, "meddles", "transformers_remote", "--json")
+    assert done.returncode == 1
+    return {report["plugin"]: report for report in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_doctor_finds(reports: dict[str, dict[str, str]], name: str) -> None:
+    assert not reports[name]["ok"]
+    assert ILL[name] in reports[name]["error"]
 
 
 def test_doctor_finds_nothing_wrong(run: Run) -> None:
-    report = one(run, "fcfs")
+    done = run("plugins", "doctor", "fcfs", "--json")
+    assert done.returncode == 0
+    (report,) = json.loads(done.stdout)
     assert report["ok"]
     assert report["kit"] == "contract kit passed"
     assert float(report["seconds"]) >= 0
+    assert report["changes"] == ""
 
 
-def test_doctor_names_what_a_package_changes_for_others(run: Run) -> None:
-    report = one(run, "meddles")
-    assert report["changes"] == (
+def test_doctor_names_what_a_package_changes_for_others(
+    reports: dict[str, dict[str, str]],
+) -> None:
+    assert reports["schedulers/meddles"]["changes"] == (
         "changes Python's recursion limit, Python's random numbers, the handler of SIGUSR1, "
         "numpy's handling of errors"
     )
-    assert one(run, "fcfs")["changes"] == ""
 
 
-def test_doctor_has_no_checkpoint_to_try_foreign_code_with(run: Run) -> None:
-    report = one(run, "transformers_remote")
+def test_doctor_has_no_checkpoint_to_try_foreign_code_with(
+    reports: dict[str, dict[str, str]],
+) -> None:
+    report = reports["models/transformers_remote"]
     assert report["ok"]
     assert report["kit"] == "contract kit not run: the model's code comes with a checkpoint"
 
@@ -339,14 +384,9 @@ def modulm_doctor_checks():
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run_foreign(foreign: Path) -> Run:
-    def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(foreign), "COLUMNS": "200", **environ}
-        command = [sys.executable, "-m", "modulm", *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-    return call
+    return runner_with(foreign)
 
 
 def test_list_shows_who_takes_over_and_what_is_misspelt(run_foreign: Run) -> None:

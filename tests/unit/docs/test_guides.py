@@ -19,7 +19,7 @@ GUIDES = [
 ]
 
 
-@parametrize_sample("page", GUIDES, every=4)
+@parametrize_sample("page", GUIDES, every=8)
 def test_guide(page: str, run_page: Callable[[str], None]) -> None:
     run_page(page)
 

@@ -12,7 +12,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = ("write-a-plugin", *sorted(path.stem for path in DOCS.glob("plugins-*.md")))
 
 
-@parametrize_sample("page", PAGES, every=5)
+@parametrize_sample("page", PAGES, every=9)
 def test_page(page: str, run_page: Callable[[str], None]) -> None:
     if page == "plugins-kernels":
         pytest.importorskip("triton", reason="no Triton: make setup installs it on Linux")

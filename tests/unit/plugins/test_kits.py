@@ -395,9 +395,10 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
             modulm.unregister(*which)
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind in SLOW)) for kind in templates()],
+    every=3,
 )
 def test_every_template_passes_its_kit(kind: str) -> None:
     _, source = source_of(kind)
@@ -430,7 +431,7 @@ def test_without_assertions_no_kit_passes() -> None:
     assert "KitNotRun: Python's option -O leaves out what kits assert" in done.stderr
 
 
-@parametrize_sample(("kind", "number"), CASES, every=2)
+@parametrize_sample(("kind", "number"), CASES, every=5)
 def test_a_planted_bug_is_caught(kind: str, number: int) -> None:
     _, source = source_of(kind)
     old, new, message = PLANTED[kind][number]

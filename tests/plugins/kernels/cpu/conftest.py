@@ -1,17 +1,15 @@
-"""Every test here runs on each level that this machine has. The best one, which servers use, gets
-the whole grid of a test's parameters; the others get a part in which each value still occurs, and
-each pair of values where there are three parameters or more. `make test-all` runs whole grids.
+"""Every test here runs on each level that this machine has. Of the grid of its parameters the best
+level, which servers use, gets a part in which each pair of values occurs, and the others one in
+which each value does. `make test-all` runs whole grids.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import combinations
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
+from samples import keep_covering
 
 kernels = pytest.importorskip(
     "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
@@ -21,40 +19,13 @@ kernels = pytest.importorskip(
 LEVELS = kernels.levels()
 
 
-def covering(rows: Sequence[tuple[str, ...]]) -> set[int]:
-    """Indices of rows that hold each value of each column, or each pair if columns are many."""
-    width = len(rows[0])
-    size = 2 if width > 2 else 1
-    covered = [
-        {(columns, tuple(row[c] for c in columns)) for columns in combinations(range(width), size)}
-        for row in rows
-    ]
-    missing, chosen = set().union(*covered), set()
-    while missing:
-        best = max(range(len(rows)), key=lambda index: len(covered[index] & missing))
-        chosen.add(best)
-        missing -= covered[best]
-    return chosen
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what `covering` does not choose for levels other than the best."""
-    if config.getoption("--everything", default=False):
-        return
-    grids = defaultdict(list)
-    for item in items:
-        given = getattr(getattr(item, "callspec", None), "params", {})
-        here = item.path.parent == Path(__file__).parent
-        if here and given.get("level", LEVELS[-1]) != LEVELS[-1]:
-            grids[item.path, item.originalname, given["level"]].append(item)
-    left_out = set()
-    for grid in grids.values():
-        names = sorted(grid[0].callspec.params.keys() - {"level"})
-        chosen = covering([tuple(repr(item.callspec.params[n]) for n in names) for item in grid])
-        left_out |= {item for index, item in enumerate(grid) if index not in chosen}
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    if not metafunc.config.getoption("everything"):
+        keep_covering(
+            metafunc, lambda values: 2 if values.get("level") in (None, LEVELS[-1]) else 1
+        )
 
 
 @pytest.fixture(params=LEVELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.contracts.model import StatePlan
 from modulm_kernels_triton.device import interpreting
@@ -109,7 +110,7 @@ def test_equals_the_twin(ops, device, name, dtype, counts, starts):
     assert torch.equal(mine[[4, 5, 8]], states[[4, 5, 8]])
 
 
-@NAMES
+@parametrize_sample("name", CASES, every=2)
 def test_no_cut_and_no_neighbour_changes_a_bit(ops, device, name):
     """A step that ends where a longer one keeps a state leaves that state; company is the same.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from samples import parametrize_sample
 
 from modulm.contracts.executor import Plan
 from modulm.contracts.requests import Request
@@ -96,7 +97,7 @@ bounds = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(tenants, bounds, st.integers(1, 2), st.integers(0, 12))
 @example([(1.0, 40, 1), (1.0, 1, 12)], Limits(rows=1, tokens=8, prefixes=False), 1, 12)
 @example([(0.5, 5, 1), (4.0, 3, 1)], Limits(rows=1, tokens=8, prefixes=False), 1, 0)
@@ -236,7 +237,7 @@ def first_token(background: int, depth: int, prompt: int) -> tuple[list[Plan], l
     return plans[5:began], plans[began:ended]
 
 
-@pytest.mark.parametrize(("depth", "prompt"), [(1, 30), (2, 30), (2, 100)])
+@parametrize_sample(("depth", "prompt"), [(1, 30), (2, 30), (2, 100)], every=2)
 def test_background_requests_hold_up_no_first_token(depth: int, prompt: int) -> None:
     """With 40 lines of batches running, a first token takes the steps that it takes alone, and
     these compute one token more at most. Prompts of lines have a part of other steps.

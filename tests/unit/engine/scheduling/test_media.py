@@ -45,9 +45,11 @@ def with_media(draw: random.Random, request: Request) -> tuple[Request, Request]
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("connected", [False, True])
-def test_media_are_there_when_they_are_needed(depth: int, connected: bool) -> None:
+def test_media_are_there_when_they_are_needed(
+    depth: int, connected: bool, pytestconfig: pytest.Config
+) -> None:
     """FakeExecutor fails steps that go over the budget, need what is not there, or cut spans."""
-    for seed in range(10):
+    for seed in range(10 if pytestconfig.getoption("everything") else 3):
         draw = random.Random(f"{seed} {depth} {connected}")
         arrivals, _ = random_workload(draw)
         pairs = [with_media(draw, arrival.request) for arrival in arrivals]

@@ -70,7 +70,7 @@ memories = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(workloads(), limits, memories, st.integers(1, 3))
 def test_tokens_do_not_depend_on_scheduling(
     workload: list[dict[str, object]], bounds: Limits, groups: tuple[Group, ...], depth: int
