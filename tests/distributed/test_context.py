@@ -20,9 +20,9 @@ RANKS = {"distributed_executor_backend": "pool", "tensor_parallel_size": 2}
 CUT = RANKS | {"decode_context_parallel_size": 2}
 PROMPTS = [{"prompt_token_ids": [50 + i, *[5, 9, 40, 7, 33] * 5]} for i in range(4)]
 LONGER = [{"prompt_token_ids": PROMPTS[3]["prompt_token_ids"] * 2}]
-BEAMS = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-GREEDY = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

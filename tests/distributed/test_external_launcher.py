@@ -35,7 +35,7 @@ SCRIPT = """
     from modulm import LLM, SamplingParams, StructuredOutputs
     from modulm.errors import ModulmError
 
-    folder, said, flags, prompts = json.loads(sys.argv[1])
+    folder, said, flags, prompts, everything = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
     # torchrun ends the others when one has: this one is to say what it saw
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -58,9 +58,10 @@ SCRIPT = """
         with open(f"{said}/{rank}", "w") as file:
             json.dump(found, file)
 
-    with LLM(folder, pipeline_parallel_size=2, distributed_executor_backend="external_launcher",
-             **flags) as llm:
-        found["stages"] = ask(llm, *params())
+    if everything:
+        with LLM(folder, pipeline_parallel_size=2, distributed_executor_backend="external_launcher",
+                 **flags) as llm:
+            found["stages"] = ask(llm, *params())
     llm = LLM(folder, tensor_parallel_size=2, distributed_executor_backend="external_launcher",
               async_scheduling=True, **flags)
     found["layers"] = ask(llm, *params())
@@ -106,12 +107,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launched(folder, tmp_path_factory):
+def launched(folder, tmp_path_factory, request):
     """torchrun's exit code, and what each of two ranks says."""
     at = tmp_path_factory.mktemp("script")
     script = at / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    told = json.dumps([folder, str(at), FLAGS, PROMPTS])
+    everything = request.config.getoption("--everything")
+    told = json.dumps([folder, str(at), FLAGS, PROMPTS, everything])
     command = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint"
     done = subprocess.run(
         [sys.executable, *command.split(), "localhost:0", str(script), told],

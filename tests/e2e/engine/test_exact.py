@@ -175,7 +175,7 @@ def _benches(folder: Path, engine: tuple[str, dict[str, Any]], *names: str) -> I
         bench.host.stop()
 
 
-@pytest.fixture(scope="module", params=sample(KERNELS, every=3))
+@pytest.fixture(scope="module", params=sample(KERNELS, every=4))
 def on_kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Benches]:
