@@ -13,7 +13,6 @@ import pytest
 import torch
 from attrs import frozen
 from safetensors.torch import load_file
-from samples import sample
 from torch import Tensor
 
 from modulm import LLM, AsyncLLM, SamplingParams
@@ -100,7 +99,22 @@ def expected(folders: tuple[Path, Path]) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=sample(FRONT_ENDS, every=2))
+#: Tests of what front ends do in different ways.
+IN_EACH = ("test_sleep_stops_scheduling_or_gives_memory_back", "test_routes")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`make test` runs all with replicas, and those of IN_EACH with a thread."""
+    if "engine" in metafunc.fixturenames:
+        names = ["replicas", *(["thread"] if metafunc.function.__name__ in IN_EACH else [])]
+        front_ends = [
+            pytest.param(name, marks=() if name in names else pytest.mark.exhaustive)
+            for name in FRONT_ENDS
+        ]
+        metafunc.parametrize("engine", front_ends, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Engine]:
     with asyncio.Runner() as runner:
         llm = AsyncLLM(str(folders[0]), **SERVED, **FRONT_ENDS[request.param])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import parametrize_sample
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams
@@ -140,7 +141,7 @@ class _Preemptions:
         return lambda *args, **keywords: None
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     ("architecture", "flags"),
     [
         ("GraniteForCausalLM", {}),
@@ -150,6 +151,7 @@ class _Preemptions:
         ("XGLMForCausalLM", {}),
         ("LlamaForCausalLM", {"model_impl": "transformers"}),
     ],
+    every=2,
 )
 def test_families_that_do_something_to_embeddings(
     tmp_path: Path, architecture: str, flags: dict[str, Any]

@@ -6,9 +6,10 @@ One engine process with random weights stands behind a server for each family.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import openai
@@ -68,8 +69,8 @@ WAYS: tuple[tuple[dict[str, Any], set[str], bool], ...] = (
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server for each family, all of one engine."""
+def url_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """The server of a family, started when it is first needed; all have one engine."""
     folder = make_tiny(tmp_path_factory.mktemp("strict") / "tiny", max_position_embeddings=2048)
     flags: dict[str, Any] = {
         "model": str(folder),
@@ -82,13 +83,15 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     engine = AsyncLLM.from_config(EngineConfig.from_keywords(**flags))
     with ExitStack() as stack:
         stack.callback(engine.shutdown)
-        url_by_family = {}
-        for name in FAMILIES:
+
+        @cache
+        def start(name: str) -> str:
             front = AsyncLLM.connect(engine.address)
             stack.callback(front.shutdown)
             config = EngineConfig.from_keywords(**flags, tool_call_parser=name)
-            url_by_family[name] = stack.enter_context(serve_in_thread(front, config)).url
-        yield url_by_family
+            return stack.enter_context(serve_in_thread(front, config)).url
+
+        yield start
 
 
 def calls_of(client: openai.OpenAI, stream: bool, given: dict[str, Any]) -> list[tuple[str, str]]:
@@ -133,9 +136,9 @@ def check(calls: list[tuple[str, str]], names: set[str], single: bool) -> None:
 
 
 @parametrize_sample("name", FAMILIES, every=8)
-def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
+def test_forced_calls_are_valid(url_of: Callable[[str], str], name: str) -> None:
     """Twenty requests, all at once: five ways of asking, whole and streamed, twice."""
-    with openai.OpenAI(base_url=f"{urls[name]}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url_of(name)}/v1", api_key="none", max_retries=0) as client:
 
         def ask(number: int) -> None:
             request, names, single = WAYS[number % len(WAYS)]
@@ -148,13 +151,15 @@ def test_forced_calls_are_valid(urls: dict[str, str], name: str) -> None:
 
 @pytest.mark.exhaustive
 @parametrize_sample("stream", [False, True], every=2)
-def test_with_auto_only_allowed_tools_can_be_called(urls: dict[str, str], stream: bool) -> None:
+def test_with_auto_only_allowed_tools_can_be_called(
+    url_of: Callable[[str], str], stream: bool
+) -> None:
     """The model, which begins a call as soon as it may, is held to it by the grammar: nothing that
     it says has to be left out.
     """
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
     begin = {"510": 100}  # <tool_call>
-    with openai.OpenAI(base_url=f"{urls['hermes']}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url_of('hermes')}/v1", api_key="none", max_retries=0) as client:
         for seed in range(4):
             request = {"tool_choice": allowed, "logit_bias": begin, "seed": seed, "max_tokens": 400}
             check(calls_of(client, stream, request), {"get_weather"}, single=False)

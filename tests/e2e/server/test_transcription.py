@@ -153,18 +153,23 @@ def test_long_sound_is_heard_in_pieces_and_its_language_is_found(sdk, reference)
 
 
 def test_every_format(sdk: openai.OpenAI) -> None:
-    options: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG)), "language": "en",
+    """Greedy answers are tried again, at higher temperatures: the first two are alike. The others
+    are drawn once.
+    """
+    options: Any = {"model": "whisper", "file": ("a.wav", sound_file(SHORT)), "language": "en",
                   "extra_body": {"max_completion_tokens": 12}}  # fmt: skip
     plain = sdk.audio.transcriptions.create(**options)
     assert plain.text
     assert sdk.audio.transcriptions.create(**options).text == plain.text
+    options |= {"temperature": 0.7}
+    plain = sdk.audio.transcriptions.create(**options)
     assert sdk.audio.transcriptions.create(**options, response_format="text").strip() == plain.text
     verbose = sdk.audio.transcriptions.create(**options, response_format="verbose_json")
-    assert (verbose.language, verbose.duration) == ("english", 9.5)
+    assert (verbose.language, verbose.duration) == ("english", 3.0)
     assert verbose.segments
     times = [time for one in verbose.segments for time in (one.start, one.end)]
     assert times == sorted(times)
-    assert 0 <= times[0] <= times[-1] <= 9.5
+    assert 0 <= times[0] <= times[-1] <= 3.0
     assert all(0 <= one.no_speech_prob <= 1 for one in verbose.segments)
     count = len(verbose.segments)
     srt: Any = sdk.audio.transcriptions.create(**options, response_format="srt")
