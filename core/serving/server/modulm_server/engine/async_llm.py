@@ -141,7 +141,7 @@ class AsyncLLM(EngineClient):
         engine = process or EngineProcess()
         engine.start(config, plugins)
         meanwhile()
-        self._attach(ProcessCoreClient(engine.address, self._post, self._post_death, engine))
+        self._attach(ProcessCoreClient.of(engine, config, plugins, self._post, self._post_death))
 
     def _open_replicas(
         self,

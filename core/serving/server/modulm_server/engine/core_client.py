@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
     from modulm.engine.core.engine_core import EngineCore
     from modulm.plugins.manager import PluginManager
+    from modulm_server.engine.early_tokenizer import EarlyTokenizer
 
 __all__ = [
     "EngineCoreClient",
@@ -111,6 +112,8 @@ class EngineCoreClient(ABC):
     #: The engine's weight state, and the function to call, on any thread, when it changes.
     weights: WeightState = WeightState()
     weights_changed: Callable[[], None] = staticmethod(lambda: None)
+    #: The tokenizer, if it was opened while the model was loaded.
+    early: EarlyTokenizer | None = None
     #: This front end's report (its metrics) for another one. Called on any thread.
     report: Callable[[], str] = staticmethod(lambda: "")
 
@@ -206,6 +209,8 @@ class EngineCoreClient(ABC):
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, for this front end; the engine is stopped if it is unreadable."""
+        if self.early is not None and self.early.fits(self.info):
+            return self.early.tokenizer
         try:
             return open_tokenizer(self.info.config, self.info.path)
         except BaseException:

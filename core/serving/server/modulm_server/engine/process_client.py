@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -32,10 +32,15 @@ from modulm_distributed.worker_calls import function_name, pack_call
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient, WorkerCall
+from modulm_server.engine.early_tokenizer import EarlyTokenizer
 from modulm_server.engine.spawn import EngineProcess, connect
 from modulm_server.flags import ServerConfig
 from modulm_weight_transfer.engine import WeightState
 from modulm_wire import frames
+
+if TYPE_CHECKING:
+    from modulm.contracts.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
 
 __all__ = ["ProcessCoreClient"]
 
@@ -91,6 +96,21 @@ class ProcessCoreClient(EngineCoreClient):
         self._timeout = self.info.config.group(ServerConfig).engine_heartbeat_timeout
         self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of(
+        cls,
+        process: EngineProcess,
+        config: EngineConfig,
+        plugins: PluginManager,
+        events: Callable[[StepEvents], None],
+        died: Callable[[EngineDead], None],
+    ) -> ProcessCoreClient:
+        """Reach a process that loads a model; meanwhile, open its tokenizer."""
+        early = EarlyTokenizer.open(config, plugins)
+        client = cls(process.address, events, died, process)
+        client.early = early
+        return client
 
     @property
     def process_ids(self) -> tuple[int, ...]:
