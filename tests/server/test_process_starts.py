@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from modulm_chat.sandbox import SandboxedRenderer
 from modulm_executor_mp.executor import MpExecutor
 from modulm_media.workers import DecodeWorkers
 from modulm_server.api_workers import Workers
+from modulm_server.engine.launch import load_library
 from modulm_server.engine.spawn import EngineProcess
 from modulm_structured_output.compile_process import _Process
 
@@ -121,3 +123,8 @@ def test_a_server_process_is_restarted_when_there_is_room(monkeypatch: pytest.Mo
         assert machine.processes[1].poll() is None
         machine.processes[1].terminate()
     assert machine.processes[1].poll() is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere importing torch loads it")
+def test_the_library_that_torch_loads_is_found_without_it() -> None:
+    assert load_library()

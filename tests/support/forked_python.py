@@ -55,7 +55,7 @@ _MODULES = frozenset(
         "modulm_distributed.testing",
         "modulm_distributed.worker_process",
         "modulm_server.api_worker",
-        "modulm_server.engine.engine_process",
+        "modulm_server.engine.launch",
         "modulm_structured_output.compile_process",
         "pytest",
         "torch.distributed.run",

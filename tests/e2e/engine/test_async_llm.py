@@ -319,6 +319,8 @@ def test_killing_the_engine_is_seen(checkpoint: str) -> None:
 
     llm = AsyncLLM(**_flags(checkpoint))
     pid = llm._core._owned.pid
+    # It was opened while the process loaded the model.
+    assert llm.tokenizer is llm._core.early.tokenizer is not None
     run(main)
     llm.shutdown()
 

@@ -11,11 +11,11 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, min_len
 
 from modulm.errors import CheckpointError, UnsupportedError
-from modulm_frontend.input_processor import PendingRequest
 
 if TYPE_CHECKING:
     from modulm.contracts.requests import Request
     from modulm.engine.core.engine_core import EngineCore
+    from modulm_frontend.input_processor import PendingRequest
 
 __all__ = ["LoRARequest", "OfflineAdapters", "active_from", "files_of", "invocation_tokens"]
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -487,7 +486,7 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
             getattr(parts[id(owners[identity])][1], table)[identity] = value
 
 
-def main(owner: int, listener: int, secret_file: str = "", loads: str = "") -> int:
+def main(owner: str, listener: str, secret_file: str = "", loads: str = "") -> int:
     """The main function of the process: wait for the configuration, run the engine, end with the
     owner.
 
@@ -498,13 +497,13 @@ def main(owner: int, listener: int, secret_file: str = "", loads: str = "") -> i
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     watch_imports()
-    listening = socket.socket(fileno=listener)
+    listening = socket.socket(fileno=int(listener))
     tls = None
     if listening.family != socket.AF_UNIX:
         if not secret_file:
             raise EngineError("an engine on TCP requires a secret")
         tls = tls_contexts(read_secret(secret_file))
-    server = _SocketServer(socket.socket(fileno=owner), listening, tls)
+    server = _SocketServer(socket.socket(fileno=int(owner)), listening, tls)
     try:
         return _run(server, loads == "loads-model")
     finally:
@@ -541,7 +540,3 @@ def _run(server: _SocketServer, loads_model: bool) -> int:
         return 1
     server.flush()
     return 0 if core.loop.dead is None else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]))

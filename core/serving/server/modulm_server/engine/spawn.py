@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineProcess", "address_of", "connect"]
 
+#: The module that the process runs.
+_MODULE = "modulm_server.engine.engine_process"
 #: Seconds that a process has to end after it was asked to.
 _GRACE = 5.0
 #: Seconds to wait for its last output.
@@ -73,7 +75,7 @@ class EngineProcess:
         sockets: tuple[socket.socket, ...] = ()
         try:
             sockets = ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "modulm_server.engine.engine_process"]
+            command = [sys.executable, "-m", "modulm_server.engine.launch", _MODULE]
             self._process = subprocess.Popen(
                 [
                     *command,
