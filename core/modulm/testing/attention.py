@@ -66,7 +66,7 @@ SPECS: Mapping[str, AttentionSpec] = {
     "scales": evolve(_BASE, scales=True),
     "selected runs": evolve(_BASE, selection=8),
     "selected tokens": evolve(_BASE, selection=1, heads=2),
-    "selected tokens, shared": evolve(_BASE, selection=1, kv_heads=1),
+    "selected latents": evolve(_BASE, selection=1, kv_heads=1, head_dim=96, latent=64),
     "selected tokens, window": evolve(_BASE, selection=1, kv_heads=1, window=9),
     "spans": evolve(_BASE, spans=True),
     "spans and window": evolve(_BASE, spans=True, window=9),

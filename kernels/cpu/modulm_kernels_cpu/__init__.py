@@ -25,6 +25,7 @@ from modulm_kernels_cpu.mla import latent_ops
 from modulm_kernels_cpu.moe import PackedExperts, moe_ops
 from modulm_kernels_cpu.recurrence import recurrence_ops
 from modulm_kernels_cpu.sampling import sampling_ops
+from modulm_kernels_cpu.sparse import sparse_ops
 
 __all__ = [
     "CACHE_DTYPES",
@@ -59,6 +60,7 @@ def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
         lora_ops,
         sampling_ops,
         recurrence_ops,
+        sparse_ops,
     )
     return MappingProxyType({name: op for group in groups for name, op in group(library).items()})
 

@@ -19,7 +19,14 @@ from torch import Tensor
 from modulm_kernels_cpu.check import CODES, contiguous, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
 
-__all__ = ["CACHE_DTYPES", "MAX_HEAD_SIZE", "attention_ops", "cache_shape"]
+__all__ = [
+    "CACHE_DTYPES",
+    "MAX_HEAD_SIZE",
+    "attention_ops",
+    "cache_arguments",
+    "cache_shape",
+    "need_heads",
+]
 
 #: Cache dtypes and their codes in the C ABI.
 CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
@@ -66,7 +73,7 @@ def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _cache_arguments(
+def cache_arguments(
     cache: Tensor, kv_heads: int, size: int, value_size: int
 ) -> tuple[int, int, int, int, int, int, int]:
     """Return address, kv heads, block size, padded sizes, whether latent, and dtype code."""
@@ -94,7 +101,8 @@ def _cache_arguments(
     return cache.data_ptr(), heads, block, padded, value, int(latent), code
 
 
-def _heads(name: str, x: Tensor) -> None:
+def need_heads(name: str, x: Tensor) -> None:
+    """Raise ValueError unless x is [tokens, heads, size] with dense heads of a supported size."""
     need(
         x.dim() == 3 and x.stride(2) == 1 and x.shape[2] <= MAX_HEAD_SIZE,
         f"{name} must be [tokens, heads, size <= {MAX_HEAD_SIZE}] with dense heads, "
@@ -106,8 +114,8 @@ def _write_kv(library: Library) -> Callable[..., None]:
     call = library.call("write_kv", "pnnpnnnnnipnnnniip")
 
     def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-        _heads("k", k)
-        _heads("v", v)
+        need_heads("k", k)
+        need_heads("v", v)
         tokens, heads, size = k.shape
         value_size = v.shape[2]
         shape("v", v, tokens, heads, value_size)
@@ -117,7 +125,7 @@ def _write_kv(library: Library) -> Callable[..., None]:
         call(
             k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
             tokens, size, value_size, dtype_code("k", k),
-            *_cache_arguments(cache, heads, size, value_size), slots.data_ptr(),
+            *cache_arguments(cache, heads, size, value_size), slots.data_ptr(),
         )  # fmt: skip
 
     return write_kv
@@ -173,7 +181,7 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(), norm_code, eps, norm_offset,
             None if cos_sin is None else cos_sin.data_ptr(), turned, table_code,
-            positions.data_ptr(), int(neox), *_cache_arguments(cache, kv_heads, size, size),
+            positions.data_ptr(), int(neox), *cache_arguments(cache, kv_heads, size, size),
             slots.data_ptr(), q_out.data_ptr(),
         )  # fmt: skip
         return q_out
@@ -227,7 +235,7 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
         causal: bool = True,
         plan: Tensor | None = None,
     ) -> Tensor:
-        _heads("q", q)
+        need_heads("q", q)
         tokens, heads, size = q.shape
         kv_heads = cache.shape[1]
         need(heads % kv_heads == 0, f"q has {heads} heads for {kv_heads} kv heads")
@@ -254,7 +262,7 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
                 contiguous(name, x, torch.float32)
         call(
             q.data_ptr(), q.stride(0), q.stride(1), heads, size, value_size, dtype_code("q", q),
-            *_cache_arguments(cache, kv_heads, size, value_size),
+            *cache_arguments(cache, kv_heads, size, value_size),
             block_tables.data_ptr(), block_tables.stride(0), query_starts.data_ptr(),
             context_lens.data_ptr(), sequences, scale, window, softcap,
             None if sinks is None else sinks.data_ptr(),
@@ -274,8 +282,8 @@ def _varlen_attention(library: Library) -> Callable[..., Tensor]:
         q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None
     ) -> Tensor:
         """Attend through a temporary cache in which each row begins a new block."""
-        _heads("q", q)
-        _heads("k", k)
+        need_heads("q", q)
+        need_heads("k", k)
         counts = torch.tensor(lengths)
         need(int(counts.sum()) == len(q) == len(k), f"lengths must be those of {len(q)} tokens")
         kv_heads, size = k.shape[1:]

@@ -17,7 +17,16 @@ from modulm_kernels_cpu.replay import Replay
 __all__ = ["CpuKernels", "CpuOptions"]
 
 #: Ops on a cache in the kernels' layout, which the attention backend `cpu_paged` calls directly.
-_PRIVATE = frozenset({"write_kv", "plan_attention", "paged_attention", "qkv_prepare"})
+_PRIVATE = frozenset(
+    {
+        "write_kv",
+        "plan_attention",
+        "paged_attention",
+        "qkv_prepare",
+        "pick_tokens",
+        "selected_attention",
+    }
+)
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 

@@ -32,7 +32,9 @@ _WAVES = {"cuda": 32, "xpu": 32, "hip": 64}
 
 @frozen
 class Sizes:
-    """A model's sizes; `latent` and `turned` are those of latent attention, 0 without."""
+    """A model's sizes; `latent` and `turned` are those of latent attention, 0 without. picks:
+    tokens that an indexer of `index_heads` heads selects, 0 without.
+    """
 
     hidden: int
     intermediate: int
@@ -46,6 +48,9 @@ class Sizes:
     window: int = 0
     latent: int = 0
     turned: int = 0
+    picks: int = 0
+    index_heads: int = 0
+    index_size: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], kv_dtype: str | None = None) -> Sizes:
@@ -67,6 +72,9 @@ class Sizes:
             window=text.get("sliding_window") or 0 if text.get("use_sliding_window", True) else 0,
             latent=latent,
             turned=turned,
+            picks=text.get("index_topk") or 0,
+            index_heads=text.get("index_n_heads") or 0,
+            index_size=text.get("index_head_dim") or 0,
         )
 
 
@@ -112,9 +120,37 @@ def attention(sizes: Sizes) -> None:
     paged.paged_attention(q, cache, form, work, 1.0, out, look)
 
 
-#: Kernels that every model needs; each function calls ops on small tensors. kinds.py has optional
-#: ones.
-KINDS: tuple[Callable[[Sizes], None], ...] = (elementwise, attention)
+def selection(sizes: Sizes) -> None:
+    """Selecting tokens and attention to them, for a prompt and for a decode."""
+    from modulm_kernels_triton import paged
+
+    if not sizes.picks:
+        return
+    tokens = paged.FEW + 2
+
+    def zeros(heads: int, size: int) -> torch.Tensor:
+        return torch.zeros(tokens, heads, size, dtype=sizes.dtype)
+
+    blocks = -(-2 * sizes.picks // sizes.block_size)
+    numbers = [[[0] * blocks] * 2, [0] + [1] * (tokens - 1), range(tokens), [0], range(1, tokens)]
+    work = paged.SparseWork(*(torch.tensor(each, dtype=torch.int32) for each in numbers))
+    form = paged.CacheForm(
+        1, sizes.block_size, sizes.index_size, sizes.index_size, sizes.kv_dtype, True
+    )
+    cache = torch.zeros(form.shape(1), dtype=sizes.kv_dtype)
+    out = torch.zeros(tokens, 1, sizes.picks, dtype=torch.int32)
+    weights = torch.zeros(tokens, sizes.index_heads)
+    q = zeros(sizes.index_heads, sizes.index_size)
+    paged.pick_tokens(q, cache, form, work, 1.0, weights, out)
+    form = paged.CacheForm(1, sizes.block_size, sizes.head_dim, sizes.latent, sizes.kv_dtype, True)
+    cache = torch.zeros(form.shape(1), dtype=sizes.kv_dtype)
+    q, result = zeros(sizes.heads, sizes.head_dim), zeros(sizes.heads, sizes.latent)
+    paged.selected_attention(q, cache, form, work, 1.0, out, result)
+
+
+#: Kernels that models need by their sizes; each function calls ops on small tensors. kinds.py has
+#: optional ones.
+KINDS: tuple[Callable[[Sizes], None], ...] = (elementwise, attention, selection)
 
 
 class _Absent:

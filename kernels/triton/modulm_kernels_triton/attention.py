@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["reach", "store_result", "walk"]
+__all__ = ["part_of_token", "reach", "store_result", "walk"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INT8 = tl.constexpr(3)
@@ -60,8 +60,10 @@ def _visible(at, inside, positions, firsts, ends, CAUSAL: tl.constexpr, WINDOW: 
 
 
 @triton.jit
-def _part(base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
-          PAD: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def part_of_token(
+    base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
+    PAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return [TILE, PAD]: the cached rows' numbers from FROM on, 0 outside."""
     d = tl.arange(0, PAD)
     where = base + rows[:, None] + (FROM + d)[None, :]
@@ -97,10 +99,10 @@ def walk(
         inside = (at >= low) & (at < high)
         block = tl.load(table + at // BLOCK_SIZE, inside, other=0).to(tl.int64) * block_stride
         rows = block + at % BLOCK_SIZE * FORM[1]
-        ka = _part(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED)
+        ka = part_of_token(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED)
         scores = tl.dot(qa, tl.trans(ka), input_precision=FORM[3])
         if SHAPE[3] > 0:
-            kb = _part(cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED)
+            kb = part_of_token(cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED)
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
         scores = scores * scale
         if FORM[2] == INT8:
@@ -128,7 +130,7 @@ def walk(
         if SHAPE[8]:
             v = ka
         else:
-            v = _part(cache, rows, inside, dtype, SHAPE[7], SHAPE[5], SHAPE[6], MASKED)
+            v = part_of_token(cache, rows, inside, dtype, SHAPE[7], SHAPE[5], SHAPE[6], MASKED)
         acc = tl.dot(weights.to(dtype), v, acc, input_precision=FORM[3])
     return acc, total, most
 

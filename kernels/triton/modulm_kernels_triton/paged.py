@@ -1,4 +1,4 @@
-"""Interface for the attention backend `triton`: cache, cache writes, attention."""
+"""Interface for the attention backend `triton`: cache, cache writes, attention, selections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from modulm_kernels_triton.paged_attention import (
     paged_attention,
     queries_of_a_tile,
 )
+from modulm_kernels_triton.pick_tokens import SparseWork, pick_tokens
 from modulm_kernels_triton.qkv_prepare import qkv_prepare
+from modulm_kernels_triton.selected_attention import selected_attention
 from modulm_kernels_triton.write_kv import write_kv
 
 __all__ = [
@@ -19,10 +21,13 @@ __all__ = [
     "KEPT",
     "CacheForm",
     "Look",
+    "SparseWork",
     "Work",
     "paged_attention",
+    "pick_tokens",
     "qkv_prepare",
     "queries_of_a_tile",
+    "selected_attention",
     "unreadable",
     "write_kv",
 ]

@@ -21,7 +21,16 @@ from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
 
-__all__ = ["FEW", "Look", "Work", "paged_attention", "queries_of_a_tile"]
+__all__ = [
+    "FEW",
+    "Look",
+    "Work",
+    "merge_pieces",
+    "paged_attention",
+    "queries",
+    "queries_of_a_tile",
+    "shape_of",
+]
 
 #: Rows with at most this many new tokens have their context split.
 FEW = 8
@@ -71,8 +80,9 @@ def _rows_of_tile(
 
 
 @triton.jit
-def _queries(q, token, head, real, q_token, q_head, FROM: tl.constexpr, SIZE: tl.constexpr,
-             PAD: tl.constexpr):  # fmt: skip
+def queries(q, token, head, real, q_token, q_head, FROM: tl.constexpr, SIZE: tl.constexpr,
+            PAD: tl.constexpr):  # fmt: skip
+    """Return [M, PAD]: numbers of the queries from FROM on, 0 outside."""
     d = tl.arange(0, PAD)
     where = token.to(tl.int64) * q_token + head * q_head
     mask = real[:, None] & (d < SIZE)[None, :]
@@ -108,10 +118,10 @@ def _prompt(
     TILE: tl.constexpr = SHAPE[0]
     PAD: tl.constexpr = SHAPE[6]
     kv_head = tl.program_id(1) // ((GROUP + GROUP_TILE - 1) // GROUP_TILE)
-    qa = _queries(q, token, head, real, q_token, q_head, 0, SHAPE[1], SHAPE[2])
+    qa = queries(q, token, head, real, q_token, q_head, 0, SHAPE[1], SHAPE[2])
     qb = qa
     if SHAPE[3] > 0:
-        qb = _queries(q, token, head, real, q_token, q_head, SHAPE[1], SHAPE[3], SHAPE[4])
+        qb = queries(q, token, head, real, q_token, q_head, SHAPE[1], SHAPE[3], SHAPE[4])
     low, high = reach(first, last, tl.load(key_lens + step_row), firsts, ends, LOOK[0], LOOK[1],
                       LOOK[4])  # fmt: skip
     scale, of_values = _scales(
@@ -188,10 +198,10 @@ def _split(
     if tl.program_id(2) >= tl.maximum(count, 1):
         return
     kv_head = tl.program_id(1) // ((GROUP + GROUP_TILE - 1) // GROUP_TILE)
-    qa = _queries(q, token, head, real, q_token, q_head, 0, SHAPE[1], SHAPE[2])
+    qa = queries(q, token, head, real, q_token, q_head, 0, SHAPE[1], SHAPE[2])
     qb = qa
     if SHAPE[3] > 0:
-        qb = _queries(q, token, head, real, q_token, q_head, SHAPE[1], SHAPE[3], SHAPE[4])
+        qb = queries(q, token, head, real, q_token, q_head, SHAPE[1], SHAPE[3], SHAPE[4])
     scale, of_values = _scales(
         k_scale, v_scale, kv_head, scale, scale_step, SCALED, LOOK[2] or LOOK[3]
     )
@@ -291,7 +301,7 @@ def _sizes(form: CacheForm, dtype: torch.dtype) -> dict[str, int]:
     return {"SIZE": form.head_dim, "BITS": 8 * dtype.itemsize}
 
 
-def _shape(form: CacheForm, tile: int) -> tuple[int, ...]:
+def shape_of(form: CacheForm, tile: int) -> tuple[int, ...]:
     """Return the constant SHAPE of the kernels (attention.py)."""
     size, values = form.head_dim, form.value_dim
     first = values if form.latent else max(16, 1 << (size.bit_length() - 1))
@@ -349,7 +359,7 @@ def paged_attention(
     if len(work.prompts):
         _, heads, constants = queries_of_a_tile("prompt", group, form, q.dtype)
         grid = (len(work.prompts), form.kv_heads * cut(group, heads))
-        shape = _shape(form, constants.pop("TILE"))
+        shape = shape_of(form, constants.pop("TILE"))
         launch(
             _prompt, grid, *tensors, work.prompts, *rows, *numbers, GROUP_TILE=heads, SHAPE=shape,
             LOOK=(*bent, int(work.spans is not None)), **shared, **constants,
@@ -363,7 +373,7 @@ def paged_attention(
         part = q.new_empty(tokens, q.shape[1], splits, values, dtype=torch.float32)
         stats = q.new_empty(tokens, q.shape[1], splits, 2, dtype=torch.float32)
         counts = q.new_empty(tokens, q.shape[1], dtype=torch.int32)
-        shape = _shape(form, constants.pop("TILE"))
+        shape = shape_of(form, constants.pop("TILE"))
         wanted = power_of_two(4 * programs // (len(work.splits) * columns))
         shares = min(splits, max(constants.pop("SHARES"), wanted))
         launch(
@@ -371,14 +381,24 @@ def paged_attention(
             part, stats, counts, q.shape[1], GROUP_TILE=heads, SHAPE=shape, LOOK=(*bent, 0),
             SPLITS=splits, **shared, **constants,
         )  # fmt: skip
-        merging = dict(tuned("attention_merge", SIZE=shape[6]))
-        block = merging["HEADS"]
-        launch(
-            _merge, (tokens, cut(q.shape[1], block)), part, stats, counts, work.few, out,
-            out.stride(0), out.stride(1), q.shape[1], SIZE=values, PAD=shape[6], SPLITS=splits,
-            **merging,
-        )  # fmt: skip
+        merge_pieces(part, stats, counts, work.few, out)
     return out
+
+
+def merge_pieces(part: Tensor, stats: Tensor, counts: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """Merge the pieces of some tokens into out [T, heads, values].
+
+    part: [n, heads, pieces, values] fp32, sums of weights times values. stats: [n, heads, pieces,
+    2] fp32, the largest score and the sum of weights. counts: [n, heads] int32, number of pieces;
+    a single one is not touched. tokens: [n] int32, their indices in `out`.
+    """
+    _, heads, splits, values = part.shape
+    pad = max(16, power_of_two(values))
+    merging = dict(tuned("attention_merge", SIZE=pad))
+    launch(
+        _merge, (len(tokens), cut(heads, merging["HEADS"])), part, stats, counts, tokens, out,
+        out.stride(0), out.stride(1), heads, SIZE=values, PAD=pad, SPLITS=splits, **merging,
+    )  # fmt: skip
 
 
 def splits_of(columns: int, programs: int) -> int:

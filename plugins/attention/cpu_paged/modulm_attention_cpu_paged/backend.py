@@ -36,6 +36,8 @@ __all__ = ["CpuPagedAttention"]
 
 #: The provider in the op table whose package this backend calls.
 _PROVIDER = "cpu"
+#: Features of layers that attend to selected tokens.
+_SELECTED = {"selection", "latent", "softcap", "sinks", "scales"}
 
 
 @cache
@@ -52,9 +54,10 @@ def _kernels() -> ModuleType | str:
 class _StepPlan(AttentionPlan):
     """The arrays of a StepLayout as tensors that share their memory.
 
-    work: [n] int32, how the kernel divides the step among threads; the same in every layer. spans:
-    the tokens of bidirectional spans as rows of their own; `tokens` holds their indices in the
-    step. They are attended a second time, without the causal mask.
+    work: [n] int32, how the kernel divides the step among threads; the same in every layer, empty
+    for layers that select tokens or attend to selected ones. spans: the tokens of bidirectional
+    spans as rows of their own; `tokens` holds their indices in the step. They are attended a second
+    time, without the causal mask.
     """
 
     block_tables: Tensor
@@ -100,6 +103,8 @@ class CpuPagedAttention(AttentionBackend):
             "scales",
             "spans",
             "cross",
+            "selection",
+            "picks",
         }
     )
 
@@ -121,6 +126,7 @@ class CpuPagedAttention(AttentionBackend):
         table = kernels.ops()
         self.write_kv, self.attend = table["write_kv"], table["paged_attention"]
         self.plan_step, self.prepare_qkv = table["plan_attention"], table["qkv_prepare"]
+        self.pick, self.attend_selected = table["pick_tokens"], table["selected_attention"]
 
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
@@ -133,8 +139,14 @@ class CpuPagedAttention(AttentionBackend):
             return f"supports head sizes up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
         if spec.spans and spec.alibi:
             return "does not support ALiBi together with bidirectional spans"
-        if spec.latent and spec.kv_dtype == "int8":
-            return "does not support a latent (MLA) cache in int8 yet"
+        if (spec.latent or spec.picks) and spec.kv_dtype == "int8":
+            return "does not support a latent (MLA) cache or indexer keys in int8 yet"
+        if spec.selection and (spec.selection > 1 or not spec.latent):
+            return "supports selected tokens of a latent (MLA) cache, not selected runs or heads"
+        if (spec.picks and (unsupported := spec.features - {"picks"})) or (
+            spec.selection and (unsupported := spec.features - _SELECTED)
+        ):
+            return f"cannot select tokens with {', '.join(sorted(unsupported))}"
         dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
         if spec.kv_dtype not in dtypes:
             return f"supports KV caches in {', '.join(dtypes)}, not {spec.kv_dtype}"
@@ -147,7 +159,7 @@ class CpuPagedAttention(AttentionBackend):
     def layout(self, blocks: int) -> KVLayout:
         spec = self.spec
         dtype = getattr(torch, spec.kv_dtype)
-        values = 0 if spec.latent else spec.value_dim
+        values = 0 if spec.latent or spec.picks else spec.value_dim
         shape = self.shape(blocks, spec.kv_heads, self.block_size, spec.head_dim, values, dtype)
         return KVLayout(shape, spec.kv_dtype, math.prod(shape[1:]) * dtype.itemsize)
 
@@ -172,7 +184,11 @@ class CpuPagedAttention(AttentionBackend):
             starts,
             lengths,
             torch.from_numpy(step.slots),
-            self.plan_step(starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, causal),
+            starts.new_empty(0)
+            if spec.picks or spec.selection
+            else self.plan_step(
+                starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, causal
+            ),
         )
 
     def forward(
@@ -212,7 +228,7 @@ class CpuPagedAttention(AttentionBackend):
         inputs: AttentionInputs = PLAIN,
     ) -> bool:
         spec = self.spec
-        if spec.latent or spec.value_dim not in (None, spec.head_dim):
+        if spec.latent or spec.picks or spec.value_dim not in (None, spec.head_dim):
             return False
         if inputs.k_scale is not None or inputs.v_scale is not None:
             return False
@@ -233,9 +249,24 @@ class CpuPagedAttention(AttentionBackend):
         self._attend(q, cache, plan, out, inputs)
         return True
 
+    def _select(
+        self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
+    ) -> None:
+        """Select tokens, or attend to selected ones."""
+        spec = self.spec
+        where = cache, plan.block_tables, plan.query_starts, plan.context_lens, spec.scale
+        if inputs.selected is None:
+            self.pick(q, *where, inputs.head_weights, out)
+        else:
+            selected = inputs.selected.contiguous()
+            self.attend_selected(q, *where, selected, out, spec.softcap, inputs.sinks)
+
     def _attend(
         self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
     ) -> None:
+        if inputs.head_weights is not None or inputs.selected is not None:
+            self._select(q, cache, plan, out, inputs)
+            return
         self._rows(q, cache, plan, out, inputs, self.spec.causal and not self.spec.cross)
         if plan.spans is not None:
             again = out.new_empty(len(plan.tokens), *out.shape[1:])  # type: ignore[arg-type]

@@ -35,11 +35,16 @@ from modulm_attention_triton.work import prompt_tiles, span_of_each, split_tiles
 
 if TYPE_CHECKING:
     from modulm_kernels_triton.paged_attention import Work
+    from modulm_kernels_triton.pick_tokens import SparseWork
 
 __all__ = ["TritonAttention"]
 
 #: The provider in the op table whose package this backend calls.
 _PROVIDER = "triton"
+_NAMES = ("query_starts", "context_lens", "key_lens", "prompts", "splits", "few")
+_SPARSE_NAMES = ("rows", "positions", "few", "many")
+#: Features of layers that attend to selected tokens.
+_SELECTED = {"selection", "latent", "scales"}
 _FLOATS = ("bfloat16", "float16", "float32")
 _NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
 #: Largest head size: a latent of 512 and a rotated part of 64.
@@ -58,28 +63,28 @@ def _kernels() -> ModuleType | str:
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """`work` for the kernels and the cache slots of the step's keys, on the device."""
+    """`work` for the kernels and the cache slots of the step's keys, on the device.
 
-    work: Work
+    names: the fields of `work` besides `block_tables`.
+    """
+
+    work: Work | SparseWork
     slots: Tensor
+    names: tuple[str, ...]
 
     def key(self) -> Hashable:
         return ()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*(getattr(self.work, name) for name in self._names()), self.slots)
+        return (*(getattr(self.work, name) for name in self.names), self.slots)
 
     def tables(self) -> tuple[Tensor, ...]:
         return (self.work.block_tables,)
 
     def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> _StepPlan:
         *others, slots = tensors
-        changed = dict(zip(self._names(), others, strict=True))
-        return _StepPlan(evolve(self.work, block_tables=tables[0], **changed), slots)
-
-    def _names(self) -> tuple[str, ...]:
-        names = ("query_starts", "context_lens", "key_lens", "prompts", "splits", "few")
-        return names if self.work.spans is None else (*names, "spans")
+        changed = dict(zip(self.names, others, strict=True))
+        return evolve(self, work=evolve(self.work, block_tables=tables[0], **changed), slots=slots)
 
 
 class TritonAttention(AttentionBackend):
@@ -103,6 +108,8 @@ class TritonAttention(AttentionBackend):
             "scales",
             "spans",
             "cross",
+            "selection",
+            "picks",
         ]
     )
 
@@ -124,9 +131,10 @@ class TritonAttention(AttentionBackend):
         self.kernels = kernels
         values = spec.latent or spec.value_dim or spec.head_dim
         cache_dtype, dtype = getattr(torch, spec.kv_dtype), getattr(torch, spec.dtype)
+        self.is_sparse = bool(spec.picks or spec.selection)
         self.form = kernels.CacheForm(
             1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, cache_dtype,
-            bool(spec.latent),
+            bool(spec.latent or spec.picks),
         )  # fmt: skip
         self.look = kernels.Look(
             spec.causal and not spec.cross, 0 if spec.cross else spec.window or 0, spec.softcap,
@@ -149,8 +157,14 @@ class TritonAttention(AttentionBackend):
             return f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in " + (
                 spec.kv_dtype
             )
-        if spec.kv_dtype == "int8" and (spec.latent or spec.scales):
-            return "does not support a latent (MLA) cache or scales per layer in int8"
+        if spec.kv_dtype == "int8" and (spec.latent or spec.picks or spec.scales):
+            return "does not support a latent (MLA) cache, indexer keys or scales per layer in int8"
+        if spec.selection and (spec.selection > 1 or not spec.latent):
+            return "supports selected tokens of a latent (MLA) cache, not selected runs or heads"
+        if (spec.picks and (unsupported := spec.features - {"picks"})) or (
+            spec.selection and (unsupported := spec.features - _SELECTED)
+        ):
+            return f"cannot select tokens with {', '.join(sorted(unsupported))}"
         if spec.kv_dtype == "int8" and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
             return f"needs even head sizes for int8, not {spec.head_dim}"
         if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
@@ -168,6 +182,8 @@ class TritonAttention(AttentionBackend):
         return KVLayout(shape, self.spec.kv_dtype, each)
 
     def plan(self, step: StepLayout) -> _StepPlan:
+        if self.is_sparse:
+            return self._sparse_plan(step)
         starts = step.query_starts
         counts = np.diff(starts)
         is_short = counts <= self.kernels.FEW
@@ -192,7 +208,19 @@ class TritonAttention(AttentionBackend):
         staged = self.staging.send([*arrays, step.slots, *([] if spans is None else [spans])])
         *others, table, slots = staged[: len(arrays) + 1]
         around = staged[-1] if spans is not None else None
-        return _StepPlan(self.kernels.Work(table, *others, around), slots)
+        names = _NAMES if around is None else (*_NAMES, "spans")
+        return _StepPlan(self.kernels.Work(table, *others, around), slots, names)
+
+    def _sparse_plan(self, step: StepLayout) -> _StepPlan:
+        counts = np.diff(step.query_starts)
+        rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        shifts = step.context_lens - step.query_starts[1:]
+        positions = np.arange(len(rows), dtype=np.int32) + shifts[rows]
+        is_short = (counts <= self.kernels.FEW)[rows]
+        few, many = (np.flatnonzero(some).astype(np.int32) for some in (is_short, ~is_short))
+        arrays = [step.block_tables, rows, positions.astype(np.int32), few, many, step.slots]
+        *work, slots = self.staging.send(arrays)
+        return _StepPlan(self.kernels.SparseWork(*work), slots, _SPARSE_NAMES)
 
     def forward(
         self,
@@ -206,7 +234,13 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         scales = inputs.k_scale, inputs.v_scale
         self.kernels.write_kv(k, v, cache, self.form, plan.slots, *scales)
-        self._attend(q, cache, plan, out, inputs)
+        where = q, cache, self.form, plan.work, self.spec.scale
+        if inputs.head_weights is not None:
+            self.kernels.pick_tokens(*where, inputs.head_weights.contiguous(), out)
+        elif inputs.selected is not None:
+            self.kernels.selected_attention(*where, inputs.selected.contiguous(), out, *scales)
+        else:
+            self._attend(q, cache, plan, out, inputs)
 
     def forward_qkv(
         self,
@@ -219,7 +253,7 @@ class TritonAttention(AttentionBackend):
         inputs: AttentionInputs = PLAIN,
     ) -> bool:
         spec = self.spec
-        if spec.latent or spec.cross or spec.value_dim not in (None, spec.head_dim):
+        if spec.latent or spec.cross or spec.picks or spec.value_dim not in (None, spec.head_dim):
             return False
         if (prepare.q_norm is None) != (prepare.k_norm is None):
             return False

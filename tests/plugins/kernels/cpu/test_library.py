@@ -96,11 +96,13 @@ def test_ops_have_the_names_of_twins():
         "pack_blocks",
         "pack_quantized",
         "paged_attention",
+        "pick_tokens",
         "plan_attention",
         "pack_quantized_experts",
         "packed_form",
         "qkv_prepare",
         "round_groups",
+        "selected_attention",
         "write_kv",
     }
 

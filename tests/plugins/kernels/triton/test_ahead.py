@@ -25,11 +25,30 @@ QWEN3 = {
 }
 
 
+#: DeepSeek V3.2's attention.
+SPARSE = {
+    **QWEN3,
+    "model_type": "deepseek_v32",
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+MODELS = {
+    "qwen3": (QWEN3, {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"}),
+    "deepseek_v32": (SPARSE, {"_score", "_select", "_selected", "_merge", "_prompt"}),
+}
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
 @parametrize_sample("target", MOST, every=2)
-def test_compiled_without_the_gpu(target, tmp_path):
+def test_compiled_without_the_gpu(target, model, tmp_path):
+    table, expected = MODELS[model]
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(QWEN3))
+    config.write_text(json.dumps(table))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "modulm_kernels_triton.ahead", config, "--target", target]
@@ -40,7 +59,7 @@ def test_compiled_without_the_gpu(target, tmp_path):
     assert done.returncode == 0, done.stderr
     *kernels, last = done.stdout.splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in kernels}
-    assert {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"} <= sizes.keys()
+    assert expected <= sizes.keys()
     assert ("_down" in sizes) == ("hip" not in target)
     assert max(sizes.values()) <= MOST[target]
     folder = last.split(" in ")[1]

@@ -42,7 +42,8 @@ COVERED = {"grouped heads", "a scale of its own", "sinks", "spans"} if len(DTYPE
 KINDS = [
     kind
     for kind, spec in SPECS.items()
-    if not spec.features & {"selection", "picks", "biases", "partial", "masks"}
+    if not spec.features & {"biases", "partial", "masks"}
+    and not (spec.selection and not spec.latent)
     and kind not in COVERED
 ]
 #: What is tried in each format of the cache.
@@ -230,7 +231,8 @@ def test_spans_that_overlap_are_an_error(make):
 def test_what_it_rejects(driver, on_triton, make):
     platform = triton_platform("float32")
     for changes, reason in (
-        ({"selection": 4}, "does not do selection"),
+        ({"selection": 4}, "not selected runs or heads"),
+        ({"picks": 4, "window": 9}, "cannot select tokens with window"),
         ({"kv_dtype": "int4"}, "not in int4"),
         ({"kv_dtype": "float16"}, "not in float16"),
         ({"dtype": "float64", "kv_dtype": "float64"}, "not float64"),
