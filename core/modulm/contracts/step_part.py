@@ -569,6 +569,11 @@ class PartRunner:
         """Called once the step's tokens are sampled. May return a report."""
         return None
 
+    def follow(self, plan: Plan, hidden: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
+        """Called on ranks that share the model but sample nothing, where `after` is called on the
+        first: both may run the same collectives. The arguments are those of `RanStep`.
+        """
+
     def report(self) -> object | None:
         """Return a report on what happened since the last step, or None."""
         return None

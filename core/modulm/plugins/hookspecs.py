@@ -197,13 +197,15 @@ def modulm_model_loaded(model: Any, config: Any) -> None:
 
 
 @hookspec(firstresult=True)
-def modulm_drafter(config: Any, model: Any, platform: Any, loaded: Any) -> Drafter | None:
+def modulm_drafter(
+    config: Any, model: Any, platform: Any, loaded: Any, mesh: Any
+) -> Drafter | None:
     """Create the `modulm.contracts.drafter.Drafter` that proposes tokens for the model to verify.
 
     `config` is the EngineConfig, `model` the loaded `modulm.contracts.model.Model`, `platform` its
-    `Platform`, `loaded` its `modulm.loading.Loaded`. First result. Called in the process that runs
-    the model, after its weights are loaded, unless `--plugin-config` has a table for a speculator.
-    Raising stops the start.
+    `Platform`, `loaded` its `modulm.loading.Loaded`, `mesh` the ranks that share it. First result.
+    Called in each process that runs the model, after its weights are loaded, unless
+    `--plugin-config` has a table for a speculator. Raising stops the start.
     """
 
 

@@ -151,7 +151,10 @@ def test_a_long_text_goes_on_beyond_what_the_draft_can(folder, tmp_path) -> None
     [
         ({}, "model: draft_model needs the path or hub id of a model"),
         ({"model": "/nowhere"}, "model /nowhere"),
-        ({"model": "demo", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size: only 1"),
+        (
+            {"model": "demo", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size: leave it out",
+        ),
         ({"model": "demo"}, "its tokens differ from the target model's: "),
     ],
 )

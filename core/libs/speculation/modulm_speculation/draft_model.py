@@ -17,6 +17,7 @@ from modulm.errors import ConfigError, ModulmError, PluginNotFound, UnsupportedE
 from modulm.loading import Loaded, load_model, open_checkpoint
 from modulm.loading.checkpoint import open_loader
 from modulm.loading.model import build_model
+from modulm.parallel import Mesh
 from modulm.plugins import manager
 from modulm_speculation.speculator import Options
 
@@ -45,8 +46,9 @@ _PREFIX = "draft"
 class DraftWeights:
     """Location and format of a draft's weights; None: as for the target.
 
-    driver: a model class, or "module:Class", that replaces the architecture's. overrides: keys
-    that replace those of config.json.
+    ranks: how many the layers are split over, which must be as many as for the target. driver: a
+    model class, or "module:Class", that replaces the architecture's. overrides: keys that replace
+    those of config.json.
     """
 
     model: str
@@ -56,6 +58,7 @@ class DraftWeights:
     kv_cache_dtype: str | None = None
     max_model_len: int | None = None
     enforce_eager: bool | None = None
+    ranks: int | None = None
     driver: Any = None
     overrides: Mapping[str, Any] = field(factory=dict)
 
@@ -66,7 +69,8 @@ class DraftOptions(Options):
 
     model: folder, hub id or name of an installed checkpoint. quantization, dtype, kv_cache_dtype,
     revision, enforce_eager: like the flags of these names, for the draft.
-    draft_tensor_parallel_size: must be 1. needs_model: the error message if no model is given.
+    draft_tensor_parallel_size: as many as the target's. needs_model: the error message if no model
+    is given.
     """
 
     model: str = ""
@@ -75,17 +79,13 @@ class DraftOptions(Options):
     kv_cache_dtype: str | None = None
     revision: str | None = None
     enforce_eager: bool | None = None
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
     needs_model: ClassVar[str] = "the path or hub id of a model is required"
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not self.model:
             raise ConfigError("model", self.needs_model)
-        if self.draft_tensor_parallel_size != 1:
-            raise ConfigError(
-                "draft_tensor_parallel_size", "only 1: drafters are not split over ranks"
-            )
 
     def weights(self, **more: Any) -> DraftWeights:
         """Return the location of the weights. more: additional fields of `DraftWeights`."""
@@ -96,6 +96,7 @@ class DraftOptions(Options):
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             enforce_eager=self.enforce_eager,
+            ranks=self.draft_tensor_parallel_size,
             **more,
         )
 
@@ -103,13 +104,13 @@ class DraftOptions(Options):
 class DraftModel:
     """A loaded draft model and its configuration.
 
-    max_length: number of positions. targets: [draft vocabulary] int64, offsets from draft token
-    ids to the target's. Raises UnsupportedError for models with recurrent states, which cannot be
-    rolled back.
+    mesh: the ranks that share it, those of the target. max_length: number of positions. targets:
+    [draft vocabulary] int64, offsets from draft token ids to the target's. Raises UnsupportedError
+    for models with recurrent states, which cannot be rolled back.
     """
 
-    def __init__(self, config: EngineConfig, loaded: Loaded) -> None:
-        self.config, self.loaded = config, loaded
+    def __init__(self, config: EngineConfig, loaded: Loaded, mesh: Mesh | None = None) -> None:
+        self.config, self.loaded, self.mesh = config, loaded, mesh or Mesh()
         self.model: Model = loaded.model
         self.max_length = loaded.max_model_len
         self.targets: Tensor | None = None
@@ -172,14 +173,17 @@ def rebuild_draft(draft: DraftModel, platform: Platform) -> tuple[Checkpoint, An
     plugins = manager.current()
     checkpoint = open_checkpoint(draft.config, plugins)
     try:
-        return checkpoint, build_model(draft.config, checkpoint, platform, plugins)
+        return checkpoint, build_model(draft.config, checkpoint, platform, plugins, draft.mesh)
     finally:
         _forget_classes(draft.config)
 
 
 def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
     """Load a draft on the target's platform. Raises ConfigError naming a mismatch."""
-    plugins = manager.current()
+    plugins, ranks = manager.current(), target.mesh.tensor.size
+    if weights.ranks not in (None, ranks):
+        message = f"draft_tensor_parallel_size: leave it out: drafters are on all {ranks} ranks"
+        raise ConfigError("speculative_config", message)
     try:
         config = _config(target, weights)
         checkpoint = open_checkpoint(config, plugins)
@@ -188,10 +192,10 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
             length = min(longest, target.loaded.max_model_len)
             config = config.with_parts({"max_model_len": length})
         try:
-            loaded = load_model(config, checkpoint, target.platform, plugins)
+            loaded = load_model(config, checkpoint, target.platform, plugins, target.mesh)
         finally:
             _forget_classes(config)
-        draft = DraftModel(config, loaded)
+        draft = DraftModel(config, loaded, target.mesh)
         set_draft(target, draft)
         return draft
     except ModulmError as error:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded
+    from modulm.parallel import Mesh
 
 __all__ = ["modulm_config_final", "modulm_drafter", "requested_method"]
 
@@ -117,7 +118,9 @@ def modulm_config_final(config: EngineConfig) -> None:
 
 
 @hookimpl
-def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> Drafter | None:
+def modulm_drafter(
+    config: EngineConfig, loaded: Loaded, platform: Platform, mesh: Mesh
+) -> Drafter | None:
     """Create the speculator of `--speculative-config`."""
     made = _make_driver(config)
     if made is None and config.group(SpeculationConfig).speculative == "auto":
@@ -126,11 +129,15 @@ def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> 
         return None
     from modulm_speculation.adaptive import Adaptive
     from modulm_speculation.speculator import Speculator
+    from modulm_speculation.step.shared import SharedDrafter
     from modulm_speculation.target import Target
 
     driver, options, adaptive = made
     if issubclass(driver, Speculator):
-        speculator = driver.open(options, Target(config, loaded, platform))
+        speculator = driver.open(options, Target(config, loaded, platform, mesh))
     else:
         speculator = driver(options)
+    needs = speculator.needs
+    if mesh.tensor.size > 1 and (speculator.caches or needs.hidden or needs.layers):
+        speculator = SharedDrafter(speculator, mesh.tensor, platform.device)
     return Adaptive(speculator) if adaptive else speculator

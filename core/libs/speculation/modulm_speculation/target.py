@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
+
+from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,11 +21,14 @@ __all__ = ["Target"]
 
 @frozen(eq=False)
 class Target:
-    """The loaded target model, which verifies drafts. config: resolved."""
+    """The loaded target model, which verifies drafts. config: resolved. mesh: the ranks that share
+    it.
+    """
 
     config: EngineConfig
     loaded: Loaded
     platform: Platform
+    mesh: Mesh = field(factory=Mesh)
 
     @property
     def model(self) -> Model:

@@ -109,9 +109,7 @@ class ModelRunner:
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
-            parts={
-                name: values for name, part in self.parts.items() if (values := part.capacity())
-            },
+            parts={name: value for name, part in self.parts.items() if (value := part.capacity())},
             ranks=mesh.world.size,
         )
         self._block_sizes = [group.block_size for group in self.capacity.groups]
@@ -225,6 +223,7 @@ class ModelRunner:
             logit_rows = _longer(places, (0, len(states) - len(places)))
             logits = self._logits(states, *self._focus_of(plan, logit_rows))
             if not self._mesh.gives:
+                step.report(self.hooks.follow, plan, hidden, self._layers)
                 return
             self._choose(step, rows, ends, drafts, logits)
         step.gives = True

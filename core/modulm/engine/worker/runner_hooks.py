@@ -33,12 +33,9 @@ class RunnerHooks:
         self.begin = _named(parts, "begin")
         self.collect = _named(parts, "collect")
         self.after = _named(parts, "after")
+        self.follow = _named(parts, "follow")
         self.report = _named(parts, "report")
-        self.tokenless = tuple(
-            runner
-            for runner in runners
-            if type(runner).tokenless != () or "tokenless" in vars(runner)
-        )
+        self.tokenless = tuple(r for r in runners if type(r).tokenless or "tokenless" in vars(r))
         self.layers = tuple(layer for runner in runners for layer in runner.layers)
         # Whether a part reads the hidden states of all tokens, or the batch's shape at each layer.
         self.reads = any((self.collect, self.after, self.watch, self.focus, self.layers))

@@ -31,21 +31,15 @@ __all__ = ["Mtp", "MtpOptions"]
 @frozen
 class MtpOptions(Options):
     """model: folder or hub id of the layer's checkpoint, if it is not the model's own. revision,
-    quantization: of that checkpoint.
+    quantization: of that checkpoint. draft_tensor_parallel_size: as
+    many as the model's.
     """
 
     num_speculative_tokens: int = 1
     model: str = ""
     revision: str | None = None
     quantization: str | None = None
-    draft_tensor_parallel_size: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.draft_tensor_parallel_size != 1:
-            raise ConfigError(
-                "draft_tensor_parallel_size", "only 1: MTP layers are not split over ranks"
-            )
+    draft_tensor_parallel_size: int | None = None
 
 
 class Mtp(HiddenChain):
@@ -59,8 +53,11 @@ class Mtp(HiddenChain):
     def automatic(
         cls, config: EngineConfig, checkpoint: Checkpoint, family: type[Model]
     ) -> Mapping[str, Any] | str:
-        if config.parallel.ranks > 1 or config.parallel.shared_experts:
-            return "MTP layers are not split over ranks"
+        parallel = config.parallel
+        if parallel.ranks > parallel.tensor_parallel_size or parallel.shared_experts:
+            return "MTP layers do not run with pipeline stages or experts shared by replicas"
+        if parallel.decode_context_parallel_size > 1:
+            return "MTP layers do not run with decode context parallelism"
         file = str(checkpoint.config_file)
         try:
             settings = read_config(checkpoint.config, family.config_type, file)
@@ -88,6 +85,7 @@ class Mtp(HiddenChain):
                 model=config.model or of.model,
                 revision=config.revision or (None if config.model else of.revision),
                 quantization=config.quantization or of.quantization,
+                ranks=config.draft_tensor_parallel_size,
                 driver=predictor_of(type(target.model), architectures),
             ),
         )

@@ -68,20 +68,18 @@ class DraftsPart(StepPart):
         return DraftPlanner(context) if context.values.get("drafts") else None
 
     def runner(self, built: BuiltModel) -> DraftRunner | None:
+        from modulm_speculation.adaptive import Adaptive
         from modulm_speculation.step.runner import DraftRunner
+        from modulm_speculation.step.shared import SharedDrafter
 
-        drafter = self._drafter(built) if built.mesh.gives else None
+        drafter = self._drafter(built)
         if drafter is None:
             return None
-        parallel = built.config.parallel
-        several = parallel.ranks > 1 or parallel.shared_experts
-        if several and (drafter.caches or parallel.pipeline_parallel_size > 1):
-            raise ConfigError(
-                "speculative_config",
-                "not supported yet on several ranks: a drafter with its own caches, or with "
-                "pipeline stages: use an ngram or suffix drafter with tensor parallelism",
-            )
-        return DraftRunner(drafter)
+        inner = drafter.speculator if isinstance(drafter, Adaptive) else drafter
+        shared = inner if isinstance(inner, SharedDrafter) else None
+        if reason := _unsupported(built.config.parallel, built.mesh, inner, shared):
+            raise ConfigError("speculative_config", f"not supported yet: {reason}")
+        return DraftRunner(drafter, shared) if built.mesh.gives or shared else None
 
     def _drafter(self, built: BuiltModel) -> Drafter | None:
         """Return the model's drafter, created once per loaded model."""
@@ -100,6 +98,7 @@ class DraftsPart(StepPart):
                 model=built.loaded.model,
                 platform=built.platform,
                 loaded=built.loaded,
+                mesh=built.mesh,
             )
             self._made = built.loaded, drafter
         return drafter
@@ -109,3 +108,19 @@ class DraftsPart(StepPart):
 
     def pack_report(self, value: dict[int, Any]) -> Any:
         return value
+
+
+def _unsupported(parallel: Any, mesh: Any, drafter: Drafter, shared: Any) -> str | None:
+    """Return what the ranks of a model prevent, and what to use instead; or None."""
+    if parallel.pipeline_parallel_size > 1:
+        return "drafters with pipeline stages: use --tensor-parallel-size alone"
+    if drafter.caches and parallel.shared_experts:
+        return (
+            "a drafter with its own caches on replicas that share experts: use an ngram or suffix "
+            "drafter"
+        )
+    if drafter.caches and mesh.context.size > 1:
+        return "a drafter with its own caches and --decode-context-parallel-size"
+    if drafter.caches and mesh.tensor.size > 1 and shared is None:
+        return "a drafter of --plugin-config with its own caches on several ranks"
+    return None

@@ -16,8 +16,11 @@ from modulm_speculation.adaptive import Adaptive
 from modulm_speculation.chain import allocated_tokens
 
 if TYPE_CHECKING:
+    import torch
+
     from modulm.contracts.executor import Plan, RowStart
     from modulm.contracts.step_part import BatchFactory, RanStep
+    from modulm_speculation.step.shared import SharedDrafter
 
 __all__ = ["DraftRunner"]
 
@@ -29,17 +32,23 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class DraftRunner(PartRunner):
-    """Calls a drafter after each step. A drafter that raises is disabled; requests continue."""
+    """Calls a drafter after each step. A drafter that raises is disabled; requests continue.
 
-    def __init__(self, drafter: Drafter) -> None:
+    shared: the drafter, if all ranks of the model run it together: those that do not sample get the
+    step from the first. If it raises, the step fails.
+    """
+
+    def __init__(self, drafter: Drafter, shared: SharedDrafter | None = None) -> None:
         self._drafter: Drafter | None = drafter
+        self._shared = shared
         self._needs = drafter.needs
-        self._method = (drafter.speculator if isinstance(drafter, Adaptive) else drafter).name
+        inner = drafter.speculator if isinstance(drafter, Adaptive) else drafter
+        self._method = (inner if shared is None else shared.drafter).name
         self.caches, self.backends = drafter.caches, drafter.backends
         self.layers = drafter.needs.layers
         self.drafts = drafter.most
         self.ahead = drafter.most if drafter.caches else 0
-        self.every = drafter.needs.every
+        self.every = drafter.needs.every or shared is not None
         #: Builds batches with only the drafter's caches, if it has any.
         self._builder: BatchFactory | None = None
         self._context: RunnerContext | None = None
@@ -77,6 +86,9 @@ class DraftRunner(PartRunner):
         drafter proposes, up to the first token that the grammar forbids.
         """
         context, plan = self._context, step.plan
+        if self._shared is not None and not self._shared.group.first:
+            self.follow(plan, step.hidden, step.layers)
+            return None
         for row, tokens in step.tokens.items():
             self._extend(row, tokens)
         rows = [row for row in step.tokens if self._limits[row]]
@@ -94,8 +106,8 @@ class DraftRunner(PartRunner):
             hidden=step.hidden if self._needs.hidden else None,
             layers=step.layers,
         )
-        if self._builder is not None:
-            draft = self._with_own(draft, plan, step.lasts, self._builder)
+        if self._builder is not None or self._shared is not None:
+            draft = self._limited(self._with_own(draft, plan, step.lasts, self._following(step)))
         proposals = self._ask(lambda drafter: self._checked(drafter.propose(draft), draft.most))
         drafts = {}
         for row, tokens in zip(rows, proposals or [_NONE] * len(rows), strict=True):
@@ -120,38 +132,82 @@ class DraftRunner(PartRunner):
             self._forced_limits[row] = wider if right == count else max(1, right)
         return self._forced_limits.get(row, limit)
 
-    def _with_own(
-        self, step: DraftStep, plan: Plan, lasts: np.ndarray, builder: BatchFactory
-    ) -> DraftStep:
-        """Add the fields for drafters with caches, and limit drafts to the rows' free slots."""
-        tables = [plan.tables[builder.groups[owner].table] for owner in builder.owners]
-        sizes = [builder.groups[owner].block_size for owner in builder.owners]
-        firsts = plan.counts.cumsum() - plan.counts
-        ends = plan.starts + lasts - firsts + 1
-        order = plan.rows.tolist()
-        following = np.full(len(order), -1, dtype=np.int64)
-        for index, (row, end) in enumerate(zip(order, ends.tolist(), strict=True)):
+    def follow(self, plan: Plan, hidden: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
+        """Draft with the first rank, which sends what it knows of the step."""
+        context, shared = self._context, self._shared
+        if shared is None or context is None:
+            return
+        context.focus(None, None)
+        sent, order = shared.receive(len(plan.rows)), plan.rows.tolist()
+        rows = [order[place] for place in sent.places]
+        if self._needs.histories:
+            for place, row in zip(sent.places, rows, strict=True):
+                new = int(sent.lengths[place]) - len(self._history(row))
+                self._extend(row, sent.tokens[place][sent.tokens.shape[1] - new :])
+        draft = DraftStep(
+            rows=rows,
+            histories=[self._history(row) for row in rows] if self._needs.histories else [],
+            most=sent.most[sent.places].tolist(),
+            batch=context.model_builder.build(plan, sent.lasts),
+            accepted=sent.lasts[sent.places],
+            hidden=hidden if self._needs.hidden else None,
+            layers=tuple(layers),
+        )
+        shared.draft(self._with_own(draft, plan, sent.lasts, sent.following))
+
+    def _following(self, step: RanStep) -> np.ndarray:
+        """Return the token after each row's last accepted one, -1 where it is unknown: [rows]."""
+        plan = step.plan
+        ends = self._ends(plan, step.lasts)
+        following = np.full(len(ends), -1, dtype=np.int64)
+        for index, (row, end) in enumerate(zip(plan.rows.tolist(), ends.tolist(), strict=True)):
             tokens, count = self._histories.get(row, (plan.tokens, 0))
             if end < count:
                 following[index] = tokens[end]
-        places = {row: index for index, row in enumerate(order)}
-        at = [places[row] for row in step.rows]
-        room = np.min(
-            [allocated_tokens(t[at], s) for t, s in zip(tables, sizes, strict=True)], axis=0
-        )
-        room = np.clip(room - ends[at], 0, step.most)
-        return evolve(
+        return following
+
+    def _ends(self, plan: Plan, lasts: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each row are computed and accepted: [rows]."""
+        ends: np.ndarray = plan.starts + lasts - (plan.counts.cumsum() - plan.counts) + 1
+        return ends
+
+    def _with_own(
+        self, step: DraftStep, plan: Plan, lasts: np.ndarray, following: np.ndarray
+    ) -> DraftStep:
+        """Add the fields for drafters that run a model of their own."""
+        step = evolve(
             step,
-            most=room.tolist(),
             ran=Runs(plan.rows, plan.starts, plan.counts, plan.tokens),
             lasts=lasts,
             following=following,
+        )
+        if (builder := self._builder) is None:
+            return step
+        places = {row: index for index, row in enumerate(plan.rows.tolist())}
+        return evolve(
+            step,
             build_batch=lambda runs: builder.build(
                 _plan_of(runs, plan, places), self._sample(runs)
             ),
-            tables=tables,
-            sizes=sizes,
+            tables=[plan.tables[builder.groups[owner].table] for owner in builder.owners],
+            sizes=[builder.groups[owner].block_size for owner in builder.owners],
         )
+
+    def _limited(self, step: DraftStep) -> DraftStep:
+        """Limit drafts to the free slots of the rows in the drafter's caches."""
+        if not step.tables:
+            return step
+        order = step.ran.rows.tolist()
+        at = [order.index(row) for row in step.rows]
+        ends = step.ran.starts + step.lasts - (step.ran.lasts - step.ran.counts)
+        room = np.min(
+            [
+                allocated_tokens(table[at], size)
+                for table, size in zip(step.tables, step.sizes, strict=True)
+            ],
+            axis=0,
+        )
+        return evolve(step, most=np.clip(room - ends[at], 0, step.most).tolist())
 
     def _sample(self, runs: Runs) -> np.ndarray:
         """Return `sample` of a drafter's batch: all indices of short runs, which are recorded."""
@@ -171,6 +227,8 @@ class DraftRunner(PartRunner):
         try:
             return question(self._drafter)
         except Exception:
+            if self._shared is not None:
+                raise
             log.exception("drafter %s failed and is disabled", self._drafter.name)
             self._drafter = None
             return None
