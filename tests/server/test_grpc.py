@@ -25,8 +25,11 @@ from smg_grpc_proto import vllm_engine_pb2 as smg
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
+from modulm_server.flags import ServerConfig
+from modulm_server.serve import with_http_address
 from modulm_server.testing import Live
 
 PACKAGE = Path(__file__).parents[2] / "plugins/routes/grpc"
@@ -282,3 +285,8 @@ def test_addresses(make_server: Callable[..., Live], client: Client, server: Liv
         make_server(grpc_port=port)
     with pytest.raises(ConfigError, match="cannot be combined"):
         make_server(grpc=True, grpc_port=1)
+    for flags, socket in (({"grpc": True}, True), ({"grpc_port": 0}, False)):
+        config = with_http_address(EngineConfig.from_keywords(model="M", port=0, **flags))
+        assert (config.group(ServerConfig).uds is not None) == socket
+    with pytest.raises(ConfigError, match="in use"):
+        with_http_address(EngineConfig.from_keywords(model="M", port=port, grpc=True))

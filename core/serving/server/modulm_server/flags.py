@@ -10,9 +10,18 @@ from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 from modulm_server.engine.histograms import bucket_bounds
 
-__all__ = ["ServerConfig", "WatchdogConfig"]
+__all__ = ["OtherProtocol", "ServerConfig", "WatchdogConfig"]
 
 _PREFIX = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+
+
+class OtherProtocol(FlagGroup):
+    """Base of the flags of a protocol that is served beside HTTP, or in its place."""
+
+    @property
+    def takes_port(self) -> bool:
+        """Whether it listens on --port, so that HTTP has a Unix socket only."""
+        return False
 
 
 @flag_group

@@ -14,6 +14,7 @@ import socket
 import ssl
 import stat
 import sys
+import tempfile
 import threading
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ import uvicorn
 from starlette.routing import WebSocketRoute
 
 from modulm.config.environ import variables
+from modulm.config.schema.catalog import catalog
 from modulm.errors import ConfigError, UnsupportedError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
@@ -35,7 +37,7 @@ from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import open_paths
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.first_request import first_request
-from modulm_server.flags import ServerConfig
+from modulm_server.flags import OtherProtocol, ServerConfig
 from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
 from modulm_server.loop_watch import LoopWatch
@@ -62,6 +64,7 @@ __all__ = [
     "serve",
     "start_facts",
     "url_of",
+    "with_http_address",
 ]
 
 log = logging.getLogger("modulm_server")
@@ -106,6 +109,7 @@ def serve(
     check_exposure(config.group(ServerConfig))
     check_files(config.group(ServerConfig))
     bound_arenas(variables())
+    config = with_http_address(config)
     sock = open_socket(config.group(ServerConfig))
     try:
         plugins = manager.current()
@@ -190,6 +194,20 @@ def check_files(server: ServerConfig) -> None:
             raise ConfigError(
                 "ssl_ca_certs", f"{server.ssl_ca_certs} cannot be used: {error}"
             ) from error
+
+
+def with_http_address(config: EngineConfig) -> EngineConfig:
+    """Give HTTP a Unix socket if another protocol listens on `--port` (`OtherProtocol`).
+
+    Raises ConfigError if the port cannot be used.
+    """
+    server = config.group(ServerConfig)
+    groups = [group.cls for group in catalog().groups if issubclass(group.cls, OtherProtocol)]
+    if server.uds is not None or not any(config.group(group).takes_port for group in groups):
+        return config
+    open_socket(server).close()
+    path = Path(tempfile.gettempdir()) / f"modulm-{os.getpid()}.sock"
+    return config.with_(uds=str(path))
 
 
 def open_socket(server: ServerConfig) -> socket.socket:

@@ -31,7 +31,8 @@ class Control:
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Facts about the engine."""
         await self._models(context)
-        config, info = self._context.config, self._context.engine.info
+        info = self._context.engine.info
+        config = info.config
         parallel, scheduler = config.parallel, config.scheduler
         transfer = config.value("weight_transfer_config") or {}
         return message("ServerInfo")(
@@ -68,7 +69,8 @@ class Control:
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Facts about the model."""
         await self._models(context)
-        config, info = self._context.config, self._context.engine.info
+        info = self._context.engine.info
+        config = info.config
         return message("ModelInfo")(
             model_id=config.model.model,
             served_model_name=self._context.models[0],

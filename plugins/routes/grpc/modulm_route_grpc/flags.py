@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from modulm.contracts.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import flag, flag_group
+from modulm_server.flags import OtherProtocol
 
 __all__ = ["GrpcConfig"]
 
 
 @flag_group
-class GrpcConfig(FlagGroup):
+class GrpcConfig(OtherProtocol):
     """vLLM's gRPC services."""
 
     title = "gRPC"
@@ -20,6 +21,10 @@ class GrpcConfig(FlagGroup):
     grpc_port: int | None = flag(
         None, "Port of a gRPC server beside HTTP; 0: any free port.", least=0, most=65535
     )
+
+    @property
+    def takes_port(self) -> bool:
+        return self.grpc
 
     @property
     def on(self) -> bool:

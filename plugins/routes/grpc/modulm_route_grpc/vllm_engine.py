@@ -180,8 +180,10 @@ class VllmEngine:
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The state of the server."""
         await self._names(context)
-        engine, config = self._context.engine, self._context.config
-        info = engine.info
+        engine = self._context.engine
+        info, config = engine.info, engine.info.config
+        outputs = config.structured_outputs
+        waits = bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
         won = {d.subject.partition(" ")[0]: d.winner or "" for d in info.description.decisions}
         return pb.GetServerInfoResponse(
             active_requests=engine.active,
@@ -195,8 +197,8 @@ class VllmEngine:
             attention_backend=won.get("attention", ""),
             model_dtype=str(info.dtype),
             max_num_seqs=config.scheduler.max_num_seqs or 0,
-            engine_reasoning_parser=config.structured_outputs.reasoning_parser or "",
-            constrained_decoding_start="first_token",
+            engine_reasoning_parser=outputs.reasoning_parser or "",
+            constrained_decoding_start="after_reasoning" if waits else "first_token",
         )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -213,7 +215,7 @@ class VllmEngine:
             num_used_tokens=round(usage * info.cache_tokens),
             max_total_num_tokens=info.cache_tokens,
             token_usage=usage,
-            max_running_requests=self._context.config.scheduler.max_num_seqs or 0,
+            max_running_requests=info.config.scheduler.max_num_seqs or 0,
         )
         return pb.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),

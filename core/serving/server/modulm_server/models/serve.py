@@ -15,7 +15,14 @@ from modulm_server.models.dispatch import Dispatcher
 from modulm_server.models.front_engine import FrontEngine
 from modulm_server.models.pool import ModelPool
 from modulm_server.models.settings import read_settings
-from modulm_server.serve import check_exposure, check_files, make_server, open_socket, url_of
+from modulm_server.serve import (
+    check_exposure,
+    check_files,
+    make_server,
+    open_socket,
+    url_of,
+    with_http_address,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,10 +51,11 @@ def serve_models(
     announce: called with the banner, when the models that are loaded at start are loaded. Raises
     ConfigError for wrong settings, and for an address that cannot be used or needs a key.
     """
-    server_config = config.group(ServerConfig)
-    check_exposure(server_config)
-    check_files(server_config)
+    check_exposure(config.group(ServerConfig))
+    check_files(config.group(ServerConfig))
     bound_arenas(variables())
+    config = with_http_address(config)
+    server_config = config.group(ServerConfig)
     pool = make_pool(config, models)
     sock = open_socket(server_config)
     try:
