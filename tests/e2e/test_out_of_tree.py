@@ -59,9 +59,9 @@ def test_it_is_listed(environment: Path) -> None:
 
 def test_modulm_comes_from_the_fresh_environment(environment: Path) -> None:
     python = str(environment / "venv/bin/python")
-    home = run(
-        python, "-c", "import modulm, modulm_stranger as s; print(modulm.__file__, s.__file__)"
-    )
+    code = "from importlib.util import find_spec as f; "
+    code += "print(f('modulm').origin, f('modulm_stranger').origin)"
+    home = run(python, "-c", code)
     assert all(path.startswith(str(environment)) for path in home.split())
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -203,27 +203,67 @@ def as_described() -> Iterator[None]:
     assert not Watch.strays, "\n".join(Watch.strays[:5])
 
 
+class Servers:
+    """Starts servers, which end with the test, module or session that starts them: one that waits
+    has ten turns of its event loop in each second.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, watched: Callable[[Served], ASGIApp]) -> None:
+        self._tokenizer, self._watched = tokenizer, watched
+        self._scopes: list[ExitStack] = []
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._scopes.append(stack)
+            yield
+            self._scopes.remove(stack)
+
+    def start(
+        self, info: dict[str, Any] | None = None, *, lasts: bool = False, **flags: Any
+    ) -> Live:
+        """Start a server with flags.
+
+        info: changes to what the engine tells of itself. lasts: to the end of the session.
+        """
+        keywords = {"model": "M", "disable_uvicorn_access_log": True, **flags}
+        config = EngineConfig.from_keywords(**keywords)
+        facts = {"config": config, **(info or {})}
+        engine = ScriptedEngine(self._tokenizer, reply, scripted_info(self._tokenizer, **facts))
+        server = serve_in_thread(engine, config, self._watched)
+        return self._scopes[0 if lasts else -1].enter_context(server)
+
+
 @pytest.fixture(scope="session")
-def make_server(
-    tokenizer: Tokenizer, watched: Callable[[Served], ASGIApp]
-) -> Iterator[ServerMaker]:
-    """Start a server with flags; `info`: changes to what the engine tells of itself."""
-    with ExitStack() as stack:
+def server_scopes(tokenizer: Tokenizer, watched: Callable[[Served], ASGIApp]) -> Iterator[Servers]:
+    made = Servers(tokenizer, watched)
+    with made.scope():
+        yield made
 
-        def make(info: dict[str, Any] | None = None, **flags: Any) -> Live:
-            keywords = {"model": "M", "disable_uvicorn_access_log": True, **flags}
-            config = EngineConfig.from_keywords(**keywords)
-            facts = {"config": config, **(info or {})}
-            engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, **facts))
-            return stack.enter_context(serve_in_thread(engine, config, watched))
 
-        yield make
+@pytest.fixture(scope="module", autouse=True)
+def servers_of_a_module(server_scopes: Servers) -> Iterator[None]:
+    with server_scopes.scope():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def servers_of_a_test(server_scopes: Servers) -> Iterator[None]:
+    with server_scopes.scope():
+        yield
+
+
+@pytest.fixture(scope="session")
+def make_server(server_scopes: Servers) -> ServerMaker:
+    """See `Servers.start`."""
+    return server_scopes.start
 
 
 @pytest.fixture(scope="session")
 def live(make_server: ServerMaker) -> Live:
     """The server that most tests share."""
     return make_server(
+        lasts=True,
         enable_auto_tool_choice=True,
         tool_call_parser="hermes",
         reasoning_parser="qwen3",
