@@ -44,7 +44,8 @@ class BlockShape:
     biases of queries, keys and values, of the output projection, of the feed-forward block. scales:
     names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms of queries and
     keys, called q_norm and k_norm; over all heads, or over each with head_norm. kv_heads: heads of
-    keys and values, 0 for as many as of queries. causal: causal attention.
+    keys and values, 0 for as many as of queries. causal: causal attention. chunk: each token
+    attends to all of its own chunk of so many tokens and of those before; 0 for no chunks.
     """
 
     hidden: int
@@ -64,6 +65,7 @@ class BlockShape:
     head_norm: bool = False
     kv_heads: int = 0
     causal: bool = False
+    chunk: int = 0
     names: BlockNames = field(factory=BlockNames)
 
 
@@ -77,7 +79,8 @@ class VisionAttention(Module):
         part, kv_heads = b.shared.mesh.tensor.part, shape.kv_heads or shape.heads
         self.heads = part(shape.heads, f"attention heads of {b.prefix}")
         self.kv_heads = part(kv_heads, f"attention heads of {b.prefix}")
-        self.ops, self.neox, self.causal = b.ops, shape.neox, shape.causal
+        self.ops, self.neox = b.ops, shape.neox
+        self.chunk = 1 if shape.causal else shape.chunk
         whole = shape.heads * self.head_dim
         narrow = kv_heads * self.head_dim
         parts = {names.q: whole, names.k: narrow, names.v: narrow}
@@ -114,9 +117,9 @@ class VisionAttention(Module):
             q, k = q.contiguous(), k.contiguous()
             positions = torch.arange(len(x), device=x.device)
             self.ops.rotary(q, k, positions, turns, self.neox)
-        if self.causal:
-            rows = (t.split(list(lengths)) for t in (q, k, v))
-            seen = torch.cat([_causal(*row) for row in zip(*rows, strict=True)])
+        if self.chunk:
+            rows = zip(*(t.split(list(lengths)) for t in (q, k, v)), strict=True)
+            seen = torch.cat([_chunked(*row, chunk=self.chunk) for row in rows])
         elif unseen is not None:
             seen = _partly(q, k, v, ~unseen.view(len(lengths), -1))
         else:
@@ -125,10 +128,14 @@ class VisionAttention(Module):
         return out
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v: [tokens, heads, head_dim] of one row -> as q."""
+def _chunked(q: Tensor, k: Tensor, v: Tensor, *, chunk: int) -> Tensor:
+    """q, k, v: [tokens, heads, head_dim] of one row -> as q; keys of later chunks are masked."""
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+    if chunk == 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+    chunks = torch.arange(q.shape[1], device=q.device) // chunk
+    visible = chunks[:, None] >= chunks
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1)
 
 
 def _partly(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

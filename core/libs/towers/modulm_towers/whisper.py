@@ -67,13 +67,20 @@ class WhisperTowerConfig:
 class WhisperTower(Tower):
     """Two convolutions, the second of which halves the time axis, then positions and blocks.
 
-    post: name of the last norm. learned: whether positions are stored in the checkpoint.
+    post: name of the last norm. learned: whether positions are stored in the checkpoint. chunk:
+    positions of a chunk, as in `BlockShape`.
     """
 
     positions: Tensor
 
     def __init__(
-        self, c: WhisperTowerConfig, b: Builder, *, post: str = "layer_norm", learned: bool = True
+        self,
+        c: WhisperTowerConfig,
+        b: Builder,
+        *,
+        post: str = "layer_norm",
+        learned: bool = True,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
         width, self.config, self.dtype = c.d_model, c, b.shared.dtype
@@ -83,7 +90,7 @@ class WhisperTower(Tower):
         if learned:
             shape = (c.max_source_positions, width)
             b.parameter("embed_positions.weight", self, "positions", shape)
-        self.layers = whisper_blocks(c, b)
+        self.layers = whisper_blocks(c, b, chunk)
         self.norm = b.layer_norm(post, width, _EPS)
 
     def stem(self, mel: Tensor) -> Tensor:
@@ -108,11 +115,12 @@ class WhisperTower(Tower):
         return out
 
 
-def whisper_blocks(c: WhisperTowerConfig, b: Builder) -> ModuleList:
-    """The blocks under `layers`."""
+def whisper_blocks(c: WhisperTowerConfig, b: Builder, chunk: int = 0) -> ModuleList:
+    """The blocks under `layers`; chunk as in `BlockShape`."""
     shape = BlockShape(
         hidden=c.d_model, inner=c.encoder_ffn_dim, heads=c.encoder_attention_heads,
         act=c.activation_function, eps=_EPS, names=WHISPER_BLOCK,
+        chunk=chunk,
     )  # fmt: skip
     return ModuleList(Block(b.at(f"layers.{i}"), shape) for i in range(c.encoder_layers))
 

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modulm_media import Media, MediaFamily, Processed
+from modulm_media import Media, MediaFamily, Processed, Sound
 
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["CanvasFamily", "MiniCPMV2Family", "MiniCPMVFamily"]
+__all__ = ["CanvasFamily", "MiniCPMOFamily", "MiniCPMV2Family", "MiniCPMVFamily"]
 
 _SLICES = "transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6"
 #: The placeholder of MiniCPM-V 2, which published prompts put in parentheses.
 _MARK = "<image>./</image>"
+#: The placeholder of a sound in MiniCPM-o, in parentheses, too.
+_SOUND = "<audio>./</audio>"
 
 #: Patches of a token where squares are not merged inside the encoder.
 _FINE = 4
@@ -119,6 +121,7 @@ class _Slices:
     def __init__(self, images: Any, tokenizer: Any, count: int, old: bool) -> None:
         self.images, self.tokenizer, self.count, self.old = images, tokenizer, count, old
         self.unknown = tokenizer.unk_token or "<unk>"
+        self.feature_extractor: Any = None
 
     def placeholder(self, rows: int, columns: int) -> str:
         """Text for an image and its slices, without the image's number."""
@@ -182,6 +185,12 @@ class MiniCPMV2Family(MediaFamily):
 
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         """Parentheses around placeholders are left out, and images get numbers from 2.6 on."""
+        return self.open_placeholders(tokens, mark, numbered=not self.processor.old)
+
+    def open_placeholders(
+        self, tokens: np.ndarray, mark: np.ndarray, *, numbered: bool
+    ) -> np.ndarray:
+        """The prompt without parentheses around placeholders; numbered: with their numbers."""
         reader = self.processor
         encode, decode = reader.tokenizer.encode, reader.tokenizer.decode
         left, size, at, count = tokens.tolist(), len(mark), 0, 0
@@ -197,10 +206,67 @@ class MiniCPMV2Family(MediaFamily):
                 start = encode(before[:-1], add_special_tokens=False) if before[:-1] else []
                 left[at - 1 : at] = start
                 at += len(start) - 1
-            if not reader.old:
+            if numbered:
                 number = encode(f"<image_id>{count}</image_id>", add_special_tokens=False)
                 left[at:at] = number
                 at += len(number)
             count += 1
             at += size
         return np.array(left, dtype=np.int64)
+
+
+class MiniCPMOFamily(MiniCPMV2Family):
+    """MiniCPM-o 2.6: the tokens of each second of a sound are between tokens of their own."""
+
+    kinds = ("image", "audio")
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from transformers import WhisperFeatureExtractor
+
+        reader, written = super().open_processor(files), files.settings("feature_extractor")
+        audio = files.table("config").get("audio_config") or {}
+        settings = {"feature_size": int(audio.get("num_mel_bins", 80)), "chunk_length": 30}
+        known = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft")
+        settings |= {key: written[key] for key in known if key in written}
+        reader.feature_extractor = WhisperFeatureExtractor(**settings)
+        return reader
+
+    def mark(self, kind: str) -> str:
+        return _SOUND if kind == "audio" else super().mark(kind)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(media.value, Sound):
+            return super().call(media, options)
+        if options:
+            raise ValueError(f"{', '.join(options)}: not supported yet for sounds")
+        reader, extractor = self.processor, self.processor.feature_extractor
+        samples = media.value.at(self.rate).samples
+        starts = range(0, len(samples), extractor.n_samples)
+        outputs = extractor(
+            [samples[start : start + extractor.n_samples] for start in starts],
+            sampling_rate=self.rate, return_attention_mask=True, return_tensors="np",
+        )  # fmt: skip
+        frames = outputs["attention_mask"].sum(1)
+        step = int(self.config.get("audio_pool_step", 2))
+        count = sum(int((n - 1) // 2 + 1) // step for n in frames)
+        if not count:
+            raise ValueError(f"{len(samples)} samples are less than one token")
+        chunk = (int(float(self.config.get("audio_chunk_length", 1.0)) * 100) - 1) // 2 + 1
+        most = max(chunk // step, 1)
+        text = "".join(
+            f"<|audio_start|>{reader.unknown * min(most, count - first)}<|audio_end|>"
+            for first in range(0, count, most)
+        )
+        parts = [mel[:, :n] for mel, n in zip(outputs["input_features"], frames, strict=True)]
+        return {
+            "input_ids": reader.tokenizer([text], add_special_tokens=False)["input_ids"],
+            "audio_features": np.concatenate(parts, axis=1),
+            "audio_feature_lens": frames.astype(np.int64),
+        }
+
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        sound = self.processor.tokenizer.encode(_SOUND, add_special_tokens=False)
+        if mark.tolist() == sound:
+            return self.open_placeholders(tokens, mark, numbered=False)
+        return super().complete_prompt(tokens, mark)

@@ -1,5 +1,5 @@
-"""MiniCPM-V 2.5, 2.6, 4.0 and 4.5, and the sight of MiniCPM-o 2.6 (arXiv 2408.01800): SigLIP on
-slices of an image, with queries that read the patches of each slice.
+"""MiniCPM-V 2.5, 2.6, 4.0 and 4.5 (arXiv 2408.01800): SigLIP on slices of an image, with queries
+that read the patches of each slice. MiniCPM-o is around it (`hearing.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from modulm_towers import (
     through,
 )
 
-__all__ = ["MiniCPMV2Config", "MiniCPMV2ForConditionalGeneration"]
+__all__ = ["MiniCPMV2Config", "MiniCPMV2ForConditionalGeneration", "MiniCPMV2Keys"]
 
 #: Versions, and the text models of each.
 _TEXTS: Mapping[str, str] = {"2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
@@ -39,7 +39,7 @@ _EPS = 1e-6
 
 
 @frozen(kw_only=True)
-class _Keys:
+class MiniCPMV2Keys:
     """query_num: tokens of a slice."""
 
     query_num: int = size(64)
@@ -50,6 +50,8 @@ class _Keys:
 @frozen(eq=False, kw_only=True)
 class MiniCPMV2Config(MultimodalConfig):
     """config.json of MiniCPM-V: the text model's keys beside `vision_config`."""
+
+    top_level_type: ClassVar[type | None] = MiniCPMV2Keys
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
@@ -62,7 +64,7 @@ class MiniCPMV2Config(MultimodalConfig):
         if text_type is None:
             known = ", ".join(_TEXTS)
             raise UnsupportedError(f"version: not supported yet: {version!r}, only {known}")
-        keys = read_config(table, _Keys, file)
+        keys: Any = read_config(table, cls.top_level_type or MiniCPMV2Keys, file)
         encoder = {**vision, "model_type": "siglip_vision_model", "layer_norm_eps": _EPS}
         encoder.setdefault("hidden_act", "gelu_pytorch_tanh")
         if keys.drop_vision_last_layer:
@@ -97,7 +99,7 @@ class _Queries(Module):
     input_biases: Tensor
     turn: Tensor
 
-    def __init__(self, b: Builder, patch: int, width: int, keys: _Keys) -> None:
+    def __init__(self, b: Builder, patch: int, width: int, keys: MiniCPMV2Keys) -> None:
         super().__init__()
         self.heads = width // keys.head
         b.parameter("query", self, "query", (keys.query_num, width))
