@@ -44,8 +44,9 @@ class MultimodalConfig:
 
     vision_type: ClassVar[type | None] = None
     audio_type: ClassVar[type | None] = None
-    #: Key of the sound encoder's configuration.
+    #: Key of the sound encoder's configuration, and whether checkpoints may lack that encoder.
     audio_key: ClassVar[str] = "audio_config"
+    audio_optional: ClassVar[bool] = False
     top_level_type: ClassVar[type | None] = None
     #: Keys of the text model that are applied by the surrounding model instead.
     text_ignored: ClassVar[tuple[str, ...]] = ()
@@ -69,7 +70,9 @@ class MultimodalConfig:
         return cls(
             text=TextConfig.from_table(table, file, cls.text_ignored),
             vision=_part(keys, "vision_config", cls.vision_type, file),
-            audio=_part(keys, cls.audio_key, cls.audio_type, file),
+            audio=None
+            if cls.audio_optional and keys.get(cls.audio_key) is None
+            else _part(keys, cls.audio_key, cls.audio_type, file),
             top_level=None if top_type is None else read_config(keys, top_type, file),
             **cls.more(keys, file),
         )

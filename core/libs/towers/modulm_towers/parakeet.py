@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
@@ -85,12 +86,16 @@ class _Attention(Module):
         b.parameter("bias_v", self, "of_distances", shape)
         self.out = b.linear("o_proj", width, width, bias=c.attention_bias, split=False)
 
-    def forward(self, x: Tensor, sines: Tensor) -> Tensor:
-        """x: [frames, width]; sines: [2 * frames - 1, width], of distances."""
+    def forward(self, x: Tensor, sines: Tensor, heard: int) -> Tensor:
+        """x: [frames, width]; sines: [2 * frames - 1, width], of distances. Frames from `heard` on
+        are masked: others do not attend to them, and they attend to all equally.
+        """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
         p = self.distances(sines).unflatten(-1, (self.heads, -1)).transpose(0, 1)
         scale = q.shape[-1] ** -0.5
         scores = distance_scores(q + self.of_distances[:, None], p) * scale
+        least = torch.finfo(scores.dtype).min
+        scores[:, heard:], scores[:, :, heard:] = least, least
         near = q + self.of_keys[:, None]
         seen = F.scaled_dot_product_attention(near, k, v, attn_mask=scores, scale=scale)
         out: Tensor = self.out(seen.transpose(0, 1).flatten(1))
@@ -118,9 +123,10 @@ class _Convolved(Module):
         self.act = activation(c.hidden_act, b.ops)
         self.down = Convolution(b, "pointwise_conv2", width, width, (1,), bias=biased)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [frames, width] of one sound."""
-        x = self.depth(F.glu(self.up(x.T[None]), dim=1))
+    def forward(self, x: Tensor, heard: int) -> Tensor:
+        """x: [frames, width] of one sound, of which those from `heard` on are masked."""
+        x = F.glu(self.up(x.T[None]), dim=1)
+        x = self.depth(F.pad(x[..., :heard], (0, x.shape[-1] - heard)))
         x = F.batch_norm(x, self.mean, self.var, self.weight, self.bias, eps=_EPS)
         out: Tensor = self.down(self.act(x.contiguous()))[0].T
         return out
@@ -146,10 +152,10 @@ class _Block(Module):
         self.convolved = _Convolved(c, b.at("conv"))
         self.norm = b.layer_norm("norm_out", width, _EPS)
 
-    def forward(self, x: Tensor, sines: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sines: Tensor, heard: int) -> Tensor:
         x = x + 0.5 * self.feeds[0](self.norms[0](x))
-        x = x + self.attention(self.norms[1](x), sines)
-        x = x + self.convolved(self.norms[2](x))
+        x = x + self.attention(self.norms[1](x), sines, heard)
+        x = x + self.convolved(self.norms[2](x), heard)
         x = x + 0.5 * self.feeds[1](self.norms[3](x.contiguous()))
         out: Tensor = self.norm(x)
         return out
@@ -176,11 +182,15 @@ class ParakeetTower(Tower):
         self.scale = c.hidden_size**0.5 if c.scale_input else 1.0
         self.layers = ModuleList(_Block(c, b.at(f"layers.{i}")) for i in range(c.num_hidden_layers))
 
-    def run(self, mel: Tensor) -> Pieces[Tensor]:
-        """[frames, bins] -> [frames / factor, hidden]."""
+    def run(self, mel: Tensor, count: int = 0) -> Pieces[Tensor]:
+        """[frames, bins] -> [frames / factor, hidden]; count: that of the output where masked
+        frames follow those of the sound.
+        """
         x = F.relu(self.first(mel.to(self.dtype)[None, None]))
         for depth, point in zip(self.depths, self.points, strict=True):
             x = F.relu(point(depth(x)))
-        x = self.out(x[0].transpose(0, 1).flatten(1)) * self.scale
+        x = x[0].transpose(0, 1).flatten(1)
+        heard = len(x)
+        x = self.out(F.pad(x, (0, 0, 0, max(count - heard, 0)))) * self.scale
         sines = distance_sines(len(x), self.config.hidden_size).to(x.device, x.dtype)
-        return (yield from through(self.layers, x, sines))
+        return (yield from through(self.layers, x, sines, heard))
