@@ -1,6 +1,5 @@
-"""Gemma 3n with sound: a conformer (USM, arXiv 2303.01037) of 25 frames, 6.25 tokens per second.
-
-Its encoder of images, MobileNet 5, is not supported.
+"""Gemma 3n with sounds and images: a conformer (USM, arXiv 2303.01037) of 25 frames, 6.25 tokens
+per second, and MobileNet 5.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from modulm.contracts.media import MediaItem
 from modulm.nn import Builder, WeightNames
 from modulm_gemma4.attention import UnitNorm
 from modulm_gemma4.gemma3n import Gemma3nForCausalLM
+from modulm_gemma4.mobilenet import MobileNetConfig, MobileNetTower
 from modulm_layers import PlainMLP, only, size
 from modulm_towers import (
     Convolution,
@@ -79,12 +79,14 @@ class _TowerConfig:
 class _Keys:
     audio_soft_tokens_per_image: int = size(188)
     eoa_token_id: int = size(262272, least=0)
+    eoi_token_id: int = size(262144, least=0)
 
 
 @frozen(eq=False, kw_only=True)
 class Gemma3nHearingConfig(MultimodalConfig):
     """config.json of Gemma 3n."""
 
+    vision_type: ClassVar[type | None] = MobileNetConfig
     audio_type: ClassVar[type | None] = _TowerConfig
     top_level_type: ClassVar[type | None] = _Keys
 
@@ -242,44 +244,72 @@ class _Tower(Tower):
         return x[:: self.config.conf_reduction_factor]
 
 
-class Gemma3nForConditionalGeneration(MultimodalModel):
-    """Gemma 3n E2B and E4B with sounds of up to 30 seconds; images are not supported."""
+class _Embedder(Module):
+    """Projects what an encoder returns (soft), and its own tokens (hard), to the text's width."""
 
-    api = 1
-    media = ("audio",)
-    config_type: ClassVar[type] = Gemma3nHearingConfig
-    names = WeightNames(
-        rename=((r"^model\.embed_audio\b", "embed_audio"),),
-        ignore=(r"^(model\.)?(vision_tower|embed_vision)\.",),
-    )
     table: Tensor
 
-    def make_encoders(self, config: Gemma3nHearingConfig, b: Builder) -> None:
-        c, at = config.audio, b.at("embed_audio")
-        self.takes_embeds = self.text.takes_embeds
-        self.tower = _Tower(c, b.at("audio_tower"))
-        at.parameter("embedding.weight", self, "table", (c.vocab_size, c.hidden_size))
-        self.hard, self.soft = (
-            at.rms_norm(f"{kind}_embedding_norm", c.hidden_size, c.rms_norm_eps)
+    def __init__(self, c: Any, b: Builder, hidden: int) -> None:
+        super().__init__()
+        self.offset = c.vocab_offset
+        b.parameter("embedding.weight", self, "table", (c.vocab_size, c.hidden_size))
+        self.hard_norm, self.soft_norm = (
+            b.rms_norm(f"{kind}_embedding_norm", c.hidden_size, c.rms_norm_eps)
             for kind in ("hard", "soft")
         )
-        name = "embedding_projection"
-        self.projector = at.linear(name, c.hidden_size, config.hidden_size, split=False)
+        self.projector = b.linear("embedding_projection", c.hidden_size, hidden, split=False)
         self.post = UnitNorm(c.rms_norm_eps)
 
+    def soft(self, states: Tensor) -> Tensor:
+        """[n, width of the encoder] -> [n, hidden]."""
+        out: Tensor = self.post(self.projector(self.soft_norm(states.contiguous())))
+        return out
+
+    def hard(self, *rows: int) -> Tensor:
+        """Rows of the table -> [n, hidden]."""
+        out: Tensor = self.post(self.projector(self.hard_norm(self.table[list(rows)])))
+        return out
+
+
+class Gemma3nForConditionalGeneration(MultimodalModel):
+    """Gemma 3n E2B and E4B with images, and sounds of up to 30 seconds."""
+
+    api = 1
+    media = ("image", "audio")
+    config_type: ClassVar[type] = Gemma3nHearingConfig
+    names = WeightNames(rename=((r"^model\.(embed_audio|embed_vision)\b", r"\1"),))
+
+    def make_encoders(self, config: Gemma3nHearingConfig, b: Builder) -> None:
+        self.takes_embeds = self.text.takes_embeds
+        self.tower = _Tower(config.audio, b.at("audio_tower"))
+        self.heard = _Embedder(config.audio, b.at("embed_audio"), config.hidden_size)
+        self.sight = MobileNetTower(config.vision, b.at("vision_tower.timm_model"))
+        self.seen = _Embedder(config.vision, b.at("embed_vision"), config.hidden_size)
+
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        c, keys, embeddings = self.config.audio, self.config.top_level, []
+        keys, outputs = self.config.top_level, {}
+        images = [index for index, item in enumerate(items) if item.kind == "image"]
+        if images:
+            pixels = torch.cat([self.tensor(items[index], "pixel_values") for index in images])
+            states = yield from self.sight.run(pixels)
+            # The token after an image.
+            end = self.seen.hard(keys.eoi_token_id - self.seen.offset)
+            for index, image in zip(images, states * states.shape[-1] ** 0.5, strict=True):
+                outputs[index] = torch.cat([self.seen.soft(image), end])
+        for index, item in enumerate(items):
+            if index not in outputs:
+                outputs[index] = yield from self._hear(item)
+        return [outputs[index] for index in range(len(items))]
+
+    def _hear(self, item: MediaItem) -> Pieces[Tensor]:
+        c, keys = self.config.audio, self.config.top_level
         # What fills a sound up, and the token after it.
-        rows = self.table[[-1, keys.eoa_token_id - c.vocab_offset]]
-        fill, end = self.post(self.projector(self.hard(rows))).split(1)
-        for item in items:
-            heard = int(item.tensors["input_features_mask"].sum())
-            mel = self.tensor(item, "input_features").reshape(-1, c.input_feat_size)
-            states = yield from self.tower.run(mel, heard)
-            tokens = self.post(self.projector(self.soft(states.contiguous())))
-            missing = keys.audio_soft_tokens_per_image - len(tokens)
-            embeddings.append(torch.cat([tokens, fill.expand(missing, -1), end]))
-        return embeddings
+        fill, end = self.heard.hard(-1, keys.eoa_token_id - c.vocab_offset).split(1)
+        heard = int(item.tensors["input_features_mask"].sum())
+        mel = self.tensor(item, "input_features").reshape(-1, c.input_feat_size)
+        tokens = self.heard.soft((yield from self.tower.run(mel, heard)))
+        missing = keys.audio_soft_tokens_per_image - len(tokens)
+        return torch.cat([tokens, fill.expand(missing, -1), end])
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -295,7 +325,14 @@ class Gemma3nForConditionalGeneration(MultimodalModel):
             "eoi_token_id": 480,
             "boi_token_id": 471,
             "text_config": {**text, "vocab_size_per_layer_input": 480},
-            "vision_config": {"model_type": "gemma3n_vision", "hidden_size": 32},
+            "vision_soft_tokens_per_image": 16,
+            "vision_config": {
+                "model_type": "gemma3n_vision",
+                "hidden_size": 32,
+                "vocab_size": 2,
+                "vocab_offset": 480,
+                "model_args": {"channel_multiplier": 0.0625, "msfa_output_resolution": 4},
+            },
             "audio_config": {
                 "model_type": "gemma3n_audio",
                 "vocab_size": 30,

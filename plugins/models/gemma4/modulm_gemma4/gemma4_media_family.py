@@ -64,18 +64,20 @@ _LINES, _LONGEST = 31, 30
 
 
 @frozen(eq=False)
-class Hearing:
-    """The tokenizer and transformers' feature extractor; count: tokens of a sound."""
+class _Parts:
+    """The tokenizer, transformers' feature extractor, and its image processor, None if the files
+    have no settings of it.
+    """
 
     tokenizer: Any
     feature_extractor: Any
-    count: int
+    image_processor: Any
 
 
 class Gemma3nFamily(MediaFamily):
-    """Gemma 3n: sounds between blank lines, which merge with line feeds of the text."""
+    """Gemma 3n: images and sounds between blank lines, which merge with line feeds of the text."""
 
-    kinds = ("audio",)
+    kinds = ("image", "audio")
 
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
@@ -88,9 +90,11 @@ class Gemma3nFamily(MediaFamily):
             "input_scale_factor", "mel_floor", "per_bin_mean", "per_bin_stddev",
         )  # fmt: skip
         settings = {key: written[key] for key in known if key in written}
-        count = files.table("config").get("audio_soft_tokens_per_image", 188)
+        images = files.settings("image_processor")
+        sees = "image_processor_type" in images
         extractor = Gemma3nAudioFeatureExtractor(**settings)
-        return Hearing(files.part("tokenizer"), extractor, int(count))
+        parts = files.part("tokenizer"), extractor
+        return _Parts(*parts, files.part("image_processor") if sees else None)
 
     def _id(self, key: str, default: int) -> int:
         return int(self.config.get(key, default))
@@ -101,26 +105,43 @@ class Gemma3nFamily(MediaFamily):
         return token
 
     def mark_tokens(self, kind: str) -> Sequence[int]:
-        return (self._id("audio_token_id", 262273),)
+        sees = kind == "image"
+        return (self._id(f"{kind}_token_id", 262145 if sees else 262273),)
 
     def features(self, kind: str) -> Sequence[int]:
-        """The encoder also embeds the token after a sound."""
-        return (*self.mark_tokens(kind), self._id("eoa_token_id", 262272))
+        """The encoder also embeds the token after an item."""
+        sees = kind == "image"
+        end = self._id("eoi_token_id" if sees else "eoa_token_id", 262144 if sees else 262272)
+        return (*self.mark_tokens(kind), end)
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not isinstance(media.value, Sound):
+        if isinstance(media.value, Sound):
+            begin = self._id("boa_token_id", 256000)
+            inputs, count = self._heard(media.value, options), "audio_soft_tokens_per_image"
+            return {"input_ids": self._filled("audio", begin, self._id(count, 188)), **inputs}
+        processor = self.processor.image_processor
+        if media.kind != "image" or processor is None:
             raise RequestError(f"the model does not support {media.kind} input", "multi_modal_data")
-        sound = media.value.at(self.rate)
+        outputs = processor(images=[media.value], return_tensors="pt", **options)
+        begin, count = self._id("boi_token_id", 255999), "vision_soft_tokens_per_image"
+        ids = self._filled("image", begin, self._id(count, 256))
+        return {"input_ids": ids, "pixel_values": outputs["pixel_values"]}
+
+    def _filled(self, kind: str, begin: int, count: int) -> list[list[int]]:
+        """The tokens of an item."""
+        lines = self.processor.tokenizer.encode("\n\n", add_special_tokens=False)
+        soft, end = self.features(kind)
+        return [[*lines, begin, *[soft] * count, end, *lines]]
+
+    def _heard(self, value: Sound, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The encoder's inputs of a sound."""
+        sound = value.at(self.rate)
         if sound.seconds > _LONGEST:
             raise ValueError(f"{sound.seconds:.1f} seconds: the model accepts {_LONGEST}")
         outputs = self.processor.feature_extractor(sound.samples, return_tensors="np", **options)
         if not outputs["input_features_mask"].any():
             raise ValueError("sound of less than a frame")
-        lines = self.processor.tokenizer.encode("\n\n", add_special_tokens=False)
-        soft, end = self.features(media.kind)
-        tokens = [self._id("boa_token_id", 256000), *[soft] * self.processor.count, end]
         return {
-            "input_ids": [[*lines, *tokens, *lines]],
             "input_features": outputs["input_features"][0],
             "input_features_mask": outputs["input_features_mask"][0],
         }
