@@ -39,6 +39,9 @@ class MediaFamily:
     bidirectional: bool = False
     #: Whether all tokens of a prompt with media, text and images, attend in both directions.
     prefix: ClassVar[bool] = False
+    #: Whether the tokens of all items of a prompt attend to each other, across the text between
+    #: them, which sees only what is before it. `Processed.spans` say which tokens do.
+    together: ClassVar[bool] = False
     #: Whether the decoder reads the encoder output by cross attention only: the prompt is the
     #: beginning of the decoder's text, and its only encoded item has no placeholder.
     crosses: ClassVar[bool] = False

@@ -173,6 +173,8 @@ class MediaReader:
         filled = np.concatenate([*pieces, prompt[last:]])
         if self.family.prefix and items:
             items[0] = _leading(filled, items)
+        if self.family.together and len(items) > 1:
+            items = _linked(filled, items)
         positions = self.family.positions(filled, processed_items)
         offset = 0 if positions is None else int(positions.max()) + 1 - len(filled)
         return MediaPrompt(filled, tuple(items), positions, offset)
@@ -372,6 +374,23 @@ def _with(
     """Add tensors that depend on other kinds in the prompt; returns the item and its new name."""
     tensors = {**processed.tensors, **more}
     return evolve(processed, tensors=tensors), fingerprint(digest, *more.keys(), *more.values())
+
+
+def _linked(tokens: np.ndarray, items: Sequence[MediaItem]) -> list[MediaItem]:
+    """Items whose tokens attend to each other: their results depend on all of them, and on the text
+    between them. The last item has the span from the first to the last, which no step cuts, and the
+    spans of all as tensor "item_together" ([n, 2] int64).
+    """
+    spans = np.array([span for item in items for span in item.spans], dtype=np.int64)
+    first, end = int(spans.min()), int(spans.max())
+    between = fingerprint(tokens[first:end], *(item.hash for item in items))
+    linked = [
+        evolve(item, hash=fingerprint(between, str(number)), spans=())
+        for number, item in enumerate(items)
+    ]
+    tensors = {**items[-1].tensors, "item_together": spans}
+    linked[-1] = evolve(linked[-1], spans=((first, end),), tensors=tensors)
+    return linked
 
 
 def _leading(tokens: np.ndarray, items: Sequence[MediaItem]) -> MediaItem:

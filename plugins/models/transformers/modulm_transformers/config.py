@@ -27,6 +27,8 @@ _FALLBACK_LENGTH = 2048
 _AXES = ("time", "height", "width")
 #: Model types whose images attend in both directions, whole.
 _BOTH_WAYS = frozenset({"molmo2"})
+#: Model types whose sounds are embedded like images.
+_HEARS = frozenset({"muse_spark"})
 #: Layer types whose mask reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 #: Suffixes of architectures that return vectors or classes.
@@ -51,7 +53,7 @@ class TransformersConfig:
     """The model's class in transformers, its configuration object, and the engine's properties.
 
     sees: whether it takes images. axes: of positions. both_ways: whether the tokens of an image
-    attend in both directions.
+    attend in both directions. hears: whether it takes sounds.
     """
 
     model: Any
@@ -63,6 +65,7 @@ class TransformersConfig:
     sees: bool = False
     axes: int = 1
     both_ways: bool = False
+    hears: bool = False
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
@@ -133,7 +136,7 @@ def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
     axes = len(rotary.get("mrope_section") or _AXES) if counts else 1
     if axes not in (1, 3, 4):
         raise UnsupportedError(f"{name}: mrope_section: positions on {axes} axes")
-    return {"sees": True, "axes": axes}
+    return {"sees": True, "axes": axes, "hears": settings.model_type in _HEARS}
 
 
 @frozen(eq=False)

@@ -27,9 +27,9 @@ from modulm_transformers.bridge import NAME, TransformersForCausalLM
 from modulm_transformers.config import TransformersConfig
 from modulm_transformers.decoder_inputs import DecoderInputs
 from modulm_transformers.load import explained
-from modulm_transformers.media_family import BOTH_WAYS, EMBEDDED, MEDIA_FAMILY, TOKENS
+from modulm_transformers.media_family import BOTH_WAYS, EMBEDDED, HEARING, MEDIA_FAMILY, TOKENS
 
-__all__ = ["SeesBothWays", "SeesOnAxes", "TransformersWithImages", "seeing"]
+__all__ = ["SeesAndHears", "SeesBothWays", "SeesOnAxes", "TransformersWithImages", "seeing"]
 
 #: Decoder inputs that say of each token whether it is part of an image.
 _TYPES = frozenset({"moe_mm_token_type_ids"})
@@ -140,20 +140,30 @@ class SeesOnFourAxes(SeesOnAxes):
     axes = 4
 
 
+class SeesAndHears(TransformersWithImages):
+    """A model that also takes sounds: Muse Spark."""
+
+    media = ("image", "video", "audio")
+    media_family = HEARING
+
+
 class SeesBothWays(TransformersWithImages):
-    """A model whose images attend in both directions: Molmo 2."""
+    """A model whose images attend in both directions, and to each other: Molmo 2."""
 
     media = ("image",)
     media_family = BOTH_WAYS
 
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
-        super().__init__(config, evolve(build, shared=evolve(build.shared, spans=True)))
+        shared = evolve(build.shared, spans=True, masks=True)
+        super().__init__(config, evolve(build, shared=shared))
 
 
 def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
     """Select the class for a model with images."""
     if config.both_ways:
         return SeesBothWays
+    if config.hears:
+        return SeesAndHears
     kinds = {kind.axes: kind for kind in (TransformersWithImages, SeesOnAxes, SeesOnFourAxes)}
     return kinds[config.axes]
 

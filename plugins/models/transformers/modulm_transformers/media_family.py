@@ -18,10 +18,20 @@ from modulm_transformers.config import model_type
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["BOTH_WAYS", "EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BothWaysFamily", "BridgedFamily"]
+__all__ = [
+    "BOTH_WAYS",
+    "EMBEDDED",
+    "HEARING",
+    "MEDIA_FAMILY",
+    "TOKENS",
+    "BothWaysFamily",
+    "BridgedFamily",
+    "HearingFamily",
+]
 
 #: The names of the media families.
 MEDIA_FAMILY, BOTH_WAYS = "transformers", "transformers_both_ways"
+HEARING = "transformers_hearing"
 #: Names of tensors with an item's tokens, and the mask of its placeholders.
 TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
 #: Model types that use another model's video processor.
@@ -125,23 +135,26 @@ class BridgedFamily(MediaFamily):
         return any(name in self.config for name in names) or hasattr(self.processor, names[0])
 
 
+class HearingFamily(BridgedFamily):
+    """Muse Spark, which also takes sounds."""
+
+    kinds = ("image", "video", "audio")
+
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        tensors = super().tensors(outputs)
+        tokens = (*self.features("video"), *self.features("audio"))
+        return {**tensors, EMBEDDED: np.isin(tensors[TOKENS], tokens)}
+
+
 class BothWaysFamily(BridgedFamily):
-    """Molmo 2: all tokens of an image attend to each other."""
+    """Molmo 2: all tokens of all images attend to each other."""
 
     kinds = ("image",)
     bidirectional = True
+    together = True
 
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.config["image_patch_id"]),)
-
-    def group_media(
-        self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
-    ) -> tuple[np.ndarray, Sequence[Media]]:
-        if len(media) > 1:
-            # All of them attend to each other, across the text between them.
-            message = f"{len(media)} images in a prompt: not supported yet for this model, only one"
-            raise RequestError(message, "multi_modal_data")
-        return tokens, media
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
         processed = super().process(media, options)

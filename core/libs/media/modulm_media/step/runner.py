@@ -26,6 +26,8 @@ __all__ = ["MediaRunner"]
 
 log = logging.getLogger("modulm.engine")
 
+#: The tensor of an item with the spans of all that it attends to (`MediaFamily.together`).
+_TOGETHER = "item_together"
 #: Seconds that a step without rows waits while requests wait for encoder outputs of other hosts.
 _PAUSE = 0.002
 
@@ -173,7 +175,9 @@ class MediaRunner(PartRunner):
             runs = [() if brought is None else brought.runs for brought in rows]
             return cross_layout(plan, layout.block_tables, layout.block_size, runs)
         if spec.spans and (spans := self.spans(plan)) is not None:
-            return evolve(layout, spans=spans)
+            layout = evolve(layout, spans=spans)
+        if spec.masks and (masks := self.masks(plan)):
+            layout = evolve(layout, masks={**(layout.masks or {}), **masks})
         return layout
 
     def _go_on(self, rows: float) -> Iterator[bytes]:
@@ -219,10 +223,24 @@ class MediaRunner(PartRunner):
             for index, row in enumerate(plan.rows.tolist())
             if row in self._rows
             for item in self._rows[row].media
+            if _TOGETHER not in item.tensors
             for first, end in item.spans
             if plan.starts[index] < end <= plan.starts[index] + plan.counts[index]
         ]
         return np.array(spans, dtype=np.int32) if spans else None
+
+    def masks(self, plan: Plan) -> dict[int, np.ndarray]:
+        """Return `StepLayout.masks` of rows with items that attend to each other across text."""
+        masks = {}
+        ranges = zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        for index, (row, start, count) in enumerate(ranges):
+            for item in self._rows[row].media if row in self._rows else ():
+                if _TOGETHER in item.tensors and start < item.end <= start + count:
+                    inside = np.zeros(count, dtype=bool)
+                    for first, end in item.tensors[_TOGETHER].tolist():
+                        inside[max(first - start, 0) : max(end - start, 0)] = True
+                    masks[index] = np.tri(count, dtype=bool) | (inside[:, None] & inside)
+        return masks
 
     def encoded(self, plan: Plan) -> torch.Tensor | None:
         """Return `Batch.encoded`: [n, width] of rows that begin in this step; None without any.
