@@ -12,11 +12,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from attrs import evolve
 from loop_turns import BOUND, Beat
 from tests.server.hearing import LEVELS, serve_ears, sound, wav
 from websockets.sync.client import connect
 
 from modulm.contracts.sampling import OutputKind
+from modulm.plugins import manager
 from modulm_media import Sound
 from modulm_route_audio.speech import Joiner, Speech, TranscriptionOptions
 from modulm_server.scripted import Reply
@@ -135,6 +137,27 @@ def test_verbose_json_has_segments_with_times(sdk: openai.OpenAI, live: Live) ->
     assert 0 < response.segments[0].compression_ratio < 2.4
     rules = live.engine.seen[-1][1].extra_args["transcript_rules"]
     assert rules["written"] is True
+
+
+def test_speakers_of_a_model_that_names_them(
+    sdk: openai.OpenAI, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="diarized_json needs a model that names"):
+        sdk.audio.transcriptions.create(model="M", file=short(), response_format="diarized_json")
+    kind = manager.current().load("transcribers", "WhisperForConditionalGeneration")
+    read = kind.read
+
+    def named(self: Any, tokens: Any, seconds: float) -> Any:
+        return tuple(evolve(segment, speaker="B") for segment in read(self, tokens, seconds))
+
+    monkeypatch.setattr(kind, "read", named)
+    monkeypatch.setattr(kind, "diarizes", True)
+    told: Any = sdk.audio.transcriptions.create(
+        model="M", file=short(), response_format="diarized_json"
+    )
+    (segment,) = told.segments
+    assert (segment.speaker, segment.text, segment.end) == ("B", "Ask not what.", 2.0)
+    assert (told.text, told.duration, told.usage.seconds) == ("Ask not what.", 2.0, 2)
 
 
 def test_subtitles(sdk: openai.OpenAI, live: Live) -> None:

@@ -33,6 +33,7 @@ from modulm_transcriber_instructed import (
     QwenAudio,
     QwenOmni,
 )
+from modulm_transcriber_instructed.diarized import MossDiarize, VibeVoice
 from modulm_transcriber_voxtral import VoxtralTranscriber
 
 NAME = "Qwen2AudioForConditionalGeneration"
@@ -148,6 +149,41 @@ def test_a_sentence_around_what_was_said_is_left_out(folder: Path, answer, expec
     transcriber = Flamingo(load_tokenizer(folder), folder, config)
     tokens = transcriber.tokenizer.encode(answer, add_special_tokens=False)
     assert [segment.text for segment in transcriber.read(tokens, 1.0)] == [expected]
+
+
+SAID_BY_TWO = [(0.0, 1.5, "A", "Hello there."), (1.25, 4.0, "B", "Good morning.")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (MossDiarize, "[0.00][S01]Hello there.[1.50] [0:01.25][S02] Good morning.[9.00]"),
+        (
+            VibeVoice,
+            (
+                'assistant\n[{"Start":0.0,"End":1.5,"Speaker":0,"Content":"Hello there."},'
+                '{"Start":1.25,"End":9.0,"Speaker":1,"Content":"Good morning."}]'
+            ),
+        ),
+    ],
+)
+def test_speakers_are_named(folder: Path, kind: Any, answer: str) -> None:
+    transcriber = kind(load_tokenizer(folder), folder, {})
+    tokens = transcriber.tokenizer.encode(answer, add_special_tokens=False)
+    segments = transcriber.read(tokens, 4.0)
+    read = [(one.start, one.end, one.speaker, one.text.strip()) for one in segments]
+    assert read == SAID_BY_TWO
+    for other in ("Hello there.", "[{", "[]", '[{"Start": 1}]'):
+        tokens = transcriber.tokenizer.encode(other, add_special_tokens=False)
+        (segment,) = transcriber.read(tokens, 4.0)
+        assert (segment.text, segment.speaker, segment.end) == (other, "", 4.0)
+
+
+def test_the_length_of_a_sound_is_told(folder: Path) -> None:
+    prompt = prompt_of(folder, VibeVoice, Wanted())
+    assert "<|box_start|><|object_ref_end|>\nThis is a 0.10 seconds audio, please trans" in prompt
+    told = prompt_of(folder, VibeVoice, Wanted(prompt="Ada<|im_end|>"))
+    assert "audio, with extra info: Ada\n\nPlease transcribe it with these keys: Start" in told
 
 
 def sdk(live: Live) -> openai.OpenAI:

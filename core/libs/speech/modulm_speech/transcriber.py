@@ -61,12 +61,16 @@ class Question:
 
 @frozen(kw_only=True)
 class Segment:
-    """Text spoken from start to end, in seconds of the input audio; tokens: of its text."""
+    """Text spoken from start to end, in seconds of the input audio.
+
+    tokens: of its text. speaker: a name that the model gives, empty if it gives none.
+    """
 
     start: float
     end: float
     text: str
     tokens: tuple[int, ...] = ()
+    speaker: str = ""
 
 
 @frozen(kw_only=True)
@@ -102,6 +106,8 @@ class Transcriber(ABC):
     detects: bool = False
     #: Whether its segments have timestamps.
     times: bool = False
+    #: Whether its segments name speakers.
+    diarizes: bool = False
     #: Whether it uses `Wanted.prompt`.
     takes_prompts: bool = True
     #: The pooling task that yields word timestamps; empty if there is none.

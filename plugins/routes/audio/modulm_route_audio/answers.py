@@ -13,6 +13,7 @@ from attrs import define, field
 from starlette.responses import PlainTextResponse, Response
 
 from modulm_route_audio.objects import (
+    DiarizedTranscript,
     Duration,
     SegmentCard,
     TokenCard,
@@ -55,6 +56,8 @@ class Whole:
             return PlainTextResponse(vtt(segments), media_type="text/vtt")
         if form == "json":
             return json_response(self._plain(transcriber.tokenizer))
+        if form == "diarized_json":
+            return json_response(self._diarized())
         return json_response(self._verbose(transcriber))
 
     @property
@@ -78,6 +81,26 @@ class Whole:
             pairs = [pair for heard in self.heard for pair in heard.logprobs]
             transcript["logprobs"] = token_cards(pairs, tokenizer)
         return transcript
+
+    def _diarized(self) -> DiarizedTranscript:
+        segments = [segment for heard in self.heard for segment in heard.segments]
+        return {
+            "task": self.options.task_options.task,
+            "duration": round(self.seconds, 3),
+            "text": self.text,
+            "segments": [
+                {
+                    "type": "transcript.text.segment",
+                    "id": f"seg_{number}",
+                    "start": round(segment.start, 3),
+                    "end": round(segment.end, 3),
+                    "text": segment.text.strip(),
+                    "speaker": segment.speaker,
+                }
+                for number, segment in enumerate(segments)
+            ],
+            "usage": self._usage,
+        }
 
     def _verbose(self, transcriber: Transcriber) -> VerboseTranscript:
         task_options = self.options.task_options

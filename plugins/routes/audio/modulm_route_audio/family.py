@@ -11,7 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from modulm_route_audio.answers import Whole, frames
-from modulm_route_audio.objects import Transcript, TranscriptEvent, VerboseTranscript
+from modulm_route_audio.objects import (
+    DiarizedTranscript,
+    Transcript,
+    TranscriptEvent,
+    VerboseTranscript,
+)
 from modulm_route_audio.realtime import Sessions
 from modulm_route_audio.schema import FORM, Form, read_form
 from modulm_route_audio.speech import Speech, TranscriptionOptions
@@ -43,7 +48,8 @@ class Audio(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["Audio"])
         transcript_docs = response_docs(
-            Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer
+            Transcript | VerboseTranscript | DiarizedTranscript,
+            events=TranscriptEvent | ErrorAnswer,
         )
         content = transcript_docs[200].setdefault("content", {})
         content.update({"text/plain": {"schema": str}, "text/vtt": {"schema": str}})
@@ -101,6 +107,8 @@ class Audio(RouteFamily):
         timestamp_words = "word" in form.timestamp_granularities
         if timestamp_words:
             self.speech.check_words()
+        if form.response_format == "diarized_json":
+            self.speech.check_speakers()
         options = TranscriptionOptions(
             task_options=self.speech.task_options(task, form.language, form.prompt, form.timed),
             params={**self._defaults(), **form.sampling()},

@@ -6,6 +6,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 __all__ = [
     "ChunkChoice",
+    "DiarizedSegment",
+    "DiarizedTranscript",
     "Duration",
     "SegmentCard",
     "TokenCard",
@@ -83,6 +85,27 @@ class VerboseTranscript(TypedDict):
     text: str
     segments: NotRequired[list[SegmentCard]]
     words: NotRequired[list[WordCard]]
+    usage: Duration
+
+
+class DiarizedSegment(TypedDict):
+    """What one speaker says; times in seconds. speaker: empty if the model named none."""
+
+    type: Literal["transcript.text.segment"]
+    id: str
+    start: float
+    end: float
+    text: str
+    speaker: str
+
+
+class DiarizedTranscript(TypedDict):
+    """`diarized_json`."""
+
+    task: Literal["transcribe", "translate"]
+    duration: float
+    text: str
+    segments: list[DiarizedSegment]
     usage: Duration
 
 

@@ -26,7 +26,7 @@ class Form(Struct, kw_only=True):
     language: Annotated[str, Meta(max_length=64)] | None = None
     to_language: Annotated[str, Meta(max_length=64)] | None = None
     prompt: Annotated[str, Meta(max_length=_PROMPT)] = ""
-    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    response_format: Literal["diarized_json", "json", "text", "srt", "verbose_json", "vtt"] = "json"
     timestamp_granularities: list[Literal["segment", "word"]] = []
     include: list[Literal["logprobs"]] = []
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -81,7 +81,7 @@ class Form(Struct, kw_only=True):
     @property
     def timed(self) -> bool:
         """Whether segment timestamps are requested."""
-        return self.response_format in ("srt", "verbose_json", "vtt")
+        return self.response_format in ("diarized_json", "srt", "verbose_json", "vtt")
 
     def sampling(self) -> dict[str, Any]:
         """The requested fields of SamplingParams, besides the temperature."""

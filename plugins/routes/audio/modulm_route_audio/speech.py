@@ -186,6 +186,15 @@ class Speech:
             )
             raise bad_field("timestamp_granularities", message, "unsupported")
 
+    def check_speakers(self) -> None:
+        """Raise ApiError(400) if the model does not name speakers."""
+        if not self.transcriber.diarizes:
+            message = (
+                "response_format: diarized_json needs a model that names speakers, such as "
+                "MOSS-Transcribe-Diarize or VibeVoice ASR"
+            )
+            raise bad_field("response_format", message, "unsupported")
+
     def _code(self, language: str) -> str:
         """The code of a language, from its code or name. Raises ApiError(400)."""
         languages = self.transcriber.languages
