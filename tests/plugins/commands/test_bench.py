@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import uvicorn
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -27,6 +30,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm_command_bench.command import command
 from modulm_command_bench.figures import Timed, compare, figures, parse_goodput
 from modulm_command_bench.load import Schedule, Target, arrivals, run
+from modulm_command_bench.media_samples import RandomMedia
 from modulm_command_bench.samples import Recipe, Sample, make_samples
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -164,9 +168,42 @@ def test_files(tokenizer: Any, tmp_path: Path) -> None:
     assert [(s.input_len, s.output_len, s.arrival) for s in samples] == [(4, 2, 0.0), (6, 3, 2.0)]
 
 
+def test_prompts_with_media(tokenizer: Any, tmp_path: Path) -> None:
+    media = RandomMedia(items=3, spread=0.5, most=4, buckets={(8, 12, 1): 1.0, (6, 6, 1): 1.0})
+    recipe = Recipe(name="random-mm", count=9, input_len=5, media=media)
+    samples = make_samples(recipe, tokenizer)
+    assert samples == make_samples(recipe, tokenizer)
+    counts = {len(sample.media) for sample in samples}
+    assert len(counts) > 1
+    assert counts <= {1, 2, 3, 4}
+    urls = [part["image_url"]["url"] for sample in samples for part in sample.media]
+    assert len(set(urls)) == len(urls)
+    pictures = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    assert {(picture.format, picture.size) for picture in pictures} == {
+        ("JPEG", (12, 8)), ("JPEG", (6, 6)),
+    }  # fmt: skip
+    pictures[0].save(tmp_path / "a.png")
+    (tmp_path / "b.wav").write_bytes(b"RIFF")
+    far = "https://example.org/c.jpg"
+    row = {"prompt": "What?", "image_files": ["a.png", far], "audio_files": ["b.wav"]}
+    file = tmp_path / "custom.jsonl"
+    file.write_text(json.dumps(row))
+    (sample,) = make_samples(Recipe(name="custom_mm", path=str(file), count=1), tokenizer)
+    one, two, sound = sample.media
+    assert one["image_url"]["url"].startswith("data:image/png;base64,")
+    assert two == {"type": "image_url", "image_url": {"url": far}}
+    assert sound["audio_url"]["url"].startswith("data:audio/")
+    body = Target(
+        base="", path="/v1/chat/completions", model="m", headers={}, extra={}
+    ).body(sample)  # fmt: skip
+    assert body["messages"][0]["content"] == [{"type": "text", "text": "What?"}, *sample.media]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
+        ("custom_mm", '{"prompt": "a", "image_files": ["missing.png"]}', "cannot read"),
+        ("custom_mm", '{"prompt": "a", "image_files": "one.png"}', "image_files: must be a list"),
         ("custom", None, "--dataset-path"),
         ("custom", "{", "line 1"),
         ("custom", '{"text": 1}', "prompt"),
@@ -372,6 +409,9 @@ def test_a_sweep_measures_each_load(
         ),
         (["serve", "--dataset-name", "hf"], "not supported yet"),
         (["serve", "--request-rate", "0"], "--request-rate"),
+        (["serve", "--random-mm-bucket-config", "{(8, 8, 16): 1}"], "not supported yet: videos"),
+        (["serve", "--random-mm-bucket-config", "8x8"], "--random-mm-bucket-config 8x8: write"),
+        (["serve", "--random-mm-limit-mm-per-prompt", "3"], "--random-mm-limit-mm-per-prompt 3"),
         (["serve", "--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
         (["serve", "--percentile-metrics", "speed"], "--percentile-metrics"),
         (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),

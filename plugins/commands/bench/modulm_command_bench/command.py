@@ -8,6 +8,7 @@ import click
 
 from modulm.errors import ConfigError
 from modulm_cli import FlagCommand, print_notices
+from modulm_command_bench.dataset_options import dataset_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf")
+_SERVED = (*_DATASETS, "random-mm", "custom_mm")
 _BACKENDS = ("modulm", "vllm", "openai", "openai-chat", "openai-embeddings")
 _METRICS = "ttft,tpot,itl"
 
@@ -194,6 +196,7 @@ def _refuse_later(options: dict[str, Any]) -> None:
 
 def _recipe(options: dict[str, Any], seed: int) -> Any:
     """The prompt recipe of a command's options."""
+    from modulm_command_bench.media_samples import random_media
     from modulm_command_bench.samples import Recipe
 
     name = options["dataset_name"]
@@ -215,6 +218,7 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
         shuffle=not options.get("disable_shuffle", False),
         oversample=not options.get("no_oversample", False),
         seed=seed,
+        media=random_media(options),
     )
 
 
@@ -256,7 +260,7 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
 )
 @click.option(
     "--dataset-name",
-    type=click.Choice(_DATASETS),
+    type=click.Choice(_SERVED),
     default="random",
     show_default=True,
     help="Dataset of the prompts.",
@@ -304,27 +308,7 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
     show_default=True,
     help="Tokens that all random prompts share.",
 )
-@click.option(
-    "--sonnet-input-len",
-    type=int,
-    default=550,
-    show_default=True,
-    help="Tokens per prompt of sonnet.",
-)
-@click.option(
-    "--sonnet-output-len",
-    type=int,
-    default=150,
-    show_default=True,
-    help="Tokens per output of sonnet.",
-)
-@click.option(
-    "--sonnet-prefix-len",
-    type=int,
-    default=200,
-    show_default=True,
-    help="Tokens that all sonnet prompts share.",
-)
+@dataset_options
 @click.option("--sharegpt-output-len", type=int, help="Tokens per output of sharegpt.")
 @click.option("--custom-output-len", type=int, help="Tokens per output of custom.")
 @click.option(
@@ -423,7 +407,7 @@ def serve(**options: Any) -> None:
 
 def _lengths(options: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of the chosen dataset under common names; common flags take precedence."""
-    name = options["dataset_name"]
+    name = options["dataset_name"].removesuffix("-mm").removesuffix("_mm")
     chosen = {
         part: options.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
     }

@@ -52,7 +52,9 @@ class Target:
         body |= {"max_tokens": sample.output_len, "stream": True, "temperature": 0.0}
         body["stream_options"] = {"include_usage": True}
         if self.path.endswith("/chat/completions"):
-            body["messages"] = [{"role": "user", "content": sample.text}]
+            text = [{"type": "text", "text": sample.text}]
+            content = [*text, *sample.media] if sample.media else sample.text
+            body["messages"] = [{"role": "user", "content": content}]
         else:
             body["prompt"] = sample.text or list(sample.ids)
         if self.ignore_eos:

@@ -10,13 +10,12 @@ from typing import Any
 
 import click
 import numpy as np
-from attrs import frozen
+from attrs import evolve, field, frozen
 
+from modulm_command_bench.media_samples import RandomMedia, file_parts, random_parts
 from modulm_command_bench.verses import VERSES
 
-__all__ = ["DATASETS", "Recipe", "Sample", "make_samples"]
-
-DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom")
+__all__ = ["Recipe", "Sample", "make_samples"]
 
 #: Turns of ShareGPT outside these bounds are skipped.
 _LEAST_TOKENS, _MOST_PROMPT, _MOST_TOTAL = 4, 1024, 2048
@@ -27,7 +26,7 @@ class Sample:
     """A request: prompt token ids, the text if known, and the number of tokens to generate.
 
     `arrival`: seconds after the first request in recorded traffic. `model`: the one that it names,
-    if requests name several.
+    if requests name several. `media`: content parts of a chat message, behind the text.
     """
 
     ids: tuple[int, ...]
@@ -35,6 +34,7 @@ class Sample:
     text: str | None = None
     arrival: float | None = None
     model: str | None = None
+    media: tuple[Any, ...] = ()
 
     @property
     def input_len(self) -> int:
@@ -57,6 +57,7 @@ class Recipe:
     shuffle: bool = True
     oversample: bool = True
     seed: int = 0
+    media: RandomMedia = field(factory=RandomMedia)
 
 
 def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
@@ -85,6 +86,14 @@ def _random(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sa
         Sample((*prefix, *rng.choice(token_ids, size).tolist()), output)
         for size, output in zip(inputs, outputs, strict=True)
     ]
+
+
+def _random_media(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Random text and images."""
+    if not 0 <= recipe.media.spread <= 1:
+        raise click.UsageError("--random-mm-num-mm-items-range-ratio is between 0 and 1")
+    samples = _random(recipe, tokenizer, rng)
+    return [evolve(sample, media=random_parts(recipe.media, rng)) for sample in samples]
 
 
 def _lengths(around: int, recipe: Recipe, rng: np.random.Generator) -> list[int]:
@@ -198,6 +207,17 @@ def _custom(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sa
     return samples
 
 
+def _custom_media(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """JSONL as of `custom`, with `image_files`, `audio_files` and `video_files` per line."""
+    rows, folder = list(_json_lines(_needed(recipe))), Path(_needed(recipe)).parent
+    samples: list[Sample] = []
+    for row in _order(rows, recipe, rng)[: recipe.count]:
+        output = recipe.output_len or row.get("output_tokens", row.get("output_len")) or 256
+        sample = _of_text(row["prompt"], int(output), tokenizer)
+        samples.append(evolve(sample, media=file_parts(row, folder)))
+    return samples
+
+
 def _json_lines(path: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
@@ -240,9 +260,11 @@ def _read(path: str) -> str:
 
 _MAKERS = {
     "random": _random,
+    "random-mm": _random_media,
     "sharegpt": _sharegpt,
     "sonnet": _sonnet,
     "burstgpt": _burstgpt,
     "prefix_repetition": _prefix_repetition,
     "custom": _custom,
+    "custom_mm": _custom_media,
 }

@@ -62,6 +62,8 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     samples = make_samples(recipe, _tokenizer(settings, target.model))
     if target.path.endswith("/chat/completions"):
         samples = _with_text(samples, _tokenizer(settings, target.model))
+    elif any(sample.media for sample in samples):
+        raise click.UsageError(f"--dataset-name {recipe.name} needs --backend openai-chat")
     samples = _with_adapters(samples, settings.lora_modules, schedule.seed)
     times = arrivals(schedule, samples)
     done, seconds, drafts = asyncio.run(_measure(settings, target, samples, times))
