@@ -57,10 +57,15 @@ class Family:
 
     def __init__(self, folder, architecture, changes, headed=False):
         make_tiny(folder, architecture, **changes)
+        tensors = load_file(folder / "model.safetensors")
+        # T5 does not divide scores by the root of the width, but begins with queries that are so
+        # much smaller. With weights of unit gain most of attention would be on one token, and the
+        # rounding of fp32 grows to 0.005 in log probabilities, in transformers, too.
+        for name in [name for name in tensors if name.endswith("Attention.q.weight")]:
+            tensors[name] *= 8**-0.5
         if headed:
-            tensors = load_file(folder / "model.safetensors")
             tensors["lm_head.weight"] = tensors["shared.weight"].flip(0) / 9
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         self.folder, self.vocabulary, self.architecture = folder, 512, architecture
         self.model = getattr(hf, architecture).from_pretrained(folder, dtype=torch.float32).eval()
         if architecture in HEARS:
