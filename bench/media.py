@@ -1,20 +1,22 @@
 """Vision encoders compared with the machine's GEMM rate and transformers; a repeated image; a text
-stream beside an image that is encoded whole and in pieces.
+stream beside an image that is encoded whole and in pieces; streams beside a video that is decoded.
 
-    python bench/media.py [--pixels 1024] [--runs 3] [--gaps]
+    python bench/media.py [--pixels 1024] [--runs 3] [--gaps] [--video]
 
 Random checkpoints with the encoder of Qwen3-VL, which is SigLIP 2 so400m (27 layers of width 1,152
 with global attention), and that of Qwen2.5-VL of similar size (windowed attention). The text model
 is tiny, so the encoder dominates. The work of an encoder is the FLOPs of its linear layers and
 attention; times are medians. transformers runs the same files in the faster of two dtypes, in a
 process with the same malloc settings. --gaps runs only the stream: the largest time between two of
-its tokens, with and without a concurrent image.
+its tokens, with and without a concurrent image. --video runs only four streams of ten seconds, in
+turns alone and with 64 frames of a video of 640 x 360 pixels decoded meanwhile, as the server does.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import statistics
 import tempfile
 import time
@@ -188,6 +190,61 @@ async def gaps(folder: Path, pixels: int) -> None:
               f"first token after {first:.2f} s, alone {alone:.2f} s", flush=True)  # fmt: skip
 
 
+def film(frames: int = 300, size: tuple[int, int] = (640, 360)) -> bytes:
+    """A file of moving noise in H.264, at 30 frames per second."""
+    import av
+
+    file = io.BytesIO()
+    still = np.asarray(picture(size[0], 0).resize((size[0] * 2, size[1])))
+    with av.open(file, "w", "mp4") as container:
+        stream = container.add_stream("h264", 30)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for number in range(frames):
+            at = number * 2 % size[0]
+            shown = np.ascontiguousarray(still[:, at : at + size[0]])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shown, "rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+async def decoding(folder: Path, runs: int) -> None:
+    """Tokens of four streams in ten seconds, alone and beside a video that is decoded."""
+    from modulm_media.workers import DecodeWorkers
+
+    data, workers = film(), DecodeWorkers(1)
+    options = {"num_frames": 64, "fps": -1}
+    engine = modulm.AsyncLLM(
+        str(folder), dtype="bfloat16", device="cpu", max_model_len=8192,
+        disable_frontend_multiprocessing=True,
+    )  # fmt: skip
+    times: list[float] = []
+    streams = [asyncio.create_task(_stream(engine, times, f"stream {i}")) for i in range(4)]
+    try:
+        workers.decode("video", data, options)
+        while len(times) < 40:
+            await asyncio.sleep(0.01)
+        ratios = []
+        for _ in range(runs):
+            counts, seconds = [], 0.0
+            for beside in (False, True):
+                before, began = len(times), time.perf_counter()
+                if beside:
+                    video = await asyncio.to_thread(workers.decode, "video", data, options)
+                    seconds = time.perf_counter() - began
+                    assert len(video.frames) == 64
+                await asyncio.sleep(10 - (time.perf_counter() - began))
+                counts.append((len(times) - before) / (time.perf_counter() - began))
+            ratios.append(counts[1] / counts[0])
+            print(f"  {counts[0]:.0f} tokens per second alone, {counts[1]:.0f} beside a video, "
+                  f"decoded in {seconds:.2f} s: {ratios[-1]:.3f}", flush=True)  # fmt: skip
+        print(f"  the streams keep {statistics.median(ratios):.3f} (median)")
+    finally:
+        for stream in streams:
+            stream.cancel()
+        engine.shutdown()
+        workers.close()
+
+
 async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
     """Seconds to the first token of a question about an image."""
     prompt = "<|vision_start|><|image_pad|><|vision_end|>What is this?"
@@ -198,10 +255,10 @@ async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
     return time.perf_counter() - began
 
 
-async def _stream(engine: modulm.AsyncLLM, times: list[float]) -> None:
+async def _stream(engine: modulm.AsyncLLM, times: list[float], name: str = "stream") -> None:
     """Stream text until cancelled, recording the time of each token."""
     params = modulm.SamplingParams(max_tokens=8000, ignore_eos=True)
-    async for output in engine.generate("Once upon a time", params, "stream"):
+    async for output in engine.generate("Once upon a time", params, name):
         if output.outputs[0].token_ids:
             times += [time.perf_counter()]
 
@@ -212,6 +269,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--gaps", action="store_true", help="a stream beside an image")
+    parser.add_argument("--video", action="store_true", help="streams beside a video")
     parser.add_argument("--only", default="", help="architectures whose name contains this")
     options = parser.parse_args()
     for architecture, vision in TOWERS.items():
@@ -219,6 +277,9 @@ def main() -> None:
             print(architecture, flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 path = write(architecture, Path(folder) / "checkpoint")
+                if options.video:
+                    asyncio.run(decoding(path, options.runs))
+                    return
                 if options.gaps:
                     asyncio.run(gaps(path, options.pixels))
                     continue

@@ -1,6 +1,7 @@
-"""Whisper in the shape of the small checkpoint: 16 concurrent sounds, compared with transformers.
+"""Whisper in the shape of the small checkpoint: 16 concurrent sounds, compared with transformers
+and, in an interpreter of its own, faster-whisper with int8 weights.
 
-    python bench/whisper.py [--sounds 16] [--tokens 64] [--runs 2]
+    python bench/whisper.py [--sounds 16] [--tokens 64] [--runs 2] [--faster-whisper PYTHON]
 
 Random weights, so that answers have the maximum number of tokens. Times the way from samples to
 tokens: features, encoder and decoder. transformers runs the same files as one batch, in the faster
@@ -10,6 +11,8 @@ of two dtypes, in a process with the same malloc settings; times are the best of
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,7 +47,9 @@ def best(runs: int, call: Callable[[], Any]) -> float:
     return min(times[1:])
 
 
-def ours(folder: Path, sounds: list[np.ndarray], tokens: int, runs: int) -> float:
+def ours(
+    folder: Path, sounds: list[np.ndarray], tokens: int, runs: int, quantization: str | None = None
+) -> float:
     """Seconds for all sounds in the engine."""
     params = modulm.SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
@@ -62,8 +67,20 @@ def ours(folder: Path, sounds: list[np.ndarray], tokens: int, runs: int) -> floa
         if counts != {tokens}:
             raise SystemExit(f"answers have {counts} tokens, not {tokens}")
 
-    with modulm.LLM(str(folder), device="cpu", dtype="bfloat16") as llm:
+    settings = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization}
+    with modulm.LLM(str(folder), **settings) as llm:
         return best(runs, ask)
+
+
+def faster_whisper(
+    python: str, folder: Path, sounds: list[np.ndarray], tokens: int, runs: int
+) -> float:
+    """Seconds for all sounds in faster-whisper with int8 weights."""
+    np.savez(folder / "sounds.npz", *sounds)
+    script = Path(__file__).parent / "peers/faster_whisper_peer.py"
+    command = [python, script, folder, folder / "sounds.npz", str(tokens), str(runs)]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(answer.stdout.splitlines()[-1])["seconds"])
 
 
 def theirs(
@@ -96,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("sounds", 16), ("tokens", 64), ("runs", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--faster-whisper", metavar="PYTHON", help="an interpreter that has it")
     given = parser.parse_args()
     keep_freed_memory()
     import transformers
@@ -112,6 +130,12 @@ def main() -> None:
         count = given.sounds
         mine = ours(folder, sounds, given.tokens, given.runs)
         print(f"modulm, bfloat16: {mine:.2f} s, {count / mine:.2f} sounds a second", flush=True)
+        if given.faster_whisper:
+            small = ours(folder, sounds, given.tokens, given.runs, "int8")
+            print(f"modulm, int8: {small:.2f} s, {count / small:.2f} sounds a second", flush=True)
+            other = faster_whisper(given.faster_whisper, folder, sounds, given.tokens, given.runs)
+            words = f"faster-whisper, int8: {other:.2f} s, {count / other:.2f} sounds a second"
+            print(f"{words}, modulm is {other / small:.2f} times as fast", flush=True)
         for dtype in (torch.bfloat16, torch.float32):
             other = theirs(folder, sounds, given.tokens, given.runs, dtype)
             words = f"transformers, {dtype}: {other:.2f} s, {count / other:.2f} sounds a second"

@@ -36,7 +36,7 @@ class DocumentRequest(msgspec.Struct, kw_only=True):
 
     name: str
     data: str
-    pages: Annotated[int, Meta(ge=0, le=32)] = 0
+    pages: Annotated[int, Meta(ge=0, le=256)] = 0
 
 
 class Document(TypedDict):
