@@ -27,6 +27,7 @@ from typing import Any
 
 import listings
 import pytest
+import samples
 from _pytest.logging import catching_logs
 from forked_python import TEMPLATES
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
@@ -183,6 +184,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     TEMPLATES.install()
+    samples.everything = config.getoption("--everything")
     listings.share()
     share_checkpoints(config)
     if not hasattr(config, "workerinput"):

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+#: Whether every case runs (`--everything`): for checks at the end of tests that `make test` has,
+#: too. tests/conftest.py sets it.
+everything = False
+
 
 def sample(cases: Iterable[Any], every: int, *, tuples: bool = False) -> list[Any]:
     """Parameters of a fixture or a test: only the first of each `every` cases is in `make test`.

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import samples
 import torch
 import torch.nn.functional as F
 import transformers as hf
@@ -20,7 +21,13 @@ from modulm.errors import CheckpointError
 from modulm.nn import read_config
 from modulm.testing.checkpoints import make_tokenizer
 from modulm_media.reader import load_processor
-from modulm_towers.testing import images, processor_of
+from modulm_towers.testing import (
+    Prompt,
+    check_execution,
+    check_weights,
+    images,
+    processor_of,
+)
 
 #: One set of sizes for a prompt with two images.
 SIZES = ((56, 42), (30, 60))
@@ -102,9 +109,27 @@ def text_model(kind, table):
     return getattr(hf, f"{kind}ForCausalLM")(config).float().eval()
 
 
-def check(folder, text, pictures, model, embeddings, token):
+def execute(folder, text, items, kind="image", sample=False, mixed=(), **options):
+    """With `--everything`, run the kit's checks; the sample of `make test` are those of weights.
+
+    text has as many placeholders as there are items, the first before " of ", if there are several.
+    mixed: further requests. options: those of `check_execution`.
+    """
+    if not (samples.everything or sample):
+        return
+    prompts = [Prompt(text, items), Prompt(text, items[::-1])]
+    if len(items) > 1:
+        prompts.append(Prompt(text.partition(" of ")[0], items[:1]))
+    prompts.append(Prompt("Once upon a time there was a small cat"))
+    requests = [prompt.request(kind) for prompt in prompts] + list(mixed)
+    if samples.everything:
+        check_execution(folder, requests, **options)
+    check_weights(folder, requests, chunk=options.get("chunk", 7))
+
+
+def check(folder, text, pictures, model, embeddings, token, **options):
     """Compare log probabilities with those of the text model, whose placeholders have the given
-    embeddings. embeddings: [tokens, hidden] per image.
+    embeddings. embeddings: [tokens, hidden] per image. options: those of `execute`.
     """
     ids, ours = answered(folder, text, pictures)
     ids = torch.tensor(ids)
@@ -114,6 +139,7 @@ def check(folder, text, pictures, model, embeddings, token):
         inputs[0, ids == token] = torch.cat(embeddings)
         expected = model(inputs_embeds=inputs).logits[0].log_softmax(-1)
     assert (ours - expected[:-1]).abs().max() < 1e-3
+    execute(folder, text, pictures, **options)
 
 
 def test_opencua_counts_tokens_on_one_axis(tmp_path):
@@ -136,7 +162,7 @@ def test_opencua_counts_tokens_on_one_axis(tmp_path):
     seen = reader.image_processor(images=pictures, return_tensors="pt")
     with torch.inference_mode():
         tokens = tower(seen["pixel_values"], seen["image_grid_thw"]).pooler_output
-    check(tmp_path, f"The {token} of {token} is", pictures, model, [tokens], 480)
+    check(tmp_path, f"The {token} of {token} is", pictures, model, [tokens], 480, sample=True)
 
 
 OVIS = {"Ovis2_5": "Qwen3", "Ovis2_6ForCausalLM": "Qwen3", "Ovis2_6_MoeForCausalLM": "Qwen3Moe"}
@@ -401,15 +427,8 @@ def sine_places(rows, columns, width):
     return torch.stack(places)
 
 
-@pytest.mark.exhaustive
-def test_minicpm_v_has_queries_for_each_slice(tmp_path):
-    name = "MiniCPMV"
-    table = driver(name).tiny()
-    tokenizer = write_tokenizer(tmp_path, table, MINICPM)
-    settings = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, **table["slice_config"]}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    keys = {k: v for k, v in table.items() if k not in ("vision_config", "slice_config")}
-    model = text_model("Qwen2", {**keys, "model_type": "qwen2"})
+def minicpm_shapes():
+    """Of what sees in MiniCPM-V."""
     shapes = {
         "vpm.embeddings.patch_embedding.weight": (32, 3, 4, 4),
         "vpm.embeddings.patch_embedding.bias": (32,),
@@ -424,7 +443,19 @@ def test_minicpm_v_has_queries_for_each_slice(tmp_path):
     }  # fmt: skip
     for part in ("ln_q", "ln_kv", "ln_post"):
         shapes |= {f"resampler.{part}.weight": (64,), f"resampler.{part}.bias": (64,)}
-    w = random_weights(shapes)
+    return shapes
+
+
+@pytest.mark.exhaustive
+def test_minicpm_v_has_queries_for_each_slice(tmp_path):
+    name = "MiniCPMV"
+    table = driver(name).tiny()
+    tokenizer = write_tokenizer(tmp_path, table, MINICPM)
+    settings = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, **table["slice_config"]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    keys = {k: v for k, v in table.items() if k not in ("vision_config", "slice_config")}
+    model = text_model("Qwen2", {**keys, "model_type": "qwen2"})
+    w = random_weights(minicpm_shapes())
     stored = {f"llm.{part}": t.clone() for part, t in model.state_dict().items()}
     save_file({**w, **stored}, tmp_path / "model.safetensors", {"format": "pt"})
     attention = torch.nn.MultiheadAttention(64, 2, batch_first=True).eval()
@@ -612,7 +643,8 @@ def test_nemotron_nano_vl_has_tiles_and_a_thumbnail(name, tmp_path):
             x = F.linear(x, w["mlp1.1.weight"], w.get("mlp1.1.bias"))
             x = F.gelu(x) if llama else x.relu().square()
             embeddings.append(F.linear(x, w["mlp1.3.weight"], w.get("mlp1.3.bias")))
-    check(tmp_path, "The <image> of <image> is", pictures, model, embeddings, 480)
+    states = {"reuses": False} if name != "Llama_Nemotron_Nano_VL" else {}
+    check(tmp_path, "The <image> of <image> is", pictures, model, embeddings, 480, **states)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ import torch.nn.functional as F
 import transformers as hf
 from safetensors.torch import save_file
 from samples import parametrize_sample
-from tests.plugins.models.test_assembled import random_weights, text_model, write_tokenizer
+from tests.plugins.models.test_assembled import (
+    MINICPM,
+    execute,
+    minicpm_shapes,
+    random_weights,
+    text_model,
+    write_tokenizer,
+)
 from tests.plugins.models.test_published import CPU, driver
 from transformers.models.fun_asr_nano import modeling_fun_asr_nano as fun_asr
 from transformers.models.gemma3n import modeling_gemma3n as gemma3n
@@ -29,7 +37,7 @@ from modulm.testing.checkpoints import _randomise
 from modulm_media import Media, Sound
 from modulm_media.reader import load_processor
 from modulm_media.spectra import decibel_mels, kaldi_mels
-from modulm_towers.testing import processor_of, sounds
+from modulm_towers.testing import images, processor_of, sounds
 
 #: Architectures that this file tests.
 ASSEMBLED = {
@@ -37,6 +45,7 @@ ASSEMBLED = {
     "FunASRForConditionalGeneration",
     "FunAudioChatForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
+    "MiniCPMO",
     "MiDashengLMModel",
     "MoonshotKimiaForCausalLM",
     "MossAudioModel",
@@ -85,12 +94,16 @@ def item(folder, name, sound):
     return {key: torch.from_numpy(np.array(t)) for key, t in made.tensors.items()}, made.tokens
 
 
-def check(folder, text, model, embeddings, token, deep=(), more=lambda ids: {}, heard=HEARD):
+def check(
+    folder, text, model, embeddings, token, deep=(), more=lambda ids: {}, heard=HEARD,
+    kind="audio", **options,
+):  # fmt: skip
     """Compare log probabilities with those of the text model, whose placeholders have the given
-    embeddings. deep: what its first layers add at the placeholders. more: further inputs.
+    embeddings. deep: what its first layers add at the placeholders. more: further inputs. options:
+    those of `execute`.
     """
     with modulm.LLM(str(folder), max_logprobs=-1, **CPU) as llm:
-        prompt = {"prompt": text, "multi_modal_data": {"audio": heard}}
+        prompt = {"prompt": text, "multi_modal_data": {kind: heard}}
         params = modulm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
         (answer,) = llm.generate([prompt], params, use_tqdm=False)
     rows = [[entry[i].logprob for i in range(512)] for entry in answer.prompt_logprobs[1:]]
@@ -112,6 +125,12 @@ def check(folder, text, model, embeddings, token, deep=(), more=lambda ids: {}, 
         inputs[0, inside] = torch.cat(embeddings)
         expected = model(inputs_embeds=inputs, **more(ids[None])).logits[0].log_softmax(-1)
     assert (torch.tensor(rows) - expected[:-1]).abs().max() < 1e-3
+    execute(folder, text, heard, kind, **options)
+
+
+def table_id(folder, token):
+    """The id of a token of a checkpoint."""
+    return hf.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(token)
 
 
 def whisper_config(table):
@@ -667,42 +686,225 @@ def test_moss_audio_writes_the_time_every_two_seconds(tmp_path):
     assert tokens.tolist() == [*marks, digits[0], *marks, digits[1], *[480] * 7]
 
 
+#: The blocks of MobileNet 5 with a 16th of its channels, by stage: expansion and depthwise kernels
+#: before it and inside, or heads, their size and the stride of keys.
+MOBILENET = (
+    (8, ["edge"] * 3),
+    (16, [(6, 3, 5), *((4, kernel, 0) for kernel in (5, 3, 5, 3))]),
+    (40, [(6, 5, 5), *[(4, 5, 0)] * 7, (1, 0, 0), *[[12, 64, 2], (2, 0, 0)] * 14]),
+    (80, [(6, 5, 5), *[[16, 96, 1], (2, 0, 0)] * 19]),
+)
+
+
+def mobilenet_shapes(outputs):
+    """Names as in timm."""
+    shapes = {
+        "conv_stem.conv.weight": (64, 3, 3, 3), "conv_stem.conv.bias": (64,),
+        "conv_stem.bn.weight": (64,),
+    }  # fmt: skip
+
+    def add(at, count, inputs, kernel=1, norm="bn"):
+        conv, norm = (f"{at}.conv", f"{at}.{norm}") if norm == "bn" else (at, norm)
+        shapes[f"{conv}.weight"] = (count, inputs, kernel, kernel)
+        if norm:
+            shapes[f"{norm}.weight"] = (count,)
+
+    def invert(at, inputs, outputs, expansion, before, inside):
+        wide = inputs * expansion
+        if before:
+            add(f"{at}.dw_start", inputs, 1, before)
+        add(f"{at}.pw_exp", wide, inputs)
+        if inside:
+            add(f"{at}.dw_mid", wide, 1, inside)
+        add(f"{at}.pw_proj", outputs, wide)
+
+    inputs = 64
+    for stage, (channels, blocks) in enumerate(MOBILENET):
+        for number, block in enumerate(blocks):
+            at = f"blocks.{stage}.{number}"
+            if block == "edge":
+                add(f"{at}.conv_exp", 4 * inputs, inputs, 3, f"{at}.bn1")
+                add(f"{at}.conv_pwl", channels, 4 * inputs, 1, f"{at}.bn2")
+            elif isinstance(block, list):
+                heads, width, stride = block
+                shapes[f"{at}.norm.weight"] = shapes[f"{at}.layer_scale.gamma"] = (channels,)
+                add(f"{at}.attn.query.proj", heads * width, channels, 1, "")
+                add(f"{at}.attn.output.proj", channels, heads * width, 1, "")
+                for part in ("key", "value"):
+                    if stride > 1:
+                        name = f"{at}.attn.{part}"
+                        add(f"{name}.down_conv", channels, 1, 3, f"{name}.norm")
+                    add(f"{at}.attn.{part}.proj", width, channels, 1, "")
+            else:
+                invert(at, inputs, channels, *block)
+                shapes[f"{at}.layer_scale.gamma"] = (channels,)
+            inputs = channels
+    invert("msfa.ffn", 120, outputs, 2, 0, 0)
+    return {**shapes, "msfa.norm.weight": (outputs,)}
+
+
+def mobilenet(w, x, side):
+    """[n, 3, height, width] -> [n, tokens, outputs]; w has timm's names."""
+
+    def norm(name, x):
+        return F.rms_norm(x.movedim(1, 3), (x.shape[1],), w[f"{name}.weight"], 1e-6).movedim(3, 1)
+
+    def conv(name, x, stride=1):
+        weight = w[f"{name}.weight"]
+        # As TensorFlow's "same": for even sizes and a stride of 2 one more at the end.
+        missing = weight.shape[-1] - stride
+        pads = (missing // 2, missing - missing // 2) * 2 if missing > 0 else (0,) * 4
+        groups = x.shape[1] // weight.shape[1]
+        return F.conv2d(F.pad(x, pads), weight, w.get(f"{name}.bias"), stride, groups=groups)
+
+    def normed(name, x, stride=1):
+        return norm(f"{name}.bn", conv(f"{name}.conv", x, stride))
+
+    def act(x):
+        return F.gelu(x, approximate="tanh")
+
+    def invert(at, x, stride=1):
+        inside = f"{at}.dw_mid.conv.weight" in w
+        if f"{at}.dw_start.conv.weight" in w:
+            x = normed(f"{at}.dw_start", x, 1 if inside else stride)
+        x = act(normed(f"{at}.pw_exp", x))
+        x = act(normed(f"{at}.dw_mid", x, stride)) if inside else x
+        return normed(f"{at}.pw_proj", x)
+
+    x, ends = act(normed("conv_stem", x, 2)), []
+    for stage, (_, blocks) in enumerate(MOBILENET):
+        for number, block in enumerate(blocks):
+            at, stride = f"blocks.{stage}.{number}", 2 if number == 0 else 1
+            if block == "edge":
+                inner = act(norm(f"{at}.bn1", conv(f"{at}.conv_exp", x, stride)))
+                new = norm(f"{at}.bn2", conv(f"{at}.conv_pwl", inner))
+            elif isinstance(block, list):
+                heads, width, less = block
+                inner = norm(f"{at}.norm", x)
+                sides = []
+                for part in ("key", "value"):
+                    name = f"{at}.attn.{part}"
+                    few = inner
+                    if less > 1:
+                        few = norm(f"{name}.norm", conv(f"{name}.down_conv", inner, less))
+                    sides.append(conv(f"{name}.proj", few).flatten(2))
+                query = conv(f"{at}.attn.query.proj", inner).unflatten(1, (heads, width)).flatten(3)
+                weights = torch.einsum("bhdq,bdk->bhqk", query, sides[0]) / width**0.5
+                seen = torch.einsum("bhqk,bdk->bhdq", weights.softmax(-1), sides[1])
+                new = conv(f"{at}.attn.output.proj", seen.reshape(len(x), -1, *x.shape[2:]))
+            else:
+                new = invert(at, x, stride)
+            if block != "edge":
+                new = new * w[f"{at}.layer_scale.gamma"][:, None, None]
+            x = new if number == 0 else x + new
+        ends.append(x)
+    fine, coarse = ends[2:]
+    x = invert(
+        "msfa.ffn", torch.cat([fine, coarse.repeat_interleave(2, 2).repeat_interleave(2, 3)], 1)
+    )
+    return norm("msfa.norm", F.avg_pool2d(x, x.shape[2] // side)).flatten(2).transpose(1, 2)
+
+
 @pytest.mark.exhaustive
-def test_gemma_3n_hears(tmp_path):
+def test_gemma_3n_hears_and_sees(tmp_path):
     """transformers' whole class needs timm, for images."""
     name = "Gemma3nForConditionalGeneration"
     names = ["<eoi>", "<image>", "<eoa>", "<audio>"]
-    table = written(tmp_path, name, names, preprocessor_config={"feature_size": 16})
+    pixels = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 128, "width": 128}}
+    settings = {"feature_size": 16, **pixels}
+    table = written(tmp_path, name, names, preprocessor_config=settings)
     text_config = hf.Gemma3nTextConfig(**table["text_config"], attn_implementation="eager")
     model, _ = randomised(hf.Gemma3nForCausalLM(text_config))
     config = hf.Gemma3nAudioConfig(**table["audio_config"])
     encoder, w = randomised(gemma3n.Gemma3nAudioEncoder(config))
     embedder, p = randomised(gemma3n.Gemma3nMultimodalEmbedder(config, model.config))
+    vision = types.SimpleNamespace(**{"rms_norm_eps": 1e-6, **table["vision_config"]})
+    sights, q = randomised(gemma3n.Gemma3nMultimodalEmbedder(vision, model.config))
+    v = {
+        part: tensor * (tensor[0].numel() ** -0.5 if tensor.dim() == 4 else 1)
+        for part, tensor in random_weights(mobilenet_shapes(32)).items()
+    }
     text = {
         part.replace("model.", "model.language_model.", 1): tensor
         for part, tensor in model.state_dict().items()
     }
     stored(
         tmp_path, text, prefixed(w, "model.audio_tower."), prefixed(p, "model.embed_audio."),
-        {"model.vision_tower.timm_model.conv_stem.weight": torch.ones(2),
-         "model.embed_vision.embedding.weight": torch.ones(2)},
+        prefixed(v, "model.vision_tower.timm_model."), prefixed(q, "model.embed_vision."),
     )  # fmt: skip
-    embeddings = []
+    heard = []
     for sound in HEARD:
         tensors, tokens = item(tmp_path, name, sound)
         mask = tensors["input_features_mask"][None].bool()
         with torch.inference_mode():
-            heard = encoder(tensors["input_features"][None], ~mask)
-            soft = embedder(inputs_embeds=heard.last_hidden_state)[0][~heard.audio_mel_mask[0]]
+            states = encoder(tensors["input_features"][None], ~mask)
+            soft = embedder(inputs_embeds=states.last_hidden_state)[0][~states.audio_mel_mask[0]]
             fill, end = embedder(input_ids=torch.tensor([[511, 482]]))[0].split(1)
         assert 0 < len(soft) < 20
         assert tokens.tolist().count(483) == 20
-        embeddings.append(torch.cat([soft, fill.expand(20 - len(soft), -1), end]))
+        heard.append(torch.cat([soft, fill.expand(20 - len(soft), -1), end]))
+    pictures, seen = images(((60, 40), (30, 90))), []
+    reader = processor_of(name, tmp_path).image_processor
+    for picture in pictures:
+        pixels = reader(images=[picture], return_tensors="pt")["pixel_values"]
+        assert pixels.shape == (1, 3, 128, 128)
+        with torch.inference_mode():
+            soft = sights(inputs_embeds=mobilenet(v, pixels, 4)[0] * 32**0.5)
+            seen.append(torch.cat([soft, sights(input_ids=torch.tensor([480]))]))
 
     def layers(ids):
         return {"per_layer_inputs": model.model.get_per_layer_inputs(ids)}
 
-    check(tmp_path, "The <audio> of <audio> is", model, embeddings, [483, 482], more=layers)
+    both = {"image": pictures[:1], "audio": HEARD[:1]}
+    mixed = {"prompt": "A <audio> of <image> is", "multi_modal_data": both}
+    check(
+        tmp_path, "The <image> of <image> is", model, seen, [481, 480], more=layers,
+        heard=pictures, kind="image", mixed=[mixed],
+    )  # fmt: skip
+    check(tmp_path, "The <audio> of <audio> is", model, heard, [483, 482], more=layers)
+
+
+@pytest.mark.exhaustive
+def test_minicpm_o_hears_chunks_up_to_their_own(tmp_path):
+    """Whisper's layers with a mask; pairs of frames are averaged after the projector."""
+    name = "MiniCPMO"
+    table = written(tmp_path, name, [*MINICPM, "<|audio_start|>", "<|audio_end|>"])
+    ours = ("vision_config", "audio_config", "slice_config")
+    keys = {key: value for key, value in table.items() if key not in ours}
+    model = text_model("Qwen2", {**keys, "model_type": "qwen2"})
+    config = whisper_config(table["audio_config"])
+    encoder, w = randomised(whisper.WhisperEncoder(config))
+    p = random_weights({
+        "linear1.weight": (64, 32), "linear1.bias": (64,), "linear2.weight": (64, 64),
+        "linear2.bias": (64,),
+    })  # fmt: skip
+    stored(
+        tmp_path, random_weights(minicpm_shapes()), prefixed(model.state_dict(), "llm."),
+        prefixed(w, "apm."), prefixed(p, "audio_projection_layer."),
+        {"tts.head.weight": torch.ones(2)},
+    )  # fmt: skip
+    embeddings = []
+    for sound in HEARD:
+        tensors, tokens = item(tmp_path, name, sound)
+        mel = tensors["audio_features"]
+        assert mel.shape[1] == -(-len(sound) // 160)
+        with torch.inference_mode():
+            x = F.gelu(encoder.conv2(F.gelu(encoder.conv1(mel[None])))).transpose(1, 2)
+            x = x + encoder.embed_positions.weight[: x.shape[1]]
+            chunk = torch.arange(x.shape[1]) // 10
+            mask = torch.zeros(len(chunk), len(chunk))
+            mask[chunk[:, None] < chunk] = -torch.inf
+            for layer in encoder.layers:
+                x = layer(x, mask[None, None])
+                x = x[0] if isinstance(x, tuple) else x
+            x = linear(p, "linear2", linear(p, "linear1", encoder.layer_norm(x[0])).relu())
+        embeddings.append(x[: len(x) // 2 * 2].view(-1, 2, 64).mean(1))
+        starts = tokens.tolist().count(table_id(tmp_path, "<|audio_start|>"))
+        assert starts == -(-len(embeddings[-1]) // 5)
+    text = "The (<audio>./</audio>) of (<audio>./</audio>) is"
+    both = {"image": images(((40, 60),)), "audio": HEARD[:1]}
+    mixed = {"prompt": "A (<audio>./</audio>) of (<image>./</image>) is", "multi_modal_data": both}
+    check(tmp_path, text, model, embeddings, 480, mixed=[mixed])
 
 
 def test_the_forced_aligner_has_classes_of_tokens(tmp_path):

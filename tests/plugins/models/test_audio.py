@@ -16,7 +16,14 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
 from tests.plugins.models.test_assembled_sounds import ASSEMBLED
-from tests.plugins.models.test_images import GEMMA4, Gemma4Unified
+from tests.plugins.models.test_images import (
+    GEMMA4,
+    NEMOTRON,
+    STATES,
+    Gemma4Unified,
+    NemotronOmni,
+    Unscaled,
+)
 
 import modulm
 from modulm.errors import CheckpointError, RequestError
@@ -30,6 +37,7 @@ from modulm_towers.testing import (
     sounds,
     write_family,
 )
+from modulm_transformers.media_family import HEARING
 
 
 def driver(architecture):
@@ -264,10 +272,26 @@ FAMILIES = {
          "audio_eos_token": "<|audio_end|>"},
         qwen3_asr, {"seconds": (0.32, 1.2, 0.45), "inputs": apart},
     ),
+    # 0.4 s are a multiple of 8 frames, after which one more is encoded, masked.
+    "NemotronH_Omni_Reasoning_V3": (
+        NEMOTRON, lambda tokenizer: NemotronOmni(), {"seconds": (0.4, 0.4, 0.25), **STATES}
+    ),
 }  # fmt: skip
+
+
+class UnscaledSounds(SoundFamily):
+    """Files have no factors of branches."""
+
+    rewrite = Unscaled.rewrite
+
+
+#: Those whose checkpoints are changed.
+OTHERS = {"NemotronH_Omni_Reasoning_V3": UnscaledSounds}
 #: Further names of checkpoints of these.
 ALIASES = {
     *ASSEMBLED,
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
     "Phi4MMForCausalLM",
     "Qwen3ASRRealtimeGeneration",
     "Qwen2_5OmniForConditionalGeneration",
@@ -283,7 +307,7 @@ def test_every_model_that_hears_is_in_the_table():
     families = {name: plugins.load("media_families", name) for name in names}
     # Encoders beside decoders have a table of their own, in test_encoder_decoder.py.
     kinds = {name: family.kinds for name, family in families.items() if not family.crosses}
-    assert {name for name in kinds if "audio" in kinds[name]} == {*FAMILIES, *ALIASES}
+    assert {name for name in kinds if "audio" in kinds[name]} == {*FAMILIES, *ALIASES, HEARING}
     assert all(kinds[name] == plugins.load("models", name).media for name in (*FAMILIES, *ALIASES))
 
 
@@ -305,7 +329,8 @@ def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
 @parametrize_sample("architecture", FAMILIES, every=8)
 def test_sounds_are_heard_as_by_transformers(architecture, tmp_path, pytestconfig):
     tokens, processor, more = FAMILIES[architecture]
-    family = SoundFamily(driver(architecture), tokens, processor, **more)
+    kind = OTHERS.get(architecture, SoundFamily)
+    family = kind(driver(architecture), tokens, processor, **more)
     check_images(family, tmp_path, separately=pytestconfig.getoption("everything"))
 
 

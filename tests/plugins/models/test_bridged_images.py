@@ -14,9 +14,9 @@ from tests.plugins.models.test_images import GLM, GLM_SEEN, QWEN, clip, glm, pil
 import modulm
 from modulm.errors import UnsupportedError
 from modulm_towers import tiny_text
-from modulm_towers.testing import ImageFamily, check_images, images, write_family
+from modulm_towers.testing import ImageFamily, SoundFamily, check_images, images, write_family
 from modulm_transformers.config import TransformersConfig
-from modulm_transformers.image_model import SeesBothWays, TransformersWithImages
+from modulm_transformers.image_model import SeesAndHears, SeesBothWays, TransformersWithImages
 
 PATCHES = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
@@ -89,7 +89,7 @@ def family(
         def tiny(cls):
             return {"architectures": [architecture]}
 
-    return kind(Driver, tokens, processor, changes=table, **more)
+    return kind(Driver, tokens, processor, changes=table, native=False, **more)
 
 
 def rope_text(model_type):
@@ -146,6 +146,31 @@ EMU = {
 }  # fmt: skip
 
 
+SPARK = (
+    "MuseSparkForConditionalGeneration",
+    {**MUSE, "audio_token": "<|audio|>", "5": "<|soft_audio_start|>", "6": "<|soft_audio_end|>"},
+    Parts(
+        "MuseSparkProcessor", {
+            "image_processor_type": "MuseGlimmerImageProcessor", "patch_size": 4,
+            "max_image_tokens": 30,
+        }, video_processor={
+            "video_processor_type": "MuseGlimmerVideoProcessor", "patch_size": 4,
+            "max_video_frame_tokens": 16,
+        }, feature_extractor={
+            "feature_extractor_type": "MuseSparkFeatureExtractor", "samples_per_token": 8,
+            "sampling_rate": 16000,
+        },
+    ),
+    {
+        **MUSE_TABLE, "audio_token_id": 487, "vision_config": MUSE_SIGHT,
+        "audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [8, 16], "depths": [1, 1],
+                         "num_hidden_layers": 2, "out_hidden_size": 64},
+        "text_config": tiny_text(
+            "muse_spark_text", head_dim=16, sliding_window=12, num_local_experts=4,
+            moe_hidden_size=32, **EXPERTS, mlp_layer_types=ONE_OF_EACH["mlp_layer_types"],
+        ),
+    },
+)  # fmt: skip
 FAMILIES = [
     family("VipLlavaForConditionalGeneration", {"image_token": "<image>"}, clip, {
         "image_token_index": 480, "vision_feature_layers": [-2, -3], "text_config": tiny_text(),
@@ -225,25 +250,10 @@ FAMILIES = [
         "vision_config": {**PATCHES, "num_position_embeddings": 64,
                           "deepstack_visual_indexes": [0, 1]},
     }, media=("image", "video")),
-    family("MuseSparkForConditionalGeneration", {**MUSE, "5": "<|audio|>"}, Parts(
-        "MuseSparkProcessor", {
-            "image_processor_type": "MuseGlimmerImageProcessor", "patch_size": 4,
-            "max_image_tokens": 30,
-        }, video_processor={
-            "video_processor_type": "MuseGlimmerVideoProcessor", "patch_size": 4,
-            "max_video_frame_tokens": 16,
-        }, feature_extractor={
-            "feature_extractor_type": "MuseSparkFeatureExtractor", "samples_per_token": 8,
-        },
-    ), {
-        **MUSE_TABLE, "audio_token_id": 487, "vision_config": MUSE_SIGHT,
-        "audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [8, 16], "depths": [1, 1],
-                         "num_hidden_layers": 2, "out_hidden_size": 64},
-        "text_config": tiny_text(
-            "muse_spark_text", head_dim=16, sliding_window=12, num_local_experts=4,
-            moe_hidden_size=32, **EXPERTS, mlp_layer_types=ONE_OF_EACH["mlp_layer_types"],
-        ),
-    }, media=("image", "video"), kind=Timed),
+    family(*SPARK, media=("image", "video", "audio"), base=SeesAndHears, kind=Timed),
+    # 0.01 s are 20 tokens.
+    family(*SPARK, media=("audio",), base=SeesAndHears, kind=SoundFamily,
+           seconds=(0.01, 0.01, 0.0073)),
     family("Ernie4_5_VLMoeForConditionalGeneration", ERNIE, patched(
         "Ernie4_5_VLMoeProcessor", {"size": FILM_AREA, "draw_on_frames": False},
     ), {
@@ -299,7 +309,7 @@ FAMILIES = [
             "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
             "intermediate_size": 48, "text_hidden_size": 64, "vision_feature_layer": [2, 0],
         },
-    }, base=SeesBothWays, kind=Begun, several=False, chunk=70),
+    }, base=SeesBothWays, kind=Begun, chunk=130),
     family("Emu3ForConditionalGeneration", EMU, Parts(
         "Emu3Processor", {"min_pixels": 32 * 32, "max_pixels": 40 * 40},
     ), {
@@ -316,7 +326,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@parametrize_sample("one", FAMILIES, every=20, ids=lambda one: one.architecture)
+@parametrize_sample("one", FAMILIES, every=20, ids=lambda one: f"{one.architecture}-{one.kind}")
 def test_the_bridge_sees(one, tmp_path):
     check_images(one, tmp_path)
 

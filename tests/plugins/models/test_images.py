@@ -322,12 +322,13 @@ class Kimi:
 
 
 class NemotronOmni:
-    """The files of a processor of which only the part for images is used."""
+    """The file of a processor, as published: its parts for images and videos share settings."""
 
     def save_pretrained(self, folder):
         image = {
             "image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 4,
-            "min_num_patches": 16, "max_num_patches": 80,
+            "min_num_patches": 16, "max_num_patches": 80, "video_target_num_patches": 24,
+            "norm_mean": [0.48, 0.46, 0.41], "norm_std": [0.27, 0.26, 0.28],
         }  # fmt: skip
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
 
@@ -371,6 +372,41 @@ class Unscaled(ImageFamily):
         file = folder / "model.safetensors"
         weights = {name: t for name, t in load_file(file).items() if "layer_scale" not in name}
         save_file(weights, file, {"format": "pt"})
+
+
+def in_groups(get_video_features):
+    """Transformers' model joins the groups of frames of a list, and has them in a tensor."""
+
+    def listed(self, *inputs, **more):
+        output = get_video_features(self, *inputs, **more)
+        output.pooler_output = tuple(output.pooler_output)
+        return output
+
+    return listed
+
+
+class OneFilm(Unscaled):
+    """Transformers' processor takes one video, and no image beside it."""
+
+    def rewrite(self, folder):
+        super().rewrite(folder)
+        model = hf.NemotronH_Omni_Reasoning_V3
+        if model.get_video_features.__name__ != "listed":
+            model.get_video_features = in_groups(model.get_video_features)
+
+    def further(self, mark):
+        clips = films(((4, 44, 30), (3, 30, 44)))
+        return [Prompt(f"The film {self.tokens['video_token']} is", (), [clip]) for clip in clips]
+
+    def model_inputs(self, processor, prompt):
+        if not prompt.videos:
+            return super().model_inputs(processor, prompt)
+        (video,) = prompt.videos
+        return processor(
+            text=[prompt.text], videos=[video.frames], add_special_tokens=False,
+            return_tensors="pt", do_sample_frames=False,
+            video_metadata=hf.video_utils.VideoMetadata(**video.metadata()),
+        )  # fmt: skip
 
 
 class Kinds(ImageFamily):
@@ -591,7 +627,10 @@ MINICPM = {
     "slice_start_token": "<slice>", "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }  # fmt: skip
-NEMOTRON = {"image_token": "<image>", "0": "<img>", "1": "</img>"}
+NEMOTRON = {
+    "image_token": "<image>", "0": "<img>", "1": "</img>", "audio_token": "<so_embedding>",
+    "2": "<so_start>", "3": "<so_end>", "video_token": "<video>",
+}  # fmt: skip
 KIMI = {
     "image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>",
     "0": "<|media_begin|>", "1": "<|media_content|>", "2": "<|media_end|>",
@@ -646,7 +685,11 @@ FAMILIES = {
     "Cosmos3EdgeForConditionalGeneration": (QWEN, cosmos, {}),
     "Cosmos3OmniForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
     "Ovis2ForConditionalGeneration": (OVIS, ovis, {}),
-    "NemotronH_Omni_Reasoning_V3": (NEMOTRON, lambda tokenizer: NemotronOmni(), STATES),
+    "NemotronH_Omni_Reasoning_V3": (
+        NEMOTRON,
+        lambda tokenizer: NemotronOmni(),
+        {"videos": (), **STATES},
+    ),
     "Cohere2VisionForConditionalGeneration": (COMMAND_A, command_a, {}),
     "Llama4ForConditionalGeneration": (LLAMA4, llama4, {}),
     "Kimi_K25ForConditionalGeneration": (KIMI, kimi, {"videos": ((4, 44, 30), (8, 30, 44))}),
@@ -677,12 +720,13 @@ OTHERS = {
     "Qwen2_5OmniThinkerForConditionalGeneration": Omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": Omni,
     "MllamaForConditionalGeneration": LookedAt,
-    "NemotronH_Omni_Reasoning_V3": Unscaled,
+    "NemotronH_Omni_Reasoning_V3": OneFilm,
     "PaliGemmaForConditionalGeneration": Leading,
 }
 #: Further names of checkpoints of these.
 ALIASES = {
     "BagelForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "HfMoondream",
     "InternS1ProForConditionalGeneration",
     "InternS2MobiusForConditionalGeneration",
@@ -748,7 +792,7 @@ EMBEDDERS = {
     "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",
 }  # fmt: skip
 #: Of `test_bridged_images.py`.
-BRIDGE = {"transformers", "transformers_both_ways"}
+BRIDGE = {"transformers", "transformers_both_ways", "transformers_hearing"}
 
 
 def test_every_model_that_takes_images_is_in_the_table():
