@@ -118,7 +118,7 @@ def execute(folder, text, items, kind="image", sample=False, mixed=(), **options
     if not (samples.everything or sample):
         return
     prompts = [Prompt(text, items), Prompt(text, items[::-1])]
-    if len(items) > 1:
+    if " of " in text:
         prompts.append(Prompt(text.partition(" of ")[0], items[:1]))
     prompts.append(Prompt("Once upon a time there was a small cat"))
     requests = [prompt.request(kind) for prompt in prompts] + list(mixed)

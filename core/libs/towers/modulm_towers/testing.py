@@ -76,7 +76,7 @@ SETTINGS: Mapping[str, Any] = {
 }  # fmt: skip
 #: Linear layers of text models, by their names in files.
 _LINEAR = re.compile(
-    r"\b(layers|h)\.\d+\.(self_attn|self_attention|attention|attn|mixer|mlp|feed_forward)\."
+    r"\b(layers|h|blocks)\.\d+\.(self_attn|self_attention|attention|attn|mixer|mlp|feed_forward)\."
     r"(q_proj|k_proj|v_proj|qkv_proj|qkv|o_proj|dense|out_proj|wqkv|wo|w1|w2|w3|gate_proj|up_proj|"
     r"gate_up_proj|down_proj|fc1|fc2)\.weight$"
 )
@@ -513,8 +513,12 @@ def _check_stored(
         codes = (weight / scale).to(torch.float8_e4m3fn)
         stored |= {name: codes, name.removesuffix("weight") + "weight_scale": scale}
         decoded[name] = codes.float() * scale
+    paths = [name[_layer(name) :].removesuffix(".weight") for name in names]
+    for fused, parts in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+        joined = [path.removesuffix(fused) for path in paths if path.endswith(f".{fused}")]
+        paths += [f"{path}{part}_proj" for path in joined for part in parts]
     group = {
-        "targets": [name[_layer(name) :].removesuffix(".weight") for name in names],
+        "targets": paths,
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     }
     method = {
