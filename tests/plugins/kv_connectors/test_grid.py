@@ -202,6 +202,17 @@ def generates(architecture: str) -> bool:
     return "generate" in driver.tasks
 
 
+def check_equal(found: list[Any], expected: list[Any], bound: float) -> None:
+    """The same tokens, and log probabilities that differ by at most `bound`."""
+    for (tokens, steps), (others, other_steps) in zip(found, expected, strict=True):
+        assert tokens == others
+        for step, other in zip(steps, other_steps, strict=True):
+            values = {token: entry.logprob for token, entry in other.items()}
+            assert {t: e.logprob for t, e in step.items()} == pytest.approx(
+                values, abs=bound, rel=0
+            )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_families(architecture: str, tmp_path: Path) -> None:
@@ -212,6 +223,10 @@ def test_all_families(architecture: str, tmp_path: Path) -> None:
     with LLM(str(folder), **FLAGS, **STATES) as llm:
         groups = llm._core.loop.executor._worker.capacity.groups
         expected = ask(llm, PROMPTS, None)[0]
+        llm.reset_prefix_cache()
+        alone = [ask(llm, [prompt], None)[0][0] for prompt in PROMPTS]
+    # The last bits of some (Kimi Linear, Ring 2.5) depend on what else is in a step.
+    bound = 0.0 if alone == expected else 1e-5
     crossed = any(group.kind == "cross" for group in groups)
     for tier in ("host", "peer"):
         flags = FLAGS | STATES | TIERS[tier](tmp_path)
@@ -221,6 +236,6 @@ def test_all_families(architecture: str, tmp_path: Path) -> None:
             continue
         with LLM(str(folder), **flags) as llm:
             first, second, cached = twice(llm, tier, PROMPTS)
-        assert first == expected
-        assert second == expected
+        check_equal(first, expected, bound)
+        check_equal(second, expected, bound)
         assert cached == [128] * 3
