@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from samples import parametrize_sample
 from tests.plugins.models.test_images import FAMILIES, driver
 
 import modulm
@@ -16,13 +17,14 @@ SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 256}
 
 
 #: One row of patches; tokens between those of an image; columns for deeper layers.
-@pytest.mark.parametrize(
+@parametrize_sample(
     "architecture",
     [
         "LlavaForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
     ],
+    every=3,
 )
 def test_media_are_answered_with_their_embeddings(architecture, tmp_path, monkeypatch):
     tokens, processor, more = FAMILIES[architecture]

@@ -83,7 +83,7 @@ def unpacked(out, plain):
     return oracle
 
 
-@parametrize_sample("name", RUNS, every=2)
+@parametrize_sample("name", RUNS, every=4)
 def test_modulm_and_transformers_read_it_alike(plain, text, tmp_path, name):
     out = tmp_path / "out"
     ran(plain, out, *RUNS[name], "--data", text, *SMALL)

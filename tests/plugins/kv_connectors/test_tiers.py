@@ -116,8 +116,7 @@ def generate(llm: LLM, prompts: Any = PROMPTS) -> tuple[list[Any], list[int | No
     return answers, [output.num_cached_tokens for output in outputs]
 
 
-@parametrize_sample("tier", TIERS, every=2)
-@pytest.mark.parametrize("family", FAMILIES)
+@parametrize_sample(("family", "tier"), [(f, t) for f in FAMILIES for t in TIERS], every=5)
 def test_answers_are_the_same(
     family: str, tier: str, model: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -346,7 +345,7 @@ def test_several_tiers(model: Callable[[str], str], tmp_path: Path) -> None:
         assert generate(llm) == (expected, [STORED] * 4)
 
 
-@pytest.mark.parametrize("damage", ["torn", "changed", "empty", "version"])
+@parametrize_sample("damage", ["torn", "changed", "empty", "version"], every=2)
 def test_bad_files_are_computed_and_said_once(
     damage: str, model: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -122,7 +122,7 @@ class Counted(Statistics):
         self.preempted += stats.preempted
 
 
-@pytest.fixture(scope="module", params=sample(FAMILIES, every=2))
+@pytest.fixture(scope="module", params=sample(FAMILIES, every=4))
 def family(request, tmp_path_factory):
     return Family(tmp_path_factory.mktemp("crossed"), request.param, FAMILIES[request.param])
 
@@ -167,7 +167,7 @@ def test_answers_are_those_of_transformers(family, answers) -> None:
     check_like_transformers(family, answers)
 
 
-@parametrize_sample("variant", VARIANTS, every=2)
+@parametrize_sample("variant", VARIANTS, every=4)
 def test_variants_give_the_answers_of_transformers(variant, tmp_path) -> None:
     family = Family(tmp_path, *VARIANTS[variant])
     with modulm.LLM(str(family.folder), **SETTINGS) as llm:

@@ -7,6 +7,7 @@ import json
 import attrs
 import pytest
 import transformers
+from samples import parametrize_sample
 
 from modulm.errors import CheckpointError
 from modulm.nn import read_config
@@ -203,7 +204,7 @@ NAMES = [
 BOUNDS = ("window", "chunk", "length", "positions", "position_embeddings", "scale", "rank", "id")
 
 
-@pytest.mark.parametrize("architecture", NAMES)
+@parametrize_sample("architecture", NAMES, every=6)
 def test_nonsense_in_any_number_names_its_key(architecture):
     """NaN and words in every number, and sizes below zero or beyond all bounds."""
     driver = manager.current().load("models", architecture)

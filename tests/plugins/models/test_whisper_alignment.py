@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from samples import parametrize_sample
 from torch.nn import Linear
 
 import modulm
@@ -91,13 +92,14 @@ def test_times_are_those_of_transformers(case: Case, llm: modulm.LLM) -> None:
     assert len({tuple(ends) for ends in times}) == len(ASKED)
 
 
-@pytest.mark.parametrize(
+@parametrize_sample(
     "flags",
     [
         {"long_prefill_token_threshold": 3, "attention_backend": "sdpa"},
         {"num_gpu_blocks_override": 7, "long_prefill_token_threshold": 7},
         {"batch_invariant": True, "enforce_eager": True},
     ],
+    every=3,
 )
 def test_however_steps_are_cut(case: Case, flags: dict[str, Any]) -> None:
     with modulm.LLM(str(case.folder), **SETTINGS, **flags) as llm:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from samples import parametrize_sample
+from samples import parametrize_sample, sample
 
 from modulm import LLM, SamplingParams
 from modulm.cli.main import main
@@ -39,7 +39,10 @@ def scores(engine: LLM) -> list[float]:
     return [entry[token].logprob for token, entry in pairs]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=sample([pytest.param(True, id="tied"), pytest.param(False, id="untied")], every=2),
+)
 def checkpoint(request, tmp_path_factory) -> Path:
     return make_tiny(
         tmp_path_factory.mktemp("tiny"),
@@ -57,7 +60,7 @@ def plain(checkpoint) -> list[float]:
         return scores(engine)
 
 
-@parametrize_sample(("name", "settings", "distance"), FORMS, every=2)
+@parametrize_sample(("name", "settings", "distance"), FORMS, every=4)
 def test_close_to_the_plain_model(checkpoint, plain, name, settings, distance):
     with open_llm(checkpoint, quantization=name, quantization_config=settings) as engine:
         quantized = scores(engine)

@@ -48,13 +48,13 @@ FILLS["gpt_oss_mxfp4"] = mxfp4_bytes
 SETTINGS = {name: {"quant_method": "mxfp4"} for name in ("mxfp4", "gpt_oss_mxfp4")}
 
 
-@parametrize_sample("name", METHODS, every=2)
+@parametrize_sample("name", METHODS, every=5)
 def test_contract(name):
     driver = manager.current().load("quantization", name)
     check_quantization(driver, config=SETTINGS.get(name), fill=FILLS.get(name))
 
 
-@parametrize_sample("name", METHODS, every=5)
+@parametrize_sample("name", METHODS, every=9)
 def test_contract_as_doctor_runs_it(name):
     """With the settings that the method gives, random numbers, and without what is optional."""
     check_quantization(manager.current().load("quantization", name))

@@ -142,7 +142,7 @@ def reference(case, plain):
     )
 
 
-@parametrize_sample("name", CASES, every=5)
+@parametrize_sample("name", CASES, every=11)
 def test_the_numbers_of_the_dequantized_weights(tmp_path, name):
     case = CASES[name]
     file, _, plain = publish(tmp_path, case)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from samples import parametrize_sample
 
 from modulm.config.sources import Draft
 from modulm_server.flags import ServerConfig
@@ -117,7 +118,7 @@ def read(line: str) -> dict[str, Any]:
     return dict(command.make_context(str(command.name), arguments).params)
 
 
-@pytest.mark.parametrize("line", ACCEPTED)
+@parametrize_sample("line", ACCEPTED, every=4)
 def test_scripts_that_work(line: str) -> None:
     """Every option of the line has arrived, and there is nothing to remark."""
     params = read(line)
@@ -137,7 +138,7 @@ def test_scripts_that_are_told_something(line: str, flag: str, message: str) -> 
     assert message in notice.message
 
 
-@pytest.mark.parametrize(("line", "message"), REFUSED)
+@parametrize_sample(("line", "message"), REFUSED, every=3)
 def test_scripts_that_are_refused(line: str, message: str) -> None:
     with pytest.raises(click.UsageError) as caught:
         read(line)

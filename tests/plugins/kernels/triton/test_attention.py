@@ -50,7 +50,7 @@ KINDS = [
 FORMATS = ("heads of 80", "scales", "latent")
 
 
-@parametrize_sample("kind", KINDS, every=9)
+@parametrize_sample("kind", KINDS, every=18)
 def test_contract(driver, kind):
     """In fp32, and on a GPU in all that it computes in; narrow formats for some."""
     names = [str(dtype)[6:] for dtype in DTYPES]

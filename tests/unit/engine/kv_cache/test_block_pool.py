@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_least_recently_used_prefix_is_evicted_first() -> None:

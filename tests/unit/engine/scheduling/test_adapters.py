@@ -98,7 +98,7 @@ ASKED = st.lists(
 
 
 @given(ASKED, st.integers(1, 3), st.integers(1, 6), st.integers(1, 2), st.sampled_from([12, 100]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_no_step_uses_more_than_fit_and_everybody_ends(
     asked: list[tuple[str | None, int, int, int]], slots: int, rows: int, depth: int, blocks: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_no_step_uses_more_than_fit_and_everybody_ends(
     st.integers(1, 3), st.integers(2, 6),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=6),
 )  # fmt: skip
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_nobody_starves_behind_others_that_keep_coming(
     slots: int, rows: int, coming: list[tuple[int, int]]
 ) -> None:

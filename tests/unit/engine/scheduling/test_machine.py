@@ -231,5 +231,5 @@ class Scheduling(RuleBasedStateMachine):
 
 TestScheduling = Scheduling.TestCase
 TestScheduling.settings = settings(
-    max_examples=600 if "MODULM_FUZZ" in os.environ else 30, stateful_step_count=25, deadline=None
+    max_examples=600 if "MODULM_FUZZ" in os.environ else 15, stateful_step_count=25, deadline=None
 )
