@@ -69,7 +69,7 @@ LARGEST = {
 }
 
 
-@parametrize_sample("name", LARGEST, every=2)
+@parametrize_sample("name", LARGEST, every=4)
 def test_a_large_batch_file_is_read_off_the_loop(
     make_server: ServerMaker, tmp_path: Path, name: str
 ) -> None:
@@ -204,7 +204,7 @@ def test_the_largest_bodies_are_answered_off_the_loop(wide: Live, name: str) -> 
     assert longest_turn(wide, *ACCEPTED[name]) < BOUND
 
 
-@parametrize_sample("name", POOLED, every=6)
+@parametrize_sample("name", POOLED, every=9)
 def test_the_largest_inputs_are_pooled_off_the_loop(pooling: Live, name: str) -> None:
     assert longest_turn(pooling, *POOLED[name]) < BOUND
 

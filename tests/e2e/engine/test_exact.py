@@ -200,7 +200,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
         yield made
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_compiled_kernels(on_kernels: Benches, workload: list[dict[str, Any]], random: Any) -> None:
     _check(on_kernels, workload, random)

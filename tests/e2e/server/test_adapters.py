@@ -164,13 +164,13 @@ def test_loaded_anew_it_says_something_else(client: openai.OpenAI, folder: Path)
 def test_a_bad_one_is_named_and_the_others_go_on(
     client: openai.OpenAI, folder: Path, name: str, why: str
 ) -> None:
-    before = complete(client, "sql")
+    before = complete(client, "sql", 3)
     answer = load(client, "bad", folder / "loads" / name)
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["message"].startswith("adapter 'bad' cannot be loaded: ")
     assert why in error["message"]
-    assert complete(client, "sql") == before
+    assert complete(client, "sql", 3) == before
     with pytest.raises(openai.NotFoundError):
         complete(client, "bad")
 
