@@ -33,7 +33,7 @@ class EarlyTokenizer:
     settings: tuple[object, ...]
 
     @classmethod
-    def open(cls, config: EngineConfig, plugins: PluginManager) -> EarlyTokenizer | None:
+    def of(cls, config: EngineConfig, plugins: PluginManager) -> EarlyTokenizer | None:
         """Open the tokenizer of a configuration that is not resolved yet.
 
         None if that fails: once the model is loaded it is opened again, and the error is raised.

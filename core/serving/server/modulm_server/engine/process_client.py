@@ -107,7 +107,7 @@ class ProcessCoreClient(EngineCoreClient):
         died: Callable[[EngineDead], None],
     ) -> ProcessCoreClient:
         """Reach a process that loads a model; meanwhile, open its tokenizer."""
-        early = EarlyTokenizer.open(config, plugins)
+        early = EarlyTokenizer.of(config, plugins)
         client = cls(process.address, events, died, process)
         client.early = early
         return client
