@@ -34,6 +34,8 @@ from modulm_media.flags import MediaConfig
 from modulm_plugin_lock.flags import PluginLockConfig
 from modulm_prefix_retention.flags import PrefixRetentionConfig
 from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_route_anthropic.flags import AnthropicConfig
+from modulm_route_grpc.flags import GrpcConfig
 from modulm_server.flags import ServerConfig
 from modulm_server.models.flags import ModelsConfig
 from modulm_speculation.flags import SpeculationConfig
@@ -167,6 +169,8 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-kv-events": KVEventsConfig,
         "modulm-kv-transfer": (ECTransferConfig, KVTransferConfig),
         "modulm-route-adapters": ServedAdaptersConfig,
+        "modulm-route-anthropic": AnthropicConfig,
+        "modulm-route-grpc": GrpcConfig,
         "modulm-plugin-lock": PluginLockConfig,
         "modulm-prefix-retention": PrefixRetentionConfig,
         "modulm-mapped-weights": MappedWeightsFlags,
