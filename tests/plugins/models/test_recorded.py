@@ -32,6 +32,7 @@ CALL_BY_CALL = {
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
     "Ministral3ForCausalLM": "queries that grow",
+    "HYV4ForCausalLM": "experts with bounded activations, several streams",
     "HrmTextForCausalLM": "sums of two states",
     "Step3p5ForCausalLM": "gates per head",
     "LongcatFlashForCausalLM": "experts that return their input",
@@ -48,9 +49,7 @@ CALL_BY_CALL = {
     "Zamba2ForCausalLM": "blocks that many layers share",
 }
 #: Whose attention runs on the portable backend, which plans nothing that could be recorded.
-PORTABLE = {
-    "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "Step1ForCausalLM",
-}  # fmt: skip
+PORTABLE = {"Step1ForCausalLM"}
 #: Drivers that say nothing of a tiny checkpoint of their own.
 _OTHERS = {
     "transformers", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",

@@ -19,6 +19,7 @@ from modulm.errors import ConfigError
 from modulm.loading import resolve_checkpoint
 from modulm.loading.cache_groups import group_caches
 from modulm.loading.model import build_model, plan_checkpoint, state_block, table_rows
+from modulm.loading.weights import expected_tensors
 from modulm_distributed.mesh import RankSpec, planned_mesh
 from modulm_memory.held import HeldMemory, tensors_of
 from modulm_memory.planning import assumed_memory, making_proposals, proposal_estimate
@@ -62,15 +63,16 @@ class CacheUse:
 class RankEstimate:
     """What one rank holds, in bytes.
 
-    stored: weights in the files, of all ranks. tables: angles of positions. buffers: constants of
-    the model. step: activations of the largest step. widths: what they depend on. adapters: of all
-    adapters at their largest rank. memory: of the rank's device, or its share of the machine.
-    budget: what caches may use.
+    stored: weights in the files, of all ranks. parameters: how many numbers these are; tied ones
+    count once. tables: angles of positions. buffers: constants of the model. step: activations of
+    the largest step. widths: what they depend on. adapters: of all adapters at their largest rank.
+    memory: of the rank's device, or its share of the machine. budget: what caches may use.
     """
 
     rank: int
     weights: Weights
     stored: int
+    parameters: int
     tables: int
     buffers: int
     step: int
@@ -170,11 +172,14 @@ def estimate(
     plugins: PluginManager,
     explicit: Iterable[str] | None = None,
     memory: Memory | None = None,
+    *,
+    steps: bool = True,
 ) -> Estimate:
     """Estimate what serving with `config` holds. Reads config.json and headers of weight files.
 
-    explicit: flags that the user set. memory: of each device, instead of the platform's. Raises the
-    errors that loading would raise before it reads weights.
+    explicit: flags that the user set. memory: of each device, instead of the platform's. steps:
+    whether to run a step without memory to find its activations, which takes most of the time.
+    Raises the errors that loading would raise before it reads weights.
     """
     inner = making_proposals.get()
     assumed = assumed_memory.set(memory)
@@ -187,14 +192,18 @@ def estimate(
     known: Estimate | None = None if inner else proposal_estimate.get()
     if known is not None and known.config == opened.resolved.config:
         return known
-    found = estimate_opened(opened, plugins, memory)
+    found = estimate_opened(opened, plugins, memory, steps=steps)
     if inner:
         proposal_estimate.set(found)
     return found
 
 
 def estimate_opened(
-    opened: ResolvedCheckpoint, plugins: PluginManager, memory: Memory | None = None
+    opened: ResolvedCheckpoint,
+    plugins: PluginManager,
+    memory: Memory | None = None,
+    *,
+    steps: bool = True,
 ) -> Estimate:
     """Estimate what serving an opened checkpoint holds; see `estimate`."""
     resolved = opened.resolved.config
@@ -208,7 +217,7 @@ def estimate_opened(
         )
         _, workers = share_of(parallel, spec.rank)
         device = memory or opened.platform.memory_per_worker(workers)
-        ranks.append(_of_rank(opened, built, spec.rank, device, masks=masks))
+        ranks.append(_of_rank(opened, built, spec.rank, device, masks=masks, steps=steps))
     winner = next((d.winner for d in built.choices.decisions if d.subject == "quantization"), None)
     return Estimate(
         config=resolved,
@@ -224,7 +233,7 @@ def estimate_opened(
 
 
 def _of_rank(
-    opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory, *, masks: bool
+    opened: ResolvedCheckpoint, built: Any, rank: int, memory: Memory, *, masks: bool, steps: bool
 ) -> RankEstimate:
     config, shared, model = opened.resolved.config, built.shared, built.model
     caches = model.caches
@@ -239,16 +248,18 @@ def _of_rank(
         offload = planned_offload(model, shared.units, config, opened.platform)
         weights = weigh(shared.units, shared, decoder, plan, offload)
         stored = plan.total
+    counted = (index or expected_tensors(shared.units)).values()
     block = state_block(config, shared.max_length)
     groups = group_caches(caches, built.choices.backends, block)
     rows = table_rows(shared.max_length, groups, memory.total)
-    if not index:
+    if not index and steps:
         widths, note = _rehearsed(opened.platform, built, groups, widths, masks=masks)
         weights = evolve(weights, notes=(*weights.notes, *note))
     found = RankEstimate(
         rank=rank,
         weights=weights,
         stored=stored,
+        parameters=sum(prod(tensor.shape) for tensor in counted),
         tables=sum(rows * rope.size * 4 for rope in shared.ropes),
         buffers=_buffers(model),
         step=step_bytes(widths, config, shared.max_length),
