@@ -26,14 +26,15 @@ class AsGlm4Moe(Converted):
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         part = config["partial_rotary_factor"]
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
+        base = config.get("rope_theta", 10000.0)
+        rope = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": part}
         return {
             **config,
             "model_type": "glm4_moe",
             "n_routed_experts": config["num_experts"],
             "n_shared_experts": config["num_shared_experts"],
             "attention_bias": config["use_qkv_bias"],
-            "use_qk_norm": True,
+            "use_qk_norm": config.get("use_qk_norm", True),
             "rms_norm_eps": 1e-6,
             "num_nextn_predict_layers": 0,
             "rope_parameters": rope,
