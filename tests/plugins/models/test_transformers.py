@@ -23,7 +23,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm.testing.models import check_equals_transformers
 from modulm.testing.session import Session
 from modulm_command_explain import text as explain
-from modulm_transformers.bridge import _attend
+from modulm_transformers.attention import _attend
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/transformers.md"
 

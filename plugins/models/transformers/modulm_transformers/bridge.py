@@ -9,32 +9,45 @@ that they are packed or quantized like those of native models.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from attrs import evolve
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.attention import AttentionBackend, AttentionInputs, AttentionSpec
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, WeightNames
 from modulm_layers import tiny_config
+from modulm_transformers.attention import (
+    NAME,
+    AttentionStep,
+    AttentionTrace,
+    Layers,
+    register_attention,
+)
+from modulm_transformers.bare import bare_model, dummy_weights
 from modulm_transformers.config import RemoteConfig, TransformersConfig
+from modulm_transformers.conversions import Conversions, ConvertedNames
 from modulm_transformers.encoder import TransformersForPooling
 from modulm_transformers.kept_scales import KeptScales
 from modulm_transformers.load import explained, replace_linears, whole_model
+from modulm_transformers.plans import RankPlan
+from modulm_transformers.rows import RowRunner
+from modulm_transformers.slots import add_slots
 
-__all__ = ["NAME", "RemoteForCausalLM", "TransformersForCausalLM"]
+log = logging.getLogger("modulm.models")
 
-#: The name under which our attention function is registered in transformers.
-NAME = "modulm"
+__all__ = ["NAME", "RemoteForCausalLM", "TransformersForCausalLM", "logits_of"]
+
 _PROBE = 3
-#: Tensor arguments of attention that are known from the step and can be ignored.
-_HARMLESS = frozenset({"cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "position_ids"})
+_CLOSE = 1e-2
 
 
 class TransformersForCausalLM(Module, Model):
@@ -45,57 +58,173 @@ class TransformersForCausalLM(Module, Model):
 
     #: Attention implementation of the library where ours is not used.
     around: ClassVar[str | None] = NAME
+    #: Whether weights may be loaded by modulm.
+    slotted: ClassVar[bool] = True
 
     def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
         """Select the class: pooling models and models with images have other ones."""
+        from modulm_transformers.encoder_decoder import TransformersEncoderDecoder
         from modulm_transformers.image_model import seeing
 
         if not config.generates:
             return TransformersForPooling(config, build)
+        if config.crosses:
+            return super().__new__(TransformersEncoderDecoder)
         return super().__new__(seeing(config) if config.sees else cls)
 
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
-        if build.ranks > 1:
-            raise UnsupportedError(
-                "tensor parallelism: not supported yet for models run by transformers"
-            )
         self.config = config
         self.build = build
-        self.layers: dict[int, tuple[int, AttentionBackend]] = {}
+        self.layers: Layers = {}
         self.scales = KeptScales(build.shared.calculate_kv_scales)
+        self.rows: RowRunner | None = None
+        self.joined = False
+        register_attention()
+        #: Why the library loads the weights; "" if modulm does.
+        self.library_loads = self._place()
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
-        return WeightNames()
+        found: Conversions = config.conversions
+        return ConvertedNames(ignore=found.ignored, conversions=found)
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
         return tuple(self.build.shared.caches)
 
+    def _place(self) -> str:
+        """Build the model with weight slots; return why that is not possible, or "".
+
+        Raises UnsupportedError if several ranks need it.
+        """
+        shared, mesh = self.build.shared, self.build.shared.mesh
+        reason = self.config.rows or ("" if self.slotted else "models with images")
+        if not reason:
+            lists = (shared.units, shared.elsewhere, shared.caches)
+            before = [len(each) for each in lists]
+            try:
+                if shared.adapters is not None:  # the bank keeps what it is told
+                    trial = evolve(shared, adapters=None, units=[], elsewhere=[], caches=[])
+                    self._build_placed(evolve(self.build, shared=trial))
+                self._build_placed(self.build)
+            except UnsupportedError as error:
+                reason = str(error)
+                for each, count in zip(lists, before, strict=True):
+                    del each[count:]
+        if reason and mesh.tensor.size * mesh.pipeline.size * mesh.expert.size > 1:
+            raise UnsupportedError(f"{self.config.model.__name__}: several ranks: {reason}")
+        return reason
+
+    def _build_placed(self, build: Builder) -> None:
+        self.whole = bare_model(self.config, build.shared.dtype, self.around)
+        plan = RankPlan.of(self.whole, build.shared.mesh)
+        self.config.conversions.learn(self.whole)
+        self._take_decoder(self.whole.base_model_prefix)
+        if self.base is self.whole:
+            raise UnsupportedError("its decoder is not apart from its head")
+        add_slots(self.whole, build, plan, self.config.conversions)
+        with dummy_weights(self.whole):
+            self._learn_layers(build, torch.device("cpu"))
+
     def load(self, checkpoint: Path) -> bool:
-        shared = self.build.shared
-        _register()
-        self.whole = whole_model(self.config, checkpoint, shared, attention=self.around)
-        prefix = self.whole.base_model_prefix
-        self._take_decoder(prefix)
-        replace_linears(self.whole, self.build)
-        self._learn_layers()
-        if any(backend.spec.scales for _, backend in self.layers.values()):
-            modules = {path: id(m) for path, m in self.base.named_modules()}
-            self.scales.take(checkpoint, prefix, modules, shared.device)
-        setattr(self.whole, prefix, _HiddenStates())
+        if self.library_loads:
+            return self._load_by_library(checkpoint)
+        device = self.build.shared.device
+        for module in self.whole.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        self._finish(checkpoint)
+        return False
+
+    def _load_by_library(self, checkpoint: Path) -> bool:
+        self.config.conversions.forget()
+        reason = self.config.rows
+        if not reason:
+            shared = self.build.shared
+            self.whole = whole_model(self.config, checkpoint, shared, attention=self.around)
+            self._take_decoder(self.whole.base_model_prefix)
+            replace_linears(self.whole, self.build)
+            try:
+                if self.base is self.whole:
+                    raise UnsupportedError(self.library_loads)
+                self._learn_layers(self.build, shared.device)
+            except UnsupportedError as error:
+                if not self.slotted:
+                    raise
+                reason = str(error)
+                del shared.caches[:]
+        if reason:
+            self._load_rows(checkpoint, reason)
+        else:
+            self._finish(checkpoint)
         return True
+
+    def _load_rows(self, checkpoint: Path, reason: str) -> None:
+        """Load a model that runs row by row. reason: why it has to."""
+        shared, name = self.build.shared, self.config.model.__name__
+        if shared.kv_dtype != str(shared.dtype).removeprefix("torch."):
+            raise UnsupportedError(
+                f"kv_cache_dtype: {name} runs with transformers' own caches, in their types; "
+                f"leave the flag out ({reason})"
+            )
+        log.warning("slow: %s runs row by row with transformers' caches: %s", name, reason)
+        self.whole = self.base = None
+        self.whole = whole_model(self.config, checkpoint, shared)
+        self._take_decoder(self.whole.base_model_prefix)
+        replace_linears(self.whole, self.build)
+        self.rows = self._row_runner()
+        self.rows.learn()
+
+    def _row_runner(self) -> RowRunner:
+        """The runner of the decoder, or of the whole model if its head reads more than that."""
+        size, prefix = self.config.vocab_size, self.whole.base_model_prefix
+        if self._is_headed(prefix):
+            setattr(self.whole, prefix, _HiddenStates())
+            return RowRunner(self.base, self.build, _hidden_states, size)
+        self.joined = True
+        return RowRunner(self.whole, self.build, logits_of, size)
+
+    @torch.inference_mode()
+    def _is_headed(self, prefix: str) -> bool:
+        """Whether the head computes the model's logits from the decoder's hidden states."""
+        if self.base is self.whole:
+            return False
+        tokens = torch.arange(1, 1 + _PROBE, device=self.build.shared.device)[None]
+        accepted = signature(self.base.forward).parameters
+        plain = {"use_cache": False} if "use_cache" in accepted else {}
+        with explained(f"{self.config.model.__name__}: transformers' code for it does not run"):
+            expected = self.whole(input_ids=tokens, **plain).logits[0]
+        try:
+            hidden = _hidden_states(self.base(input_ids=tokens, **plain))
+            setattr(self.whole, prefix, _HiddenStates())
+            found: Tensor = self.whole(inputs_embeds=hidden[None]).logits[0]
+        except Exception:
+            return False
+        finally:
+            setattr(self.whole, prefix, self.base)
+        return found.shape == expected.shape and torch.allclose(
+            found.float(), expected.float(), rtol=_CLOSE, atol=_CLOSE
+        )
+
+    def _finish(self, checkpoint: Path) -> None:
+        """Take what is known of the attention layers, and leave the head alone in `whole`."""
+        prefix = self.whole.base_model_prefix
+        if any(b.spec.scales for layer in self.layers.values() for _, b in layer):
+            modules = {path: id(m) for path, m in self.base.named_modules()}
+            self.scales.take(checkpoint, prefix, modules, self.build.shared.device)
+        setattr(self.whole, prefix, _HiddenStates())
 
     def _take_decoder(self, prefix: str) -> None:
         """Set `base`, which runs in each step: the model without its head."""
-        self.base = getattr(self.whole, prefix)
+        self.base = getattr(self.whole, prefix, self.whole)
 
     @torch.inference_mode()
-    def _learn_layers(self) -> None:
+    def _learn_layers(self, build: Builder, device: torch.device) -> None:
         """Run a few tokens and record the settings of each attention layer."""
-        trace = _Trace(self.build)
-        tokens = torch.arange(_PROBE, device=self.build.shared.device)
+        trace = AttentionTrace(build)
+        tokens = torch.arange(_PROBE, device=device)
         name = self.config.model.__name__
         with explained(f"{name}: transformers' code for it does not run on our memory"):
             inputs = {"input_ids": tokens[None] % self.config.vocab_size}
@@ -106,11 +235,22 @@ class TransformersForCausalLM(Module, Model):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
-        step = _Step(batch, self.layers, self.scales)
+        if self.rows is not None:
+            return self.rows.run(batch, self._inputs(batch).get("inputs_embeds"))
+        step = AttentionStep(batch, self.layers, self.scales)
         return self._run(self._inputs(batch), self._positions(batch), step)
+
+    def carry(self, batch: Batch) -> tuple[Tensor, ...]:
+        return (self.forward(batch),)
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.base.get_input_embeddings()(tokens)
+        return embedded
 
     def _inputs(self, batch: Batch) -> Mapping[str, Any]:
         """The decoder's arguments for a step's tokens."""
+        if batch.carried:
+            return {"inputs_embeds": batch.carried[0][None]}
         if batch.embeds is None or batch.embeds_mask is None:
             return {"input_ids": batch.tokens[None]}
         embedded = self.base.get_input_embeddings()(batch.tokens)
@@ -128,6 +268,8 @@ class TransformersForCausalLM(Module, Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's own head, with its scaling and softcap."""
+        if self.joined:
+            return hidden
         logits: Tensor = self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
         # Tokens of media may have embeddings alone.
         missing = self.config.vocab_size - logits.shape[-1]
@@ -143,6 +285,18 @@ class RemoteForCausalLM(TransformersForCausalLM):
 
     config_type = RemoteConfig
     remote_code = True
+
+
+def _hidden_states(output: Any) -> Tensor:
+    """[tokens, hidden] of one row."""
+    hidden: Tensor = output[0][0]
+    return hidden
+
+
+def logits_of(output: Any) -> Tensor:
+    """[tokens, vocabulary] of one row."""
+    logits: Tensor = output.logits[0]
+    return logits
 
 
 class _HiddenStates(Module):
@@ -163,124 +317,3 @@ class _Output:
 
     def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
-
-
-class _Trace:
-    """Registers a cache for each attention layer, in the order in which they run."""
-
-    def __init__(self, build: Builder) -> None:
-        self.build = build
-        self.layers: dict[int, tuple[int, AttentionBackend]] = {}
-
-    def attend(
-        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
-    ) -> Tensor:
-        """Attend without a cache: q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value
-        size].
-        """
-        if id(module) in self.layers:
-            raise UnsupportedError("not supported yet: a layer that attends twice in a step")
-        spec = AttentionSpec(
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[-1],
-            value_dim=v.shape[-1] if v.shape[-1] != q.shape[-1] else None,
-            scale=request.scale,
-            dtype=self.build.dtype,
-            kv_dtype=self.build.shared.kv_dtype,
-            window=request.window,
-            softcap=request.softcap,
-            sinks=request.sinks is not None,
-            scales=self.build.shared.kv_dtype.startswith("float8"),
-        )
-        at = self.build.at(f"layers.{len(self.layers)}")
-        self.layers[id(module)] = at.attention_cache(spec)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=request.scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2)
-
-
-class _Step:
-    """One step of the engine, as the attention function sees it."""
-
-    def __init__(
-        self,
-        batch: Batch,
-        layers: Mapping[int, tuple[int, AttentionBackend]],
-        scales: KeptScales,
-    ) -> None:
-        self.batch, self.layers, self.scales = batch, layers, scales
-
-    def attend(
-        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
-    ) -> Tensor:
-        """Shapes as in `_Trace.attend`; attends over each row's own cache."""
-        cache, backend = self.layers[id(module)]
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-        batch = self.batch
-        pair = self.scales.of(id(module), k, v) if backend.spec.scales else (None, None)
-        inputs = AttentionInputs(sinks=request.sinks, k_scale=pair[0], v_scale=pair[1])
-        backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, inputs)
-        return out[None]
-
-
-class _AttentionRequest:
-    """Attention settings that a model passes besides queries, keys and values."""
-
-    def __init__(
-        self, scale: float, window: int | None, softcap: float, sinks: Tensor | None
-    ) -> None:
-        self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
-
-
-def _attend(
-    module: Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    modulm: Any = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Our attention function, with the arguments of transformers' models.
-
-    Raises UnsupportedError for arguments that would change the result and are not supported.
-    """
-    if modulm is None:
-        raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
-    if attention_mask is not None:
-        raise UnsupportedError(f"{type(module).__name__} builds its own mask")
-    for name, argument in more.items():
-        if isinstance(argument, Tensor) and name not in _HARMLESS:
-            raise UnsupportedError(
-                f"{type(module).__name__}: not supported yet: attention argument {name}"
-            )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError(f"{type(module).__name__} uses bidirectional attention")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    sinks = None if s_aux is None else s_aux.float()
-    request = _AttentionRequest(scale, sliding_window or None, softcap or 0.0, sinks)
-    return modulm.attend(module, query, key, value, request), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: the backend masks by rows and positions."""
-    return
-
-
-def _register() -> None:
-    """Register our attention in transformers; may be called again."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)

@@ -7,10 +7,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
-from attrs import frozen
+from attrs import field, frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading.unsupported import model_kind
+from modulm_transformers.conversions import Conversions
 from modulm_transformers.unsupported import reasons
 
 __all__ = ["RemoteConfig", "TransformersConfig", "class_name", "model_type"]
@@ -31,8 +32,9 @@ _BOTH_WAYS = frozenset({"molmo2"})
 _HEARS = frozenset({"muse_spark"})
 #: Layer types whose mask reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
+#: Arguments of an encoder-decoder of texts.
+_TEXTS = frozenset({"input_ids", "decoder_input_ids"})
 #: Suffixes of architectures that return vectors or classes.
-_GENERATING = "LMHeadModel"
 _DIFFUSION = "ForBlockDiffusion"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
@@ -66,6 +68,12 @@ class TransformersConfig:
     axes: int = 1
     both_ways: bool = False
     hears: bool = False
+    #: Why the model runs row by row with the library's caches; "" if our attention can run it.
+    rows: str = ""
+    #: Whether it reads the output of an encoder of texts.
+    crosses: bool = False
+    #: How stored names become the model's; filled when the model is built.
+    conversions: Conversions = field(factory=Conversions)
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
@@ -93,18 +101,24 @@ class TransformersConfig:
         """Read config.json for a class of models; raises as `from_table` does."""
         try:
             settings = model.config_class.from_dict(_plain(table))
-            text = settings.get_text_config()
+            accepted = signature(model.forward).parameters.keys()
+            crosses, reads_two = accepted >= _TEXTS, "decoder_input_ids" in accepted
+            text = settings.get_text_config(decoder=True) if crosses else settings.get_text_config()
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
         if not isinstance(getattr(text, "vocab_size", None), int):
             raise UnsupportedError(f"{name}: not a text model: {file} has no vocab_size")
         if name.endswith(_DIFFUSION):
             raise UnsupportedError(f"{name}: not supported yet: block diffusion")
-        generates = name.endswith(_GENERATING) or not name.endswith(_POOLING)
-        if (kind := model_kind(settings.to_dict())) is not None:
+        generates = model.can_generate() or not name.endswith(_POOLING)
+        crosses = crosses and generates
+        kind = model_kind({**settings.to_dict(), "is_encoder_decoder": not crosses and reads_two})
+        if kind is not None:
             raise UnsupportedError(f"{name} is {kind}")
-        if generates:
-            _check(name, model, text)
+        rows = _why_rows(name, model, text, crosses) if generates else ""
+        media = _media(name, settings, text)
+        if media.get("sees") and rows:
+            raise UnsupportedError(f"{name}: not supported yet with images: {rows}")
         values = text.to_dict()
         lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
         window = values.get("sliding_window")
@@ -115,7 +129,9 @@ class TransformersConfig:
             min(lengths, default=_FALLBACK_LENGTH),
             window if isinstance(window, int) and window > 0 else None,
             generates,
-            **_media(name, settings, text),
+            rows=rows,
+            crosses=crosses,
+            **media,
         )
 
 
@@ -168,23 +184,23 @@ class RemoteConfig(TransformersConfig):
         return cls.of(model.__name__, model, table, file)
 
 
-def _check(name: str, model: Any, text: Any) -> None:
-    if not model.is_backend_compatible():
-        raise UnsupportedError(
-            f"{name}: its attention in transformers cannot be replaced by ours "
-            "(it does not go through transformers' attention interface)"
-        )
-    if not model.can_generate() or getattr(model, "_is_stateful", False):
-        raise UnsupportedError(
-            f"{name}: not supported yet through transformers: caches other than keys and values"
-        )
+def _why_rows(name: str, model: Any, text: Any, crosses: bool) -> str:
+    """Why our attention cannot replace the model's, or "".
+
+    Raises UnsupportedError for a model that cannot generate text.
+    """
+    if not model.can_generate():
+        raise UnsupportedError(f"{name}: transformers has no generation for it")
     if not getattr(text, "is_causal", True):
         raise UnsupportedError(f"{name}: is_causal: not supported yet: false")
+    if crosses:
+        return "an encoder-decoder"
+    if not model.is_backend_compatible():
+        return "its attention does not go through transformers' attention interface"
+    if getattr(model, "_is_stateful", False):
+        return "it has states besides keys and values"
     kinds = set(text.to_dict().get("layer_types") or ()) - _KINDS
-    if kinds:
-        raise UnsupportedError(
-            f"{name}: not supported yet: layers of kind {', '.join(sorted(kinds))}"
-        )
+    return f"layers of kind {', '.join(sorted(kinds))}" if kinds else ""
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,8 @@ from modulm.contracts.model import Batch
 from modulm.errors import EngineError, UnsupportedError
 from modulm.nn import Builder
 from modulm_towers import tiny_text
-from modulm_transformers.bridge import NAME, TransformersForCausalLM
+from modulm_transformers.attention import NAME
+from modulm_transformers.bridge import TransformersForCausalLM
 from modulm_transformers.config import TransformersConfig
 from modulm_transformers.decoder_inputs import DecoderInputs
 from modulm_transformers.load import explained
@@ -45,6 +46,7 @@ class TransformersWithImages(TransformersForCausalLM):
     media = ("image", "video")
     media_family = MEDIA_FAMILY
     around = None
+    slotted = False
 
     def _take_decoder(self, prefix: str) -> None:
         """The surrounding model computes embeddings; the decoder runs in each step."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from modulm.errors import CheckpointError, ModulmError, UnsupportedError
-from modulm.nn import Builder, Linear
+from modulm.nn import Builder
 from modulm_layers.kv_scales import is_kv_scale
 from modulm_transformers.config import TransformersConfig
+from modulm_transformers.layers import BridgedLinear
 
 __all__ = ["explained", "replace_linears", "whole_model"]
 
@@ -46,7 +47,7 @@ def whole_model(
     with explained(f"{config.model.__name__}: transformers cannot load {checkpoint}"):
         model, report = config.model.from_pretrained(
             checkpoint,
-            config=config.settings,
+            config=deepcopy(config.settings),
             dtype=shared.dtype,
             attn_implementation=attention,
             output_loading_info=True,
@@ -63,29 +64,6 @@ def whole_model(
     return model.eval().requires_grad_(False).to(shared.device)
 
 
-class _Bridged(Module):
-    """A modulm linear layer in place of transformers'; supports any leading dimensions."""
-
-    def __init__(self, layer: Linear) -> None:
-        super().__init__()
-        self.layer = layer
-        self.in_features, self.out_features = layer.spec.inputs, layer.spec.outputs
-
-    @property
-    def weight(self) -> Tensor:
-        """[outputs, inputs], dequantized: some models read its dtype or multiply by it."""
-        return self.layer.method.dequantize(self.layer, self.layer.spec)
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., inputs] -> [..., outputs]."""
-        out: Tensor = self.layer(x.reshape(-1, self.in_features))
-        return out.view(*x.shape[:-1], self.out_features)
-
-
 def replace_linears(model: Module, build: Builder) -> None:
     """Replace plain linear layers one by one, moving their weights."""
     for path, parent in list(model.named_modules()):
@@ -94,7 +72,7 @@ def replace_linears(model: Module, build: Builder) -> None:
                 setattr(parent, name, _bridge(build.at(path), name, child))
 
 
-def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
+def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> BridgedLinear:
     layer = build.linear(
         name, linear.in_features, linear.out_features, bias=linear.bias is not None, split=False
     )
@@ -106,4 +84,4 @@ def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
     if linear.bias is not None:
         layer.register_parameter("bias", linear.bias)
     layer.method.finish(layer, layer.spec)
-    return _Bridged(layer)
+    return BridgedLinear(layer, linear.out_features)
