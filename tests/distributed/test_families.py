@@ -28,6 +28,7 @@ FLAGS = {
     "num_gpu_blocks_override": 64, "block_size": 16, "use_tqdm_on_load": False,
 }  # fmt: skip
 ONE, TWO = {"num_key_value_heads": 1}, {"num_key_value_heads": 2}
+BRIDGE = {"model_impl": "transformers"}
 WIDE, INT4 = {"hidden_size": 128, "intermediate_size": 256}, {"quantization": "int4"}
 
 
@@ -69,6 +70,19 @@ FAMILIES = {
     "windows of several kinds": Family("Gemma3ForCausalLM", ("pp3",)),
     "encoder": Family("BertModel", ("tp2", "tp4")),
     "quantized": Family("LlamaForCausalLM", ("tp2", "tp2 pp2"), WIDE, INT4),
+    "bridge": Family("Qwen3ForCausalLM", ("tp2 pp2", "tp2", "pp2", "tp4"), ONE, BRIDGE),
+    "bridge, experts": Family("MixtralForCausalLM", ("tp2", "tp2 ep", "tp2 pp2"), {}, BRIDGE),
+    "bridge, routed experts": Family("DeepseekV3ForCausalLM", ("tp2", "pp2"), {}, BRIDGE),
+    "bridge, fused layers": Family("Phi3ForCausalLM", ("tp2",), {}, BRIDGE),
+    "bridge, sandwiched norms": Family("Gemma2ForCausalLM", ("tp2 pp2",), ONE, BRIDGE),
+    "bridge, quantized": Family("LlamaForCausalLM", ("tp2",), WIDE, {**BRIDGE, **INT4}),
+    "bridge, LoRA": Family(
+        "LlamaForCausalLM",
+        ("tp2 pp2",),
+        ONE,
+        {"enable_lora": True, "max_lora_rank": 8, **BRIDGE},
+        True,
+    ),
     "LoRA": Family(
         "LlamaForCausalLM",
         ("tp2 pp2", "tp2 dcp2"),

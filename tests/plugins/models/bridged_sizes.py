@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 import modulm
 from modulm import SamplingParams
 from modulm.plugins import manager
-from modulm.testing.checkpoints import make_tiny
+from modulm.testing.checkpoints import make_tiny, save_tiny
 
 SMALL = {
     "hidden_size": 64,
@@ -71,20 +71,70 @@ TWO_SIDES = {
     "forced_eos_token_id": None,
     "forced_bos_token_id": None,
 }
+_BERT = {"model_type": "bert", "vocab_size": 512, **SMALL}
+_BLT = {"vocab_size": 512, **SMALL}
+_GEMMA = {**SMALL, "head_dim": 16, "sliding_window": 12, "vocab_size": 512}
+_PROPHET = {
+    "hidden_size": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "num_encoder_layers": 2,
+    "num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+#: All sizes of architectures that reject some of those above.
+BARE: dict[str, dict[str, Any]] = {
+    "EncoderDecoderModel": {
+        "encoder": _BERT,
+        "decoder": {**_BERT, "is_decoder": True, "add_cross_attention": True},
+    },
+    "BltForCausalLM": {
+        **{f"{part}_config": _BLT for part in ("patcher", "encoder", "decoder", "global")},
+        "max_position_embeddings": 256,
+    },
+    "T5GemmaForConditionalGeneration": {"encoder": _GEMMA, "decoder": _GEMMA},
+    "ProphetNetForCausalLM": _PROPHET,
+    "ProphetNetForConditionalGeneration": _PROPHET,
+    "XLNetLMHeadModel": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96},
+}
 #: Encoders that are decoders if their settings say so.
 DECODERS = (
     "BertLMHeadModel", "BertGenerationDecoder", "BigBirdForCausalLM", "CamembertForCausalLM",
     "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM", "MegatronBertForCausalLM",
-    "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM", "RobertaForCausalLM",
+    "RemBertForCausalLM", "RoCBertForCausalLM", "RobertaForCausalLM",
     "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
-    "XmodForCausalLM",
 )  # fmt: skip
 #: Sizes that only one architecture has.
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("AXK1ForCausalLM", "AXK2ForCausalLM", "MiniCPM3ForCausalLM"), LATENT),
+    "AXK1ForCausalLM": LATENT,
+    "AXK2ForCausalLM": LATENT,
+    "MiniCPM3ForCausalLM": LATENT,
+    "Dots3NoteForCausalLM": LATENT,
     **{name: {"is_decoder": True} for name in DECODERS},
-    "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"]},
-}
+    "CTRLLMHeadModel": {"tie_word_embeddings": False},
+    "LEDForConditionalGeneration": {"attention_window": 8},
+    "Lfm3ForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "CohereCompassForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "Qwen4ExpForCausalLM": {
+        **SMALL, **SIZES, "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
+    },
+    "RecurrentGemmaForCausalLM": {
+        "block_types": ["recurrent", "attention"], "tie_word_embeddings": False,
+    },
+    "RoFormerForCausalLM": {"is_decoder": True, "tie_word_embeddings": False},
+    "XLMWithLMHeadModel": {"causal": True, "emb_dim": 64, "n_layers": 2, "n_heads": 4},
+    "XmodForCausalLM": {"is_decoder": True, "default_language": "en_XX"},
+    "ZambaForCausalLM": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "xLSTMForCausalLM": {
+        "num_heads": 4, "embedding_dim": 64, "num_blocks": 2, "chunk_size": 16,
+        "qk_dim_factor": 1.0, "v_dim_factor": 1.0,
+    },
+}  # fmt: skip
 
 
 def names(mapping: Any) -> list[str]:
@@ -111,7 +161,25 @@ def write(path, architecture):
         return make_tiny(path, architecture, **own)
     kind = getattr(transformers, architecture).config_class
     both = TWO_SIDES if architecture in crossed() or hasattr(kind, "decoder_layers") else {}
-    return make_tiny(path, architecture, **{**SMALL, **SIZES, **both, **own})
+    known = {*getattr(kind, "__dataclass_fields__", {}), *(kind.attribute_map or {})}
+    sizes = {key: value for key, value in {**SMALL, **SIZES, **both}.items() if key in known}
+    if architecture in BARE:
+        return _bare(path, architecture)
+    return make_tiny(path, architecture, **{**sizes, **own})
+
+
+def _bare(path, architecture):
+    """Write a checkpoint of an architecture whose class rejects sizes that others have."""
+    model_type = getattr(transformers, architecture)
+    ids = {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = model_type.config_class(vocab_size=512, **ids, **BARE[architecture])
+    config.architectures = [architecture]
+    torch.manual_seed(0)
+    model = model_type(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3 if parameter.dim() > 1 else 0.1)
+    return save_tiny(model, path)
 
 
 def check_crossed(folder, architecture):
@@ -120,7 +188,7 @@ def check_crossed(folder, architecture):
     texts = (list(range(20, 37)), [40, 41], list(range(50, 90)))
     begun = ([1, 5, 6, 7], [1], [1, 9, 300])
     flags = {"device": "cpu", "dtype": "float32", "max_logprobs": -1, "block_size": 16,
-             "use_tqdm_on_load": False}  # fmt: skip
+             "max_model_len": 96, "use_tqdm_on_load": False}  # fmt: skip
     prompts = [
         {"encoder_prompt": {"prompt_token_ids": text}, "decoder_prompt": first}
         for text, first in zip(texts, begun, strict=True)

@@ -1,224 +1,116 @@
 """The bridge: architectures that run with transformers' code on our memory, and those refused.
 
-docs/transformers.md lists both; a test keeps the page and this file together.
+`bridged.toml` says how each architecture of transformers' mappings for generation runs, or why it
+is refused. docs/transformers.md lists the same.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from samples import parametrize_sample
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from tests.plugins.models.bridged_sizes import causal, check_crossed, crossed, write
 
+from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
-from modulm.errors import CheckpointError, UnsupportedError
+from modulm.errors import CheckpointError, ModulmError, UnsupportedError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.models import check_equals_transformers
+from modulm.testing.models import check_equals_transformers, check_steps
 from modulm.testing.session import Session
 from modulm_command_explain import text as explain
 from modulm_transformers.attention import _attend
+from modulm_transformers.unsupported import reasons
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/transformers.md"
-
-NOT_TRIED = "## Not tried"
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-#: Every spelling of the sizes of windows and experts; a model takes those that it knows.
-SIZES = {
-    "head_dim": 16,
-    "sliding_window": 12,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-LATENT = {**SIZES, "num_key_value_heads": 4, "head_dim": 8}
-#: Have a native plugin as well.
-NATIVE = (
-    "ApertusForCausalLM",
-    "ArceeForCausalLM",
-    "Cohere2ForCausalLM",
-    "CohereForCausalLM",
-    "DeepseekV2ForCausalLM",
+BRIDGED = tomllib.loads(Path(__file__).with_name("bridged.toml").read_text(encoding="utf-8"))
+ATTENTION, ROWS, TEXTS = (frozenset(BRIDGED[key]) for key in ("attention", "rows", "texts"))
+CROSSED, MEDIA, REFUSED = frozenset(BRIDGED["crossed"]), BRIDGED["media"], BRIDGED["refused"]
+#: transformers' own code gives slightly other numbers for chunks than for single tokens.
+LOOSE = {"NemotronHForCausalLM": 0.03, "Zamba2ForCausalLM": 0.03}
+#: What `make test` compares: one of each kind of attention, block and cache.
+SAMPLE = {
     "DeepseekV3ForCausalLM",
-    "Dots1ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Exaone4ForCausalLM",
-    "ExaoneMoeForCausalLM",
-    "FlexOlmoForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTBigCodeForCausalLM",
-    "GPTNeoXForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "GlmForCausalLM",
-    "GptOssForCausalLM",
-    "GraniteForCausalLM",
-    "GraniteMoeForCausalLM",
-    "GraniteMoeSharedForCausalLM",
-    "HYV3ForCausalLM",
-    "HeliumForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "LlamaForCausalLM",
-    "LongcatFlashForCausalLM",
-    "MiMoV2FlashForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "Ministral3ForCausalLM",
-    "MinistralForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoForCausalLM",
-    "OlmoeForCausalLM",
-    "PersimmonForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "PhimoeForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
-    "YoutuForCausalLM",
-)
-#: Of those `make test` compares these, one of each kind of attention and block; the others with
-#: `--everything`.
-KINDS = {
-    "DeepseekV3ForCausalLM",
+    "DogeForCausalLM",
     "GPT2LMHeadModel",
     "Gemma2ForCausalLM",
     "GptOssForCausalLM",
-    "LlamaForCausalLM",
+    "Lfm2ForCausalLM",
     "MixtralForCausalLM",
-}
-#: Take the sizes above.
-WITH_SIZES = (
-    "AriaTextForCausalLM",
-    "BeamForCausalLM",
-    "BitNetForCausalLM",
-    "Cohere2MoeForCausalLM",
-    "CwmForCausalLM",
-    "FlintForCausalLM",
-    "GraniteMoeSWAForCausalLM",
-    "GraniteSWAForCausalLM",
-    "HyperCLOVAXForCausalLM",
-    "Jais2ForCausalLM",
-    "JetMoeForCausalLM",
-    "Kolibri1ForCausalLM",
-    "LagunaForCausalLM",
-    "MellumForCausalLM",
-    "MiniMaxM3VLForCausalLM",
-    "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",
-    "SolarOpenForCausalLM",
-    "VaultGemmaForCausalLM",
-)
-#: Latent attention, as transformers computes it: keys and values are expanded before they are kept.
-WITH_LATENT = (
-    "AXK1ForCausalLM",
-    "AfmoeForCausalLM",
-    "MiniCPM3ForCausalLM",
-)
-#: Take none of them.
-PLAIN: tuple[str, ...] = ()
-
-REFUSED = {
-    "BertLMHeadModel": "uses bidirectional attention",
-    "DeepseekV32ForCausalLM": "layers of kind indexed_attention",
-    "DiffLlamaForCausalLM": "attends twice in a step",
-    "DogeForCausalLM": "builds its own mask",
-    "GlmMoeDsaForCausalLM": "layers of kind indexed_attention",
-    "Llama4ForCausalLM": "layers of kind chunked_attention",
-    "MiniMaxForCausalLM": "layers of kind linear_attention",
-    "MptForCausalLM": "cannot be replaced by ours",
-    "NemotronForCausalLM": "drops the arguments meant for attention",
-    "OlmoHybridForCausalLM": "cannot be replaced by ours",
-    "RecurrentGemmaForCausalLM": "caches other than keys and values",
-    "Zamba2ForCausalLM": "cannot be replaced by ours",
-    "StableLmForCausalLM": "cannot be replaced by ours",
+    "OpenAIGPTLMHeadModel",
+    "RobertaForCausalLM",
+    "CpmAntForCausalLM",
 }
-#: Sizes that only one architecture has.
-OWN = {"RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"]}}
-REFUSED_BUT_NATIVE = (
-    "DiffLlamaForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "GlmMoeDsaForCausalLM",
-    "Llama4ForCausalLM",
-    "MiniMaxForCausalLM",
-    "MptForCausalLM",
-    "NemotronForCausalLM",
-    "OlmoHybridForCausalLM",
-    "StableLmForCausalLM",
-    "Zamba2ForCausalLM",
-)
-
-
-def write(path, architecture):
-    if architecture in NATIVE:
-        return make_tiny(path, architecture)
-    settings = (
-        LATENT if architecture in WITH_LATENT else SIZES if architecture in WITH_SIZES else {}
-    )
-    return make_tiny(path, architecture, **{**SMALL, **settings})
 
 
 def pytest_generate_tests(metafunc):
-    if "bridged" in metafunc.fixturenames:
+    if "architecture" in metafunc.fixturenames:
         everything = metafunc.config.getoption("everything")
-        others = (*WITH_LATENT, *WITH_SIZES, *PLAIN)
-        names = (*NATIVE, *others) if everything else (*KINDS, *others[::5])
-        metafunc.parametrize("bridged", sorted(names))
+        names = sorted({*causal(), *crossed()} - set(MEDIA)) if everything else sorted(SAMPLE)
+        metafunc.parametrize("architecture", names)
 
 
-def test_runs_as_in_transformers(bridged, tmp_path):
-    folder = write(tmp_path, bridged)
-    check_equals_transformers(folder, steps=8, model_impl="transformers", attention_backend="sdpa")
+def way(messages):
+    """How a model runs, by the log."""
+    if any("computes each row's whole text" in message for message in messages):
+        return "texts"
+    return "rows" if any("runs row by row" in message for message in messages) else "attention"
 
 
-@parametrize_sample("architecture", REFUSED, every=7)
-def test_what_cannot_be_bridged_says_why(architecture, tmp_path):
-    settings = {} if architecture in REFUSED_BUT_NATIVE else {**SMALL, **OWN.get(architecture, {})}
-    folder = make_tiny(tmp_path, architecture, **settings)
-    with pytest.raises(UnsupportedError, match=REFUSED[architecture]):
-        Session(folder, model_impl="transformers", attention_backend="sdpa")
+def test_every_architecture_runs_or_is_refused(architecture, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("modulm.testing.models.TOLERANCE", LOOSE.get(architecture, 1e-4))
+    caplog.set_level(logging.WARNING, "modulm.models")
+    if architecture in reasons():
+        driver = manager.current().load("models", "transformers")
+        with pytest.raises(UnsupportedError, match=re.escape(REFUSED[architecture])):
+            driver.config_type.from_table({"architectures": [architecture]}, "config.json")
+        return
+    folder = write(tmp_path, architecture)
+    if architecture in REFUSED:
+        with pytest.raises(ModulmError, match=re.escape(REFUSED[architecture])):
+            Session(folder, model_impl="transformers", device="cpu")
+    elif architecture in crossed():
+        check_crossed(folder, architecture)
+        assert architecture in CROSSED
+    else:
+        check_equals_transformers(folder, steps=8, model_impl="transformers")
+        assert architecture in BRIDGED[way(caplog.messages)]
+
+
+def test_the_table_has_each_architecture_once():
+    groups = [ATTENTION, ROWS, TEXTS, CROSSED, set(MEDIA), set(REFUSED)]
+    listed = [name for group in groups for name in group]
+    assert sorted(listed) == sorted({*causal(), *crossed()})
+
+
+@pytest.mark.parametrize(
+    "architecture_of_kit",
+    ["Qwen3ForCausalLM", "DogeForCausalLM", "Lfm2ForCausalLM"],
+    ids=["attention", "rows", "states"],
+)
+@pytest.mark.exhaustive
+def test_chunks_prefixes_and_preemption_change_nothing(architecture_of_kit, tmp_path):
+    folder = write(tmp_path, architecture_of_kit)
+    check_steps(folder, model_impl="transformers")
+    flags = {"model_impl": "transformers", "dtype": "float32", "device": "cpu", "block_size": 16,
+             "max_model_len": 128, "use_tqdm_on_load": False}  # fmt: skip
+    shared = list(range(20, 60))
+    prompts = [{"prompt_token_ids": [*shared, 100 + i]} for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def answers(**more):
+        with LLM(str(folder), **flags, **more) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+    expected = answers(num_gpu_blocks_override=128, enable_prefix_caching=False)
+    assert answers(num_gpu_blocks_override=128, max_num_batched_tokens=16) == expected
+    assert answers(num_gpu_blocks_override=14) == expected
 
 
 def test_it_stands_in_where_no_plugin_offers_the_architecture(tmp_path):
@@ -235,28 +127,12 @@ def test_a_native_plugin_comes_first(tmp_path):
     assert session.loaded.decisions[0].winner == "LlamaForCausalLM"
 
 
-def test_what_is_called_native_is():
-    provided = {declared.name for declared in manager.current().names("models")}
-    assert provided >= {*NATIVE, *REFUSED_BUT_NATIVE}
-    assert not provided & ({*WITH_LATENT, *WITH_SIZES, *PLAIN, *REFUSED} - {*REFUSED_BUT_NATIVE})
-
-
-def test_every_architecture_of_transformers_is_on_the_page_or_native():
-    """Those under "Not tried" are the rest of the library's mappings for generation."""
-    mappings = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    entries = [entry for mapping in mappings for entry in mapping.values()]
-    known = {n for entry in entries for n in ((entry,) if isinstance(entry, str) else entry)}
-    before, _, after = PAGE.read_text(encoding="utf-8").partition(NOT_TRIED)
-    untried, _, after = after.partition("\n## ")
-    listed = set(re.findall(r"`(\w+)`", before + after))
-    native = {declared.name for declared in manager.current().names("models")}
-    assert set(re.findall(r"`(\w+)`", untried)) == known - listed - native
-
-
-def test_the_page_lists_what_is_tested():
-    text = PAGE.read_text(encoding="utf-8").partition(NOT_TRIED)[0]
-    listed = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", text))
-    assert listed == {*NATIVE, *WITH_LATENT, *WITH_SIZES, *PLAIN, *REFUSED}
+def test_the_page_lists_what_runs_and_what_is_refused():
+    text = PAGE.read_text(encoding="utf-8").partition("## Pooling")[0]
+    listed = set(re.findall(r"`(\w+)`", text))
+    assert listed >= {*causal(), *crossed()}
+    refused = text.partition("## Refused")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`:?", refused)) >= set(REFUSED)
 
 
 def test_the_name_of_the_driver_is_a_value_of_the_flag():

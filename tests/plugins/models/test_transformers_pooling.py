@@ -126,7 +126,7 @@ def test_it_stands_in_where_no_plugin_has_the_encoder(tmp_path):
 
 
 def test_the_page_lists_what_is_tested():
-    text = re.sub(r"## Not tried.*?(?=\n## )", "", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    text = PAGE.read_text(encoding="utf-8").partition("## Pooling")[2]
     endings = "(?<!LMHead)Model|ForSequenceClassification|ForTokenClassification"
     listed = set(re.findall(rf"`(\w+(?:{endings}))`", text))
     assert listed == {*CLASSIFIERS, *TOKENS, *EMBEDDERS, *REFUSED}

@@ -692,6 +692,17 @@ def test_the_numbers_of_the_dequantized_weights(folders):
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_the_bridge_reads_what_the_native_model_reads(name, published):
+    folder = published(name)[0]
+    native, bridged = (
+        Session(folder, device="cpu", dtype="float32", model_impl=implementation).step({0: TOKENS})
+        for implementation in ("modulm", "transformers")
+    )
+    torch.testing.assert_close(bridged[0], native[0], rtol=0, atol=1e-3)
+
+
 def rounds_activations(folder: Path) -> bool:
     """Whether the format multiplies integers."""
     table = json.loads((folder / "config.json").read_text())["quantization_config"]

@@ -31,9 +31,12 @@ Layers = dict[int, list[tuple[int, AttentionBackend]]]
 
 
 class AttentionTrace:
-    """Registers a cache for each attention layer, in the order in which they run."""
+    """Registers a cache for each attention layer, in the order in which they run.
 
-    def __init__(self, build: Builder) -> None:
+    build: None registers none.
+    """
+
+    def __init__(self, build: Builder | None) -> None:
         self.build = build
         self.layers: Layers = {}
 
@@ -43,26 +46,37 @@ class AttentionTrace:
         """Attend without a cache: q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value
         size].
         """
+        if self.build is not None:
+            self._register(self.build, module, (q, k, v), request)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=request.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+
+    def _register(
+        self,
+        build: Builder,
+        module: Module,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        request: _AttentionRequest,
+    ) -> None:
+        q, k, v = qkv
         spec = AttentionSpec(
             heads=q.shape[1],
             kv_heads=k.shape[1],
             head_dim=q.shape[-1],
             value_dim=v.shape[-1] if v.shape[-1] != q.shape[-1] else None,
             scale=request.scale,
-            dtype=self.build.dtype,
-            kv_dtype=self.build.shared.kv_dtype,
+            dtype=build.dtype,
+            kv_dtype=build.shared.kv_dtype,
             window=request.window,
             softcap=request.softcap,
             sinks=request.sinks is not None,
-            scales=self.build.shared.kv_dtype.startswith("float8"),
+            scales=build.shared.kv_dtype.startswith("float8"),
         )
-        at = self.build.at(f"layers.{getattr(module, 'layer_idx', len(self.layers))}")
+        at = build.at(f"layers.{getattr(module, 'layer_idx', len(self.layers))}")
         self.layers.setdefault(id(module), []).append(at.attention_cache(spec))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=request.scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2)
 
 
 class AttentionStep:

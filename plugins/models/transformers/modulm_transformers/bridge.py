@@ -80,6 +80,7 @@ class TransformersForCausalLM(Module, Model):
         self.scales = KeptScales(build.shared.calculate_kv_scales)
         self.rows: RowRunner | None = None
         self.joined = False
+        self.first_position = 0
         register_attention()
         #: Why the library loads the weights; "" if modulm does.
         self.library_loads = self._place()
@@ -224,14 +225,46 @@ class TransformersForCausalLM(Module, Model):
     def _learn_layers(self, build: Builder, device: torch.device) -> None:
         """Run a few tokens and record the settings of each attention layer."""
         trace = AttentionTrace(build)
-        tokens = torch.arange(_PROBE, device=device)
+        positions = torch.arange(_PROBE, device=device)[None]
         name = self.config.model.__name__
         with explained(f"{name}: transformers' code for it does not run on our memory"):
-            inputs = {"input_ids": tokens[None] % self.config.vocab_size}
-            self._run(inputs, tokens[None], trace)
+            inputs = {"input_ids": (7 * positions + 11) % self.config.vocab_size}
+            self._run(inputs, positions, trace)
+            self.first_position = self._first_position(inputs, positions)
         if not trace.layers:
             raise UnsupportedError(f"{name} does not pass our arguments to its attention")
         self.layers = trace.layers
+
+    def _first_position(self, inputs: Mapping[str, Any], positions: Tensor) -> int:
+        """The number that the model gives a text's first token: not 0 where it reserves some.
+
+        Raises UnsupportedError if its positions are not in order.
+        """
+        tables = [m for m in self.base.modules() if isinstance(m, torch.nn.Embedding)]
+        if len(tables) < 2:
+            return 0
+        looked_up: list[list[Any]] = []
+        for given in (positions, None):
+            seen: list[Any] = []
+            hooks = [
+                table.register_forward_pre_hook(lambda _, ids, to=seen: to.append(*ids[:1] or (0,)))
+                for table in tables
+            ]
+            try:
+                self._run(inputs, given, AttentionTrace(None))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            looked_up.append(seen)
+        offsets = {
+            int(offset)
+            for ours, own in zip(*looked_up, strict=True)
+            if isinstance(ours, Tensor) and isinstance(own, Tensor) and own.shape == ours.shape
+            for offset in (own - ours).flatten().tolist()
+        } - {0}
+        if len(offsets) > 1:
+            raise UnsupportedError("its positions depend on more than the order of tokens")
+        return offsets.pop() if offsets else 0
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
@@ -259,9 +292,10 @@ class TransformersForCausalLM(Module, Model):
 
     def _positions(self, batch: Batch) -> Tensor:
         """Position ids in the decoder's form: [1, tokens]."""
-        return batch.positions[None]
+        positions = batch.positions[None]
+        return positions + self.first_position if self.first_position else positions
 
-    def _run(self, inputs: Mapping[str, Any], positions: Tensor, step: Any) -> Tensor:
+    def _run(self, inputs: Mapping[str, Any], positions: Tensor | None, step: Any) -> Tensor:
         output = self.base(**inputs, position_ids=positions, use_cache=False, modulm=step)
         hidden: Tensor = output[0][0]
         return hidden
@@ -301,6 +335,11 @@ def logits_of(output: Any) -> Tensor:
 
 class _HiddenStates(Module):
     """Stands in for the decoder when only the head runs: returns its input."""
+
+    @property
+    def decoder(self) -> Module:
+        """Itself, for models whose head calls the decoder inside."""
+        return self
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)

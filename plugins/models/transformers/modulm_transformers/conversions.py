@@ -215,7 +215,7 @@ class ConvertedNames(WeightNames):
         if is_kv_scale(stored):  # read by `KeptScales`
             return None
         (first, *_) = self.conversions.stored_names(stored)
-        return super().name(first)
+        return first if self._is_needed(first) else None
 
     def apply(self, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors for a stored one: none, one or several."""
@@ -223,8 +223,12 @@ class ConvertedNames(WeightNames):
             return
         names = self.conversions.stored_names(stored)
         for name, piece in zip(names, _pieces(tensor, len(names)), strict=True):
-            if WeightNames.name(self, name) is not None:
+            if self._is_needed(name):
                 yield name, piece
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a name is the model's, or none that the library ignores."""
+        return name in self.conversions.names or WeightNames.name(self, name) is not None
 
 
 def _pieces(tensor: Tensor, count: int) -> Iterable[Tensor]:

@@ -44,9 +44,13 @@ class TransformersEncoderDecoder(TransformersForCausalLM):
             raise UnsupportedError(f"{name}: transformers has no encoder of its own for it")
         tokens = torch.arange(1, 1 + _PROBE, device=self.build.shared.device)
         with explained(f"{name}: transformers' code for its encoder does not run"):
-            width = self._encoded(tokens).shape[-1]
-        size = self.config.vocab_size
-        return RowRunner(self.whole, self.build, logits_of, size, encoded=width)
+            output = self.encoder(input_ids=tokens[None])
+        kind, width, size = type(output), output[0].shape[-1], self.config.vocab_size
+
+        def wrap(hidden: Tensor) -> Any:
+            return kind(last_hidden_state=hidden)
+
+        return RowRunner(self.whole, self.build, logits_of, size, encoded=width, wrap=wrap)
 
     def _encoded(self, tokens: Tensor) -> Tensor:
         """[tokens, width]: the encoder's output for one text."""

@@ -42,7 +42,7 @@ class RowRunner:
     """Steps of one model, row by row.
 
     model: the module that runs, and whose output has what `result` reads of it. encoded: width of
-    an encoder's output; 0 without an encoder.
+    an encoder's output; 0 without an encoder. wrap: makes the model's argument of it.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class RowRunner:
         vocabulary: int,
         *,
         encoded: int = 0,
+        wrap: Callable[[Tensor], Any] = tuple,
     ) -> None:
         self.model, self.build, self.result, self.encoded = model, build, result, encoded
+        self.wrap = wrap
         self.name, self.device = type(model).__name__, build.shared.device
         self.vocabulary = vocabulary
         self.accepted = inspect.signature(model.forward).parameters.keys()
@@ -117,7 +119,10 @@ class RowRunner:
         if tree is None:
             return
         whole = self.result(self._run(self._probe(first + more)))
-        grown, states = tree.parts(self._cache_of(self._run(self._probe(first), None)))
+        begun = self._run(self._probe(first), None)
+        if not self._close(self.result(begun), whole[:first]):
+            raise UnsupportedError("it gives other results with a cache than without")
+        grown, states = tree.parts(self._cache_of(begun))
         rows = [part.rows(t, first) for part, t in zip(tree.growing, grown, strict=True)]
         cache = tree.build(first, lambda i, a, b: rows[i][a:b], lambda i: states[i].clone())
         inputs = self._probe(more, first)
@@ -271,9 +276,7 @@ class RowRunner:
         if "position_ids" in self.accepted:
             inputs["position_ids"] = positions[None]
         if encoded is not None:
-            from transformers.modeling_outputs import BaseModelOutput
-
-            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded[None])
+            inputs["encoder_outputs"] = self.wrap(encoded[None])
         return inputs
 
     def _run(self, inputs: Mapping[str, Any], cache: Any = False) -> Any:
