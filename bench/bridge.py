@@ -2,8 +2,8 @@
 
 Writes a random bf16 checkpoint of Qwen3-0.6B's shape to FOLDER if there is none. One engine with
 `--model-impl transformers` and one without it take turns in one process, so that other load hits
-both. Printed per case: the median and quartiles of the bridge's rate over the native one's. Expected
-are 0.85 for prompts and 0.7 for one stream.
+both. Printed per case: the median and quartiles of the bridge's rate over the native one's.
+Expected are 0.85 for prompts and 0.7 for one stream.
 """
 
 from __future__ import annotations
