@@ -306,12 +306,14 @@ def test_stored_files_and_batches_are_read_off_the_loop(
 ) -> None:
     live = make_server(file_storage_path=str(tmp_path))
     threads: set[int] = set()
+    called: set[str] = set()
     here: list[int] = []
-    for kind, name in ((Batch, "of"), (FileStore, "_scan")):
+    for kind, name in ((Batch, "of"), (FileStore, "_scan"), (BatchStore, "_claim")):
         original = getattr(kind, name)
 
-        def noted(*args: Any, original: Callable[..., Any] = original) -> Any:
+        def noted(*args: Any, original: Callable[..., Any] = original, name: str = name) -> Any:
             threads.add(threading.get_ident())
+            called.add(name)
             return original(*args)
 
         monkeypatch.setattr(kind, name, noted)
@@ -331,7 +333,10 @@ def test_stored_files_and_batches_are_read_off_the_loop(
         assert http.get(f"/v1/files/{card['id']}").json() == card
         assert http.get(f"/v1/files/{card['id']}/content").content == b"x"
         assert http.delete(f"/v1/files/{card['id']}").json()["deleted"] is True
-    assert threads
+        source = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"1")})
+        body = {"input_file_id": source.json()["id"], "endpoint": CHAT}
+        assert http.post("/v1/batches", json=body).status_code == 200
+    assert called == {"of", "_scan", "_claim"}
     assert not threads & set(here)
 
 

@@ -2,8 +2,10 @@
 is left of the request that met it.
 
 `fault_sites.toml` has a row for each of them, found by AST: under "reached" with the scenario that
-reaches it; under "elsewhere" what no scenario reaches, and, by module, the tests that run it
-("tests", written by hand). After a change:
+reaches it, or under "tried" with a test that is run with the fault. Calls that only look like
+operations, because a function of this project has such a name, are under "calls" with that function
+(written by hand); their operations have rows of their own. "elsewhere" has what is left, and, by
+module, the tests that run it ("tests", written by hand). After a change:
 
     PYTHONPATH=.:tests/support .venv/bin/python tests/server/test_fault_sites.py
 """
@@ -31,6 +33,9 @@ from typing import Any
 
 import fault_engine_parts
 import fault_library_parts
+import fault_model_parts
+import fault_process_parts
+import fault_reading_parts
 import fault_server_parts
 import httpx
 import pytest
@@ -65,6 +70,8 @@ ROWS = tomllib.loads(TABLE.read_text())
 REACHED: dict[str, dict[str, str]] = ROWS["reached"]
 #: The test that is run with a fault at the site, by module (see `fault_sweep`).
 TRIED: dict[str, dict[str, str]] = ROWS["tried"]
+#: The function of this project that is called at the site, as module:name, by module.
+CALLS: dict[str, dict[str, str]] = ROWS["calls"]
 ELSEWHERE: dict[str, list[str]] = ROWS["elsewhere"]
 #: By module or a beginning of its name.
 TESTS: dict[str, str] = ROWS["tests"]
@@ -72,9 +79,15 @@ TESTS: dict[str, str] = ROWS["tests"]
 LIFE = "start and stop"
 AWAIT = ("await", "async")
 #: Modules whose parts are among `PARTS` too.
-MORE_PARTS = (fault_engine_parts, fault_library_parts, fault_server_parts)
+MORE_PARTS = (
+    fault_engine_parts, fault_library_parts, fault_model_parts, fault_process_parts,
+    fault_reading_parts, fault_server_parts,
+)  # fmt: skip
 #: Modules that parts import while they run.
-LAZY = ("modulm_executor_ray.actor", "modulm_executor_ray.executor")
+LAZY = (
+    "modulm_executor_external_launcher.launched", "modulm_executor_ray.actor",
+    "modulm_executor_ray.executor", "modulm_server.websocket_protocol",
+)  # fmt: skip
 #: uvicorn's main loop, which does nothing that can fail.
 CLOCK = "Server.on_tick: await super().on_tick(counter)"
 KEY = "the key"
@@ -103,9 +116,10 @@ def covering(module: str) -> str | None:
 
 def test_each_has_a_row() -> None:
     sites = all_sites()
+    tables: tuple[Any, ...] = (REACHED, TRIED, CALLS, ELSEWHERE)
     rows = {
-        module: {*REACHED.get(module, ()), *TRIED.get(module, ()), *ELSEWHERE.get(module, ())}
-        for module in REACHED.keys() | TRIED.keys() | ELSEWHERE.keys()
+        module: {site for table in tables for site in table.get(module, ())}
+        for module in {module for table in tables for module in table}
     }
     missing = [f"{m}: {site}" for m in sites for site in sites[m] if site not in rows.get(m, ())]
     assert not missing, f"add a scenario and rewrite {TABLE.name}:\n" + "\n".join(missing)
@@ -115,6 +129,20 @@ def test_each_has_a_row() -> None:
     for tests in TESTS.values():
         assert tests.split(), TABLE.name
         assert all((ROOT / path).exists() for path in tests.split()), tests
+
+
+def test_calls_that_are_no_operations_are_of_this_projects_functions() -> None:
+    """Or of a tokenizer's, in memory. Each has the name that the site calls."""
+    for sites in CALLS.values():
+        for site, called in sites.items():
+            module, _, path = called.partition(":")
+            assert module.startswith("modulm") or module == "tokenizers", called
+            found = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+            assert callable(found), called
+            text = site.partition(": call ")[2].partition(" (")[0]
+            assert text.rpartition(".")[2] == path.rpartition(".")[2], (site, called)
 
 
 class Engine(ScriptedEngine):
@@ -408,12 +436,19 @@ def main(*folders: str) -> None:
                 first.setdefault(site, name)
 
         with Faults().inside(modules) as faults:
-            for name in (*PARTS, LIFE):
+            slow = [name for name in PARTS if PARTS[name].__module__ == fault_model_parts.__name__]
+            for name in (*(name for name in PARTS if name not in slow), LIFE):
                 note(name)
             with world.server() as (live, http):
                 for name in SCENARIOS:
                     note(name, live, http)
-    lines = ["# Written by tests/server/test_fault_sites.py, but for the tests.", "", "[tests]"]
+            for name in slow:
+                note(name)
+    lines = [
+        "# Written by tests/server/test_fault_sites.py, but for the tests and calls.",
+        "",
+        "[tests]",
+    ]
     lines += [*map(row, TESTS.items()), ""]
     for module, here in sites.items():
         rows = [(site, first[module, site]) for site in here if (module, site) in first]
@@ -424,15 +459,25 @@ def main(*folders: str) -> None:
         wrong = {one.site for one in results if one.error is not None}
         tried |= {one.site: one.test for one in results if one.fired and one.site not in wrong}
     tried = {site: test for site, test in tried.items() if site not in first}
+    calls = {(module, site): one for module, rows in CALLS.items() for site, one in rows.items()}
     for module, here in sites.items():
         rows = [(site, tried[module, site]) for site in here if (module, site) in tried]
         lines += [f"[tried.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
+    for module, here in sites.items():
+        unknown = {*first, *tried}
+        rows = [
+            (site, calls[module, site])
+            for site in here
+            if (module, site) in calls and (module, site) not in unknown
+        ]
+        lines += [f"[calls.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
     lines += ["[elsewhere]"]
     for module, here in sites.items():
-        if rest := [one for one in here if not {(module, one)} & {*first, *tried}]:
+        if rest := [one for one in here if not {(module, one)} & {*first, *tried, *calls}]:
             lines += [f"{json.dumps(module)} = [", *(f"  {json.dumps(one)}," for one in rest), "]"]
+    left = sum(line.startswith("  ") for line in lines)
     TABLE.write_text("\n".join(lines) + "\n")
-    print(len(first), "and", len(tried), "of", sum(map(len, sites.values())))
+    print(len(first), "and", len(tried), "of", sum(map(len, sites.values())), "left", left)
 
 
 if __name__ == "__main__":

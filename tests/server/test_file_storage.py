@@ -24,6 +24,7 @@ from modulm_route_files import store
 from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.clock import Clock
+from modulm_server.errors import ApiError
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -251,6 +252,33 @@ def test_limits_are_flags(make_server: ServerMaker) -> None:
         assert answers == [200, 200, 429]
     with make_server(max_stored_bytes=10).client() as http:
         assert [upload(http, b"x" * 20).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_refused_upload_reads_no_folder_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as nobody has changed it: a key at its limit takes no time of others."""
+    files = store.FileStore(tmp_path, 5, 1 << 20, lasting=False)
+    for _ in range(5):
+        files.write(files.make("me", "x", "user_data"), io.BytesIO(b"x"))
+    os.utime(tmp_path / "files", (1, 1))  # its last change is long ago
+    files.list_owned("me")
+    looks: list[Any] = []
+
+    def look(*arguments: Any) -> Any:
+        looks.append(arguments)
+        raise OSError("not to be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "scandir", look)
+        patch.setattr(store.StoredFile, "size", property(look))
+        for _ in range(20):
+            with pytest.raises(ApiError, match="too many files"):
+                files.make("me", "x", "user_data")
+    assert not looks
+    other = store.FileStore(tmp_path, 5, 1 << 20, lasting=False)
+    other.write(other.make("you", "x", "user_data"), io.BytesIO(b"x"))
+    assert len(files.list_owned("you")) == 1, "what another server adds is seen"
 
 
 def test_records_are_whole_or_not_there(tmp_path: Path) -> None:

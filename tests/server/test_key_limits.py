@@ -19,6 +19,7 @@ from modulm.config import EngineConfig
 from modulm.errors import ConfigError
 from modulm_server.api_keys import KeyFile, allows, read_keys
 from modulm_server.flags import ServerConfig
+from modulm_server.generation import GenerationService
 from modulm_server.key_limits import Bucket
 from modulm_server.testing import Live
 
@@ -131,13 +132,17 @@ def _flags(live: Live) -> ServerConfig:
     return live.engine.info.config.group(ServerConfig)
 
 
-def test_one_keys_streams_and_connections_refuse_only_itself(live: Live) -> None:
+def test_one_keys_streams_and_connections_refuse_only_itself(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"messages": [{"role": "user", "content": "count slowly"}], "stream": True}
     with ExitStack() as stack:
         few = stack.enter_context(live.client(headers={"Authorization": "Bearer secret-of-few"}))
         first = stack.enter_context(few.stream("POST", CHAT, json=body))
         assert first.status_code == 200
-        second = few.post(CHAT, json=body)
+        with monkeypatch.context() as patch:  # refused before its prompt costs anything
+            patch.delattr(GenerationService, "from_messages")
+            second = few.post(CHAT, json=body)
         assert (second.status_code, second.headers["Retry-After"]) == (429, "1")
         assert "streams" in second.json()["error"]["message"]
         assert few.post(CHAT, json={"messages": MESSAGES}).status_code == 200

@@ -25,6 +25,7 @@ from modulm_command_models import commands
 from modulm_server.app import create_app
 from modulm_server.metrics import HttpMetrics
 from modulm_server.models.flags import parse_duration, parse_size
+from modulm_server.models.hosted_model import HostedModel
 from modulm_server.models.pool import _is_expired
 from modulm_server.models.serve import make_pool
 from modulm_server.scripted import Reply, ScriptedEngine
@@ -91,6 +92,28 @@ def test_a_model_that_can_never_fit_unloads_no_other(several: Several) -> None:
     assert answer.status_code == 503
     assert "it needs 0 MiB, and --memory-budget has 0 of 0 MiB for it" in answer.text
     assert several.states()["one"] == "loaded"
+
+
+def test_memory_that_cannot_be_measured_keeps_no_model_for_ever(
+    several: Several, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured again, and models go on to expire."""
+    monkeypatch.setattr("modulm_server.models.pool._MEASURE", 0.01)
+    several.pool.budget = 1000
+    several.call(several.pool.load("one"))
+    tries = []
+
+    async def fail(model: HostedModel) -> None:
+        tries.append(model.name)
+        raise OSError("no room for a process")
+
+    monkeypatch.setattr(HostedModel, "measure", fail)
+    assert post(several, "/api/generate", {"model": "one", "keep_alive": 0.5}).is_success
+    until = time.monotonic() + 60
+    while several.states()["one"] != "unloaded":
+        assert time.monotonic() < until, "the model stays"
+        time.sleep(0.01)
+    assert len(tries) > 1
 
 
 def test_no_jump_of_the_clock_unloads_a_model(

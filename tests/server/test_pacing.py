@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import sys
 import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
+from modulm.errors import CheckpointError
 from modulm_route_files.slots import Slots
 from modulm_route_openai.answers import paced
+from modulm_server import json_body
 from modulm_server.app import create_app
+from modulm_server.auth import _owner
 from modulm_server.flags import ServerConfig
 from modulm_server.loopback import LoopbackClient, in_background
-from modulm_server.pacing import Answers, Turns
+from modulm_server.pacing import Answers, FairSemaphore, Turns
 from modulm_server.request_guard import RequestGuard
 from modulm_server.scripted import ScriptedEngine
-from modulm_server.serve import make_server, open_socket
+from modulm_server.serve import make_server, open_socket, serve
+from modulm_server.text_work import TextWork
 
 
 class Clock:
@@ -87,6 +95,82 @@ def test_signs_of_life_begin_before_those_that_came_first(path: str, waits: bool
 
     position = asyncio.run(last_of_many())
     assert position == (100 if waits else 2)
+
+
+async def order_of(start: Callable[[str], Awaitable[None]], release: Callable[[], None]) -> int:
+    """How many of a key with 20 callers pass before the only one of another, who comes last."""
+    order: list[str] = []
+
+    async def one(key: str) -> None:
+        await start(key)
+        order.append(key)
+        await asyncio.sleep(0)
+        release()
+
+    tasks = [asyncio.create_task(one(key)) for key in ["many"] * 20 + ["one"]]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(order) == 20
+    return order.index("one")
+
+
+def test_a_key_with_many_requests_delays_no_other() -> None:
+    async def measure() -> tuple[int, int]:
+        threads = FairSemaphore(2)
+        return (
+            await order_of(Turns(per_turn=2).wait, lambda: None),
+            await order_of(threads.acquire, threads.release),
+        )
+
+    assert max(asyncio.run(measure())) <= 4
+
+
+def test_texts_of_a_key_are_tokenized_in_its_turn(tokenizer: Tokenizer) -> None:
+    """One key's twenty do not end before another's first."""
+    work, order = TextWork(tokenizer, 100, threads=1), []
+    begin = threading.Event()
+
+    async def one(key: str) -> None:
+        _owner.set(key)
+        await work.run(5_000, lambda: (begin.wait(60), order.append(key)))
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(one(key)) for key in ["many"] * 20 + ["one"]]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        begin.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    work.close()
+    assert len(order) == 20
+    assert order.index("one") <= 3
+
+
+def test_a_long_body_delays_no_shorter_one() -> None:
+    ended = threading.Event()
+    waiting = json_body._thread(1 << 20).submit(ended.wait, 60)
+    body = json.dumps({"a": "x" * (1 << 17)}).encode()
+    try:
+        assert asyncio.run(json_body.read_object(body)) == json.loads(body)
+        assert not waiting.done()
+    finally:
+        ended.set()
+
+
+def test_threads_that_compute_give_way_to_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.from_keywords(model=str(tmp_path / "none"), port=0)
+    monkeypatch.setattr("modulm_server.serve.bound_arenas", lambda environment: None)
+    before = sys.getswitchinterval()
+    try:
+        with pytest.raises(CheckpointError):
+            serve(config, lambda _: pytest.fail("there is no model"), print)
+        assert sys.getswitchinterval() < before / 5
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_many_connections_are_taken_in_few_turns(tokenizer: Tokenizer) -> None:

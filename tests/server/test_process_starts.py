@@ -17,13 +17,18 @@ from PIL import Image
 from tests.media.files import image_file
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineError, ModulmError, QueueFull
 from modulm_chat.sandbox import SandboxedRenderer
 from modulm_executor_mp.executor import MpExecutor
 from modulm_media.workers import DecodeWorkers
 from modulm_server.api_workers import Workers
+from modulm_server.app import Served, create_app
 from modulm_server.engine.launch import load_library
 from modulm_server.engine.spawn import EngineProcess
+from modulm_server.flags import ServerConfig
+from modulm_server.scripted import ScriptedEngine
+from modulm_server.serve import Server, make_server, open_socket
 from modulm_structured_output.compile_process import _Process
 
 #: Open files of this process.
@@ -128,3 +133,39 @@ def test_a_server_process_is_restarted_when_there_is_room(monkeypatch: pytest.Mo
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere importing torch loads it")
 def test_the_library_that_torch_loads_is_found_without_it() -> None:
     assert load_library()
+
+
+@pytest.mark.parametrize("place", ["start", "later", "end"])
+def test_a_start_that_fails_closes_what_it_opened(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """And a server that fails later, or at its end."""
+    config = EngineConfig.from_keywords(model="M", host="127.0.0.1", port=0)
+    flags, stopped = config.group(ServerConfig), []
+    stop = Served.stop
+
+    async def count(served: Served) -> None:
+        stopped.append(served)
+        await stop(served)
+
+    async def fail(*_: Any) -> bool:
+        raise OSError("no room")
+
+    def serve() -> int:
+        engine = ScriptedEngine(tokenizer)
+        server = make_server(create_app(engine, config), flags)
+        if place == "start":
+            monkeypatch.setattr(Served, "start", fail)
+        elif place == "later":
+            monkeypatch.setattr(Server, "on_tick", fail)
+        else:
+            monkeypatch.setattr(ScriptedEngine, "drain", fail)
+            server.announce = lambda: setattr(server, "should_exit", True)
+        with pytest.raises(OSError, match="no room"):
+            server.serve_on(open_socket(flags))
+        return len(os.listdir(OPEN))
+
+    monkeypatch.setattr(Served, "stop", count)
+    first = serve()
+    assert serve() <= first
+    assert len(stopped) == 2

@@ -24,7 +24,7 @@ from modulm.testing.engines import check_empty
 from modulm.testing.fakes import FakeExecutor, Group
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-LONG = SHORT.with_(max_tokens=60, output_kind=OutputKind.DELTA)
+LONG = SHORT.with_(max_tokens=120, output_kind=OutputKind.DELTA)
 
 
 def _part(run: Part) -> Part:
@@ -85,10 +85,28 @@ async def _use(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.01)
         await llm.resume_generation()
         await _ask(waiting)
-        await llm.drain(0.01)
+        await _search_in_a_full_queue(llm)
+        last = asyncio.ensure_future(_collect(llm.generate("Hello", LONG, "last")))
+        while not llm.active and not last.done():
+            await asyncio.sleep(0)
+        try:
+            await llm.drain(0.001)
+        finally:
+            last.cancel()
+            await asyncio.gather(last, return_exceptions=True)
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _search_in_a_full_queue(llm: AsyncLLM) -> None:
+    """One that has begun waits for room."""
+    params = BeamSearchParams(2, 12, ignore_eos=True)
+    searching = asyncio.ensure_future(_ask(_collect(llm.beam_search("Hello", params, "search"))))
+    while not llm.active and not searching.done():
+        await asyncio.sleep(0)
+    others = [_ask(_collect(llm.generate("Hello", LONG, f"o{index}"))) for index in range(10)]
+    await asyncio.gather(searching, *others, return_exceptions=True)
 
 
 @_part

@@ -29,6 +29,7 @@ from modulm.plugins import manager
 from modulm_chat import conversation, named_templates
 from modulm_distributed.ring import Ring
 from modulm_distributed.rounds import Rounds
+from modulm_distributed.stream import FrameStream
 from modulm_distributed.tls import Connection, TlsSession, tls_contexts
 from modulm_fleet.announce import Announcements, announce
 from modulm_fleet.placement import placement
@@ -50,6 +51,7 @@ from modulm_plugin_lock import files, lock
 from modulm_structured_output import compile_process
 from modulm_tensor_files import beside
 from modulm_tensor_files.safetensors import SafetensorsFolder
+from modulm_wire import frames
 
 ITEM, FACTS = b"an item", {"version": "1"}
 
@@ -84,12 +86,15 @@ def an_announcement(folder: Path) -> None:
     there = EngineConfig().with_parts({
         **flags, "data_parallel_size_local": 2, "data_parallel_start_rank": 1, "headless": True,
     })  # fmt: skip
-    plugins = manager.current()
+    plugins, before = manager.current(), set(threading.enumerate())
     taking = Announcements(here, placement(here), plugins)
     try:
         announce(there, placement(there), plugins).close()
     finally:
         taking.close()
+        for thread in set(threading.enumerate()) - before:
+            thread._started.wait(30)  # type: ignore[attr-defined]
+            thread.join(30)
 
 
 @_part
@@ -133,6 +138,23 @@ def data_over_tls(folder: Path) -> None:
         answer.result(30)
         ours.sendall(Connection(ours, sessions[0]).seal(b"x" * 70_000))
         assert Connection(theirs, sessions[1]).reader().read(70_000) == b"x" * 70_000
+
+
+@_part
+def frames_over_tls(folder: Path) -> None:
+    """As ranks of other machines send them."""
+    contexts = tls_contexts(secrets.token_bytes(32))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        for peer in (ours, theirs):
+            peer.settimeout(30)
+        sessions = TlsSession(contexts), TlsSession(contexts, server=True)
+        answer = pool.submit(sessions[1].handshake, theirs)
+        sessions[0].handshake(ours)
+        answer.result(30)
+        FrameStream(ours, sessions[0]).send(frames.pack("run", b"a plan"))
+        if FrameStream(theirs, sessions[1]).receive() != ["run", b"a plan"]:
+            raise OSError("at its end")
 
 
 @_part

@@ -307,6 +307,7 @@ def prompts_of_all_kinds(live: Live, http: httpx.Client) -> None:
         http.post(path, json={**more, "prompt": ["a", "queue is full"]})
         http.post(path, json={**more, "prompt": "a", "stream": True})
     http.post("/completion", json={"prompt": [5, "a"], "n_predict": 1})
+    http.post("/completion", json={"prompt": [{"prompt_string": "a"}], "n_predict": 1})
     http.post("/v1/completions", json={"model": "M", "max_tokens": 1, "prompt_embeds": EMBEDS})
     http.post("/v1/embeddings", json={"model": "M", "messages": TURN})
     http.post("/pooling", json={"model": "M", "data": ["a", "b"]})

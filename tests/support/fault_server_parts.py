@@ -47,6 +47,7 @@ from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Usages
 from modulm_server.models import request_fields, settings
 from modulm_server.output import Outlet, _unblock_pipe, forward
+from modulm_server.pacing import FairSemaphore
 from modulm_server.route import RouteContext, RouteFamily
 from modulm_server.sse import EventStream
 
@@ -471,6 +472,28 @@ def a_record_that_has_no_room(folder: Path) -> None:
         batches._append(target, b"another\n")  # type: ignore[arg-type]
     if target.getvalue() != b"one\n":
         raise OSError("the rest is cut off when the batch continues")
+
+
+@_part
+def texts_that_wait(folder: Path) -> None:
+    """For a thread; one that is cancelled has taken none."""
+
+    async def main() -> None:
+        free = FairSemaphore(1)
+        await free.acquire("a")
+        try:
+            waiting = asyncio.ensure_future(free.acquire("b"))
+            await asyncio.sleep(0)
+        finally:
+            free.release()
+        try:
+            async with asyncio.timeout(30):
+                await waiting
+            free.release()
+        finally:
+            assert not free._used
+
+    asyncio.run(main())
 
 
 @_part

@@ -330,6 +330,24 @@ def test_what_goes_wrong_in_the_process_is_raised_here(tmp_path: Path) -> None:
         AsyncLLM(model=str(tmp_path / "nowhere"), cpu_threads=1)
 
 
+def test_an_engine_whose_tokenizer_cannot_be_read_is_stopped(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("the tokenizer is damaged")
+
+    register("executors", "slow-fake", SlowFake)
+    monkeypatch.setattr("modulm_server.engine.core_client.open_tokenizer", refuse)
+    stopped: list[int] = []
+    monkeypatch.setattr(SlowFake, "stop", lambda self: stopped.append(1))
+    with pytest.raises(CheckpointError, match="damaged"):
+        AsyncLLM(
+            **_flags(checkpoint), distributed_executor_backend="slow-fake",
+            disable_frontend_multiprocessing=True,
+        )  # fmt: skip
+    assert stopped
+
+
 def test_several_front_ends_share_an_engine(checkpoint: str) -> None:
     async def main() -> None:
         params = LONG.with_(max_tokens=30)

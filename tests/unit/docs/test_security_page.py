@@ -28,6 +28,20 @@ def test_the_named_tests_exist() -> None:
             assert f"def {function}(" in text, f"{function}: {row}"
 
 
+def test_what_make_fuzz_repeats_draws_examples() -> None:
+    """And the records that the page names exist."""
+    text = PAGE.read_text()
+    row = next(row for row in text.splitlines() if "that `make fuzz` repeats" in row)
+    files = re.findall(r"`(tests/[a-z0-9_/]+\.py)`", row)
+    assert len(files) >= 8
+    for file in files:
+        source = (PAGE.parents[1] / file).read_text()
+        drawn = r"@(hypothesis\.)?given\(|def test_\w+\([^)]*\b(rng|rounds)\b"
+        assert re.search(drawn, source), file
+    for record in re.findall(r"`(bench/results/[a-z0-9-]+\.md)`", text):
+        assert (PAGE.parents[1] / record).is_file(), record
+
+
 def first_cells(text: str) -> set[str]:
     rows = [row for row in text.splitlines() if row.startswith("| ")]
     return {row.split(" | ")[0].removeprefix("| ") for row in rows} - {"what", "what happens"}

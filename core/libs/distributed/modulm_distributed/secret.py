@@ -52,6 +52,11 @@ def read_secret(file: str, flag: str = _FLAG) -> bytes:
     return secret
 
 
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only this user may read."""
+    return os.open(path, flags, 0o600)
+
+
 def _own_file(flag: str) -> Path:
     """This user's file, readable only by the user. Raises OSError, ConfigError."""
     cache = variables().get("XDG_CACHE_HOME")
@@ -60,14 +65,13 @@ def _own_file(flag: str) -> Path:
     if not file.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = folder / f"{file.name}.{secrets.token_hex(8)}"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            with os.fdopen(descriptor, "w") as sink:
+            with open(draft, "x", opener=_open_private) as sink:
                 sink.write(secrets.token_hex(32))
             with suppress(FileExistsError):  # created by another process of this user
                 os.link(draft, file)
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
     status = file.lstat()
     private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
     if not stat.S_ISREG(status.st_mode) or not private:

@@ -13,7 +13,7 @@ from modulm.config.environ import variables
 from modulm_server.app import create_app
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.flags import ServerConfig
-from modulm_server.heap import bound_arenas
+from modulm_server.heap import bound_arenas, share_interpreter
 from modulm_server.logs import configure_logging
 from modulm_server.output import unblock
 from modulm_server.serve import make_server
@@ -28,6 +28,7 @@ def main(descriptor: int, address: str) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
         signal.signal(number, signal.SIG_IGN)
     bound_arenas(variables())
+    share_interpreter()
     unblock()
     engine = AsyncLLM.connect(address)
     config = engine.info.config

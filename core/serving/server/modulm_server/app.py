@@ -40,7 +40,7 @@ from modulm_server.route import RouteContext, RouteFamily
 from modulm_server.running_requests import RunningRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, MutableMapping
+    from collections.abc import Collection, Mapping, MutableMapping, Sequence
 
     from fastapi import APIRouter
     from starlette.types import ASGIApp
@@ -95,14 +95,21 @@ class Served:
 
     async def stop(self) -> None:
         """Stop the families' background work."""
-        if self.directory is not None:
-            await self.directory.stop()
-        for family in self.families:
-            try:
-                await family.stop()
-            except Exception:
-                log.exception("Route family %s failed to stop", family.name)
-        self.generation.media.close()
+        try:
+            if self.directory is not None:
+                await self.directory.stop()
+        finally:
+            await _stop(self.families)
+            self.generation.media.close()
+
+
+async def _stop(families: Sequence[RouteFamily]) -> None:
+    """Stop the background work of all families, also if that of some fails."""
+    for family in families:
+        try:
+            await family.stop()
+        except Exception:
+            log.exception("Route family %s failed to stop", family.name)
 
 
 class ModelHost(Protocol):
@@ -197,10 +204,11 @@ class ModelRoutes:
 
     async def stop(self) -> None:
         """Stop the families' background work."""
-        for family in self.families:
-            await family.stop()
-        self.generation.media.close()
-        self.generation.work.close()
+        try:
+            await _stop(self.families)
+        finally:
+            self.generation.media.close()
+            self.generation.work.close()
 
 
 def model_routes(

@@ -160,6 +160,14 @@ class GenerationService:
                 return True
         return False
 
+    def check_stream(self, streamed: bool | None) -> None:
+        """Raise ApiError(429) for a stream beyond the limit of the request's key, before its prompt
+        is rendered.
+        """
+        caller = current_caller()
+        if streamed and caller is not None:
+            caller.check_stream()
+
     def check_open(self) -> None:
         """Raise ApiError(503) or EngineStalled if the engine or the server takes no requests."""
         if self.engine.dead:
@@ -322,7 +330,7 @@ class GenerationService:
         Returns once the engine has accepted the request, so that errors are raised before the
         response begins.
         """
-        await self._turns.wait()
+        await self._turns.wait(current_owner())
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
         if adapter is None and self.media_adapters and prompt.media is not None:
@@ -373,7 +381,7 @@ class GenerationService:
         """Run all to their ends, a few per turn of the event loop; returns their last outputs."""
 
         async def last(run: Running) -> RequestOutput:
-            await self._turns.wait()
+            await self._turns.wait(current_owner())
             return await run.last()
 
         return await asyncio.gather(*map(last, runs))
@@ -387,7 +395,7 @@ class GenerationService:
         cache_salt: str | None = None,
     ) -> PoolingRequestOutput:
         """Pool a prompt. adapter: from `find_model`."""
-        await self._turns.wait()
+        await self._turns.wait(current_owner())
         self.check_open()
         caller = self._admit(len(prompt.ids))
         engine_prompt = {**prompt.engine_prompt(), "prompt": None}

@@ -48,8 +48,9 @@ _Result = TypeVar("_Result")
 _PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*)`$")
 _DEPTH = 128
 _LIMITS = RequestLimits()
-#: Bytes from which a body is read in a thread, and bytes to scan at a time.
-_LARGE, _SLICE = 1 << 16, 1 << 20
+#: Bytes from which a body is read in a thread, from which it is in that for long ones, and bytes to
+#: scan at a time.
+_LARGE, _LONG_BODY, _SLICE = 1 << 16, 1 << 20, 1 << 20
 #: Maps every digit to 0 and any other byte to a space, to search for long numbers.
 _ZEROS = bytes(48 if 48 <= byte <= 57 else 32 for byte in range(256))
 #: The fewest digits of an integer that may exceed 64 bits.
@@ -77,7 +78,7 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
     if len(body) < _LARGE:
         return decode(body, schema) if decoded is None else to_struct(decoded, schema)
     work = partial(decode, body) if decoded is None else partial(to_struct, decoded)
-    return await asyncio.get_running_loop().run_in_executor(_thread(), work, schema)
+    return await asyncio.get_running_loop().run_in_executor(_thread(len(body)), work, schema)
 
 
 async def body_of(request: Request) -> bytes:
@@ -89,9 +90,10 @@ async def body_of(request: Request) -> bytes:
 
 async def joined(parts: list[bytes]) -> bytes:
     """Join the parts of a body; in a thread if it is large, since the kernel clears its memory."""
-    if sum(map(len, parts)) < _LARGE:
+    size = sum(map(len, parts))
+    if size < _LARGE:
         return b"".join(parts)
-    return await asyncio.get_running_loop().run_in_executor(_thread(), b"".join, parts)
+    return await asyncio.get_running_loop().run_in_executor(_thread(size), b"".join, parts)
 
 
 async def read_object(body: bytes) -> dict[str, Any]:
@@ -101,20 +103,30 @@ async def read_object(body: bytes) -> dict[str, Any]:
     """
     if len(body) < _LARGE:
         return _decode_object(body)
-    return await asyncio.get_running_loop().run_in_executor(_thread(), _decode_object, body)
+    return await asyncio.get_running_loop().run_in_executor(
+        _thread(len(body)), _decode_object, body
+    )
 
 
 async def convert(request: Request, function: Callable[..., _Result], *args: Any) -> _Result:
     """Call a function that reads the decoded body of a request; in a thread if it is large."""
-    if len(await body_of(request)) < _LARGE:
+    size = len(await body_of(request))
+    if size < _LARGE:
         return function(*args)
-    return await asyncio.get_running_loop().run_in_executor(_thread(), function, *args)
+    return await asyncio.get_running_loop().run_in_executor(_thread(size), function, *args)
 
 
-@lru_cache(maxsize=1)
-def _thread() -> ThreadPoolExecutor:
-    """The thread that decodes large bodies, one after the other, off the event loop."""
-    return ThreadPoolExecutor(1, thread_name_prefix="modulm-json")
+def _thread(size: int) -> ThreadPoolExecutor:
+    """The thread that decodes large bodies, one after the other, off the event loop. Long ones,
+    from a megabyte on, have one of their own.
+    """
+    return _threads()[size >= _LONG_BODY]
+
+
+@cache
+def _threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    names = ("modulm-json", "modulm-long-json")
+    return tuple(ThreadPoolExecutor(1, thread_name_prefix=name) for name in names)  # type: ignore[return-value]
 
 
 def decode(body: bytes, schema: type[_Body]) -> _Body:

@@ -148,14 +148,19 @@ class Caller:
         self.usage.connections -= not self.internal
         self.usage.streams -= self._streams
 
+    def check_stream(self) -> None:
+        """Raise ApiError(429) if a stream would exceed the key's limit: before its prompt costs."""
+        if self._streams or self._left or self.internal or self.key.streams is None:
+            return
+        most = self.usages.share(self.key.streams)
+        if self.usage.streams >= most:
+            raise _too_many(f"{most} streams of this key are open")
+
     def start_stream(self) -> None:
         """Count the request as a stream. Raises ApiError(429) beyond the key's limit."""
         if self._streams or self._left or self.internal:
             return
-        if self.key.streams is not None:
-            most = self.usages.share(self.key.streams)
-            if self.usage.streams >= most:
-                raise _too_many(f"{most} streams of this key are open")
+        self.check_stream()
         self._streams = True
         self.usage.streams += 1
 

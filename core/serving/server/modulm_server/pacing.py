@@ -1,5 +1,6 @@
-"""Starts simultaneous requests a few at a time, to keep the event loop responsive, and those that
-nobody waits for after others.
+"""Starts simultaneous requests a few at a time, to keep the event loop responsive.
+
+Those of each API key start in turn, and those that nobody waits for after others.
 """
 
 from __future__ import annotations
@@ -7,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from attrs import define, field
 
-__all__ = ["Answers", "Turns"]
+__all__ = ["Answers", "FairSemaphore", "Turns"]
 
 #: Requests to start per turn of the event loop. Each takes half a millisecond.
 _PER_TURN = 2
@@ -22,38 +23,86 @@ _LONGEST = 0.5
 _RECENT = 5.0
 
 
+class _Waiting:
+    """Callers that wait: the first of each key in turn, so that a key with many delays no other."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, deque[asyncio.Future[None]]] = {}
+
+    def add(self, key: Hashable) -> asyncio.Future[None]:
+        """Add a caller, who waits for the future."""
+        turn = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(key, deque()).append(turn)
+        return turn
+
+    def start_next(self) -> bool:
+        """Let the next caller pass; returns whether there was one."""
+        while self._queues:
+            key = next(iter(self._queues))
+            queue = self._queues.pop(key)
+            turn = queue.popleft()
+            if queue:
+                self._queues[key] = queue  # behind the other keys
+            if not turn.done():  # it may be cancelled
+                turn.set_result(None)
+                return True
+        return False
+
+
 @define(eq=False)
 class Turns:
-    """Lets `per_turn` callers pass per turn of the event loop, in order.
+    """Lets `per_turn` callers pass per turn of the event loop, in order, those of each key in turn.
 
     Starting hundreds of requests in one turn would delay health checks and streams.
     """
 
     per_turn: int = _PER_TURN
     _started: int = field(default=0, init=False)
-    _waiting: deque[asyncio.Future[None]] = field(factory=deque, init=False)
+    _waiting: _Waiting = field(factory=_Waiting, init=False)
 
-    async def wait(self) -> None:
-        """Wait until the caller may start."""
+    async def wait(self, key: Hashable = None) -> None:
+        """Wait until the caller may start. key: whose request it is."""
         if self._started < self.per_turn:
             if not self._started:
                 asyncio.get_running_loop().call_soon(self._next)
             self._started += 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
+        await self._waiting.add(key)
 
     def _next(self) -> None:
         """Let the next callers pass, in a new turn of the event loop."""
         self._started = 0
-        while self._waiting and self._started < self.per_turn:
-            turn = self._waiting.popleft()
-            if not turn.done():  # it may be cancelled
-                turn.set_result(None)
-                self._started += 1
+        while self._started < self.per_turn and self._waiting.start_next():
+            self._started += 1
         if self._started:
             asyncio.get_running_loop().call_soon(self._next)
+
+
+@define(eq=False)
+class FairSemaphore:
+    """Lets `count` callers work at once; of those that wait, the first of each key in turn."""
+
+    count: int
+    _used: int = field(default=0, init=False)
+    _waiting: _Waiting = field(factory=_Waiting, init=False)
+
+    async def acquire(self, key: Hashable = None) -> None:
+        """Wait until the caller may work. key: whose work it is."""
+        if self._used < self.count:
+            self._used += 1
+            return
+        turn = self._waiting.add(key)
+        try:
+            await turn
+        except BaseException:
+            if not turn.cancel() and not turn.cancelled():  # the caller was let pass
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """End the work of a caller."""
+        if not self._waiting.start_next():
+            self._used -= 1
 
 
 class Answers:

@@ -253,10 +253,10 @@ class RequestGuard:
             self._check_head(scope)
             if in_background() or scope["path"].startswith(_AFTER_OTHERS):
                 await self.answers.wait()
-                await self._turns.wait()
+                await self._turns.wait(_sender(scope))
             elif scope["path"] not in _AT_ONCE:
                 exchange.begins = self.answers.expect()
-                await self._turns.wait()
+                await self._turns.wait(_sender(scope))
             await self.app(scope, exchange.take, exchange.give)
         except ClientGone:
             raise
@@ -323,6 +323,14 @@ def _too_large(limit: int) -> ApiError:
 
 def _large_head(message: str) -> ApiError:
     return ApiError(431, message, headers={"Connection": "close"})
+
+
+def _sender(scope: Scope) -> object:
+    """Whose requests start in turn with those of others: a key, which is not checked yet."""
+    for name, value in scope["headers"]:
+        if name in (b"authorization", b"x-api-key"):
+            return bytes(value)
+    return scope.get("modulm.owner")
 
 
 def request_id(scope: Scope) -> str:

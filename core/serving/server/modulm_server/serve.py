@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +38,7 @@ from modulm_server.auth import open_paths
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.first_request import first_request
 from modulm_server.flags import OtherProtocol, ServerConfig
-from modulm_server.heap import bound_arenas, give_back
+from modulm_server.heap import bound_arenas, give_back, share_interpreter
 from modulm_server.hosts import is_loopback
 from modulm_server.loop_watch import LoopWatch
 from modulm_server.protocol import affordable, protocol
@@ -110,6 +110,7 @@ def serve(
     check_files(config.group(ServerConfig))
     bound_arenas(variables())
     config = with_http_address(config)
+    share_interpreter()
     sock = open_socket(config.group(ServerConfig))
     try:
         plugins = manager.current()
@@ -347,6 +348,7 @@ class Server(uvicorn.Server):
         self.stats: Statistics | None = None
         self.workers: Workers | None = None
         self.failed = False
+        self._sockets: list[socket.socket] | None = None
         self._loop_watch = LoopWatch()
 
     def watch(self, certificates: _Certificates) -> None:
@@ -363,14 +365,32 @@ class Server(uvicorn.Server):
         descriptor, and other processes that accept from it would block too.
         """
         sock.setblocking(False)
-        self.run(sockets=[sock, *(sock.dup() for _ in range(_AT_ONCE - 1))])
+        with ExitStack() as stack:  # uvicorn closes none if the server does not start
+            sockets = [stack.enter_context(sock)]
+            while len(sockets) < _AT_ONCE:
+                sockets.append(stack.enter_context(sock.dup()))
+            self.run(sockets=sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._sockets = sockets
         await super().startup(sockets)
-        if self.started:
+        if not self.started:
+            return
+        try:
             await self._served.start()
             self._loop_watch.start()
             self.announce()
+        except BaseException:  # uvicorn would leave connections, and what has started
+            await self.shutdown(sockets)
+            raise
+
+    async def main_loop(self) -> None:
+        """Serve until the end, which an error does not skip."""
+        try:
+            await super().main_loop()
+        except BaseException:
+            await self.shutdown(self._sockets)
+            raise
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -424,20 +444,28 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop_watch.stop()
-        engine = self._served.generation.engine
         self._served.generation.closing = True
-        if self.workers is not None:
-            self.workers.end()
-        if not self.force_exit and not engine.dead:
-            await engine.drain(self._patience)
-        await self._served.stop()
+        try:
+            await self._end_requests()
+        finally:
+            await super().shutdown(sockets)
+            if self.stats is not None:
+                await asyncio.to_thread(self.stats.close)
+
+    async def _end_requests(self) -> None:
+        """Let running requests end, then stop what serves them, also if waiting for them fails."""
+        engine = self._served.generation.engine
+        try:
+            if self.workers is not None:
+                self.workers.end()
+            if not self.force_exit and not engine.dead:
+                await engine.drain(self._patience)
+        finally:
+            await self._served.stop()
         for _ in range(20):
             if not engine.active:
                 break
             await asyncio.sleep(0.05)
-        await super().shutdown(sockets)
-        if self.stats is not None:
-            await asyncio.to_thread(self.stats.close)
 
 
 def make_server(served: Served, server: ServerConfig) -> Server:

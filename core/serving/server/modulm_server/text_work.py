@@ -2,6 +2,7 @@
 
 The cost of a text grows with its length, so texts longer than any context are rejected unread. Long
 texts have a thread of their own, so that short ones need not wait for them, and a limited queue.
+The texts of each API key have their turns: one key's many need not end before another's first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from modulm.errors import ContextLengthExceeded, QueueFull
+from modulm_server.auth import current_owner
+from modulm_server.pacing import FairSemaphore
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
@@ -33,6 +36,30 @@ _LEAST, _PER_TOKEN = 1 << 20, 16
 _PART = 64
 
 
+class _Threads:
+    """Threads for the work of API keys, each of which has its turn."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        # One more, which a thread begins without a turn of the event loop in between.
+        self._free = FairSemaphore(count + 1)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        """Call a function in a thread. If the caller is cancelled, the thread still ends it."""
+        await self._free.acquire(current_owner())
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except BaseException:
+            self._free.release()
+            raise
+        done.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(done)
+
+    def close(self) -> None:
+        """End the threads once their work is done."""
+        self._pool.shutdown(wait=False)
+
+
 class TextWork:
     """The threads for work on texts, and the accepted lengths.
 
@@ -45,15 +72,15 @@ class TextWork:
         self._tokenizer = tokenizer
         self._length = max_model_len
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
-        self._short = ThreadPoolExecutor(threads, thread_name_prefix="modulm-text")
-        self._rendering = ThreadPoolExecutor(threads, thread_name_prefix="modulm-templates")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="modulm-long-text")
+        self._short = _Threads(threads, "modulm-text")
+        self._rendering = _Threads(threads, "modulm-templates")
+        self._long = _Threads(1, "modulm-long-text")
         self._long_characters = 0
 
     def close(self) -> None:
         """End the threads once their work is done."""
-        for pool in (self._short, self._rendering, self._long):
-            pool.shutdown(wait=False)
+        for threads in (self._short, self._rendering, self._long):
+            threads.close()
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
@@ -88,33 +115,23 @@ class TextWork:
 
     async def _in_thread(
         self,
-        pool: ThreadPoolExecutor,
+        threads: _Threads,
         size: int,
         function: Callable[..., Any],
         args: Sequence[Any],
         keywords: Mapping[str, Any],
     ) -> Any:
-        """Call a function in a thread of the pool, or in the one for long texts."""
+        """Call a function in one of the threads, or in the one for long texts."""
+        work = partial(function, *args, **keywords)
         if size < _LONG:
-            return await self._in(pool, function, args, keywords)
+            return await threads.run(work)
         if self._long_characters and self._long_characters + size > _WAITING:
             raise QueueFull("too much text is waiting to be tokenized; try again later")
         self._long_characters += size
         try:
-            return await self._in(self._long, function, args, keywords)
+            return await self._long.run(work)
         finally:
             self._long_characters -= size
-
-    @staticmethod
-    async def _in(
-        pool: ThreadPoolExecutor,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        keywords: Mapping[str, Any],
-    ) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(
-            pool, lambda: function(*args, **keywords)
-        )
 
     def check(self, size: int, param: str = "prompt") -> None:
         """Raise ContextLengthExceeded for a text that is too long to tokenize."""

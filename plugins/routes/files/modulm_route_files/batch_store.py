@@ -61,6 +61,8 @@ class BatchStore:
         self._numbers = itertools.count(1)
         self._saves: dict[str, _Saves] = {}
         self._cleanups: set[asyncio.Future[None]] = set()
+        #: The owners of batches that are being started.
+        self._starting: dict[asyncio.Future[None], str] = {}
 
     @property
     def running(self) -> int:
@@ -68,8 +70,26 @@ class BatchStore:
         return len(self._running)
 
     def count_running(self, owner: str) -> int:
-        """The number of an owner's batches that run in this process."""
-        return sum(batch.owner == owner for batch, _, _ in self._running.values())
+        """The number of an owner's batches that run, or start, in this process."""
+        running = [batch.owner for batch, _, _ in self._running.values()]
+        return [*running, *self._starting.values()].count(owner)
+
+    async def create(
+        self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Save a batch in a thread and run it in this process, also if the caller is cancelled.
+        Raises OSError if it cannot be saved.
+        """
+
+        async def begin() -> None:
+            lock = await asyncio.to_thread(self._claim, batch)
+            if lock is not None:
+                self._begin(batch, work, lock)
+
+        starting = asyncio.ensure_future(begin())
+        self._starting[starting] = batch.owner
+        starting.add_done_callback(self._starting.pop)
+        await asyncio.shield(starting)
 
     def start(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
         """Save a batch and run it in this process. Raises OSError if it cannot be saved.
@@ -77,15 +97,21 @@ class BatchStore:
         A batch whose last servers died without a record of it has failed. One that another server
         runs, or has ended meanwhile, is left alone.
         """
+        lock = self._claim(batch)
+        if lock is not None:
+            self._begin(batch, work, lock)
+
+    def _claim(self, batch: Batch) -> int | None:
+        """Save a batch that this process is to run; returns its lock, None if it is not to."""
         stored = self._read(self._path(batch.id))
         # Only remove_leftovers takes the lock of a batch without a state, and only for a moment.
         lock = self._lock(batch.id, wait=stored is None)
         if lock is None:
-            return
+            return None
         stored = self._read(self._path(batch.id))
         if stored is not None and stored.is_over:
             self._unlock(batch.id, lock)
-            return
+            return None
         if batch.tries >= _MAX_TRIES:
             batch.give_up("server_died", f"the server died {batch.tries} times at this batch")
         batch.tries += 1
@@ -100,7 +126,12 @@ class BatchStore:
             raise
         if batch.is_over:
             self._unlock(batch.id, lock)
-            return
+            return None
+        return lock
+
+    def _begin(
+        self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]], lock: int
+    ) -> None:
         task = asyncio.get_running_loop().create_task(self._run(batch, work))
         # Not in the task itself, which may be cancelled before it starts.
         task.add_done_callback(lambda done: self._finish(batch, lock, done))
@@ -157,6 +188,7 @@ class BatchStore:
 
     async def stop(self) -> None:
         """Stop running batches, to be resumed later."""
+        await asyncio.gather(*self._starting, return_exceptions=True)
         running = list(self._running.values())
         for batch, task, _ in running:
             batch.tries = 0

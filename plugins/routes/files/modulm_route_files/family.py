@@ -256,7 +256,7 @@ class Files(RouteFamily):
         )
         card = batch.card()
         try:
-            self._batches.start(batch, self._work)
+            await self._batches.create(batch, self._work)
         except OSError as error:
             raise storage_error(error) from error
         return json_response(card)

@@ -11,13 +11,14 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
-from attrs import define
+from attrs import define, field
 
 from modulm.errors import ConfigError
 from modulm_route_files.clock import Clock, Moment
@@ -54,6 +55,8 @@ _SHORTEST, _LONGEST = 3_600, 2_592_000
 #: OpenAI's defaults: batch files expire after thirty days, others never.
 _USUAL = {"batch": _LONGEST}
 _PIECE = 1 << 20
+#: Nanoseconds after a change of a folder in which a further one may get the same time of change.
+_SETTLED = 1_000_000_000
 
 
 @define(eq=False)
@@ -71,6 +74,7 @@ class StoredFile:
     path: Path
     moment: Moment
     lasts: int | None = None
+    _size: int | None = field(default=None, init=False, repr=False)
 
     @property
     def created(self) -> int:
@@ -79,11 +83,16 @@ class StoredFile:
 
     @property
     def size(self) -> int:
-        """Size in bytes; 0 if the file was deleted."""
+        """Size in bytes; 0 if the file was deleted. Only outputs of batches grow."""
+        if self._size is not None:
+            return self._size
         try:
-            return self.path.stat().st_size
+            size = self.path.stat().st_size
         except OSError:
             return 0
+        if self.purpose != "batch_output":
+            self._size = size
+        return size
 
     def card(self) -> FileCard:
         """OpenAI's file object."""
@@ -167,6 +176,8 @@ class FileStore:
         self._max_files = max(1, max_files // owners)
         self._max_bytes = max(1, max_bytes // owners)
         self._files: dict[str, StoredFile] = {}
+        #: When the folder was last changed before it was read; None if it may have changed since.
+        self._scanned: int | None = None
         # Uploads are written in threads.
         self._lock = threading.RLock()
 
@@ -193,8 +204,8 @@ class FileStore:
         a random one. Raises ApiError(429) if the owner stores too many files, OSError.
         """
         stored = self.list_owned(owner)
-        used = sum(file.size for file in stored)
-        if len(stored) >= self._max_files or used >= self._max_bytes:
+        full = len(stored) >= self._max_files
+        if full or sum(file.size for file in stored) >= self._max_bytes:
             raise ApiError(429, "too many files are stored: delete some", code="overloaded")
         identity = identity or f"file-{uuid4().hex}"
         return StoredFile(
@@ -303,7 +314,18 @@ class FileStore:
     def _scan(self) -> None:
         if self._folder is None:
             return
-        cards = {entry.name for entry in os.scandir(self.folder / "files") if _is_card(entry.name)}
+        folder = self.folder / "files"
+        changed = folder.stat().st_mtime_ns
+        if changed != self._scanned:
+            self._read_folder(folder)
+            self._scanned = changed if time.time_ns() > changed + _SETTLED else None
+        for file in list(self._files.values()):
+            if file.lasts is not None and file.moment.is_over(file.lasts, self._clock):
+                self._discard(file)
+
+    def _read_folder(self, folder: Path) -> None:
+        """Read what other servers have added, and forget what they have removed."""
+        cards = {entry.name for entry in os.scandir(folder) if _is_card(entry.name)}
         for identity in self._files.keys() - {name.removesuffix(".json") for name in cards}:
             del self._files[identity]
         known = {f"{identity}.json" for identity in self._files}
@@ -311,9 +333,6 @@ class FileStore:
             file = self._read(name)
             if file is not None:
                 self._files[file.id] = file
-        for file in list(self._files.values()):
-            if file.lasts is not None and file.moment.is_over(file.lasts, self._clock):
-                self._discard(file)
 
     def _read(self, name: str) -> StoredFile | None:
         """Read a file's card; None if it, or the file, is missing or invalid."""

@@ -117,6 +117,7 @@ class Chat:
 
     async def answer(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request, streamed or whole."""
+        self._context.generation.check_stream(body.stream)
         job = await self._job(request, body)
         started = await job.turn.start()
         if body.stream:

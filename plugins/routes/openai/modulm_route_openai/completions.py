@@ -93,6 +93,7 @@ class Completions:
 
     async def answer(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request, streamed or whole."""
+        self._generation.check_stream(body.stream)
         job = await self._job(request, body)
         runs = await self._start(job)
         if body.stream:

@@ -203,7 +203,13 @@ class _SocketServer:
 
     def _run(self, owner: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve(owner))
+        try:
+            self._loop.run_until_complete(self._serve(owner))
+        except Exception as error:  # nobody could configure or end the engine
+            log.exception("the engine's sockets cannot be served")
+            owner.close()
+            self.started.set_exception(EngineDead(f"its sockets cannot be served: {error}"))
+            return
         self._loop.run_forever()
 
     async def _serve(self, owner: socket.socket) -> None:

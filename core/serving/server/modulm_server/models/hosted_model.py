@@ -194,21 +194,29 @@ class HostedModel:
     async def close(self) -> None:
         """End the engine and its processes."""
         self.state = "stopping"
-        await self._close_engine()
-        self.state = "unloaded"
+        try:
+            await self._close_engine()
+        finally:
+            self.state = "unloaded"
+
+    async def stop_routes(self) -> None:
+        """Stop what its routes run; its engine goes on."""
+        routes, self.routes = self.routes, None
+        if routes is not None:
+            await routes.stop()
 
     async def _close_engine(self) -> None:
-        routes, self.routes = self.routes, None
         engine, self.engine = self.engine, None
         process, self._process = self._process, None
         self.admitted = set()
-        if routes is not None:
-            await routes.stop()
-        if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
-        elif process is not None:
-            await asyncio.to_thread(process.close)
-        self.memory = 0
+        try:
+            await self.stop_routes()
+        finally:
+            if engine is not None:
+                await asyncio.to_thread(engine.shutdown)
+            elif process is not None:
+                await asyncio.to_thread(process.close)
+            self.memory = 0
 
     async def measure(self) -> None:
         """Measure the memory of the engine's processes."""

@@ -322,9 +322,13 @@ class ModelPool(ModelDirectory):
         loads = [model.loading for model in self.models if model.loading is not None]
         if self._patrol is not None:
             self._patrol.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
-        leaving = [model.leaving for model in self.models if model.leaving is not None]
-        await asyncio.gather(*leaving, return_exceptions=True)
+        try:
+            await asyncio.gather(*loads, return_exceptions=True)
+            leaving = [model.leaving for model in self.models if model.leaving is not None]
+            await asyncio.gather(*leaving, return_exceptions=True)
+        finally:
+            stops = [model.stop_routes() for model in self.models]
+            await asyncio.gather(*stops, return_exceptions=True)
 
     def shutdown(self) -> None:
         """End all engines; called when the event loop has ended."""

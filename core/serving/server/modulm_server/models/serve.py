@@ -10,7 +10,7 @@ from modulm.config.environ import variables
 from modulm.errors import ConfigError
 from modulm_server.app import create_app
 from modulm_server.flags import ServerConfig
-from modulm_server.heap import bound_arenas
+from modulm_server.heap import bound_arenas, share_interpreter
 from modulm_server.models.dispatch import Dispatcher
 from modulm_server.models.front_engine import FrontEngine
 from modulm_server.models.pool import ModelPool
@@ -56,6 +56,7 @@ def serve_models(
     bound_arenas(variables())
     config = with_http_address(config)
     server_config = config.group(ServerConfig)
+    share_interpreter()
     pool = make_pool(config, models)
     sock = open_socket(server_config)
     try:
