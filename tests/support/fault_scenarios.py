@@ -252,6 +252,18 @@ def a_client_that_leaves(live: Live, http: httpx.Client) -> None:
 
 
 @_scenario
+def requests_that_are_aborted(live: Live, http: httpx.Client) -> None:
+    """By their ids, by their own key and by the operator."""
+    body = {"model": "M", "messages": [{"role": "user", "content": "count slowly"}],
+            "max_tokens": 200, "stream": True}  # fmt: skip
+    for path in ("/inference/v1/abort_requests", "/abort_requests"):
+        with http.stream("POST", CHAT, json=body, headers={"X-Request-Id": "slow"}) as answer:
+            for _ in answer.iter_bytes(1):
+                break
+            http.post(path, json={"request_ids": ["slow"]})
+
+
+@_scenario
 def adapters(live: Live, http: httpx.Client) -> None:
     body = {"lora_name": "poet", "lora_path": "poet"}
     http.post("/v1/load_lora_adapter", json=body)
