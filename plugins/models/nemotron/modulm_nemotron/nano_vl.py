@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.errors import CheckpointError
 from modulm.nn import Builder
@@ -70,10 +70,23 @@ def _encoder(arguments: Mapping[str, Any], table: Mapping[str, Any], file: str) 
     }
 
 
+#: Of files that have more than is used of them here.
+_NAMES = evolve(
+    NemotronOmniForConditionalGeneration.names,
+    ignore=(
+        *NemotronOmniForConditionalGeneration.names.ignore,
+        r"^(sound_encoder|sound_projection)\.",
+        r"\.patch_generator\.video_embedder\.",
+    ),
+)
+
+
 class NemotronNanoVL(NemotronOmniForConditionalGeneration):
     """Nemotron Nano VL 2, of images."""
 
     config_type: ClassVar[type] = NanoVlConfig
+    media = ("image",)
+    names = _NAMES
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -86,6 +99,8 @@ class LlamaNemotronNanoVL(NemotronOmniForConditionalGeneration):
     """Llama Nemotron Nano VL, of images."""
 
     config_type: ClassVar[type] = NanoVlConfig
+    media = ("image",)
+    names = _NAMES
 
     def make_encoders(self, config: NanoVlConfig, b: Builder) -> None:
         self.tower = RadioTower(config.vision, b.at("vision_model.radio_model.model"))

@@ -213,7 +213,7 @@ class NemotronOmniForConditionalGeneration(MultimodalModel):
 
     def make_encoders(self, config: NemotronOmniConfig, b: Builder) -> None:
         at = b.at("vision_model.radio_model.model")
-        self.tower = RadioTower(config.vision, at, films=True)
+        self.tower = RadioTower(config.vision, at, films="video" in self.media)
         at, wide = b.at("mlp1"), config.vision.hidden_size * PATCHES
         self.norm = at.rms_norm("0", wide, _PROJECTOR_EPS)
         self.projector = PlainMLP(
