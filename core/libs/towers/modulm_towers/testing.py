@@ -518,6 +518,8 @@ def _check_stored(
     for fused, parts in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
         joined = [path.removesuffix(fused) for path in paths if path.endswith(f".{fused}")]
         paths += [f"{path}{part}_proj" for path in joined for part in parts]
+    # Models that call them otherwise rename their layers.
+    paths += [re.sub(r"^(h|blocks)\.", "layers.", path) for path in paths]
     group = {
         "targets": paths,
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
