@@ -63,7 +63,7 @@ def test_every_documented_flag_is_an_option_or_known(path: str) -> None:
     # Only servers run replicas and read requests' own data: commands that make an engine of their
     # own have none of those flags.
     names = {f"--{field.name.replace('_', '-')}" for field in attrs.fields(FleetConfig)}
-    names.add("--io-processor-plugin")
+    names |= {"--io-processor-plugin", "--default-mm-loras"}
     servers = {flag for flag, option in options("serve").items() if names & {*option.opts}}
     assert not set(missing) - servers
     assert path != "serve" or not missing
@@ -224,13 +224,13 @@ def test_every_wrong_flag_is_reported_at_once(
         ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
         (
             "elsewhere",
-            ["--default-mm-loras", "[not supported yet:", "[no effect:", "[refused:"],
+            ["--enable-hc-sp", "[not supported yet:", "[no effect:", "[refused:"],
             "--dtype,",
         ),
         ("max-loras", ["--max-loras", "different adapters"], "--dtype"),
         (
-            "default-mm-loras",
-            ["--default-mm-loras", "[not supported yet: adapters chosen"],
+            "enable-hc-sp",
+            ["--enable-hc-sp", "[not supported yet: sequence parallelism"],
             "--dtype",
         ),
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),

@@ -63,6 +63,7 @@ QUIET = frozenset(
         "/v1/completions/derender", "/v1/chat/completions/derender",
         "/api/pull", "/api/show", "/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}",
         "/invocations", "/v1/documents", "/props", "/slots/{id_slot}", "/lora-adapters",
+        "/inference/v1/abort_requests",
         "/apply-template",
         "/infill",
         "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",

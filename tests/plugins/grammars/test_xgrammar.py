@@ -201,6 +201,7 @@ def test_schemas_that_only_look_unsupported(backend, compiler, schema) -> None:
     compiler(constraint).result(30)
 
 
+@pytest.mark.usefixtures("own_interpreters")
 def test_the_process_that_tries_constraints_has_no_torch(tokenizer) -> None:
     config = EngineConfig.from_keywords(structured_outputs_config={"backend": "xgrammar"})
     plugins = manager.current()

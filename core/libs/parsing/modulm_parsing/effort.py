@@ -53,7 +53,7 @@ def variables_without_thinking(parser: str | None) -> dict[str, Any]:
 
 
 def _class_of(parser: str | None) -> type[ReasoningParser]:
-    if parser is None:
+    if not parser:
         return ReasoningParser
     loaded: type[ReasoningParser] = manager.current().load("reasoning_parsers", parser)
     return loaded
