@@ -1,6 +1,6 @@
-"""Every test here runs on each level that this machine has. Of the grid of its parameters the best
-level, which servers use, gets a part in which each pair of values occurs, and the others one in
-which each value does. `make test-all` runs whole grids.
+"""Every test here runs on each level that this machine has. The best level, which servers use, gets
+the whole grid of a test's parameters, and the others a part in which each pair of values occurs.
+`make test-all` runs whole grids.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ LEVELS = kernels.levels()
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     yield
     if not metafunc.config.getoption("everything"):
-        keep_covering(
-            metafunc, lambda values: 2 if values.get("level") in (None, LEVELS[-1]) else 1
-        )
+        best = (None, LEVELS[-1])
+        keep_covering(metafunc, lambda values: len(values) if values.get("level") in best else 2)
 
 
 @pytest.fixture(params=LEVELS)
