@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,9 +37,9 @@ class _Diarizing(InstructedTranscriber):
     diarizes = True
     known: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    @abstractmethod
     def spoken(self, answer: str) -> Iterator[Spoken]:
         """Parse an answer. Raises ValueError, TypeError or KeyError for one in another form."""
-        raise NotImplementedError
 
     def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
         """Segments in the order of the answer, which may overlap; a whole segment without a
@@ -92,7 +93,7 @@ class MossDiarize(_Diarizing):
 
 def _seconds(text: str) -> float:
     """Seconds of "7.56", "1:23" or "01:02:03". Raises ValueError."""
-    return sum(float(part) * 60**i for i, part in enumerate(reversed(text.split(":"))))
+    return sum(float(part) * 60.0**i for i, part in enumerate(reversed(text.split(":"))))
 
 
 class VibeVoice(_Diarizing):
