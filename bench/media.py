@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import statistics
 import tempfile
 import time
@@ -218,7 +219,7 @@ async def decoding(folder: Path, runs: int) -> None:
         disable_frontend_multiprocessing=True,
     )  # fmt: skip
     times: list[float] = []
-    streams = [asyncio.create_task(_stream(engine, times, f"stream {i}")) for i in range(4)]
+    streams = [asyncio.create_task(_streams(engine, times, f"stream {i}")) for i in range(4)]
     try:
         workers.decode("video", data, options)
         while len(times) < 40:
@@ -253,6 +254,12 @@ async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
     async for _ in engine.generate(asked, modulm.SamplingParams(max_tokens=1), name):
         pass
     return time.perf_counter() - began
+
+
+async def _streams(engine: modulm.AsyncLLM, times: list[float], name: str) -> None:
+    """Stream one text after another until cancelled."""
+    for number in itertools.count():
+        await _stream(engine, times, f"{name}.{number}")
 
 
 async def _stream(engine: modulm.AsyncLLM, times: list[float], name: str = "stream") -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
@@ -45,5 +47,15 @@ class Convolution(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs` channels."""
         convolve = F.conv1d if self.weight.dim() == 3 else F.conv2d
-        bias = self.bias if self.biased else None
-        return convolve(x, self.weight, bias, self.stride, self.padding, 1, self.groups)
+        bias, weight, dtype = self.bias if self.biased else None, self.weight, x.dtype
+        if x.device.type == "cpu" and _is_slow(dtype):
+            x, weight = x.float(), weight.float()
+            bias = None if bias is None else bias.float()
+        return convolve(x, weight, bias, self.stride, self.padding, 1, self.groups).to(dtype)
+
+
+@cache
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch convolves in this type by a plain loop of one thread, here on the CPU."""
+    narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2")
+    return narrow and dtype in (torch.bfloat16, torch.float16)

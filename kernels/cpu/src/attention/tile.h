@@ -42,10 +42,12 @@ struct Depth {
 constexpr int kPairRows = 6;  // times 4 vectors: 24 accumulators, 4 lines, broadcasts in place
 #elif defined(__AVX512F__)
 constexpr int kPairRows = 4;
+#elif defined(__AVX2__)
+constexpr int kPairRows = 6;  // times 2 vectors: 12 accumulators, two lines, a number
 #else
 constexpr int kPairRows = 2;
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr int kFloatRows = 6;
 #else
 constexpr int kFloatRows = 2;
@@ -70,6 +72,25 @@ inline void add_line(const bf16* const (&a)[Rows], int64_t k, const vu (&line)[V
   }
 #endif
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same from memory, with one half of the line in registers at a time.
+template <int Rows, int Vectors>
+inline void add_halves(const bf16* const (&a)[Rows], int64_t k, const uint32_t* const (&b)[Vectors],
+                       int64_t at, vf (&c)[Rows][Vectors]) {
+  vf half[Vectors];
+  for (int v = 0; v < Vectors; v++) half[v] = low_half(load_raw<vu>(b[v] + at));
+  for (int r = 0; r < Rows; r++) {
+    vf first = low_half(vu{} + load_raw<uint32_t>(a[r] + 2 * k));
+    for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * first;
+  }
+  for (int v = 0; v < Vectors; v++) half[v] = high_half(load_raw<vu>(b[v] + at));
+  for (int r = 0; r < Rows; r++) {
+    vf second = high_half(vu{} + load_raw<uint32_t>(a[r] + 2 * k));
+    for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * second;
+  }
+}
+#endif
 
 template <int Rows, int Vectors>
 inline void add_line(const float* const (&a)[Rows], int64_t k, const vf (&line)[Vectors],
@@ -119,6 +140,12 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
     decltype(start(0, 0)) b[Vectors];
     for (int v = 0; v < Vectors; v++) b[v] = start(run, column + v * kLanes);
     for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+      if constexpr (std::is_same<Element, bf16>::value && Rows > 2) {
+        add_halves(row, k, b, at, c);
+        continue;
+      }
+#endif
       Vector line[Vectors];
       for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
       add_line(row, k, line, c);
@@ -156,7 +183,12 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to);
   for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
 #else
-  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
+#if defined(__AVX2__)
+  if (sizeof(Element) > 1 && a.rows > 2)
+    for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
+      tile_rows<rows, 2>(a, start, c, depth, to);
+#endif
+  for (; c + wide <= columns; c += wide) tile_rows<2, 4>(a, start, c, depth, to);
 #endif
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }

@@ -28,6 +28,8 @@ inline vf pair_dot(vf sum, vu line, uint32_t pair) {
 }
 #elif defined(__AVX512F__)
 constexpr int kTileRows = 4, kTileVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6, kTileVectors = 4;  // up to 2 rows; see wide_tile
 #else
 constexpr int kTileRows = 2, kTileVectors = 4;
 #endif
@@ -103,6 +105,61 @@ inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, i
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Three to six rows with 16 registers: 12 sums, two lines, one number. The rows are in fp32, so that
+// their numbers are broadcast by loads and each half of a line meets six of them.
+constexpr int kWideVectors = 2;
+constexpr int kWidePairs = 64;  // of the rows that are converted at a time
+
+template <int Rows>
+inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pairs, float* sums,
+                      bool stream) {
+  vf c[Rows][kWideVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kWideVectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int64_t k = 0; k < pairs; k++, b += ldb, a += 2) {
+    if (stream) __builtin_prefetch(b + kStreamAhead, 0, 2);
+    vf half[kWideVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kWideVectors; v++) half[v] = low_half(load_raw<vu>(b + v * kLanes));
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+      float first = a[r * 2 * kWidePairs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kWideVectors; v++) c[r][v] += half[v] * first;
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kWideVectors; v++) half[v] = high_half(load_raw<vu>(b + v * kLanes));
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+      float second = a[r * 2 * kWidePairs + 1];
+#pragma GCC unroll 8
+      for (int v = 0; v < kWideVectors; v++) c[r][v] += half[v] * second;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kWideVectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+}
+
+template <int Rows>
+inline void wide_rows(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
+                      int64_t pairs, float* sums, bool stream) {
+  alignas(64) float wide[Rows * 2 * kWidePairs];
+  for (int64_t k = 0; k < pairs; k += kWidePairs, b += kWidePairs * ldb) {
+    int64_t some = pairs - k < kWidePairs ? pairs - k : kWidePairs;
+    for (int r = 0; r < Rows; r++)
+      for (int64_t i = 0; i < 2 * some; i += kLanes)
+        store(wide + r * 2 * kWidePairs + i, load(a + r * lda + 2 * k + i));
+    for (int c = 0; c < width; c += kWideVectors * kLanes)
+      wide_tile<Rows>(wide, b + c, ldb, some, sums + c, stream);
+  }
+}
+#endif
+
 #if defined(__AMX_BF16__)
 constexpr int kBlockRows = 32;  // rows that one call may have at most
 #else
@@ -116,6 +173,14 @@ inline void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, in
 #if defined(__AMX_BF16__)
   amx_multiply(rows, a, lda, b, width, ldb, pairs, sums, stream);
 #else
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  switch (rows) {
+    case 3: return wide_rows<3>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 4: return wide_rows<4>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 5: return wide_rows<5>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 6: return wide_rows<6>(a, lda, b, width, ldb, pairs, sums, stream);
+  }
+#endif
   constexpr int step = kTileVectors * kLanes;
   int c = 0;
   for (; c + step <= width; c += step)
@@ -158,7 +223,7 @@ inline void float_rows(int rows, const float* a, int64_t lda, const T* b, int64_
   switch (rows) {
     case 1: return float_tile<T, 1, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 2: return float_tile<T, 2, Vectors>(a, lda, b, ldb, ks, sums, stream);
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     case 3: return float_tile<T, 3, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 4: return float_tile<T, 4, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 5: return float_tile<T, 5, Vectors>(a, lda, b, ldb, ks, sums, stream);
@@ -167,7 +232,7 @@ inline void float_rows(int rows, const float* a, int64_t lda, const T* b, int64_
   }
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr int kFloatRows = 6;
 #else
 constexpr int kFloatRows = 2;
@@ -179,6 +244,11 @@ inline void multiply_floats(int rows, const float* a, int64_t lda, const T* b, i
                             int64_t ks, float* sums, bool stream) {
   constexpr int vectors = 4, step = vectors * kLanes;
   int c = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (rows > 2)  // 12 sums, as in wide_tile
+    for (; c + 2 * kLanes <= width; c += 2 * kLanes)
+      float_rows<T, 2>(rows, a, lda, b + c, width, ks, sums + c, stream);
+#endif
   for (; c + step <= width; c += step)
     float_rows<T, vectors>(rows, a, lda, b + c, width, ks, sums + c, stream);
   for (; c < width; c += kLanes)
