@@ -12,6 +12,8 @@ from modulm.contracts.drafter import DraftStep
 from modulm_speculation import Options, Speculator
 from modulm_speculation.adaptive import Adaptive, StepTimes
 
+_NONE = np.zeros(0, dtype=np.int64)
+
 
 class Counting(Speculator):
     """Proposes the next numbers, of which the first `right` are so."""
@@ -149,3 +151,53 @@ def test_a_slow_step_is_forgotten_in_time() -> None:
     for _ in range(3000):
         times.add(1, 1.0)
     assert times.of(np.array([3])).tolist() == [1.0]
+
+
+class Rested(Cheap):
+    """Its search takes `search` seconds of the test's clock."""
+
+    right, search = 0, 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = [0.0]
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        self.now[0] += self.search
+        return super().propose(step)
+
+
+def searches(drafter: Rested, steps: int) -> int:
+    """The number of steps with a search, where a plain step takes 1 s and each draft 0.1 s more."""
+    adaptive, history, drafts = Adaptive(drafter, lambda: drafter.now[0]), [0], _NONE
+    adaptive.admit(0, 1, None)
+    for _ in range(steps):
+        drafter.now[0] += 1 + len(drafts) / 10
+        for token in [*drafts.tolist(), -9]:
+            history.append(history[-1] + 1)
+            if token != history[-1]:
+                break
+        if adaptive.rest(1):
+            drafts = _NONE
+            continue
+        batch = SimpleNamespace(tokens=np.zeros(1 + len(drafts)))
+        (drafts,) = adaptive.propose(
+            DraftStep(
+                rows=[0], histories=[np.array(history)], most=[4], batch=batch,
+                accepted=np.zeros(1, dtype=np.int64),
+            )
+        )  # fmt: skip
+    return len(drafter.limits)
+
+
+@pytest.mark.parametrize(
+    ("right", "search", "share"),
+    [(0, 0.2, (0.0, 0.15)), (4, 0.2, (0.9, 1.0)), (0, 0.001, (1.0, 1.0))],
+    ids=["in vain", "worth it", "not noticeable"],
+)
+def test_a_search_that_gains_nothing_rests(
+    right: int, search: float, share: tuple[float, float]
+) -> None:
+    drafter = Rested()
+    drafter.right, drafter.search = right, search
+    assert share[0] <= searches(drafter, 1000) / 1000 <= share[1]

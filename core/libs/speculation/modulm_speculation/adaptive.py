@@ -3,12 +3,17 @@
 Step times by number of tokens and acceptance rates are measured. Each row gets the draft length
 that maximizes the tokens per second of the whole step; it is 0 if drafting is a loss, because the
 row's drafts are rejected or because the batch is large.
+
+Looking for drafts takes time, too. In models whose steps are so short that this is noticeable, a
+drafter that gains nothing rests, for twice as many steps each time.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -33,6 +38,14 @@ _GUESS = 0.6
 _PAUSE = 64
 #: Steps that took this many times the usual time are ignored.
 _OUTLIER = 4.0
+#: Share of a step's time from which on looking for drafts is noticeable.
+_NOTICEABLE = 0.005
+#: Steps with a search after which is decided whether to rest.
+_WINDOW = 12
+#: Windows in which drafting is faster after which plain steps are measured again.
+_AGAIN = 16
+#: Lengths of the first and of the longest rest, in steps.
+_SHORT, _LONG = 4, 256
 _NOTHING = np.zeros(0, dtype=np.int64)
 #: A size that did not run in this many steps may be forgotten, after twice as many it is.
 _AGE = 1024
@@ -78,6 +91,54 @@ class StepTimes:
         return estimates
 
 
+class Rests:
+    """When a drafter rests: its steps are compared with those of its earlier rests.
+
+    search: time that looking for drafts takes in a step, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.search = 0.0
+        #: Rows -> the times of the latest steps of that many rows in rests.
+        self._plain: dict[int, deque[float]] = {}
+        self._length, self._left, self._paying = _SHORT, 0, 0
+        self._last: tuple[int, float] | None = None
+        self._tokens, self._times = 0.0, list[float]()
+
+    def rest(self, rows: int, now: float) -> bool:
+        """Whether this step of `rows` rows is one of a rest."""
+        if not self._left:
+            self._last = None
+            return False
+        self._left -= 1
+        if self._last is not None and self._last[0] == rows:
+            times = self._plain.setdefault(rows, deque(maxlen=_WINDOW))
+            times.append(now - self._last[1])
+        self._last = rows, now
+        return True
+
+    def add(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add a step with a search. tokens: generated in it. Begins a rest if that is faster."""
+        self._tokens += tokens / rows
+        self._times.append(seconds)
+        if len(self._times) < _WINDOW:
+            return
+        usual = median(self._times)
+        if self.search > _NOTICEABLE * usual:
+            took = sum(min(each, _OUTLIER * usual) for each in self._times)
+            plain = self._plain.get(rows)
+            if not plain or took > self._tokens * median(plain):
+                self._left, self._paying = self._length, 0
+                self._length = min(2 * self._length, _LONG)
+            else:
+                self._length = _SHORT
+                self._paying += 1
+                if self._paying % _AGAIN == 0:  # measure plain steps again
+                    self._left = _SHORT
+        self._tokens = 0.0
+        self._times.clear()
+
+
 class _Row:
     """A row's last proposal, and its counts of accepted drafts."""
 
@@ -106,6 +167,8 @@ class Adaptive(Drafter):
         self._began: float | None = None
         self._last: tuple[int, ...] = ()
         self._idle = 0
+        self._rests = Rests()
+        self._known = 0
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -129,10 +192,22 @@ class Adaptive(Drafter):
         self._rows.pop(row, None)
         self.speculator.release(row)
 
+    def rest(self, rows: int) -> bool:
+        """Whether to look for no drafts in this step of `rows` rows; then `propose` is left out."""
+        if not self._cheap or not self._rests.rest(rows, self._clock()):
+            return False
+        self._last = ()
+        return True
+
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         if not step.rows:
             return self.speculator.propose(step)
-        self._measure(step)
+        began = self._measure(step)
+        proposed = self._propose(step)
+        self._rests.search += _NEW * (self._clock() - began - self._rests.search)
+        return proposed
+
+    def _propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         rows = [self._rows.setdefault(row, _Row()) for row in step.rows]
         for row, history in zip(rows, step.histories, strict=True):
             if len(row.proposed):
@@ -151,12 +226,15 @@ class Adaptive(Drafter):
             row.length, row.proposed = len(history), np.asarray(tokens)
         return [tokens[:limit] for tokens, limit in zip(proposed, limits, strict=True)]
 
-    def _measure(self, step: DraftStep) -> None:
-        """Record the time since the last step started, if it decoded the same rows."""
+    def _measure(self, step: DraftStep) -> float:
+        """Record the time since the last step started, if it decoded the same rows; return now."""
         now, rows = self._clock(), tuple(step.rows)
+        known = sum(map(len, step.histories))
         if self._began is not None and rows == self._last:
             self.times.add(len(step.batch.tokens), now - self._began)
-        self._began, self._last = now, rows
+            self._rests.add(len(rows), known - self._known, now - self._began)
+        self._began, self._last, self._known = now, rows, known
+        return now
 
     def _learn(self, row: _Row, history: np.ndarray) -> None:
         """Count which tokens proposed for a row were generated."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -284,10 +285,10 @@ class ModelRunner:
         if plan.drafted is not None:
             lasts = lasts - plan.drafted
         lasts[sampling] += np.maximum(accepted - 1, 0)
-        runs = np.split(verified.tokens, accepted.cumsum()[:-1]) if len(rows) else ()
+        counts = accepted.tolist()
         tokens = {
-            row: run
-            for row, run, count in zip(rows.tolist(), runs, accepted, strict=True)
+            row: verified.tokens[end - count : end]
+            for row, end, count in zip(rows.tolist(), accumulate(counts), counts, strict=True)
             if count and row not in self._failed
         }
         return RanStep(

@@ -42,6 +42,7 @@ class DraftRunner(PartRunner):
         self._drafter: Drafter | None = drafter
         self._shared = shared
         self._needs = drafter.needs
+        self._adaptive = drafter if isinstance(drafter, Adaptive) else None
         inner = drafter.speculator if isinstance(drafter, Adaptive) else drafter
         self._method = (inner if shared is None else shared.drafter).name
         self.caches, self.backends = drafter.caches, drafter.backends
@@ -94,7 +95,23 @@ class DraftRunner(PartRunner):
         rows = [row for row in step.tokens if self._limits[row]]
         if self._drafter is None or context is None or not (rows or self.every):
             return None
+        rests = bool(rows) and self._adaptive is not None and self._adaptive.rest(len(rows))
+        proposals = None if rests else self._propose(context, step, rows)
+        drafts = {}
+        for row, tokens in zip(rows, proposals or [_NONE] * len(rows), strict=True):
+            forced = context.sampler.forced(row)[: self._forced_limit(row, step.tokens[row])]
+            if len(forced):
+                self._forced[row] = drafts[row] = forced
+            elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
+                drafts[row] = legal
+        return drafts
+
+    def _propose(
+        self, context: RunnerContext, step: RanStep, rows: Sequence[int]
+    ) -> list[np.ndarray] | None:
+        """Return the drafter's proposals for `rows`; None if it failed."""
         context.focus(None, None)
+        plan = step.plan
         order = plan.rows.tolist()
         accepted = step.lasts if rows == order else step.lasts[[order.index(row) for row in rows]]
         draft = DraftStep(
@@ -108,15 +125,7 @@ class DraftRunner(PartRunner):
         )
         if self._builder is not None or self._shared is not None:
             draft = self._limited(self._with_own(draft, plan, step.lasts, self._following(step)))
-        proposals = self._ask(lambda drafter: self._checked(drafter.propose(draft), draft.most))
-        drafts = {}
-        for row, tokens in zip(rows, proposals or [_NONE] * len(rows), strict=True):
-            forced = context.sampler.forced(row)[: self._forced_limit(row, step.tokens[row])]
-            if len(forced):
-                self._forced[row] = drafts[row] = forced
-            elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
-                drafts[row] = legal
-        return drafts
+        return self._ask(lambda drafter: self._checked(drafter.propose(draft), draft.most))
 
     def _forced_limit(self, row: int, tokens: np.ndarray) -> int:
         """Return how many drafts of a row may come from its grammar. tokens: its new tokens.
