@@ -18,11 +18,6 @@ void release_tiles() {
 #endif
 }
 
-template <class Math>
-void deliver(const Problem& p, const Walk<Math>& walk, const State& state) {
-  with_float(p.dtype, [&](auto t) { walk.deliver(state, static_cast<decltype(t)*>(p.out)); });
-}
-
 // If there are many tasks, each thread gets consecutive ones: f(task, next), where next is the
 // thread's next task or -1.
 template <class F>
@@ -50,7 +45,7 @@ void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head) {
       walk.split(first + i, i ? part : state);
       if (i) merge(state, part, tile.rows);
     }
-    deliver(p, walk, state);
+    walk.deliver(state);
     release_tiles();
   });
 }
@@ -91,7 +86,7 @@ void run_split(const Problem& p, const Tile* tiles, const PlanHead& head) {
     State first = state(kv_head, tile.part);
     for (int64_t i = 1; i < tile.splits(); i++)
       merge(first, state(kv_head, tile.part + i), tile.rows);
-    deliver(p, Walk<Math>(p, tile, kv_head), first);
+    Walk<Math>(p, tile, kv_head).deliver(first);
   });
 }
 

@@ -130,11 +130,6 @@ class TokenProblem {
   bool is_whole_;
 };
 
-template <class Math>
-void deliver(const Walk<Math>& walk, const Problem& p, const State& state) {
-  with_float(p.dtype, [&](auto t) { walk.deliver(state, static_cast<decltype(t)*>(p.out)); });
-}
-
 // One task per token and tile of heads.
 template <class Math>
 void run_whole(const Selection& s, int64_t tokens) {
@@ -151,7 +146,7 @@ void run_whole(const Selection& s, int64_t tokens) {
       walk.split(i, i ? part : state);
       if (i) merge(state, part, tile.rows);
     }
-    deliver(walk, own.local, state);
+    walk.deliver(state);
     release_tiles();
   });
 }
@@ -183,7 +178,7 @@ void run_split(const Selection& s, int64_t tokens) {
     State first = state(task * s.splits());
     for (int64_t i = 1; i < tile.splits(); i++)
       merge(first, state(task * s.splits() + i), tile.rows);
-    deliver(Walk<Math>(own.local, tile, 0), own.local, first);
+    Walk<Math>(own.local, tile, 0).deliver(first);
   });
 }
 

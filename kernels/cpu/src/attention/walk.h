@@ -13,6 +13,7 @@
 
 namespace modulm {
 
+// The constructor, `split` and `deliver` are compiled once, in walk.cpp.
 template <class Math>
 class Walk {
  public:
@@ -20,26 +21,10 @@ class Walk {
   using Weight = typename Math::Weight;
   using Line = typename Math::Line;
 
-  Walk(const Problem& p, const Tile& tile, int64_t head) : p(p), tile(tile), head(head) {
-    start = p.query_starts[tile.sequence];
-    length = p.context_lens[tile.sequence];
-    base = length - (p.query_starts[tile.sequence + 1] - start);
-    padded = p.cache.latent ? query_columns() : padded_rows(kPlanes * tile.rows);
-    lines = p.cache.size / Math::width;
-    query_stride = p.cache.size + 64 / int64_t(sizeof(Element));
-    take_memory();
-    with_float(p.dtype, [&](auto t) { load_queries(static_cast<const decltype(t)*>(p.q)); });
-    if (p.cache.latent) transpose_queries();
-  }
+  Walk(const Problem& p, const Tile& tile, int64_t head);
 
   // The softmax of one split, from scratch.
-  void split(int64_t index, const State& state) {
-    origin = index * kSplit;
-    seen = pieces(tile, index);
-    if (at_once()) find(seen);
-    if (p.cache.latent) add_latent_scores();
-    for (group = 0; group < tile.rows; group += kGroupRows) attend(state);
-  }
+  void split(int64_t index, const State& state);
 
   // Sets the split that this thread computes next. With few rows, memory is the bottleneck: the
   // first chunk of that split is prefetched meanwhile. With many rows, its queries are worth
@@ -54,23 +39,8 @@ class Walk {
 
   void last() { ahead = {}; }
 
-  template <class T>
-  void deliver(const State& state, T* out) const {
-    for (int r = 0; r < tile.rows; r++) {
-      int64_t h = query_head(r);
-      float factor = 1.0f;
-      if (p.sinks) {
-        float sink = p.sinks[h] * kLog2E, peak = std::max(state.peak[r], sink);
-        factor = decay(state.peak[r], peak);
-        state.total[r] = state.total[r] * factor + decay(sink, peak);
-      }
-      factor = state.total[r] == 0.0f ? 0.0f : factor / state.total[r];
-      T* to = out + ((start + token(r)) * p.heads + h) * p.value_size;
-      for_lanes(p.value_size, [&](int64_t i, int n) {
-        store_n(to + i, load(state.row(r) + i) * factor, n);
-      });
-    }
-  }
+  // Writes the result of all splits, divided by their sums of weights.
+  void deliver(const State& state) const;
 
  private:
   // Rows that share the bounds of their visible tokens, and one set of tiles.
@@ -117,6 +87,24 @@ class Walk {
   int64_t query_head(int r) const { return head * p.group() + (tile.first + r) % p.group(); }
   int64_t query_columns() const { return div_up(tile.rows, 16) * 16; }
   int64_t sum_stride() const { return std::max<int64_t>(kChunk, p.cache.value_size) + 16; }
+
+  template <class T>
+  void deliver_as(const State& state, T* out) const {
+    for (int r = 0; r < tile.rows; r++) {
+      int64_t h = query_head(r);
+      float factor = 1.0f;
+      if (p.sinks) {
+        float sink = p.sinks[h] * kLog2E, peak = std::max(state.peak[r], sink);
+        factor = decay(state.peak[r], peak);
+        state.total[r] = state.total[r] * factor + decay(sink, peak);
+      }
+      factor = state.total[r] == 0.0f ? 0.0f : factor / state.total[r];
+      T* to = out + ((start + token(r)) * p.heads + h) * p.value_size;
+      for_lanes(p.value_size, [&](int64_t i, int n) {
+        store_n(to + i, load(state.row(r) + i) * factor, n);
+      });
+    }
+  }
 
   void take_memory() {
     int64_t size = p.cache.size, piece = kPiece / Math::width * p.cache.value_size;

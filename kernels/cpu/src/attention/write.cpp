@@ -16,10 +16,13 @@ int64_t grain(int64_t tokens, int64_t elements) {
   return kElementsPerTask / elements;
 }
 
-// Whether tokens [i, i + kNeighbours) are adjacent in a block and written together.
+// Whether several adjacent tokens can be written to a cache of these elements at once.
 template <class E>
+inline constexpr bool kManyAtOnce = std::is_same_v<E, bf16>;
+
+// Whether tokens [i, i + kNeighbours) are adjacent in a block and can be written together.
 bool neighbours(const Cache& c, const int64_t* slots, int64_t i, int64_t end) {
-  if (!std::is_same<E, bf16>::value || c.latent || i + kNeighbours > end) return false;
+  if (c.latent || i + kNeighbours > end) return false;
   if (slots[i] < 0 || slots[i] % kNeighbours) return false;
   for (int64_t n = 1; n < kNeighbours; n++)
     if (slots[i + n] != slots[i] + n) return false;
@@ -42,14 +45,37 @@ void put_neighbours(const Cache& c, int64_t slot, int64_t head, int64_t size, in
                  rows + (n + 1) * c.value_size);
 }
 
-template <class T>
-void copy_or_norm(const T* from, const void* norm, int norm_dtype, float eps, float offset, T* to,
-                  int64_t size) {
-  if (!norm) std::memcpy(to, from, size * sizeof(T));
-  else if (norm_dtype == kF32)
-    rms_row(from, static_cast<const float*>(norm), eps, offset, to, size);
-  else rms_row(from, static_cast<const T*>(norm), eps, offset, to, size);
+// Not inlined: it is the same for all callers and formats of a cache.
+template <class E, class T>
+[[gnu::noinline]] void put(const Cache& c, int64_t slot, int64_t head, const T* k, int64_t size,
+                           const T* v, int64_t value_size) {
+  put_token<E>(c, slot, head, k, size, v, value_size);
 }
+
+// The norm and the rotation of a query or a key.
+struct Preparation {
+  int64_t size;
+  int norm_dtype;
+  float eps, offset;
+  const void* table;
+  int64_t turned;
+  int table_dtype;
+  const int64_t* positions;
+  bool neox;
+
+  // Not inlined: it is the same for queries, keys and all formats of a cache.
+  template <class T>
+  [[gnu::noinline]] void operator()(const T* from, const void* norm, int64_t token, T* to) const {
+    if (!norm) std::memcpy(to, from, size * sizeof(T));
+    else if (norm_dtype == kF32)
+      rms_row(from, static_cast<const float*>(norm), eps, offset, to, size);
+    else rms_row(from, static_cast<const T*>(norm), eps, offset, to, size);
+    if (!table) return;
+    const int64_t row = positions[token] * turned;
+    if (table_dtype == kF32) rotate_head(to, static_cast<const float*>(table) + row, turned, neox);
+    else rotate_head(to, static_cast<const T*>(table) + row, turned, neox);
+  }
+};
 
 }  // namespace
 }  // namespace modulm
@@ -72,22 +98,23 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
       parallel_runs(tokens, grain(tokens, heads * size), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
           if (slots[i] < 0) continue;
-          if (neighbours<E>(cache, slots, i, end)) {
-            for (int64_t h = 0; h < heads; h++)
-              put_neighbours<T>(
-                  cache, slots[i], h, size, value_size,
-                  [&](int64_t n, T*) {
-                    return static_cast<const T*>(k) + (i + n) * k_token + h * k_head;
-                  },
-                  [&](int64_t n) {
-                    return static_cast<const T*>(v) + (i + n) * v_token + h * v_head;
-                  });
-            i += kNeighbours - 1;
-            continue;
-          }
+          if constexpr (kManyAtOnce<E>)
+            if (neighbours(cache, slots, i, end)) {
+              for (int64_t h = 0; h < heads; h++)
+                put_neighbours<T>(
+                    cache, slots[i], h, size, value_size,
+                    [&](int64_t n, T*) {
+                      return static_cast<const T*>(k) + (i + n) * k_token + h * k_head;
+                    },
+                    [&](int64_t n) {
+                      return static_cast<const T*>(v) + (i + n) * v_token + h * v_head;
+                    });
+              i += kNeighbours - 1;
+              continue;
+            }
           for (int64_t h = 0; h < heads; h++)
-            put_token<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head,
-                         size, static_cast<const T*>(v) + i * v_token + h * v_head, value_size);
+            put<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head, size,
+                   static_cast<const T*>(v) + i * v_token + h * v_head, value_size);
         }
       });
     });
@@ -106,46 +133,40 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
                                    int cache_dtype, const int64_t* slots, void* q_out) {
   Cache cache{static_cast<uint8_t*>(data), heads, block, padded, padded_value, cache_dtype,
               latent != 0};
+  const Preparation prepare{size,  norm_dtype,  eps,       offset,   table,
+                            turned, table_dtype, positions, neox != 0};
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
-    auto turn = [&](T* head, int64_t i) {
-      if (!table) return;
-      int64_t row = positions[i] * turned;
-      if (table_dtype == kF32)
-        rotate_head(head, static_cast<const float*>(table) + row, turned, neox);
-      else
-        rotate_head(head, static_cast<const T*>(table) + row, turned, neox);
-    };
     int64_t per_token = (q_heads + 2 * heads) * size;
     with_cache(cache_dtype, [&](auto e) {
       using E = decltype(e);
       parallel_runs(tokens, grain(tokens, per_token), [&](int64_t begin, int64_t end) {
         auto row = [&](int64_t i) { return static_cast<const T*>(qkv) + i * stride; };
         auto key = [&](int64_t i, int64_t h, T* to) -> const T* {
-          copy_or_norm(row(i) + (q_heads + h) * size, k_norm, norm_dtype, eps, offset, to, size);
-          turn(to, i);
+          prepare(row(i) + (q_heads + h) * size, k_norm, i, to);
           return to;
         };
         auto value = [&](int64_t i, int64_t h) { return row(i) + (q_heads + heads + h) * size; };
         for (int64_t i = begin; i < end; i++)
-          for (int64_t h = 0; h < q_heads; h++) {
-            T* to = static_cast<T*>(q_out) + (i * q_heads + h) * size;
-            copy_or_norm(row(i) + h * size, q_norm, norm_dtype, eps, offset, to, size);
-            turn(to, i);
-          }
-        for (int64_t i = begin; i < end;) {
-          const bool many = neighbours<E>(cache, slots, i, end);
-          for (int64_t h = 0; h < heads && slots[i] >= 0; h++) {
+          for (int64_t h = 0; h < q_heads; h++)
+            prepare(row(i) + h * size, q_norm, i,
+                    static_cast<T*>(q_out) + (i * q_heads + h) * size);
+        for (int64_t i = begin; i < end; i++) {
+          if (slots[i] < 0) continue;
+          if constexpr (kManyAtOnce<E>)
+            if (neighbours(cache, slots, i, end)) {
+              for (int64_t h = 0; h < heads; h++)
+                put_neighbours<T>(
+                    cache, slots[i], h, size, size,
+                    [&](int64_t n, T* to) { return key(i + n, h, to); },
+                    [&](int64_t n) { return value(i + n, h); });
+              i += kNeighbours - 1;
+              continue;
+            }
+          for (int64_t h = 0; h < heads; h++) {
             T one[kMaxSize];
-            if (many)
-              put_neighbours<T>(
-                  cache, slots[i], h, size, size,
-                  [&](int64_t n, T* to) { return key(i + n, h, to); },
-                  [&](int64_t n) { return value(i + n, h); });
-            else
-              put_token<E>(cache, slots[i], h, key(i, h, one), size, value(i, h), size);
+            put<E>(cache, slots[i], h, key(i, h, one), size, value(i, h), size);
           }
-          i += many ? kNeighbours : 1;
         }
       });
     });

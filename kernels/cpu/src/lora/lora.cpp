@@ -18,6 +18,12 @@ constexpr int64_t kFields = 5;  // of an address: rank, down, up, first output, 
 constexpr int64_t kTokens = 32; // of a task
 constexpr int64_t kRanks = 4;   // of a task that shrinks
 constexpr int64_t kColumns = 16 * kLanes;  // of a task that expands
+// Tokens whose sums of two vectors stay in registers.
+#if defined(__AVX512F__)
+constexpr int64_t kSide = 8;
+#else
+constexpr int64_t kSide = 4;
+#endif
 constexpr int kScratch = 0;
 
 // One piece of one adapter, and the tokens of the step that use it.
@@ -68,14 +74,15 @@ inline void dots(const X* const* x, const W* down, int64_t inputs, float* const*
     for (int r = 0; r < R; r++) out[t][r] = sum(sums[t][r]);
 }
 
+// Ranks past a multiple of kRanks are computed one by one.
 template <int T, class X, class W>
 inline void dots_of(int64_t ranks, const X* const* x, const W* down, int64_t inputs,
                     float* const* out) {
-  switch (ranks) {
-    case 4: dots<T, 4>(x, down, inputs, out); break;
-    case 3: dots<T, 3>(x, down, inputs, out); break;
-    case 2: dots<T, 2>(x, down, inputs, out); break;
-    default: dots<T, 1>(x, down, inputs, out);
+  if (ranks == kRanks) return dots<T, kRanks>(x, down, inputs, out);
+  for (int64_t r = 0; r < ranks; r++) {
+    float* to[T];
+    for (int t = 0; t < T; t++) to[t] = out[t] + r;
+    dots<T, 1>(x, down + r * inputs, inputs, to);
   }
 }
 
@@ -117,8 +124,8 @@ void look_up(const Job& job, int64_t part, const int64_t* ids, int64_t entries) 
   }
 }
 
-// out[t] += sum over r of narrow[t][r] up[r], V vectors of columns and T tokens at a time; the last
-// vector has `lanes` columns.
+// out[t] += sum over r of narrow[t][r] up[r], V vectors of columns and T tokens at a time; `lanes`
+// are the columns of a single vector at the end, or 0.
 template <int T, int V, bool kTail, class O, class W>
 inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_t size, int lanes,
                    O* const* out) {
@@ -127,7 +134,7 @@ inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_
     vf w[V];
     for (int v = 0; v < V; v++) {
       const W* from = up + r * size + v * kLanes;
-      w[v] = kTail && v + 1 == V ? load_some(from, lanes) : load(from);
+      w[v] = kTail ? load_some(from, lanes) : load(from);
     }
     for (int t = 0; t < T; t++) {
       vf h = splat(narrow[t][r]);
@@ -137,7 +144,7 @@ inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_
   for (int t = 0; t < T; t++)
     for (int v = 0; v < V; v++) {
       O* to = out[t] + v * kLanes;
-      if (kTail && v + 1 == V) store_some(to, load_some(to, lanes) + sums[t][v], lanes);
+      if (kTail) store_some(to, load_some(to, lanes) + sums[t][v], lanes);
       else store(to, load(to) + sums[t][v]);
     }
 }
@@ -152,13 +159,11 @@ inline void add_rows(const float* const* narrow, int64_t rank, const W* up, int6
     if (left >= 2 * kLanes) {
       add_up<T, 2, false>(narrow, rank, up + at, size, 0, to);
       at += 2 * kLanes;
-    } else if (left > kLanes) {
-      add_up<T, 2, true>(narrow, rank, up + at, size, int(left - kLanes), to);
-      break;
+    } else if (left >= kLanes) {
+      add_up<T, 1, false>(narrow, rank, up + at, size, 0, to);
+      at += kLanes;
     } else {
-      if (left == kLanes) add_up<T, 1, false>(narrow, rank, up + at, size, 0, to);
-      else add_up<T, 1, true>(narrow, rank, up + at, size, int(left), to);
-      break;
+      return add_up<T, 1, true>(narrow, rank, up + at, size, int(left), to);
     }
   }
 }
@@ -169,7 +174,6 @@ void expand(const Job& job, int64_t part, O* out, int64_t stride) {
   int64_t last = first + kTokens < job.count ? first + kTokens : job.count;
   int64_t columns = job.size - at < kColumns ? job.size - at : kColumns;
   auto up = static_cast<const W*>(job.up) + at;
-  constexpr int64_t kSide = 8;
   for (int64_t t = first; t < last;) {
     int64_t left = last - t, count = left >= kSide ? kSide : left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const float* from[kSide];
@@ -179,7 +183,9 @@ void expand(const Job& job, int64_t part, O* out, int64_t stride) {
       to[i] = out + job.tokens[t + i] * stride + job.start + at;
     }
     switch (count) {
+#if defined(__AVX512F__)
       case 8: add_rows<8>(from, job.rank, up, job.size, columns, to); break;
+#endif
       case 4: add_rows<4>(from, job.rank, up, job.size, columns, to); break;
       case 2: add_rows<2>(from, job.rank, up, job.size, columns, to); break;
       default: add_rows<1>(from, job.rank, up, job.size, columns, to);

@@ -1,0 +1,404 @@
+// The kernels of integer.h's products, compiled once for linear layers and experts.
+#include "linear/integer.h"
+
+#include "linear/blocks.h"
+#include "linear/codes.h"
+
+#if defined(__AMX_INT8__)
+#include "linear/amx.h"
+#endif
+
+namespace modulm {
+namespace {
+
+constexpr int64_t kIntegerChunk = kStep;  // k decoded or multiplied at a time
+
+// k in [begin, end) of one panel: whole steps. `codes` are those of `begin`.
+struct Slice {
+  const Weight& w;
+  int64_t panel;
+  int64_t begin, end;
+  const uint32_t* codes;
+  bool nibbles;  // packed int4; otherwise quads
+  bool centred;  // zeros are already subtracted from the codes, which are plain nibbles
+  bool stream;   // codes are read from memory sequentially: prefetch them
+  Ahead* next;   // what follows them, to be fetched meanwhile, or null
+  // Once for all tiles: divisions take as long as a third of one.
+  bool grouped = w.grouped();
+  int64_t first_run = begin / w.run();
+  int64_t first_scale = grouped ? w.scale_index(panel, begin / w.group) : 0;
+
+  int64_t step_end(int64_t k) const { return k + kStep < end ? k + kStep : end; }
+};
+
+// Scale and zero point of Vectors * kLanes columns in one run; the zero point is relative to the
+// offset code. If one group is all of K, the scale here is 1: the group's scale is applied at the
+// end.
+template <int Vectors>
+struct Group {
+  vf scale[Vectors], zero[Vectors];
+
+  Group(const Weight& w, int64_t panel, int64_t run, int column) {
+    for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
+    if (w.grouped()) {
+      int64_t at = w.scale_index(panel, run * w.run() / w.group) + column;
+      load_scales(w.scales, at, w.scale_dtype, scale);
+      if (w.zeros) load_scales(w.zeros, at, w.scale_dtype, zero);
+    }
+  }
+};
+
+// part + scale * (dot - zero * total), where the contribution of the codes' offset is already
+// subtracted from `dot`. `total` is of the row's codes. All is exact except for a fractional zero
+// point and the last sum.
+inline vf add_run(vf part, vi dot, vf scale, bool zeros, vf zero, float total) {
+  vf exact = __builtin_convertvector(dot, vf);
+  return fused(zeros ? fused(zero, -total, exact) : exact, scale, part);
+}
+
+// Scales and zero points of the runs of one panel, in the order of k, prefetched: they are two
+// streams next to the codes, too sparse for the hardware prefetcher. A group is a run, or all of K.
+template <int Vectors>
+class Scales {
+ public:
+  Scales(const Slice& s, int column)
+      : w_(s.w),
+        at_(s.first_scale + column),
+        next_(s.w.group == s.w.run() ? s.w.width(s.panel) : 0) {
+    for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
+  }
+
+  vf scale[Vectors], zero[Vectors];
+
+  // Those of the next run; only scales if there are no zero points.
+  void load() {
+    const int64_t bytes = scale_bytes(w_.scale_dtype);
+    fetch(w_.scales, bytes);
+    load_scales(w_.scales, at_, w_.scale_dtype, scale);
+    if (w_.zeros) {
+      fetch(w_.zeros, bytes);
+      load_scales(w_.zeros, at_, w_.scale_dtype, zero);
+    }
+    at_ += next_;
+  }
+
+ private:
+  void fetch(const void* from, int64_t bytes) const {
+    auto line = static_cast<const char*>(from) + (at_ + kScalesAhead) * bytes;
+    for (int64_t i = 0; i < Vectors * kLanes * bytes; i += 64) __builtin_prefetch(line + i);
+  }
+
+  const Weight& w_;
+  int64_t at_, next_;
+};
+
+// How codes are stored: quads, nibbles, or nibbles that index a table.
+enum Lying : int { kQuads, kNibbles, kLookedUp };
+
+// The unsigned codes of nibbles, one to a byte.
+class Lookup {
+ public:
+  explicit Lookup(int table) {
+    for (size_t i = 0; i < sizeof(vu); i += 16)
+      std::memcpy(reinterpret_cast<char*>(&codes_) + i, kTableCodes[table], 16);
+  }
+  vu operator()(vu nibbles) const {
+#if defined(__AVX512BW__)
+    return (vu)_mm512_shuffle_epi8((__m512i)codes_, (__m512i)nibbles);
+#elif defined(__AVX2__)
+    return (vu)_mm256_shuffle_epi8((__m256i)codes_, (__m256i)nibbles);
+#else
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    return (vu)__builtin_shuffle((bytes)codes_, (bytes)nibbles);
+#endif
+  }
+
+ private:
+  vu codes_;
+};
+
+// The codes of a line, its low or its high ones.
+template <Lying Kind>
+inline vu codes_of(vu line, bool upper, const Lookup& code_of) {
+  if (Kind == kQuads) return line;
+  const vu nibbles = (upper ? line >> 4 : line) & 0x0f0f0f0fu;
+  return Kind == kLookedUp ? code_of(nibbles) : nibbles;
+}
+
+// `Lines` lines of each vector's codes, with the activations that belong to them. From memory,
+// vectors are used one by one as they arrive; from a cache, all at once, so that activations are
+// read once for all of them.
+template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
+inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
+                                  const Lookup& code_of, vi (&c)[Rows][Vectors]) {
+  constexpr int halves = Kind == kQuads ? 1 : 2;
+  auto from_memory = [&] {
+    for (int v = 0; v < Vectors; v++) {
+      __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
+      __builtin_prefetch(b + v * kLanes + kQuadsNear);
+      const vu line = load_raw<vu>(b + v * kLanes);
+      for (int h = 0; h < halves; h++) {
+        const vu codes = codes_of<Kind>(line, h, code_of);
+        for (int r = 0; r < Rows; r++)
+          c[r][v] = quad_dot(c[r][v], codes, load_quad(x + r * kBlockK + 4 * h));
+      }
+    }
+  };
+  auto from_cache = [&] {
+    for (int h = 0; h < halves; h++) {
+      vu codes[Vectors];
+      for (int v = 0; v < Vectors; v++)
+        codes[v] = codes_of<Kind>(load_raw<vu>(b + v * kLanes), h, code_of);
+      for (int r = 0; r < Rows; r++) {
+        const auto quad = hold_quad(x + r * kBlockK + 4 * h);
+        for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+      }
+    }
+  };
+  if constexpr (Stream) {
+#pragma GCC unroll 1  // else compilers group the prefetches and stall a row
+    for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
+  } else {
+    for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_cache();
+  }
+  return b;
+}
+
+// The integer products of one run, k in [k, end), both multiples of 16.
+template <int Rows, int Vectors, Lying Kind>
+inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
+                                int64_t ldb, const Slice& s, const Lookup& code_of,
+                                vi (&c)[Rows][Vectors]) {
+  constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
+  const bool stream = s.stream;
+  Ahead* const next = s.next;
+  auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
+  for (; k + half <= end; k += half) {
+    if (next) next->fetch();
+    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
+                 : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
+  }
+  if (k < end)
+    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
+                 : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
+  return b;
+}
+
+template <int Rows, int Vectors, Lying Kind>
+inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
+                      float* sums) {
+  const Weight& w = s.w;
+  const int64_t length = w.run();
+  const int32_t* totals = a.sums + row * a.runs + s.first_run;
+  const int8_t* x = a.at(row, 0);
+  const uint32_t* b = s.codes + column;
+  Scales<Vectors> group(s, column);
+  const Lookup code_of(w.table);
+  for (int64_t k = s.begin; k < s.end;) {
+    vf part[Rows][Vectors] = {};
+    int64_t step = k / kStep;
+    for (int64_t stop = s.step_end(k), end; k < stop; k = end, totals++) {
+      end = k + length < stop ? k + length : stop;
+      vi c[Rows][Vectors];
+      for (int r = 0; r < Rows; r++)
+        for (int v = 0; v < Vectors; v++)
+          c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
+      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, c);
+      if (s.grouped) group.load();
+      for (int r = 0; r < Rows; r++) {
+        const float total = float(totals[r * a.runs]);
+        for (int v = 0; v < Vectors; v++)
+          part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], w.zeros, group.zero[v], total);
+      }
+    }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) {
+        float* to = sums + r * kPanel + column + v * kLanes;
+        store(to, fused(part[r][v], a.scales[(row + r) * a.steps + step], load(to)));
+      }
+  }
+}
+
+template <int Vectors, Lying Kind>
+inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t row, int64_t ldb,
+                      int column, float* sums) {
+  switch (rows) {
+    case 1: return quad_tile<1, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 2: return quad_tile<2, Vectors, Kind>(s, a, row, ldb, column, sums);
+#if defined(__AVX512F__)
+    case 3: return quad_tile<3, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 4: return quad_tile<4, Vectors, Kind>(s, a, row, ldb, column, sums);
+#endif
+#if defined(__AVX512VNNI__)
+    case 5: return quad_tile<5, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 6: return quad_tile<6, Vectors, Kind>(s, a, row, ldb, column, sums);
+#endif
+  }
+}
+
+// Whole lines of a panel from memory; two vectors of them from a cache, so that sums of integers and
+// of floats both stay in registers.
+template <Lying Kind>
+inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
+  constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
+  int width = s.w.width(s.panel), c = 0;
+  if (s.stream)
+    for (; c + wide <= width; c += wide) quad_rows<4, Kind>(rows, s, a, row, width, c, sums);
+  else
+    for (; c + narrow <= width; c += narrow) quad_rows<2, Kind>(rows, s, a, row, width, c, sums);
+  for (; c < width; c += kLanes) quad_rows<1, Kind>(rows, s, a, row, width, c, sums);
+}
+
+#if defined(__AMX_INT8__)
+// sums[rows][64] += scale of the row * the step's runs, from dots[runs][rows][Vectors * kLanes].
+template <int Vectors, bool Centred>
+inline void fold_step(const Slice& s, const Activations& a, int64_t row, int rows, int64_t step,
+                      int64_t first, int runs, int column, const int32_t* dots, float* sums) {
+  constexpr int columns = Vectors * kLanes;
+  const bool zeros_kept = !Centred && s.w.zeros;
+  alignas(64) vf scales[kStep / kLeastGroup][Vectors], zeros[kStep / kLeastGroup][Vectors];
+  for (int g = 0; g < runs; g++) {
+    Group<Vectors> group(s.w, s.panel, first + g, column);
+    for (int v = 0; v < Vectors; v++) scales[g][v] = group.scale[v], zeros[g][v] = group.zero[v];
+  }
+  for (int r = 0; r < rows; r++) {
+    float scale = a.scales[(row + r) * a.steps + step];
+    const int32_t* totals = a.sums + (row + r) * a.runs + first;
+    float* to = sums + r * kPanel + column;
+    vf part[Vectors] = {};
+    for (int g = 0; g < runs; g++) {
+      const int32_t* from = dots + (g * kIntegerRows + r) * columns;
+      float total = float(totals[g]);
+      int32_t offset = Centred ? 0 : s.w.centre() * totals[g];
+      for (int v = 0; v < Vectors; v++) {
+        vi dot = load_raw<vi>(from + v * kLanes) - offset;
+        part[v] = add_run(part[v], dot, scales[g][v], zeros_kept, zeros[g][v], total);
+      }
+    }
+    for (int v = 0; v < Vectors; v++)
+      store(to + v * kLanes, fused(part[v], scale, load(to + v * kLanes)));
+  }
+}
+
+// Vectors * 16 columns of one step: tiles for each run, then the fold, which overlaps with the next
+// tiles.
+template <int Vectors>
+inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int rows, int64_t k,
+                          const uint32_t* b, int column, float* sums) {
+  constexpr int columns = Vectors * kLanes;
+  alignas(64) int32_t dots[kStep / kLeastGroup * kIntegerRows * columns];
+  const Weight& w = s.w;
+  int64_t ldb = w.width(s.panel), step = k / kStep, first = k / w.run();
+  int depth = w.run() < kBlockK ? int(w.run()) : kBlockK, runs = 0;
+  for (int64_t stop = s.step_end(k); k < stop; runs++) {
+    int64_t end = w.run_end(first + runs);
+    QuadTiles q{a.at(row, k), Activations::kBlockStride, a.blocks * Activations::kBlockStride,
+                b + column, ldb, depth, (end - k) / depth, s.stream && column == 0};
+    int32_t* to = dots + runs * kIntegerRows * columns;
+    if (w.format == kWeightInt4 && !w.table) amx_quads<Vectors, true>(q, rows, to);
+    else amx_quads<Vectors, false>(q, rows, to);
+    b += (end - k) / 4 * ldb;
+    k = end;
+  }
+  if (s.centred) fold_step<Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
+  else fold_step<Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
+}
+
+inline void tiled_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
+  const int width = s.w.width(s.panel);
+  tiles.shape(rows, s.w.run() < kBlockK ? int(s.w.run()) : kBlockK);
+  for (int64_t k = s.begin; k < s.end; k = s.step_end(k)) {
+    const uint32_t* b = s.codes + (k - s.begin) / 4 * width;
+    int c = 0;
+    if (rows <= 16 && width == kPanel) {
+      tiled_columns<4>(s, a, row, rows, k, b, 0, sums);
+      continue;
+    }
+    if (rows > 16)
+      for (; c + 32 <= width; c += 32) tiled_columns<2>(s, a, row, rows, k, b, c, sums);
+    for (; c < width; c += 16) tiled_columns<1>(s, a, row, rows, k, b, c, sums);
+  }
+}
+#endif
+
+// sums[rows][64] += the slice's products with rows from `row` on, a multiple of kRowTile; rows:
+// 1 to kIntegerRows, to kQuadRows where codes are packed nibbles.
+inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, int rows,
+                           float* sums) {
+  if (s.nibbles && s.w.table) return quad_slice<kLookedUp>(rows, s, a, row, sums);
+  if (s.nibbles) return quad_slice<kNibbles>(rows, s, a, row, sums);
+#if defined(__AMX_INT8__)
+  if (rows > kQuadRows || s.centred) return tiled_slice(rows, s, a, row, sums);
+#endif
+  quad_slice<kQuads>(rows, s, a, row, sums);
+}
+
+#if defined(__AMX_INT8__)
+// Tiles multiply signed codes, too: integer zero points can be subtracted while codes are unpacked.
+constexpr bool kSpreadCentred = true, kTiled = true;
+#else
+constexpr bool kSpreadCentred = false, kTiled = false;
+#endif
+
+// Packed nibbles [(end - begin) / 8][width] to quads [(end - begin) / 4][width], looked up, or less
+// their zeros if `centred`.
+inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
+  typedef uint8_t bytes __attribute__((vector_size(sizeof(vu))));
+  const uint32_t* from = s.codes;
+  const Lookup code_of(s.w.table);
+  int width = s.w.width(s.panel);
+  for (int64_t k = s.begin; k < s.end;) {
+    int64_t run = k / s.w.run(), end = s.w.run_end(run) < s.end ? s.w.run_end(run) : s.end;
+    int64_t lines = (end - k) / 8;
+    for (int c = 0; c < width; c += kLanes) {
+      Group<1> group(s.w, s.panel, run, c);
+      vu zero = (vu)(__builtin_convertvector(group.zero[0], vi) + s.w.centre()) * 0x01010101u;
+      bytes less = centred ? (bytes)zero : bytes{};
+      for (int64_t i = 0; i < lines; i++) {
+        if (kTiled) __builtin_prefetch(from + i * width + c + kQuadsAhead);
+        vu x = load_raw<vu>(from + i * width + c);
+        vu low = x & 0x0f0f0f0fu, high = x >> 4 & 0x0f0f0f0fu;
+        if (s.w.table) low = code_of(low), high = code_of(high);
+        store_raw(to + 2 * i * width + c, (bytes)low - less);
+        store_raw(to + (2 * i + 1) * width + c, (bytes)high - less);
+      }
+    }
+    from += lines * width;
+    to += 2 * lines * width;
+    k = end;
+  }
+}
+
+}  // namespace
+
+void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
+                  float* sums) {
+  if (w.blocks()) return block_sums(w, panel, a, row, rows, sums);
+  bool nibbles = w.format == kWeightInt4;
+  int width = w.width(panel);
+  auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
+  int64_t last = w.runs_end();
+  if (rows <= kQuadRows) {
+    Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
+    return multiply_slice(all, a, row, int(rows), sums);
+  }
+  bool centred = kSpreadCentred && nibbles && w.whole_zeros && !w.table;
+  auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
+  for (int64_t k = 0; k < last; k += kIntegerChunk) {
+    int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
+    const int64_t tiles = div_up(rows, kIntegerRows) * (width / (2 * kLanes));
+    Ahead next(codes + w.bytes(end, width) / 4, w.bytes(end - k, width), tiles * ((end - k) / 32));
+    Slice slice{w,       panel, k,       end,   codes + w.bytes(k, width) / 4,
+                false, centred, false, kTiled ? nullptr : &next};
+    if (nibbles) {
+      spread_nibbles(slice, centred, spread);
+      slice.codes = spread;
+    }
+    for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
+      slice.stream = kTiled && !nibbles && r == 0;
+      multiply_slice(slice, a, row + r, n, sums + r * kPanel);
+    });
+  }
+}
+
+}  // namespace modulm
