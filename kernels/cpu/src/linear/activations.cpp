@@ -11,6 +11,7 @@ constexpr int kQuantized = 5;  // scratch slot
 constexpr float kLargest[] = {127.0f, 32639.0f};
 
 typedef int8_t vc __attribute__((vector_size(kLanes)));
+typedef int16_t vs __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t v16 __attribute__((vector_size(16)));
 
 // Nearest integers of |x| < 2^22, ties to even.
@@ -19,7 +20,8 @@ inline vi nearest(vf x) {
   return (vi)(x + magic) - 0x4b400000;
 }
 
-inline int32_t total(const int8_t* codes, int64_t n) {
+template <class T>
+inline int32_t total(const T* codes, int64_t n) {
   int32_t sum = 0;
   for (int64_t i = 0; i < n; i++) sum += codes[i];
   return sum;
@@ -59,6 +61,7 @@ struct Target {
   void step(const T* x, int64_t row, int64_t k, int64_t n) const {
     float scale = scale_of(x, n, kLargest[w.digits - 1]);
     float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    if (wide_digits(w)) return wide_step(x, row, k, n, scale, inverse);
     alignas(64) int8_t high[kStep] = {}, low[kStep] = {};
     for_lanes(n, [&](int64_t i, int lanes) {
       vi code = nearest(load_n(x + i, lanes) * inverse);
@@ -71,6 +74,31 @@ struct Target {
     });
     put(high, row * w.digits, k, w.digits == 2 ? scale * 256.0f : scale);
     if (w.digits == 2) put(low, row * 2 + 1, k, scale);
+  }
+
+  // The same where both digits are one number of 16 bits: pairs of k, see wide.h.
+  template <class T>
+  void wide_step(const T* x, int64_t row, int64_t k, int64_t n, float scale, float inverse) const {
+    alignas(64) int16_t codes[kStep] = {};
+    for_lanes(n, [&](int64_t i, int lanes) {
+      store_raw(codes + i, __builtin_convertvector(nearest(load_n(x + i, lanes) * inverse), vs));
+    });
+    for (int d = 0; d < 2; d++) to.scales[(2 * row + d) * to.steps + k / kStep] = d ? 0.0f : scale;
+    const int64_t end = k + kStep < w.runs_end() ? k + kStep : w.runs_end();
+    int32_t* sums = to.sums + 2 * row * to.runs + k / w.run();
+    for (int64_t at = k; at < end; at += w.run(), sums++) {
+      const int64_t stop = at + w.run() < end ? at + w.run() : end;
+      sums[0] = total(codes + (at - k), stop - at);
+      sums[to.runs] = 0;
+    }
+    // The even and the odd k of each quad; in a packed lane, quads are those of order_for_nibbles.
+    static constexpr int plain[8] = {0, 2, 1, 3, 4, 6, 5, 7}, nibbles[8] = {0, 1, 4, 5, 2, 3, 6, 7};
+    const int* order = w.format == kWeightInt4 ? nibbles : plain;
+    for (int64_t at = 0; at < end - k; at += 8) {
+      int16_t eight[8];
+      for (int i = 0; i < 8; i++) eight[i] = codes[at + order[i]];
+      std::memcpy(const_cast<int8_t*>(to.at(2 * row, 0)) + 2 * (k + at), eight, sizeof(eight));
+    }
   }
 
   void put(int8_t* codes, int64_t row, int64_t k, float scale) const {

@@ -23,6 +23,15 @@ constexpr int kRowTile = 2;
 
 constexpr int kBlockK = 64;
 
+// Whether two digits are held as numbers of 16 bits, in the place of both (wide.h).
+inline bool wide_digits([[maybe_unused]] const Weight& w) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return w.digits == 2 && !w.blocks();
+#else
+  return false;
+#endif
+}
+
 // Row d of r * digits + d is digit d of row r, the most significant first.
 struct Activations {
   int8_t* codes;   // [rows / kRowTile][padded K / 64][kRowTile][64]
