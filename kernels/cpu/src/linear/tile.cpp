@@ -7,6 +7,7 @@
 namespace modulm {
 namespace {
 
+#if !defined(__AVX2__) || defined(__AVX512F__)
 #if !defined(__AVX512BF16__)
 inline float low_of(uint32_t pair) {
   bf16 half{uint16_t(pair)};
@@ -78,57 +79,73 @@ inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, i
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// Three to six rows with 16 registers: 12 sums, two lines, one number. The rows are in fp32, so that
-// their numbers are broadcast by loads and each half of a line meets six of them.
-constexpr int kWideVectors = 2;
+#else
+// Up to six rows with 16 registers: with three rows and more, 12 sums, two lines, one number. The
+// rows are in fp32, so that their numbers are broadcast by loads, and one half of a line meets all
+// of them at a time.
 constexpr int kWidePairs = 64;  // of the rows that are converted at a time
 
-template <int Rows>
+template <int Rows, int Vectors>
 inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pairs, float* sums,
                       bool stream) {
-  vf c[Rows][kWideVectors];
+  vf c[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < kWideVectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+    for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int64_t k = 0; k < pairs; k++, b += ldb, a += 2) {
-    if (stream) __builtin_prefetch(b + kStreamAhead, 0, 2);
-    vf half[kWideVectors];
+    if (stream)
 #pragma GCC unroll 8
-    for (int v = 0; v < kWideVectors; v++) half[v] = low_half(load_raw<vu>(b + v * kLanes));
+      for (int v = 0; v < Vectors; v += 64 / (4 * kLanes))
+        __builtin_prefetch(b + v * kLanes + kStreamAhead, 0, 2);
+    if constexpr (Rows == 1) {
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; v++) {
+        const vu line = load_raw<vu>(b + v * kLanes);
+        c[0][v] += low_half(line) * a[0];
+        c[0][v] += high_half(line) * a[1];
+      }
+      continue;
+    }
+    vf half[Vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++) half[v] = low_half(load_raw<vu>(b + v * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       float first = a[r * 2 * kWidePairs];
 #pragma GCC unroll 8
-      for (int v = 0; v < kWideVectors; v++) c[r][v] += half[v] * first;
+      for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * first;
     }
 #pragma GCC unroll 8
-    for (int v = 0; v < kWideVectors; v++) half[v] = high_half(load_raw<vu>(b + v * kLanes));
+    for (int v = 0; v < Vectors; v++) half[v] = high_half(load_raw<vu>(b + v * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       float second = a[r * 2 * kWidePairs + 1];
 #pragma GCC unroll 8
-      for (int v = 0; v < kWideVectors; v++) c[r][v] += half[v] * second;
+      for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * second;
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < kWideVectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+    for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
 }
 
 template <int Rows>
 inline void wide_rows(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
                       int64_t pairs, float* sums, bool stream) {
+  constexpr int vectors = Rows == 1 ? 8 : Rows == 2 ? 4 : 2;
   alignas(64) float wide[Rows * 2 * kWidePairs];
   for (int64_t k = 0; k < pairs; k += kWidePairs, b += kWidePairs * ldb) {
     int64_t some = pairs - k < kWidePairs ? pairs - k : kWidePairs;
     for (int r = 0; r < Rows; r++)
       for (int64_t i = 0; i < 2 * some; i += kLanes)
         store(wide + r * 2 * kWidePairs + i, load(a + r * lda + 2 * k + i));
-    for (int c = 0; c < width; c += kWideVectors * kLanes)
-      wide_tile<Rows>(wide, b + c, ldb, some, sums + c, stream);
+    int c = 0;
+    for (; c + vectors * kLanes <= width; c += vectors * kLanes)
+      wide_tile<Rows, vectors>(wide, b + c, ldb, some, sums + c, stream);
+    for (; c < width; c += 2 * kLanes)
+      wide_tile<Rows, 2>(wide, b + c, ldb, some, sums + c, stream);
   }
 }
 #endif
@@ -198,15 +215,16 @@ void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width
               int64_t pairs, float* sums, bool stream) {
 #if defined(__AMX_BF16__)
   amx_multiply(rows, a, lda, b, width, ldb, pairs, sums, stream);
-#else
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   switch (rows) {
+    case 1: return wide_rows<1>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 2: return wide_rows<2>(a, lda, b, width, ldb, pairs, sums, stream);
     case 3: return wide_rows<3>(a, lda, b, width, ldb, pairs, sums, stream);
     case 4: return wide_rows<4>(a, lda, b, width, ldb, pairs, sums, stream);
     case 5: return wide_rows<5>(a, lda, b, width, ldb, pairs, sums, stream);
     case 6: return wide_rows<6>(a, lda, b, width, ldb, pairs, sums, stream);
   }
-#endif
+#else
   constexpr int step = kTileVectors * kLanes;
   int c = 0;
   for (; c + step <= width; c += step)

@@ -26,7 +26,7 @@ inline vf pair_dot(vf sum, vu line, uint32_t pair) {
 #elif defined(__AVX512F__)
 constexpr int kTileRows = 4, kTileVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 6, kTileVectors = 4;  // up to 2 rows; see wide_tile
+constexpr int kTileRows = 6;  // see wide_tile
 #else
 constexpr int kTileRows = 2, kTileVectors = 4;
 #endif
