@@ -3,6 +3,7 @@
 
 #include "base/vec.h"
 #include "linear/activations.h"
+#include "linear/quad.h"
 #include "linear/weight.h"
 
 namespace modulm {
