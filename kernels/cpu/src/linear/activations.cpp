@@ -86,11 +86,13 @@ struct Target {
     for (int d = 0; d < 2; d++) to.scales[(2 * row + d) * to.steps + k / kStep] = d ? 0.0f : scale;
     const int64_t end = k + kStep < w.runs_end() ? k + kStep : w.runs_end();
     int32_t* sums = to.sums + 2 * row * to.runs + k / w.run();
-    for (int64_t at = k; at < end; at += w.run(), sums++) {
-      const int64_t stop = at + w.run() < end ? at + w.run() : end;
-      sums[0] = total(codes + (at - k), stop - at);
-      sums[to.runs] = 0;
-    }
+    if (w.minima()) put_digit_pairs(codes, row, k);
+    else
+      for (int64_t at = k; at < end; at += w.run(), sums++) {
+        const int64_t stop = at + w.run() < end ? at + w.run() : end;
+        sums[0] = total(codes + (at - k), stop - at);
+        sums[to.runs] = 0;
+      }
     // The even and the odd k of each quad; in a packed lane, quads are those of order_for_nibbles.
     static constexpr int plain[8] = {0, 2, 1, 3, 4, 6, 5, 7}, nibbles[8] = {0, 1, 4, 5, 2, 3, 6, 7};
     const int* order = w.format == kWeightInt4 ? nibbles : plain;
@@ -99,6 +101,19 @@ struct Target {
       for (int i = 0; i < 8; i++) eight[i] = codes[at + order[i]];
       std::memcpy(const_cast<int8_t*>(to.at(2 * row, 0)) + 2 * (k + at), eight, sizeof(eight));
     }
+  }
+
+  // The totals of the digits, whose minima are multiplied in 16 bits.
+  void put_digit_pairs(const int16_t* codes, int64_t row, int64_t k) const {
+    alignas(64) int8_t high[kStep], low[kStep];
+    for (int64_t i = 0; i < kStep; i++) {
+      const int above = (codes[i] + 128) >> 8;
+      high[i] = int8_t(above);
+      low[i] = int8_t(codes[i] - (above << 8));
+    }
+    int32_t* sums = to.sums + 2 * row * to.runs + k / w.run() / 2;
+    put_pairs(high, reinterpret_cast<int16_t*>(sums));
+    put_pairs(low, reinterpret_cast<int16_t*>(sums + to.runs));
   }
 
   void put(int8_t* codes, int64_t row, int64_t k, float scale) const {

@@ -23,14 +23,16 @@ constexpr int kRowTile = 2;
 
 constexpr int kBlockK = 64;
 
-// Whether two digits are held as numbers of 16 bits, in the place of both (wide.h).
-inline bool wide_digits([[maybe_unused]] const Weight& w) {
+constexpr int kWideRows = 4;  // rows of two digits that a kernel takes at once
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  return w.digits == 2 && !w.blocks();
+constexpr bool kWideDigits = true;
 #else
-  return false;
+constexpr bool kWideDigits = false;
 #endif
-}
+
+// Whether two digits are held as numbers of 16 bits, in the place of both (wide.h).
+inline bool wide_digits(const Weight& w) { return kWideDigits && w.digits == 2; }
 
 // Row d of r * digits + d is digit d of row r, the most significant first.
 struct Activations {

@@ -42,14 +42,40 @@ inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step)
   return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
 }
 
+// How rows of activations lie, and what a kernel's row is: a digit, or both digits of a row as numbers
+// of 16 bits (wide.h).
+struct Digits {
+  static constexpr int kDigits = 1;
+  static int64_t stride(const Activations&) { return kBlockK; }
+  static const int8_t* quad(const int8_t* x, int number) { return x + 4 * number; }
+  static auto load(const int8_t* quad) { return load_quad(quad); }
+  static auto hold(const int8_t* quad) { return hold_quad(quad); }
+  static vi minima(const vu (&both)[4], const int32_t* totals, int64_t) {
+    vi sum{};
+    for (int p = 0; p < 4; p++) sum = pair_dot(sum, both[p], uint32_t(totals[p]));
+    return sum;
+  }
+};
+struct BothDigits {
+  static constexpr int kDigits = 2;
+  static int64_t stride(const Activations& a) { return a.blocks * 2 * kBlockK; }
+  static const int8_t* quad(const int8_t* x, int number) { return x + 8 * number; }
+  static auto load(const int8_t* quad) { return load_wide_quad(quad); }
+  static auto hold(const int8_t* quad) { return load_wide_quad(quad); }
+  static vi minima(const vu (&both)[4], const int32_t* totals, int64_t runs) {
+    return (Digits::minima(both, totals, runs) << 8) + Digits::minima(both, totals + runs, runs);
+  }
+};
+
 // Few rows: codes are read from memory into registers, without a buffer.
-template <class Type, int Rows, int Vectors>
+template <class Type, class Form, int Rows, int Vectors>
 inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                        int column, float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
   const int64_t width = w.width(panel);
   const uint8_t* step = w.panel(panel);
   const int8_t* x = a.at(row, 0);
+  const int64_t stride = Form::stride(a);
   auto fetched = [](const uint32_t* p) {
     __builtin_prefetch(p + kBlocksFar, 0, 2);
     __builtin_prefetch(p + kBlocksNear);
@@ -77,7 +103,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
         for (int r = 0; r < Rows; r++)
           for (int v = 0; v < Vectors; v++)
             c[r][v] = Type::kCentre
-                          ? splat_int(-Type::kCentre * totals[r * a.runs + s * groups + g])
+                          ? splat_int(-Type::kCentre * totals[Form::kDigits * r * a.runs + s * groups + g])
                           : vi{};
 #pragma GCC unroll 8
         for (int q = 0; q < quads; q += 2) {
@@ -87,18 +113,19 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
             for (int v = 0; v < Vectors; v++) high[v] = fetched(line + v * kLanes);
             line += width;
           }
-          const int8_t* from = x + 4 * at;
-          decltype(load_quad(x)) held[Rows][2];
+          auto quad = [&](int r, int h) {
+            return Form::load(Form::quad(x + r * stride, at + h));
+          };
+          decltype(quad(0, 0)) held[Rows][2];
           for (int r = 0; r < Rows; r++)
-            for (int h = 0; h < 2; h++) held[r][h] = load_quad(from + r * kBlockK + 4 * h);
+            for (int h = 0; h < 2; h++) held[r][h] = quad(r, h);
           for (int v = 0; v < Vectors; v++) {
             const vu nibbles = fetched(line + v * kLanes);
             for (int h = 0; h < 2; h++) {
               const int which = (at + h) % (2 * Type::kShared);
               const vu codes = block_codes<Type>(nibbles, high[v], h, which);
               for (int r = 0; r < Rows; r++) {
-                if constexpr (kQuadsFromMemory)
-                  c[r][v] = quad_dot(c[r][v], codes, load_quad(from + r * kBlockK + 4 * h));
+                if constexpr (kQuadsFromMemory) c[r][v] = quad_dot(c[r][v], codes, quad(r, h));
                 else c[r][v] = quad_dot(c[r][v], codes, held[r][h]);
               }
             }
@@ -115,21 +142,19 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
     }
     for (int v = 0; v < Vectors; v++) {
       const vf d = load(parts.d + v * kLanes);
-      vi minima[Rows] = {};
       vf least{};
+      vu both[4];
       if constexpr (Type::kMinima) {
         least = load(parts.least + v * kLanes);
-        for (int p = 0; p < 4; p++) {
-          const vu both = parts.minima_of(p, v);
-          for (int r = 0; r < Rows; r++)
-            minima[r] = pair_dot(minima[r], both, uint32_t(totals[r * a.runs + p]));
-        }
+        for (int p = 0; p < 4; p++) both[p] = parts.minima_of(p, v);
       }
       for (int r = 0; r < Rows; r++) {
-        float* to = sums + r * kPanel + column + v * kLanes;
-        const vf sum = Type::kMinima ? block_sum(part[r][v], d, minima[r], least)
-                                     : block_sum(part[r][v], d);
-        store(to, fused(sum, a.scales[(row + r) * a.steps + i], load(to)));
+        const int64_t digit = Form::kDigits * r;
+        vf sum = block_sum(part[r][v], d);
+        if constexpr (Type::kMinima)
+          sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs), least);
+        float* to = sums + digit * kPanel + column + v * kLanes;
+        store(to, fused(sum, a.scales[(row + digit) * a.steps + i], load(to)));
       }
     }
   }
@@ -177,7 +202,7 @@ inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) 
 }
 
 // The end of a step for some rows and vectors: `sums` are those of the first row and column.
-template <class Type, int Rows, int Vectors>
+template <class Type, class Form, int Rows, int Vectors>
 inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], const Activations& a,
                       int64_t row, int64_t step, int column, float* sums) {
   const int32_t* totals = totals_of<Type>(a, row, step);
@@ -191,24 +216,23 @@ inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], co
       for (int p = 0; p < 4; p++) both[p] = load_raw<vu>(&b.minima[p][c]);
     }
     for (int r = 0; r < Rows; r++) {
-      vi minima{};
+      const int64_t digit = Form::kDigits * r;
+      vf sum = block_sum(part[r][v], d);
       if constexpr (Type::kMinima)
-        for (int p = 0; p < 4; p++)
-          minima = pair_dot(minima, both[p], uint32_t(totals[r * a.runs + p]));
-      const vf sum = Type::kMinima ? block_sum(part[r][v], d, minima, least)
-                                   : block_sum(part[r][v], d);
-      float* to = sums + r * kPanel + c;
-      store(to, fused(sum, a.scales[(row + r) * a.steps + step], load(to)));
+        sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs), least);
+      float* to = sums + digit * kPanel + c;
+      store(to, fused(sum, a.scales[(row + digit) * a.steps + step], load(to)));
     }
   }
 }
 
 // Rows times Vectors * kLanes columns of one step.
-template <class Type, int Rows, int Vectors>
+template <class Type, class Form, int Rows, int Vectors>
 inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row, const int8_t* x,
                        int64_t step, int column, Ahead& next, float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
   const int32_t* totals = totals_of<Type>(a, row, step);
+  const int64_t stride = Form::stride(a);
   vf part[Rows][Vectors] = {};
   for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
     next.fetch();
@@ -218,14 +242,14 @@ inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
       vi c[Rows][Vectors];
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
-          c[r][v] = Type::kCentre ? splat_int(-Type::kCentre * totals[r * a.runs + run]) : vi{};
+          c[r][v] = Type::kCentre ? splat_int(-Type::kCentre * totals[Form::kDigits * r * a.runs + run]) : vi{};
 #pragma GCC unroll 8
       for (int q = 0; q < quads; q++) {
         vu codes[Vectors];
         for (int v = 0; v < Vectors; v++)
           codes[v] = load_raw<vu>(&b.quads[run * quads + q][column + v * kLanes]);
         for (int r = 0; r < Rows; r++) {
-          auto quad = hold_quad(x + r * kBlockK + 4 * (g * quads + q));
+          auto quad = Form::hold(Form::quad(x + r * stride, g * quads + q));
           for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
         }
       }
@@ -236,17 +260,17 @@ inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
       }
     }
   }
-  add_block<Type>(b, part, a, row, step, column, sums);
+  add_block<Type, Form>(b, part, a, row, step, column, sums);
 }
 
-template <class Type, int Rows>
+template <class Type, class Form, int Rows>
 inline void block_columns(const SpreadBlocks& b, const Activations& a, int64_t row, int64_t step,
                           int width, Ahead& next, float* sums) {
-  const int8_t* x = a.at(row, step * kBlock);
+  const int8_t* x = a.at(row, 0) + step * kSpans * Activations::kBlockStride;
   int c = 0;
   for (; c + 2 * kLanes <= width; c += 2 * kLanes)
-    block_tile<Type, Rows, 2>(b, a, row, x, step, c, next, sums);
-  for (; c < width; c += kLanes) block_tile<Type, Rows, 1>(b, a, row, x, step, c, next, sums);
+    block_tile<Type, Form, Rows, 2>(b, a, row, x, step, c, next, sums);
+  for (; c < width; c += kLanes) block_tile<Type, Form, Rows, 1>(b, a, row, x, step, c, next, sums);
 }
 
 #if defined(__AMX_INT8__)
@@ -274,7 +298,7 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
         part[0][v] = fused(__builtin_convertvector(dot, vf), scale, part[0][v]);
       }
     }
-    add_block<Type>(b, part, a, row + r, step, column, sums + r * kPanel);
+    add_block<Type, Digits>(b, part, a, row + r, step, column, sums + r * kPanel);
   }
 }
 #endif
@@ -296,27 +320,39 @@ inline void block_step(const SpreadBlocks& b, const Activations& a, int64_t row,
   }
 #endif
   switch (rows) {
-    case 1: return block_columns<Type, 1>(b, a, row, step, width, next, sums);
-    case 2: return block_columns<Type, 2>(b, a, row, step, width, next, sums);
+    case 1: return block_columns<Type, Digits, 1>(b, a, row, step, width, next, sums);
+    case 2: return block_columns<Type, Digits, 2>(b, a, row, step, width, next, sums);
 #if defined(__AVX512F__)
-    case 3: return block_columns<Type, 3>(b, a, row, step, width, next, sums);
-    case 4: return block_columns<Type, 4>(b, a, row, step, width, next, sums);
+    case 3: return block_columns<Type, Digits, 3>(b, a, row, step, width, next, sums);
+    case 4: return block_columns<Type, Digits, 4>(b, a, row, step, width, next, sums);
 #endif
 #if defined(__AVX512VNNI__)
-    case 5: return block_columns<Type, 5>(b, a, row, step, width, next, sums);
-    case 6: return block_columns<Type, 6>(b, a, row, step, width, next, sums);
+    case 5: return block_columns<Type, Digits, 5>(b, a, row, step, width, next, sums);
+    case 6: return block_columns<Type, Digits, 6>(b, a, row, step, width, next, sums);
 #endif
   }
 }
 
-template <class Type, int Rows>
+// The same for rows of both digits; rows: 1 to kWideRows.
+template <class Type>
+inline void wide_step(const SpreadBlocks& b, const Activations& a, int64_t row, int rows,
+                      int64_t step, int width, Ahead& next, float* sums) {
+  switch (rows) {
+    case 1: return block_columns<Type, BothDigits, 1>(b, a, row, step, width, next, sums);
+    case 2: return block_columns<Type, BothDigits, 2>(b, a, row, step, width, next, sums);
+    case 3: return block_columns<Type, BothDigits, 3>(b, a, row, step, width, next, sums);
+    case 4: return block_columns<Type, BothDigits, 4>(b, a, row, step, width, next, sums);
+  }
+}
+
+template <class Type, class Form, int Rows>
 inline void block_panel(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                         float* sums) {
   const int width = w.width(panel);
   int c = 0;
   for (; c + 4 * kLanes <= width; c += 4 * kLanes)
-    block_rows<Type, Rows, 4>(w, panel, a, row, c, sums);
-  for (; c < width; c += kLanes) block_rows<Type, Rows, 1>(w, panel, a, row, c, sums);
+    block_rows<Type, Form, Rows, 4>(w, panel, a, row, c, sums);
+  for (; c < width; c += kLanes) block_rows<Type, Form, Rows, 1>(w, panel, a, row, c, sums);
 }
 
 }  // namespace
@@ -325,17 +361,27 @@ void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
                 float* sums) {
   with_blocks(w.format, [&](auto type) {
     using Type = decltype(type);
-    if (rows == 1) return block_panel<Type, 1>(w, panel, a, row, sums);
-    if (rows == 2) return block_panel<Type, 2>(w, panel, a, row, sums);
+    const bool wide = wide_digits(w);
+    if constexpr (kWideDigits)
+      if (wide && rows == 2) return block_panel<Type, BothDigits, 1>(w, panel, a, row, sums);
+    if (rows == 1) return block_panel<Type, Digits, 1>(w, panel, a, row, sums);
+    if (rows == 2) return block_panel<Type, Digits, 2>(w, panel, a, row, sums);
     auto& spread = *static_cast<SpreadBlocks*>(scratch(kDecoded, sizeof(SpreadBlocks)));
     const int width = w.width(panel);
     const uint8_t* from = w.panel(panel);
     for (int64_t step = 0; step < a.steps; step++, from += width * Type::kBytes) {
       spread_blocks<Type>(from, width, spread);
-      const int64_t bytes = width * Type::kBytes, tiles = div_up(rows, kQuadRows) * (width / 32);
+      const int most = wide ? 2 * kWideRows : kIntegerRows;
+      const int64_t bytes = width * Type::kBytes;
+      const int64_t tiles = div_up(rows, wide ? most : kQuadRows) * (width / 32);
       Ahead next(from + bytes, bytes, tiles * (kSpans));
-      for (int64_t r = 0; r < rows; r += kIntegerRows) {
-        const int64_t n = rows - r < kIntegerRows ? rows - r : kIntegerRows;
+      for (int64_t r = 0; r < rows; r += most) {
+        const int64_t n = rows - r < most ? rows - r : most;
+        if constexpr (kWideDigits)
+          if (wide) {
+            wide_step<Type>(spread, a, row + r, int(n / 2), step, width, next, sums + r * kPanel);
+            continue;
+          }
         block_step<Type>(spread, a, row + r, int(n), step, width, next,
                          sums + r * kPanel);
       }

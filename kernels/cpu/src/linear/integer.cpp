@@ -228,9 +228,8 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
 void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
                   float* sums) {
   if (w.blocks()) return block_sums(w, panel, a, row, rows, sums);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  if (wide_digits(w)) return wide_sums(w, panel, a, row, rows, sums);
-#endif
+  if constexpr (kWideDigits)
+    if (wide_digits(w)) return wide_sums(w, panel, a, row, rows, sums);
   bool nibbles = w.format == kWeightInt4;
   int width = w.width(panel);
   auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));

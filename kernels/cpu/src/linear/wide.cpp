@@ -9,8 +9,6 @@
 namespace modulm {
 namespace {
 
-constexpr int kWideRows = 4;  // times two vectors: 8 sums, 4 halves of codes, 2 broadcasts
-
 // c[row][v] += four products of each lane of codes[v] and of the row's quad.
 template <int Rows, int Vectors>
 inline void wide_dot(const int8_t* x, int64_t stride, const vu (&codes)[Vectors],
