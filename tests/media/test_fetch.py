@@ -14,8 +14,10 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from modulm.errors import QueueFull
@@ -385,3 +387,34 @@ def test_odd_addresses_are_refused_by_a_list_of_our_own(address, monkeypatch):
     hosts = Hosts(MediaConfig())
     assert not hosts.allowed(address)
     assert hosts.allowed("64:ff9b::808:808")
+
+
+def test_name_servers_that_do_not_answer_hold_up_nothing_else(monkeypatch):
+    """Looking a name up takes a thread; other work of the process has threads of its own."""
+    ending, asked = threading.Event(), []
+
+    def resolve(host, *args, **more):
+        asked.append(host)
+        ending.wait(60)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        hosts = Hosts(MediaConfig())
+        urls = [httpx.URL(f"https://slow{number}.test/") for number in range(8)]
+        lookups = [asyncio.ensure_future(hosts.resolved(url)) for url in urls]
+        while len(asked) < 2:
+            await asyncio.sleep(0.002)
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.to_thread(len, asked)
+        finally:
+            ending.set()
+            results = await asyncio.gather(*lookups, return_exceptions=True)
+        assert all(isinstance(one, Undecodable) for one in results)
+        hosts.close()
+
+    asyncio.run(main())

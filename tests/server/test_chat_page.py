@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tool_server
+from loop_turns import BOUND, Beat
 from samples import parametrize_sample
 from tests.server.browser import BROWSER, READY, Browser
 from tests.server.scripted_models import several_models
@@ -1248,8 +1250,47 @@ def test_a_key_may_not_store_without_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert [store.put("o", name, 1, b"{}") for name in "abc"] == [True, True, False]
     assert store.put("o", "a", 2, b"{}")
     assert store.put("p", "c", 1, b"{}")
+    for name in "abcdef":  # which the owner may never have had
+        store.put("p", name, 2, None)
+    assert len(store.listed("p")) == 2
+    assert all(store.put("p", name, 3, b"{}") for name in "gh")
+    assert [one["id"] for one in store.listed("p")] == ["g", "h"]
+    assert not store.put("p", "i", 4, None)
     monkeypatch.setattr(conversations, "_MOST_BYTES", 5)
-    assert not store.put("p", "d", 1, b"{1234}")
+    assert not store.put("p", "g", 4, b"{1234}")
+
+
+def test_nobody_else_can_read_the_store_at_any_time(tmp_path: Path) -> None:
+    """SQLite's files beside it have its mode, and are there before it is ready."""
+    path, modes = tmp_path / "chats.sqlite", []
+
+    class Watched(ConversationStore):
+        def _open(self) -> Any:
+            modes.append(path.stat().st_mode & 0o777)
+            return super()._open()
+
+    before = os.umask(0)
+    try:
+        Watched(str(path))
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+
+
+@pytest.mark.exhaustive
+def test_a_long_conversation_holds_no_turn_of_the_loop(
+    make_server: Callable[..., Live], tmp_path: Path
+) -> None:
+    live = make_server(chat_store=str(tmp_path / "chats.sqlite"))
+    numbers = [number / 7 for number in range(1_900_000)]
+    data = json.dumps({"updated": 1, "conversation": {"numbers": numbers}}).encode()
+    with live.client() as http:
+        http.get("/health")
+        beat = Beat(live.loop)
+        headers = {"Content-Type": "application/json"}
+        answer = http.put("/chat_page/conversations/a", content=data, headers=headers)
+    assert beat.end() < BOUND
+    assert answer.is_success
 
 
 @pytest.mark.exhaustive

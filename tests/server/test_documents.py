@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import docx
 import openpyxl
 import pptx
 import pytest
+from loop_turns import BOUND, Beat
 from PIL import Image
 from pptx.util import Inches
 
@@ -130,3 +136,76 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     late = ask(live, "a.pdf", pdf("late"))
     assert late.status_code == 400
     assert "takes more than 0.001 s" in late.json()["error"]["message"]
+
+
+def replace_reader(monkeypatch: pytest.MonkeyPatch, file: Path, script: str) -> None:
+    file.write_text(script)
+    monkeypatch.setattr(documents.reader, "__file__", str(file))
+
+
+def test_a_reader_that_writes_without_end_is_ended(
+    live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file may be far larger when it is read than as it is sent."""
+    script = "import sys\nwhile True: sys.stdout.buffer.write(bytes(1 << 16))"
+    replace_reader(monkeypatch, tmp_path / "reader.py", script)
+    monkeypatch.setattr(documents.reader, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(documents, "_SECONDS", 10.0)
+    answer = ask(live, "a.pdf", b"x")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unreadable_document"
+
+
+def test_readers_know_nothing_of_the_servers_environment(
+    live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODULM_SECRET_OF_THE_TEST", "x")
+    script = "import json, os\nprint(json.dumps({'error': ' '.join(os.environ)}))"
+    replace_reader(monkeypatch, tmp_path / "reader.py", script)
+    message = ask(live, "a.pdf", b"x").json()["error"]["message"]
+    assert "cannot be read: " in message
+    assert "SECRET" not in message
+
+
+def test_documents_of_a_key_have_their_turn(
+    make_server: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key's many documents are not all before another's first."""
+    order: list[bytes] = []
+    ending = asyncio.Event()
+
+    async def read(kind: str, data: bytes, pages: int) -> bytes:
+        order.append(data)
+        await ending.wait()
+        return b'{"text": "", "truncated": false, "pages": []}'
+
+    monkeypatch.setattr(documents, "_read", read)
+    live = make_server(api_key=("k1", "k2"))
+    (family,) = (one for one in live.served.families if one.name == "documents")
+    queues = family._free._waiting._queues  # type: ignore[attr-defined]
+    sent = [("k1", b"first")] * 2 + [("k1", b"more")] * 3 + [("k2", b"other")]
+    with live.client() as http, ThreadPoolExecutor(len(sent)) as pool:
+        answers = []
+        for count, (key, data) in enumerate(sent, 1):
+            body = {"name": "a.pdf", "data": base64.b64encode(data).decode()}
+            headers = {"Authorization": f"Bearer {key}"}
+            answers.append(pool.submit(http.post, "/v1/documents", json=body, headers=headers))
+            while len(order) + sum(map(len, queues.values())) < count:
+                time.sleep(0.002)
+        live.loop.call_soon_threadsafe(ending.set)
+        assert all(answer.result(60).is_success for answer in answers)
+    assert b"other" in order[2:4]
+
+
+@pytest.mark.exhaustive
+def test_a_long_document_holds_no_turn_of_the_loop(live: Live) -> None:
+    document = docx.Document()
+    document.add_paragraph("\u4e2d" * (12 << 20))
+    data = saved(document)
+    ask(live, "a.docx", word())
+    for name, content in (("a.docx", data), ("a.pdf", bytes(40 << 20))):
+        beat = Beat(live.loop)
+        answer = ask(live, name, content)
+        assert beat.end() < BOUND, name
+        assert answer.is_success == (name == "a.docx")
+    assert len(ask(live, "a.docx", data).json()["text"]) == 4 << 20

@@ -211,7 +211,7 @@ class World:
             allowed_lora_path=(str(adapter.parent),), enable_tokenizer_info_endpoint=True,
             lora_resolver_folder=str(adapter.parent), reasoning_parser="qwen3",
             chat_store=str(folder / "chats"), enable_prompt_embeds=True,
-            io_processor_plugin="twice",
+            io_processor_plugin="twice", grpc_port=0,
         )  # fmt: skip
         modulm.register("io_processors", "twice", Twice)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from grpc_tools import protoc
+from loop_turns import BOUND, Beat
 from smg_grpc_proto import vllm_engine_pb2 as smg
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
@@ -28,12 +31,15 @@ from smg_grpc_proto.generated import common_pb2
 from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
+from modulm_route_grpc.descriptors import message
+from modulm_route_grpc.intake import message_limit
 from modulm_server.flags import ServerConfig
 from modulm_server.serve import with_http_address
 from modulm_server.testing import Live
 
 PACKAGE = Path(__file__).parents[2] / "plugins/routes/grpc"
 KEY = (("authorization", "Bearer k1"),)
+GENERATE = message("GenerateRequest")
 
 
 class Client:
@@ -271,6 +277,10 @@ def test_control_and_health(client: Client, server: Live) -> None:
         request = client.message(f"{name}Request", **fields)
         path = f"vllm.Control/{name}"
         assert status_of(lambda p=path, r=request: client.call(p, r))[0] is code  # type: ignore[misc]
+    sleep = client.message("SleepRequest", mode=2)
+    assert status_of(lambda: client.call("vllm.Control/Sleep", sleep))[0] is not grpc.StatusCode.OK
+    paused = client.call("vllm.Control/IsPaused", client.message("IsPausedRequest"))
+    assert not paused.paused  # who asked would not know that it has to resume
     health = health_pb2_grpc.HealthStub(client.channel)
     for service in ("", "vllm.Inference", "vllm.grpc.engine.VllmEngine"):
         check = health.Check(health_pb2.HealthCheckRequest(service=service))
@@ -285,8 +295,108 @@ def test_addresses(make_server: Callable[..., Live], client: Client, server: Liv
         make_server(grpc_port=port)
     with pytest.raises(ConfigError, match="cannot be combined"):
         make_server(grpc=True, grpc_port=1)
-    for flags, socket in (({"grpc": True}, True), ({"grpc_port": 0}, False)):
+    for flags, on_socket in (({"grpc": True}, True), ({"grpc_port": 0}, False)):
         config = with_http_address(EngineConfig.from_keywords(model="M", port=0, **flags))
-        assert (config.group(ServerConfig).uds is not None) == socket
+        assert (config.group(ServerConfig).uds is not None) == on_socket
     with pytest.raises(ConfigError, match="in use"):
         with_http_address(EngineConfig.from_keywords(model="M", port=port, grpc=True))
+
+
+def port_of(live: Live) -> int:
+    (family,) = (one for one in live.served.families if one.name == "grpc")
+    return int(family.server.port)  # type: ignore[attr-defined]
+
+
+def stalled(channel: grpc.Channel, key: Any, ending: threading.Event) -> Any:
+    """A call whose message does not come until `ending`."""
+
+    def messages() -> Iterator[bytes]:
+        ending.wait(60)
+        yield from ()
+
+    return channel.stream_stream("/vllm.Inference/Generate")(messages(), metadata=key, timeout=30)
+
+
+def test_no_message_is_received_without_a_key(client: Client) -> None:
+    ending = threading.Event()
+    code, _ = status_of(lambda: next(stalled(client.channel, (), ending)))
+    ending.set()
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_messages_are_as_large_as_the_models_context_allows() -> None:
+    assert message_limit(1 << 12, 64 << 20) == 4 << 20
+    assert message_limit(1 << 20, 64 << 20) == 16 << 20
+    assert message_limit(1 << 20, 1 << 20) == 1 << 20
+
+
+def test_a_small_message_becomes_no_large_one(client: Client, router: Any) -> None:
+    """Compressed, it would be counted before it is decompressed."""
+    request = smg.GenerateRequest(request_id="r", text="a" * (64 << 20))
+    code, _ = status_of(
+        lambda: list(
+            router.Generate(request, metadata=KEY, timeout=60, compression=grpc.Compression.Gzip)
+        )
+    )
+    assert code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert client.call(
+        "vllm.Inference/Generate", client.message("GenerateRequest", text="Hello")
+    ).outputs.text
+
+
+def test_messages_at_once_and_connections_are_limited(make_server: Callable[..., Live]) -> None:
+    """And one key leaves room for others."""
+    live = make_server(
+        grpc_port=0, api_key=("k1", "k2"), max_request_bytes=1 << 20, max_inflight_bytes=4 << 20,
+        max_connections=16,
+    )  # fmt: skip
+    ending, ids = threading.Event(), [5, 6]
+    with grpc.insecure_channel(f"127.0.0.1:{port_of(live)}") as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        waiting = [stalled(channel, KEY, ending) for _ in range(2)]
+
+        def ask(key: str) -> Any:
+            request = smg.GenerateRequest(request_id="r", tokenized={"input_ids": ids})
+            return list(stub.Generate(request, metadata=(("x-api-key", key),), timeout=60))
+
+        for _ in range(1000):  # until the server waits for both messages
+            try:
+                ask("k1")
+            except grpc.RpcError as error:
+                refused: Any = error
+                break
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert ("retry-after", "1") in refused.trailing_metadata()
+        assert ask("k2")
+        ending.set()
+        for call in waiting:
+            assert status_of(lambda call=call: next(call))[0] is not grpc.StatusCode.OK  # type: ignore[misc]
+        assert ask("k1")
+    with ExitStack() as stack:
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+        answers = []
+        for _ in range(24):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(live)), 10))
+            try:
+                one.sendall(preface)
+                answers.append(one.recv(1))
+            except ConnectionError:
+                answers.append(b"")
+    assert 0 < sum(map(bool, answers)) <= 16
+
+
+def test_the_largest_messages_hold_no_turn_of_the_loop(make_server: Callable[..., Live]) -> None:
+    live = make_server({"max_model_len": 1 << 20}, grpc_port=0)
+    with grpc.insecure_channel(f"127.0.0.1:{port_of(live)}") as channel:
+        inference, stub = (
+            channel.unary_unary("/vllm.Inference/Generate"),
+            vllm_engine_pb2_grpc.VllmEngineStub(channel),
+        )
+        stub.HealthCheck(smg.HealthCheckRequest())
+        request = GENERATE(text="a", decoding={"logit_bias": dict.fromkeys(range(300_000), 1.0)})
+        tokens = GENERATE(token_ids={"ids": [5] * 2_000_000})
+        for data in (request.SerializeToString(), tokens.SerializeToString()):
+            beat = Beat(live.loop)
+            code, _ = status_of(lambda data=data: inference(data, timeout=60))  # type: ignore[misc]
+            assert beat.end() < BOUND
+            assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -18,7 +18,7 @@ from tests.media.files import image_file
 
 from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
-from modulm.errors import EngineError, ModulmError, QueueFull
+from modulm.errors import EngineError, ModulmError, PluginBroken, QueueFull
 from modulm_chat.sandbox import SandboxedRenderer
 from modulm_executor_mp.executor import MpExecutor
 from modulm_media.workers import DecodeWorkers
@@ -27,8 +27,10 @@ from modulm_server.app import Served, create_app
 from modulm_server.engine.launch import load_library
 from modulm_server.engine.spawn import EngineProcess
 from modulm_server.flags import ServerConfig
+from modulm_server.route import RouteFamily
 from modulm_server.scripted import ScriptedEngine
 from modulm_server.serve import make_server, open_socket
+from modulm_server.testing import serve_in_thread
 from modulm_structured_output.compile_process import _Process
 
 #: Open files of this process.
@@ -171,3 +173,24 @@ def test_a_start_that_fails_closes_what_it_opened(
     first = serve()
     assert serve() <= first
     assert len(stopped) == 2
+
+
+def test_routes_that_cannot_start_end_the_start(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error that names them; no server runs without routes that it has announced."""
+    engine, config = ScriptedEngine(tokenizer), EngineConfig.from_keywords(model="M")
+
+    async def fail(family: RouteFamily) -> None:
+        if family.context.engine is engine:  # not a server that tests share
+            raise OSError("no room")
+
+    for family in create_app(engine, config).families:
+        if family.name == "files":
+            monkeypatch.setattr(type(family), "start", fail)
+    expected = "the routes of 'files' could not be started: no room"
+    with (
+        pytest.raises(PluginBroken, match=expected),
+        serve_in_thread(engine, config) as live,
+    ):
+        live.client().get("/health")

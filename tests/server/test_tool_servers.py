@@ -432,6 +432,28 @@ def test_who_waits_for_a_session_that_is_cut_off_is_told_at_once(begun: bool) ->
     asyncio.run(main())
 
 
+def test_a_call_that_is_late_or_fails_ends_no_other(http_server: str) -> None:
+    """Sessions are shared: one request's arguments must not end another's call."""
+
+    async def main() -> None:
+        server = ToolServer(ServerSettings(label="x", url=http_server), 60.0, 1000)
+        await server.tools()
+        other = asyncio.ensure_future(server.call("wait", {"name": "other"}))
+        while "other" not in tool_server.waiting:
+            await asyncio.sleep(0.002)
+        server.timeout = 0.2
+        late = await server.call("wait", {"name": "nobody"})
+        assert late.error == "no result within 0.2 s"
+        server.timeout = 60.0
+        assert (await server.call("fail", {})).error is not None
+        tool_server.released.add("other")
+        assert (await other).output == "other is released"
+        tool_server.released.add("nobody")
+        await server.close()
+
+    asyncio.run(main())
+
+
 def is_sleep(children: Path) -> bool:
     names = (Path(f"/proc/{pid}/comm") for pid in children.read_text().split())
     return any(name.read_text() == "sleep\n" for name in names if name.exists())

@@ -497,14 +497,16 @@ def a_tool_server_that_breaks(folder: Path) -> None:
     class Session:
         """Lists nothing and answers nothing."""
 
-        list_tools, call_tool = staticmethod(fail), staticmethod(wait)
+        list_tools, call_tool, send_ping = map(staticmethod, (fail, wait, wait))
 
-    async def session() -> Any:
+    async def session(server: ToolServer) -> Any:
+        server._ready = asyncio.get_running_loop().create_future()
+        server._ready.set_result(Session)
         return Session
 
     async def main() -> None:
         server = _tool_server(command=("none",))
-        with _replaced(ToolServer, _session=lambda _: session()):
+        with _replaced(ToolServer, _session=session):
             with suppress(ToolServerError):
                 await server.tools()
             server.timeout = 0.01

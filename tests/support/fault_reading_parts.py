@@ -436,7 +436,7 @@ def pairs_with_images(folder: Path) -> None:
     )
     info = SimpleNamespace(texts=SimpleNamespace(template=None))
     family: Any = SimpleNamespace(
-        _texts=SimpleNamespace(pairs=None), _run=_failing(OSError("full")),
+        _texts=SimpleNamespace(pairs=None), _run=_failing(OSError("full")), _variables=_nothing,
         context=SimpleNamespace(engine=SimpleNamespace(info=info), generation=generation),
     )  # fmt: skip
     body: Any = SimpleNamespace(chat_template_kwargs=None, priority=0)

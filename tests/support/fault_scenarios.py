@@ -17,15 +17,19 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import torch
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection_pb2
 from PIL import Image
 
 from modulm_media import MediaPrompt
 from modulm_media.messages import MediaSource
 from modulm_media.values import Media
 from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_route_grpc import descriptors
 from modulm_server.media_service import RequestMedia
 from modulm_server.prompts import ChatOptions
 from modulm_server.testing import Live
@@ -432,3 +436,110 @@ def two_at_once(live: Live, http: httpx.Client) -> None:
 def _quiet(run: Callable[[], object]) -> None:
     with suppress(httpx.HTTPError):
         run()
+
+
+# gRPC.
+
+
+def _grpc(live: Live, http: httpx.Client, service: str, calls: dict[str, dict[str, Any]]) -> None:
+    """Call methods of a service, one after the other: their names, up to a blank, and messages."""
+    (family,) = (one for one in live.served.families if one.name == "grpc")
+    metadata = (("authorization", http.headers["authorization"]),)
+    methods = descriptors._pool.FindServiceByName(service)
+    failed = None
+    with grpc.insecure_channel(f"127.0.0.1:{family.server.port}") as channel:  # type: ignore[attr-defined]
+        for name, fields in calls.items():
+            method = methods.FindMethodByName(name.partition(" ")[0])
+            message = GetMessageClass(method.input_type)(**fields)
+            make = channel.unary_stream if method.server_streaming else channel.unary_unary
+            call = make(f"/{service}/{method.name}", type(message).SerializeToString)
+            try:
+                answer = call(message, metadata=metadata, timeout=30)
+                if method.server_streaming:
+                    for _ in answer:
+                        if "leaves" in name:
+                            answer.cancel()
+            except grpc.RpcError as error:
+                code = error.code()  # type: ignore[attr-defined]
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise TimeoutError from error
+                failed = failed or error
+    if failed is not None:
+        raise OSError(str(failed))
+
+
+@_scenario
+def grpc_for_programs(live: Live, http: httpx.Client) -> None:
+    _grpc(live, http, "vllm.Inference", {
+        "Generate": {"text": "a"},
+        "GenerateStream": {"text": "a"},
+        "GenerateStream that fails late": {"text": "fail late"},
+        "GenerateStream that is refused": {"text": "queue is full"},
+        "GenerateStream whose client leaves": {
+            "text": "count slowly", "stopping": {"max_new_tokens": 200},
+        },
+        "Generate that fails": {"text": "a", "session_id": "b"},
+        "Generate of a long text": {"text": "a b " * 20_000},
+        "Generate of tokens": {"token_ids": {"ids": [5, 6]}},
+    })  # fmt: skip
+
+
+@_scenario
+def grpc_without_a_message_or_a_key(live: Live, http: httpx.Client) -> None:
+    (family,) = (one for one in live.served.families if one.name == "grpc")
+    key = (("authorization", http.headers["authorization"]),)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    failed = None
+    with grpc.insecure_channel(f"127.0.0.1:{family.server.port}") as channel:  # type: ignore[attr-defined]
+        for path, messages, metadata in (
+            ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", [asked], ()),
+            ("/vllm.Inference/Generate", [], key),
+            ("/vllm.Inference/Generate", [b""], ()),
+        ):
+            call = channel.stream_stream(path)
+            try:
+                list(call(iter(messages), metadata=metadata, timeout=30))
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # type: ignore[attr-defined]
+                    raise TimeoutError from error
+                failed = error
+    raise OSError(str(failed))
+
+
+@_scenario
+def grpc_for_routers(live: Live, http: httpx.Client) -> None:
+    _grpc(live, http, "vllm.grpc.engine.VllmEngine", {
+        "Generate": {"text": "a", "sampling_params": {"max_tokens": 2}},
+        "Generate stream": {
+            "text": "a", "stream": True, "sampling_params": {"max_tokens": 2},
+        },
+        "Generate of tokens": {
+            "tokenized": {"input_ids": [5, 6]}, "kv_transfer_params_json": "{}",
+            "sampling_params": {"max_tokens": 2},
+        },
+        "Embed": {"tokenized": {"input_ids": [5, 6]}},
+        "HealthCheck": {}, "Abort": {"request_ids": ["a"]}, "FlushCache": {}, "StartProfile": {},
+        "StopProfile": {}, "GetModelInfo": {}, "GetServerInfo": {}, "GetLoads": {},
+        "GetTokenizer": {},
+    })  # fmt: skip
+
+
+@_scenario
+def grpc_for_operators(live: Live, http: httpx.Client) -> None:
+    _grpc(live, http, "vllm.Control", {
+        "GetServerInfo": {}, "GetModelInfo": {}, "Abort": {"request_ids": ["a"]},
+        "LoadLora": {"lora_name": "x", "source_path": "/none"}, "UnloadLora": {"lora_name": "x"},
+        "ListLoras": {}, "GetKvEventSources": {}, "PauseGeneration": {"mode": 2}, "IsPaused": {},
+        "ResumeGeneration": {}, "Sleep": {"mode": 2}, "Sleep at once": {}, "WakeUp": {},
+        "IsSleeping": {},
+    })  # fmt: skip
+    http.post("/resume")
+
+
+@_scenario
+def grpc_for_trainers(live: Live, http: httpx.Client) -> None:
+    _grpc(live, http, "vllm.Control", {
+        "InitWeightTransferEngine": {}, "StartWeightUpdate": {},
+        "UpdateWeights": {"update_info_json": b"{}"}, "FinishWeightUpdate": {"weight_version": "1"},
+        "UpdateWeightVersion": {"weight_version": "2"}, "GetWeightVersion": {},
+    })  # fmt: skip

@@ -16,10 +16,20 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from cryptography.x509.oid import NameOID
 from fastapi import APIRouter
 from fault_parts import PARTS, Part
 from starlette.requests import Request
@@ -37,6 +47,8 @@ from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.slots import Slots
 from modulm_route_files.store import FileStore
+from modulm_route_grpc import descriptors
+from modulm_route_grpc import server as grpc_server
 from modulm_server import headless, isolated_routes, json_body, logs, request_guard, serve
 from modulm_server.api_keys import read_keys
 from modulm_server.api_workers import Workers
@@ -615,3 +627,62 @@ def an_isolated_route(folder: Path) -> None:
         process.close()
         for one in (ours, theirs):
             one.close()
+
+
+# gRPC.
+
+
+@_part
+def protos_of_grpc(folder: Path) -> None:
+    descriptors._load()
+
+
+def _certificate(folder: Path) -> tuple[str, str]:
+    """Files of a key and of its certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    files = folder / "key.pem", folder / "certificate.pem"
+    files[0].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    files[1].write_bytes(certificate.public_bytes(Encoding.PEM))
+    return str(files[0]), str(files[1])
+
+
+@_part
+def a_grpc_server_with_certificates(folder: Path) -> None:
+    """It looks at its engine again and again, until it is stopped."""
+    key, certificate = _certificate(folder)
+    config = EngineConfig.from_keywords(
+        model="M", ssl_keyfile=key, ssl_certfile=certificate, ssl_ca_certs=certificate
+    )
+    looks: list[int] = []
+
+    async def check_health() -> None:
+        looks.append(1)
+        await asyncio.sleep(0)
+
+    info = SimpleNamespace(eos=(), max_model_len=64)
+    engine: Any = SimpleNamespace(info=info, check_health=check_health)
+    nothing: dict[str, Any] = dict.fromkeys(("generation", "registry", "loopback"))
+    context = RouteContext(engine=engine, config=config, models=("M",), created=0, **nothing)
+
+    async def main() -> None:
+        server = grpc_server.GrpcServer(context, ("127.0.0.1", 0))
+        try:
+            async with asyncio.timeout(60):
+                await server.start()
+                watch = server._watch
+                while len(looks) < 3 and watch is not None and not watch.done():
+                    await asyncio.sleep(0.001)
+        finally:
+            await server.stop()
+
+    with _replaced(grpc_server, "_LOOK", 0.001):
+        asyncio.run(main())

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from mcp.server.fastmcp import FastMCP
+
+#: Names that `wait` waits for, and those that it waits for no longer; for servers in the test's own
+#: process.
+waiting: set[str] = set()
+released: set[str] = set()
 
 
 def make() -> FastMCP:
@@ -25,6 +31,14 @@ def make() -> FastMCP:
     def fail() -> str:
         """Never works."""
         raise ValueError("out of order")
+
+    @server.tool()
+    async def wait(name: str) -> str:
+        """Wait until somebody says so: `released`."""
+        waiting.add(name)
+        while name not in released:
+            await asyncio.sleep(0.005)
+        return f"{name} is released"
 
     @server.tool()
     def leave() -> str:

@@ -173,7 +173,9 @@ def test_speakers_are_named(folder: Path, kind: Any, answer: str) -> None:
     segments = transcriber.read(tokens, 4.0)
     read = [(one.start, one.end, one.speaker, one.text.strip()) for one in segments]
     assert read == SAID_BY_TWO
-    for other in ("Hello there.", "[{", "[]", '[{"Start": 1}]'):
+    odd = '[{"Start": %s, "End": 2, "Speaker": %s, "Content": "x"}]'
+    others = ("Hello there.", "[{", "[]", '[{"Start": 1}]', odd % ("NaN", 1), odd % (1, "1e999"))
+    for other in (*others, "[" * 2000):  # deeper than Python's stack
         tokens = transcriber.tokenizer.encode(other, add_special_tokens=False)
         (segment,) = transcriber.read(tokens, 4.0)
         assert (segment.text, segment.speaker, segment.end) == (other, "", 4.0)

@@ -6,6 +6,8 @@ import asyncio
 import re
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import httpx
@@ -51,6 +53,8 @@ _REFUSED = tuple(
         "224.0.0.0/3",
     )
 )
+#: Names that are looked up at once. A name server that does not answer takes a thread for a while.
+_LOOKUPS = 16
 #: Characters that are rejected in URLs, because programs disagree about their meaning.
 _STRANGE = re.compile(r"[\x00-\x20\x7f\\]")
 
@@ -62,6 +66,7 @@ class Hosts:
         domains = flags.allowed_media_domains
         self._domains = None if domains is None else [_plain(domain) for domain in domains]
         self._networks = [ip_network(one) for one in flags.allowed_media_networks]
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="modulm-media-names")
 
     def parsed(self, url: str) -> httpx.URL:
         """Parse a URL; the result is what is checked and fetched. Raises Undecodable."""
@@ -93,8 +98,8 @@ class Hosts:
         host = url.raw_host.decode("ascii").strip("[]")
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            entries = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
+            entries = await asyncio.get_running_loop().run_in_executor(
+                self._lookups, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             )
         except (OSError, UnicodeError) as error:
             raise Undecodable(f"the host {host[:100]!r} is unknown") from error
@@ -105,6 +110,10 @@ class Hosts:
                     f"the host {host[:100]!r} has no public address (--allowed-media-networks)"
                 )
         return addresses
+
+    def close(self) -> None:
+        """End the threads that look names up, once they are done."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
 
     def allowed(self, address: str) -> bool:
         """Whether connections to an address are allowed."""

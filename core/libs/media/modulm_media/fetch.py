@@ -70,6 +70,10 @@ class Fetcher:
             "video": flags.video_fetch_timeout,
         }
 
+    def close(self) -> None:
+        """End the threads of the fetcher."""
+        self._hosts.close()
+
     async def get(self, url: str, kind: MediaKind, budget: Budget) -> bytes:
         """Fetch a file.
 
@@ -181,13 +185,16 @@ class Fetcher:
 
 def _read(file: Path, budget: Budget) -> bytes:
     """Read a regular file; symbolic links swapped in meanwhile are not followed."""
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as opened:
+    with open(file, "rb", opener=_without_links) as opened:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
         budget.take(status.st_size)
         return opened.read(status.st_size)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _data_of(url: str) -> str:

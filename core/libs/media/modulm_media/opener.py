@@ -173,6 +173,7 @@ class MediaOpener:
 
     def close(self) -> None:
         """End the decoding processes."""
+        self._fetcher.close()
         self.workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

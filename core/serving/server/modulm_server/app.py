@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match, Mount, Route, WebSocketRoute
 
 import modulm
-from modulm.errors import ConfigError, ModulmError, PluginConflict
+from modulm.errors import ConfigError, ModulmError, PluginBroken, PluginConflict
 from modulm.plugins import manager
 from modulm.plugins.index import is_first_party
 from modulm_chat.conversation import load_template
@@ -84,12 +84,10 @@ class Served:
     directory: ModelDirectory | None = None
 
     async def start(self) -> None:
-        """Start the families' background work, and models of a server of several."""
-        for family in self.families:
-            try:
-                await family.start()
-            except Exception:
-                log.exception("Route family %s failed to start", family.name)
+        """Start the families' background work, and models of a server of several. Raises
+        ModulmError if one cannot start.
+        """
+        await _start(self.families)
         if self.directory is not None:
             await self.directory.start()
 
@@ -101,6 +99,18 @@ class Served:
         finally:
             await _stop(self.families)
             self.generation.media.close()
+
+
+async def _start(families: Sequence[RouteFamily]) -> None:
+    """Start the background work of all families. Raises ModulmError: a server never runs without
+    routes that it has announced.
+    """
+    for family in families:
+        try:
+            await family.start()
+        except Exception as error:
+            message = f"the routes of {family.name!r} could not be started: {error}"
+            raise PluginBroken(message) from error
 
 
 async def _stop(families: Sequence[RouteFamily]) -> None:
@@ -198,9 +208,8 @@ class ModelRoutes:
     registry: CollectorRegistry
 
     async def start(self) -> None:
-        """Start the families' background work."""
-        for family in self.families:
-            await family.start()
+        """Start the families' background work. Raises ModulmError if one cannot start."""
+        await _start(self.families)
 
     async def stop(self) -> None:
         """Stop the families' background work."""

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import BaseRoute, Host, Match, Mount, Route, WebSocketRoute
 
 from modulm.errors import ConfigError
-from modulm_server.api_keys import Keys
+from modulm_server.api_keys import ApiKey, Keys
 from modulm_server.errors import ApiError, error_body, respond
 from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Caller, Usages, rate_headers, set_caller
@@ -35,6 +35,7 @@ __all__ = [
     "OPEN_PATHS",
     "check_open_paths",
     "current_owner",
+    "find_key",
     "guard",
     "open_paths",
     "owner_of",
@@ -125,21 +126,15 @@ class _Guard:
         self._rate_headers = rate_headers if family is None else family.rate_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keys = _sent_keys(scope)
         internal = scope.get("modulm.loopback") is LOOPBACK
-        entry = None
-        if len(keys) > 1 and scope["type"] != "websocket":
-            await self._refuse(_AMBIGUOUS, scope, receive, send)
-            return
         if internal:
             entry = self._keys.of_owner(scope["modulm.owner"])
-        elif len(keys) == 1 and keys[0]:
-            entry = self._keys.find(keys[0])
-        if entry is None and not internal:
-            error = _WRONG if keys and keys[0] else _MISSING
-            await self._refuse(error, scope, receive, send)
-            return
-        if entry is not None:
+        else:
+            found = find_key(self._keys, scope["headers"])
+            if isinstance(found, ApiError):
+                await self._refuse(found, scope, receive, send)
+                return
+            entry = found
             scope["modulm.owner"] = entry.owner
         _owner.set(scope["modulm.owner"])
         if entry is None:  # a batch whose key has been removed
@@ -173,13 +168,23 @@ class _Guard:
             await respond(error, self._failure)(scope, receive, send)
 
 
-def _sent_keys(scope: Scope) -> list[bytes]:
+def find_key(keys: Keys, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | ApiError:
+    """The entry of the key that a request's headers have, or why they have none."""
+    sent = _sent_keys(headers)
+    if len(sent) > 1:
+        return _AMBIGUOUS
+    if not sent or not sent[0]:
+        return _MISSING
+    return keys.find(sent[0]) or _WRONG
+
+
+def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """The keys of a request, from bearer tokens and Anthropic's x-api-key header.
 
     One header of each kind with the same value counts as one key.
     """
     tokens, plain = [], []
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"authorization":
             scheme, _, token = bytes(value).partition(b" ")
             tokens.append(token.strip() if scheme.lower() == b"bearer" else b"")

@@ -110,6 +110,7 @@ def serve_in_thread(
     """Run a real server on a free loopback port, or on the Unix socket of `--uds`.
 
     watch: wraps the application, to observe its traffic. host: of a server of several models.
+    Raises the error with which the server does not start.
     """
     config = config.with_(host="127.0.0.1", port=0)
     served = create_app(engine, config, host)
@@ -119,11 +120,23 @@ def serve_in_thread(
     server = make_server(served, config.group(ServerConfig))
     loops: list[asyncio.AbstractEventLoop] = []
     server.announce = lambda: loops.append(asyncio.get_running_loop())
-    thread = threading.Thread(target=server.serve_on, args=(sock,), name="test-server")
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.serve_on(sock)
+        except BaseException as error:
+            failures.append(error)
+            if loops:
+                raise
+
+    thread = threading.Thread(target=run, name="test-server")
     thread.start()
     try:
         while not loops and thread.is_alive():
             threading.Event().wait(0.01)
+        if not loops:
+            raise failures[0]
         url = "http://localhost" if isinstance(sock.getsockname(), str) else _url(sock)
         yield Live(url, engine, served, loops[0])
     finally:

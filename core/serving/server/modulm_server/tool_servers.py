@@ -37,6 +37,8 @@ __all__ = [
 
 log = logging.getLogger("modulm_server")
 
+#: Seconds for a sign of life of a server, one of whose calls has failed.
+_PING = 5.0
 _KEYS = ("command", "env", "cwd", "url", "headers", "tools", "keys", "approval")
 
 
@@ -136,7 +138,7 @@ class ToolServer:
             try:
                 listed = await asyncio.wait_for(session.list_tools(), self.timeout)
             except Exception as error:
-                await self.close()
+                await self._close_broken(session, error)
                 raise self._failure(error) from error
             allowed = self.settings.tools
             self._tools = [
@@ -155,18 +157,51 @@ class ToolServer:
         """Call a tool. Never raises: what went wrong is in the outcome."""
         try:
             session = await self._session()
+        except ToolServerError as error:
+            return Outcome(None, str(error))
+        try:
             result = await asyncio.wait_for(session.call_tool(name, dict(arguments)), self.timeout)
-        except TimeoutError:
-            await self.close()
-            return Outcome(None, f"no result within {self.timeout:g} s")
         except Exception as error:
-            await self.close()
-            return Outcome(None, str(self._failure(error)))
+            await self._close_broken(session, error)
+            late = isinstance(error, TimeoutError)
+            return Outcome(
+                None, f"no result within {self.timeout:g} s" if late else str(self._failure(error))
+            )
         text = "\n".join(_text(part) for part in result.content)
         data = text.encode()
         if len(data) > self.most:
             text = data[: self.most].decode(errors="ignore") + "\n[cut: the result was longer]"
         return Outcome(None, text or "the tool failed") if result.isError else Outcome(text)
+
+    async def _close_broken(self, session: Any, error: Exception) -> None:
+        """End a session in which a call has failed, unless its server still answers: other
+        requests use it, too.
+        """
+        if not await self._answers(session, error) and self._is(session):
+            await self.close()
+
+    async def _answers(self, session: Any, error: Exception) -> bool:
+        """Whether a server answers that has answered a call with an error, or not in time."""
+        from mcp.shared.exceptions import McpError
+        from mcp.types import CONNECTION_CLOSED
+
+        if isinstance(error, McpError):
+            return bool(error.error.code != CONNECTION_CLOSED)
+        if not isinstance(error, TimeoutError):
+            return False
+        try:
+            await asyncio.wait_for(session.send_ping(), min(_PING, self.timeout))
+        except Exception:
+            return False
+        return True
+
+    def _is(self, session: Any) -> bool:
+        """Whether a session is the current one."""
+        ready = self._ready
+        return (
+            ready is not None and ready.done() and not ready.exception()
+            and ready.result() is session
+        )  # fmt: skip
 
     async def close(self) -> None:
         """End the session, and the process of a server over stdio."""

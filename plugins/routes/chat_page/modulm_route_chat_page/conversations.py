@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -17,14 +18,17 @@ from modulm.errors import ConfigError
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field, json_response, read
+from modulm_server.pacing import FairSemaphore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ConversationStore", "Conversations"]
 
-#: Maximum conversations of a key, deleted ones included, and bytes of those that are not.
+#: Maximum conversations of a key, and their bytes. The oldest deleted ones make room for others.
 _MOST, _MOST_BYTES = 10_000, 1 << 30
+#: Threads that read and write at once: others of the process have work, too.
+_AT_ONCE = 2
 _TABLE = """
 CREATE TABLE IF NOT EXISTS conversations (
   owner TEXT NOT NULL, id TEXT NOT NULL, updated REAL NOT NULL, body BLOB,
@@ -45,10 +49,11 @@ class ConversationStore:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            Path(path).chmod(0o600)  # before SQLite makes files beside it, with the same mode
             with closing(self._open()) as db, db:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute(_TABLE)
-            Path(path).chmod(0o600)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError("chat_store", f"{path}: {error}") from error
 
@@ -79,13 +84,19 @@ class ConversationStore:
         """
         with closing(self._open()) as db, db:
             db.execute("BEGIN IMMEDIATE")
-            count, size = db.execute(
-                "SELECT count(*), coalesce(sum(length(body)), 0) FROM conversations "
-                "WHERE owner = ? AND id != ?",
+            count, deleted, size = db.execute(
+                "SELECT count(*), coalesce(sum(body IS NULL), 0), coalesce(sum(length(body)), 0) "
+                "FROM conversations WHERE owner = ? AND id != ?",
                 (owner, name),
             ).fetchone()
-            if body is not None and (count >= _MOST or size + len(body) > _MOST_BYTES):
+            if count - deleted >= _MOST or (body and size + len(body) > _MOST_BYTES):
                 return False
+            if count >= _MOST:
+                db.execute(
+                    "DELETE FROM conversations WHERE rowid IN (SELECT rowid FROM conversations "
+                    "WHERE owner = ? AND id != ? AND body IS NULL ORDER BY updated LIMIT ?)",
+                    (owner, name, count - _MOST + 1),
+                )
             db.execute(
                 "INSERT INTO conversations VALUES (?, ?, ?, ?) ON CONFLICT (owner, id) DO UPDATE "
                 "SET updated = excluded.updated, body = excluded.body "
@@ -100,6 +111,7 @@ class Conversations:
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
+        self._free = FairSemaphore(_AT_ONCE)
 
     def add_routes(self, router: APIRouter) -> None:
         """Add the routes to the page's."""
@@ -113,11 +125,11 @@ class Conversations:
 
     async def listed(self, request: Request) -> Response:
         """List the conversations of the key."""
-        return json_response({"data": await self._run(self._store.listed, owner_of(request))})
+        return json_response({"data": await self._run(request, self._store.listed)})
 
     async def one(self, request: Request, name: str) -> Response:
         """Return a conversation."""
-        body = await self._run(self._store.get, owner_of(request), name)
+        body = await self._run(request, self._store.get, name)
         if body is None:
             raise ApiError(404, "no such conversation", code="not_found")
         return Response(body, media_type="application/json")
@@ -127,8 +139,7 @@ class Conversations:
         given = await read(request, ConversationBody)
         if len(name) > 100:
             raise bad_field("id", "id has more than 100 characters")
-        body = None if given.conversation is None else msgspec.json.encode(given.conversation)
-        if not await self._run(self._store.put, owner_of(request), name, given.updated, body):
+        if not await self._run(request, self._write, name, given):
             raise ApiError(
                 413,
                 f"a key may store {_MOST} conversations and {_MOST_BYTES} bytes: delete some",
@@ -136,8 +147,17 @@ class Conversations:
             )
         return json_response({"id": name, "updated": given.updated})
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _write(self, owner: str, name: str, given: ConversationBody) -> bool:
+        body = None if given.conversation is None else msgspec.json.encode(given.conversation)
+        return self._store.put(owner, name, given.updated, body)
+
+    async def _run(self, request: Request, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function for the request's key, in a thread. Each key has its turn."""
+        owner = owner_of(request)
+        await self._free.acquire(owner)
         try:
-            return await asyncio.to_thread(function, *arguments)
+            return await asyncio.to_thread(function, owner, *arguments)
         except (sqlite3.Error, OSError) as error:
             raise ApiError(500, "the chat store cannot be used", code="chat_store") from error
+        finally:
+            self._free.release()

@@ -1,7 +1,8 @@
 """Reads one document: its text, and its pages as images. Runs as a process of its own.
 
 The file comes on standard input, its kind and the number of page images as arguments. The answer is
-JSON on standard output: `{"text": ..., "pages": [JPEG in base64, ...]}`, or `{"error": ...}`.
+JSON on standard output: `{"text": ..., "truncated": whether there is more, "pages": [JPEG in
+base64, ...]}`, or `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from contextlib import closing, suppress
 from io import BytesIO
 from typing import Any
 
-__all__ = ["KINDS", "main"]
+__all__ = ["KINDS", "MOST_BYTES", "main"]
 
 #: Address space and time of the processor that a document may take, in bytes and seconds.
 _MEMORY, _SECONDS = 2 << 30, 60
+#: Most characters of a text, and bytes of all page images and of an answer.
+_MOST, _PICTURES, MOST_BYTES = 4 << 20, 96 << 20, 160 << 20
 #: Longest side of a page image in pixels, and its quality.
 _SIDE, _QUALITY = 1540, 85
 
@@ -100,11 +103,17 @@ def main() -> None:
     for kind_of_limit, limit in ((resource.RLIMIT_AS, _MEMORY), (resource.RLIMIT_CPU, _SECONDS)):
         with suppress(OSError, ValueError):  # not on every system
             resource.setrlimit(kind_of_limit, (limit, limit))
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no files
     kind, pages = sys.argv[1], int(sys.argv[2])
     answer: dict[str, Any]
     try:
         text, images = KINDS[kind](sys.stdin.buffer.read(), pages)
-        answer = {"text": text, "pages": [base64.b64encode(image).decode() for image in images]}
+        pictures = [base64.b64encode(image).decode() for image in images]
+        shown = text[:_MOST].encode("utf-8", "replace").decode()  # without halves of characters
+        answer = {"text": shown, "truncated": len(text) > _MOST, "pages": pictures}
+        if sum(map(len, pictures)) > _PICTURES:
+            answer = {"error": "the images of its pages are too large: ask for fewer"}
     except Exception as error:  # of any library, about any fault of a file
         answer = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(json.dumps(answer))

@@ -9,7 +9,7 @@ import grpc
 
 import modulm
 from modulm_route_grpc.descriptors import message
-from modulm_route_grpc.http_calls import CallFailed, HttpCalls
+from modulm_route_grpc.http_calls import Call, CallFailed, HttpCalls
 from modulm_route_grpc.inference import invalid, json_object
 from modulm_server.flags import ServerConfig
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Control"]
 
+_TAGS = 64
 _MODES = {0: "abort", 1: "abort", 2: "wait", 3: "keep"}
 
 
@@ -28,9 +29,9 @@ class Control:
         self._context = context
         self._calls = calls
 
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetServerInfo(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Facts about the engine."""
-        await self._models(context)
+        await self._models(call)
         info = self._context.engine.info
         config = info.config
         parallel, scheduler = config.parallel, config.scheduler
@@ -66,9 +67,9 @@ class Control:
     def _developing(self) -> bool:
         return self._context.config.group(ServerConfig).server_dev_mode
 
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetModelInfo(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Facts about the model."""
-        await self._models(context)
+        await self._models(call)
         info = self._context.engine.info
         config = info.config
         return message("ModelInfo")(
@@ -83,54 +84,53 @@ class Control:
             tool_call_parser=config.tool_calls.tool_call_parser or "",
         )
 
-    async def Shutdown(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Shutdown(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Refused: who started the server ends it."""
         raise CallFailed(
             grpc.StatusCode.FAILED_PRECONDITION,
             "this server does not end itself: send SIGTERM to its process",
         )
 
-    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Abort(self, request: Any, call: Call) -> Any:  # noqa: N802
         """End requests by their ids."""
-        body = {"request_ids": list(request.request_ids)}
-        await self._calls.call(context, "POST", "/inference/v1/abort_requests", body)
+        ids: list[str] = await call.convert(list, request.request_ids)
+        body = {"request_ids": ids}
+        await self._calls.call(call, "POST", "/inference/v1/abort_requests", body)
         return message("AbortResponse")()
 
     # Adapters.
 
-    async def LoadLora(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def LoadLora(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Load an adapter; needs --allow-runtime-lora-updating."""
         body = {"lora_name": request.lora_name, "lora_path": request.source_path}
-        await self._calls.call(context, "POST", "/v1/load_lora_adapter", body)
+        await self._calls.call(call, "POST", "/v1/load_lora_adapter", body)
         adapter = message("LoraAdapter")(
             lora_name=request.lora_name, source_path=request.source_path
         )
         return message("LoadLoraResponse")(adapter=adapter)
 
-    async def UnloadLora(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def UnloadLora(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Unload an adapter; needs --allow-runtime-lora-updating."""
         body = {"lora_name": request.lora_name}
-        await self._calls.call(context, "POST", "/v1/unload_lora_adapter", body)
+        await self._calls.call(call, "POST", "/v1/unload_lora_adapter", body)
         adapter = message("LoraAdapter")(lora_name=request.lora_name)
         return message("UnloadLoraResponse")(adapter=adapter)
 
-    async def ListLoras(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def ListLoras(self, request: Any, call: Call) -> Any:  # noqa: N802
         """The adapters that the key may use. Their ids are names: lora_id is 0."""
         adapters = [
             message("LoraAdapter")(lora_name=model["id"], source_path=model.get("root") or "")
-            for model in await self._models(context)
+            for model in await self._models(call)
             if model["id"] not in self._context.models
         ]
         return message("ListLorasResponse")(adapters=adapters)
 
-    async def _models(self, context: Any) -> list[dict[str, Any]]:
+    async def _models(self, call: Call) -> list[dict[str, Any]]:
         """The served models and adapters, which only who has a key may see."""
-        models: list[dict[str, Any]] = (await self._calls.call(context, "GET", "/v1/models"))[
-            "data"
-        ]
+        models: list[dict[str, Any]] = (await self._calls.call(call, "GET", "/v1/models"))["data"]
         return models
 
-    async def GetKvEventSources(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetKvEventSources(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Where events of the KV cache are published."""
         sources = [
             message("KvEventSource")(
@@ -141,88 +141,93 @@ class Control:
                 data_parallel_rank=source["data_parallel_rank"],
                 encoding="msgpack",
             )
-            for source in await self._calls.call(context, "GET", "/kv_event_sources")
+            for source in await self._calls.call(call, "GET", "/kv_event_sources")
         ]
         return message("GetKvEventSourcesResponse")(sources=sources)
 
     # With --server-dev-mode.
 
-    async def PauseGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def PauseGeneration(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Pause generation."""
         clears = request.clear_cache if request.HasField("clear_cache") else True
         query = urlencode({"mode": _mode(request.mode), "clear_cache": str(clears).lower()})
-        await self._calls.call(context, "POST", "/pause", query=query)
+        await self._calls.call(call, "POST", "/pause", query=query)
         return message("PauseGenerationResponse")()
 
-    async def ResumeGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def ResumeGeneration(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Resume generation."""
-        await self._calls.call(context, "POST", "/resume")
+        await self._calls.call(call, "POST", "/resume")
         return message("ResumeGenerationResponse")()
 
-    async def IsPaused(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def IsPaused(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Whether generation is paused."""
-        answer = await self._calls.call(context, "GET", "/is_paused")
+        answer = await self._calls.call(call, "GET", "/is_paused")
         return message("IsPausedResponse")(paused=answer["is_paused"])
 
-    async def Sleep(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Sleep(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Free memory. Running requests are handled by the mode first."""
         if request.mode:
             query = urlencode({"mode": _mode(request.mode), "clear_cache": "false"})
-            await self._calls.call(context, "POST", "/pause", query=query)
+            await self._calls.call(call, "POST", "/pause", query=query)
         level = request.level if request.HasField("level") else 1
-        await self._calls.call(context, "POST", "/sleep", query=urlencode({"level": level}))
-        if request.mode:
-            await self._calls.call(context, "POST", "/resume")
+        try:
+            await self._calls.call(call, "POST", "/sleep", query=urlencode({"level": level}))
+        finally:  # it also goes on if it cannot sleep
+            if request.mode:
+                await self._calls.call(call, "POST", "/resume")
         return message("SleepResponse")()
 
-    async def WakeUp(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def WakeUp(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Allocate memory again."""
+        if len(request.tags) > _TAGS:
+            raise invalid("tags", f"has more than {_TAGS} entries")
         query = urlencode([("tags", tag) for tag in request.tags])
-        await self._calls.call(context, "POST", "/wake_up", query=query)
+        await self._calls.call(call, "POST", "/wake_up", query=query)
         return message("WakeUpResponse")()
 
-    async def IsSleeping(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def IsSleeping(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Whether the engine sleeps."""
-        answer = await self._calls.call(context, "GET", "/is_sleeping")
+        answer = await self._calls.call(call, "GET", "/is_sleeping")
         return message("IsSleepingResponse")(sleeping=answer["is_sleeping"])
 
-    async def InitWeightTransferEngine(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def InitWeightTransferEngine(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Connect the workers to the trainer."""
-        info = json_object(request.init_info_json or b"{}", "init_info_json")
-        await self._calls.call(context, "POST", "/init_weight_transfer_engine", {"init_info": info})
+        text = request.init_info_json or b"{}"
+        info = await call.convert(json_object, text, "init_info_json")
+        await self._calls.call(call, "POST", "/init_weight_transfer_engine", {"init_info": info})
         return message("InitWeightTransferEngineResponse")()
 
-    async def StartWeightUpdate(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def StartWeightUpdate(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Begin an update of the weights."""
-        await self._calls.call(context, "POST", "/start_weight_update", {})
+        await self._calls.call(call, "POST", "/start_weight_update", {})
         return message("StartWeightUpdateResponse")()
 
-    async def UpdateWeights(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def UpdateWeights(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Receive tensors of the current update."""
-        info = json_object(request.update_info_json, "update_info_json")
-        await self._calls.call(context, "POST", "/update_weights", {"update_info": info})
+        info = await call.convert(json_object, request.update_info_json, "update_info_json")
+        await self._calls.call(call, "POST", "/update_weights", {"update_info": info})
         return message("UpdateWeightsResponse")()
 
-    async def FinishWeightUpdate(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def FinishWeightUpdate(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Switch to the new weights, and set their version if the request has one."""
         version = _version(request) if request.HasField("weight_version") else None
-        await self._calls.call(context, "POST", "/finish_weight_update")
+        await self._calls.call(call, "POST", "/finish_weight_update")
         if version is not None:
-            await self._set_version(context, version)
+            await self._set_version(call, version)
         return message("FinishWeightUpdateResponse")()
 
-    async def UpdateWeightVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def UpdateWeightVersion(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Set the version of the weights."""
-        await self._set_version(context, _version(request))
+        await self._set_version(call, _version(request))
         return message("UpdateWeightVersionResponse")()
 
-    async def _set_version(self, context: Any, version: int) -> None:
+    async def _set_version(self, call: Call, version: int) -> None:
         body = {"weight_version": version}
-        await self._calls.call(context, "POST", "/update_weight_version", body)
+        await self._calls.call(call, "POST", "/update_weight_version", body)
 
-    async def GetWeightVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetWeightVersion(self, request: Any, call: Call) -> Any:  # noqa: N802
         """The version of the weights."""
-        answer = await self._calls.call(context, "GET", "/weight_info")
+        answer = await self._calls.call(call, "GET", "/weight_info")
         return message("GetWeightVersionResponse")(weight_version=str(answer["weight_version"]))
 
 

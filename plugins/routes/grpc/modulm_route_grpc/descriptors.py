@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
 from importlib.resources import files
 from logging import getLogger
@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import DESCRIPTOR as _STRUCT
 
-from modulm_route_grpc.http_calls import CallFailed
+from modulm_route_grpc.http_calls import Call, CallFailed, client_headers
 
 __all__ = ["handler_of", "message"]
 
@@ -47,50 +48,56 @@ def handler_of(service: str, implementation: object) -> grpc.GenericRpcHandler:
         answer = getattr(implementation, method.name, None)
         if answer is None:
             continue
+        decode, guarded = GetMessageClass(method.input_type).FromString, _guarded
         make = grpc.unary_unary_rpc_method_handler
-        guarded: Any = _guarded(answer)
         if method.server_streaming:
-            make, guarded = grpc.unary_stream_rpc_method_handler, _guarded_stream(answer)
-        handlers[method.name] = make(
-            guarded,
-            request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
-        )
+            make, guarded = grpc.unary_stream_rpc_method_handler, _guarded_stream
+        handlers[method.name] = make(guarded(answer, decode))  # messages are bytes, as they come
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
-def _guarded(answer: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Turn the errors of a call into its status."""
+def _guarded(answer: Callable[..., Awaitable[Any]], decode: Callable[[bytes], Any]) -> Any:
+    """Make a method of bytes, and turn the errors of a call into its status."""
 
     @wraps(answer)
-    async def call(request: Any, context: Any) -> Any:
+    async def answered(data: bytes, context: Any) -> bytes:
         try:
-            return await answer(request, context)
-        except CallFailed as error:
-            await context.abort(error.code, error.message, error.details)
-        except grpc.aio.AbortError:
+            call = Call(client_headers(context), len(data))
+            return await call.encode(await answer(await call.convert(_read, decode, data), call))
+        except Exception as error:
+            await context.abort(*_status(answer.__name__, error))
             raise
-        except Exception:
-            log.exception("gRPC call %s failed", answer.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
-    return call
+    return answered
 
 
-def _guarded_stream(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _guarded_stream(answer: Callable[..., Any], decode: Callable[[bytes], Any]) -> Any:
     """The same for a call with several answers."""
 
     @wraps(answer)
-    async def call(request: Any, context: Any) -> Any:
+    async def answered(data: bytes, context: Any) -> AsyncIterator[bytes]:
         try:
-            async for response in answer(request, context):
-                yield response
-        except CallFailed as error:
-            await context.abort(error.code, error.message, error.details)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            log.exception("gRPC call %s failed", answer.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            call = Call(client_headers(context), len(data))
+            async for response in answer(await call.convert(_read, decode, data), call):
+                yield await call.encode(response)
+        except Exception as error:
+            await context.abort(*_status(answer.__name__, error))
 
-    return call
+    return answered
+
+
+def _read(decode: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message in bytes. Raises CallFailed."""
+    try:
+        return decode(data)
+    except DecodeError as error:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise CallFailed(code, "the message is not the one that this call takes") from error
+
+
+def _status(name: str, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
+    """How a call ends that failed."""
+    if isinstance(error, CallFailed):
+        return error.code, error.message, error.details
+    log.error("gRPC call %s failed", name, exc_info=error)
+    return grpc.StatusCode.INTERNAL, "internal error", ()

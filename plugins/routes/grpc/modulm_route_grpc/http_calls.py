@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import msgspec
 from attrs import define, field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Message
 
-__all__ = ["CallFailed", "HttpCalls"]
+__all__ = ["Call", "CallFailed", "HttpCalls", "client_headers"]
 
+_Result = TypeVar("_Result")
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -36,9 +37,11 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 #: Metadata that become headers of the request.
-_HEADERS = frozenset({"authorization", "traceparent", "tracestate", "x-api-key"})
+_HEADERS = frozenset({"authorization", "traceparent", "tracestate", "x-api-key", "x-request-id"})
 #: Parts of a response that wait for the client.
 _AHEAD = 32
+#: Bytes from which messages and bodies are converted in a thread.
+_LARGE = 1 << 16
 
 
 class CallFailed(Exception):
@@ -51,6 +54,34 @@ class CallFailed(Exception):
         self.code = code
         self.message = message
         self.details = details
+
+
+@define(eq=False)
+class Call:
+    """A call of a client. headers: those that its metadata become. size: bytes of its message.
+    answer: bytes of the latest JSON that answers it.
+    """
+
+    headers: list[tuple[bytes, bytes]]
+    size: int
+    answer: int = 0
+
+    async def convert(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function that reads the message; in a thread if it is large."""
+        return await _converted(self.size, function, *args)
+
+    async def decode(self, body: bytes, read: Callable[[Any], _Result]) -> _Result:
+        """What a function makes of JSON that answers the call; in a thread if it is large."""
+        self.answer = len(body)
+        return await _converted(self.answer, lambda: read(msgspec.json.decode(body)))
+
+    async def encode(self, response: Any) -> bytes:
+        """The bytes of a response; made in a thread if the JSON that it is of is large."""
+        return await _converted(self.answer, response.SerializeToString)
+
+
+async def _converted(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
+    return function(*args) if size < _LARGE else await asyncio.to_thread(function, *args)
 
 
 @define(eq=False)
@@ -113,31 +144,38 @@ class HttpCalls:
 
     async def call(
         self,
-        context: Any,
+        call: Call,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
         query: str = "",
         request_id: str = "",
+        read: Callable[[Any], Any] = lambda answer: answer,
     ) -> Any:
-        """Call a route; returns its JSON, or None without one. Raises CallFailed."""
-        async with self._exchange(context, method, path, body, query, request_id) as (
-            exchange, task,
-        ):  # fmt: skip
+        """Call a route; returns what `read` makes of its JSON, or None without one. Raises
+        CallFailed.
+        """
+        async with self._exchange(call, method, path, body, query, request_id) as (exchange, task):
             data = b"".join([piece async for piece in exchange.pieces(task)])
             await task
             _check(exchange, data, path)
             is_json = exchange.headers.get("content-type", "").startswith("application/json")
-            return msgspec.json.decode(data) if data and is_json else None
+            return await call.decode(data, read) if data and is_json else None
 
     async def stream(
-        self, context: Any, path: str, body: Mapping[str, Any], *, request_id: str = ""
+        self,
+        call: Call,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        request_id: str = "",
+        read: Callable[[Any], Any] = lambda event: event,
     ) -> AsyncIterator[Any]:
-        """Call a route that answers with a stream of events; yields their JSON. Raises
-        CallFailed.
+        """Call a route that answers with a stream of events; yields what `read` makes of their
+        JSON. Raises CallFailed.
         """
-        async with self._exchange(context, "POST", path, body, "", request_id) as (exchange, task):
+        async with self._exchange(call, "POST", path, body, "", request_id) as (exchange, task):
             await exchange.started.wait()
             if exchange.status >= 400:
                 data = b"".join([piece async for piece in exchange.pieces(task)])
@@ -147,22 +185,22 @@ class HttpCalls:
                 *frames, rest = (rest + piece).split(b"\n\n")
                 for frame in frames:
                     if frame.startswith(b"data: {"):
-                        event = msgspec.json.decode(frame[6:])
-                        _check_event(event)
-                        yield event
+                        yield await call.decode(
+                            frame[6:], lambda event: read(_checked_event(event))
+                        )
             await task
 
     @asynccontextmanager
     async def _exchange(
         self,
-        context: Any,
+        call: Call,
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
         query: str,
         request_id: str,
     ) -> AsyncIterator[tuple[_Exchange, asyncio.Task[None]]]:
-        data = b"" if body is None else msgspec.json.encode(body)
+        data = b"" if body is None else await call.convert(msgspec.json.encode, body)
         exchange = _Exchange(data)
         scope = {
             "type": "http",
@@ -174,7 +212,7 @@ class HttpCalls:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": query.encode(),
-            "headers": _headers(context, data, request_id),
+            "headers": _headers(call, data, request_id),
             "client": None,
             "server": None,
         }
@@ -189,18 +227,26 @@ class HttpCalls:
                     await task
 
 
-def _headers(context: Any, data: bytes, request_id: str) -> list[tuple[bytes, bytes]]:
-    """The headers of a request: those that the client sent as metadata, and what HTTP needs."""
+def client_headers(context: Any) -> list[tuple[bytes, bytes]]:
+    """The headers that a client sent as metadata."""
+    return [
+        (
+            key.lower().encode(),
+            value if isinstance(value, bytes) else value.encode("latin-1", "replace"),
+        )
+        for key, value in context.invocation_metadata() or ()
+        if key.lower() in _HEADERS
+    ]
+
+
+def _headers(call: Call, data: bytes, request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers of a request: those that the client sent, and what HTTP needs."""
     headers = [
         (b"host", b"localhost"),
         (b"content-type", b"application/json"),
         (b"content-length", str(len(data)).encode()),
     ]
-    names = _HEADERS if request_id else _HEADERS | {"x-request-id"}
-    for key, value in context.invocation_metadata() or ():
-        if key.lower() in names:
-            text = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
-            headers.append((key.lower().encode(), text))
+    headers += [one for one in call.headers if not request_id or one[0] != b"x-request-id"]
     if request_id:
         headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
     return headers
@@ -229,11 +275,11 @@ def _message(data: bytes) -> tuple[str, str | None]:
         return data.decode("utf-8", "replace")[:500] or "the call failed", None
 
 
-def _check_event(event: Any) -> None:
-    """Raise CallFailed for an event that is an error."""
+def _checked_event(event: Any) -> Any:
+    """Return an event. Raises CallFailed for one that is an error."""
     error = event.get("error") if isinstance(event, dict) else None
     if error is None:
-        return
+        return event
     unavailable = {"engine_dead", "engine_stalled", "replica_died", "shutting_down"}
     code = grpc.StatusCode.INTERNAL
     if error.get("code") in unavailable:

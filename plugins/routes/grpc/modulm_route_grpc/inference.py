@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,13 +11,15 @@ from attrs import define, field
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from modulm_route_grpc.descriptors import message
-from modulm_route_grpc.http_calls import CallFailed, HttpCalls
+from modulm_route_grpc.http_calls import Call, CallFailed, HttpCalls
 
 if TYPE_CHECKING:
     from modulm_server.route import RouteContext
 
-__all__ = ["Inference", "invalid", "json_object", "structured_outputs"]
+__all__ = ["Inference", "check_entries", "invalid", "json_object", "structured_outputs"]
 
+#: Most texts of a list, and tokens of a map, which become objects before HTTP's limits apply.
+_ENTRIES = 1 << 14
 #: What the proto states for a request without max_new_tokens.
 _MAX_TOKENS = 20
 _GenerateResponse = message("GenerateResponse")
@@ -37,46 +39,49 @@ class Inference:
     def __init__(self, context: RouteContext, calls: HttpCalls) -> None:
         self._calls = calls
         self._eos = frozenset(context.engine.info.eos)
+        self._context_tokens = context.engine.info.max_model_len
 
-    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Generate(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Answer a request with one response."""
         if request.sampling.num_sequences > 1:
             raise invalid("sampling.num_sequences", "above 1 needs GenerateStream")
-        body = await self._body(request, context)
-        answer = await self._calls.call(
-            context, "POST", "/inference/v1/generate", body, request_id=request.request_id
-        )
-        (response,) = self._responses(_Progress(request), answer)
+        body = await self._body(request, call)
+        progress = _Progress(request)
+        (response,) = await self._calls.call(
+            call, "POST", "/inference/v1/generate", body, request_id=request.request_id,
+            read=lambda answer: list(self._responses(progress, answer)),
+        )  # fmt: skip
         return response
 
     async def GenerateStream(  # noqa: N802
-        self, request: Any, context: Any
+        self, request: Any, call: Call
     ) -> AsyncIterator[Any]:
         """Answer a request as its tokens come."""
         if request.response.prompt_logprobs:
             raise invalid("response.prompt_logprobs", "needs Generate, which answers at the end")
-        body = await self._body(request, context)
+        body = await self._body(request, call)
         body["stream"] = True
         body["stream_options"] = {"continuous_usage_stats": True, "include_usage": True}
         progress = _Progress(request)
         last: dict[int, Any] = {}
         stream = self._calls.stream(
-            context, "/inference/v1/generate", body, request_id=request.request_id
-        )
+            call, "/inference/v1/generate", body, request_id=request.request_id,
+            read=lambda event: (list(self._responses(progress, event)), event.get("usage")),
+        )  # fmt: skip
         cached = 0
-        async for event in stream:
-            for response in self._responses(progress, event):
+        async for responses, usage in stream:
+            for response in responses:
                 if response.outputs.HasField("finish_info"):
                     last[response.outputs.index] = response  # until the usage is known
                 else:
                     yield response
-            details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+            details = (usage or {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens", cached)
         for response in last.values():
             response.outputs.finish_info.num_cached_tokens = cached
             yield response
 
-    async def _body(self, request: Any, context: Any) -> dict[str, Any]:
+    async def _body(self, request: Any, call: Call) -> dict[str, Any]:
         """The body for `/inference/v1/generate`."""
         for name, instead in _REFUSED.items():
             present = request.ListFields()
@@ -91,28 +96,16 @@ class Inference:
             raise invalid("prompt", "is missing: send text or token_ids")
         if kind == "text":
             tokens = await self._calls.call(
-                context, "POST", "/tokenize", {"prompt": request.text, **named}
+                call, "POST", "/tokenize", {"prompt": request.text, **named}
             )
             ids = tokens["tokens"]
         else:
-            ids = list(request.token_ids.ids)
-        wants_text = not request.response.HasField("output_text") or request.response.output_text
-        body = {
-            **named,
-            "token_ids": ids,
-            "sampling_params": _sampling(request),
-            "output_mode": "text" if wants_text else "tokens",
-            "return_token_ids": True,
-            "priority": request.priority or None,
-            "cache_salt": request.kv.cache_salt or None,
-        }
-        if request.request_id:
-            body["request_id"] = request.request_id
-        if request.kv.HasField("kv_transfer_params"):
-            body["kv_transfer_params"] = _whole_numbers(
-                MessageToDict(request.kv.kv_transfer_params)
-            )
-        return body
+            given = len(request.token_ids.ids)
+            most = self._context_tokens  # 0: of several models
+            if 0 < most < given and not request.truncate_prompt_tokens:
+                raise invalid("token_ids", f"has {given} tokens, the context {most}")
+            ids = await call.convert(list, request.token_ids.ids)
+        return {**named, "token_ids": ids, **await call.convert(_options, request)}
 
     def _responses(self, progress: _Progress, answer: Mapping[str, Any]) -> Iterator[Any]:
         """The messages for an answer or an event: one for each choice in it."""
@@ -177,12 +170,31 @@ class _Progress:
     generated: dict[int, int] = field(factory=dict)
 
 
+def _options(request: Any) -> dict[str, Any]:
+    """The body for `/inference/v1/generate`, but for the model and the prompt."""
+    wants_text = not request.response.HasField("output_text") or request.response.output_text
+    body = {
+        "sampling_params": _sampling(request),
+        "output_mode": "text" if wants_text else "tokens",
+        "return_token_ids": True,
+        "priority": request.priority or None,
+        "cache_salt": request.kv.cache_salt or None,
+    }
+    if request.request_id:
+        body["request_id"] = request.request_id
+    if request.kv.HasField("kv_transfer_params"):
+        body["kv_transfer_params"] = _whole_numbers(MessageToDict(request.kv.kv_transfer_params))
+    return body
+
+
 def _sampling(request: Any) -> dict[str, Any]:
     """`sampling_params`. Fields that are left out, and those of value 0 that mean none, are not
     in it.
     """
     sampling, decoding, stopping = request.sampling, request.decoding, request.stopping
     options = request.response
+    check_entries("decoding.logit_bias", decoding.logit_bias)
+    check_entries("stopping.stop_strings", stopping.stop_strings)
     params: dict[str, Any] = {
         "temperature": request.temperature if request.HasField("temperature") else 0.0,
         "max_tokens": stopping.max_new_tokens or _MAX_TOKENS,
@@ -250,6 +262,7 @@ def structured_outputs(
     if kind == schema[0]:
         return {schema[1]: json_object(value.encode(), f"{parent}.{kind}")}
     if kind == "choice":
+        check_entries(f"{parent}.choice", value.choices)
         return {"choice": list(value.choices)}
     if kind == "json_object":
         return {"json_object": True} if value else None
@@ -304,6 +317,12 @@ def json_object(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(name, "must be a JSON object")
     return value
+
+
+def check_entries(name: str, values: Sized) -> None:
+    """Raise CallFailed for a field with too many entries."""
+    if len(values) > _ENTRIES:
+        raise invalid(name, f"must have at most {_ENTRIES} entries")
 
 
 def invalid(name: str, problem: str) -> CallFailed:

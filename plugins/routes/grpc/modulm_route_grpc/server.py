@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,11 @@ from modulm_route_grpc.control import Control
 from modulm_route_grpc.descriptors import handler_of
 from modulm_route_grpc.http_calls import HttpCalls
 from modulm_route_grpc.inference import Inference
+from modulm_route_grpc.intake import Intake, message_limit
 from modulm_route_grpc.vllm_engine import VllmEngine
+from modulm_server.api_keys import read_keys
 from modulm_server.flags import ServerConfig
+from modulm_server.protocol import affordable
 
 if TYPE_CHECKING:
     from modulm_server.route import RouteContext
@@ -37,11 +39,14 @@ _SERVICES = {
 _LOOK = 1.0
 #: Seconds that calls have to end in when the server stops, after its requests have been drained.
 _GRACE = 1.0
-#: Options that let clients ping an idle connection, as they do while the engine works.
+#: Options that let clients ping an idle connection, as they do while the engine works, but not
+#: more than once a second.
 _PINGS = (
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+#: Messages are not compressed: a small one could become a large one before it is counted.
+_PLAIN = (("grpc.compression_enabled_algorithms_bitset", 1),)
 
 
 class GrpcServer:
@@ -50,13 +55,23 @@ class GrpcServer:
     def __init__(self, context: RouteContext, address: tuple[str, int]) -> None:
         config = context.config.group(ServerConfig)
         self._engine = context.engine
+        most = affordable(config.max_connections)
+        largest = message_limit(context.engine.info.max_model_len, config.max_request_bytes)
+        patience = config.request_timeout
         self._server = grpc.aio.server(
             options=[
                 *_PINGS,
-                ("grpc.max_receive_message_length", config.max_request_bytes),
+                *_PLAIN,
+                ("grpc.max_receive_message_length", largest),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.so_reuseport", int((config.api_server_count or 1) > 1)),
-            ]
+                *([("grpc.server_handshake_timeout_ms", int(patience * 1000))] * (patience > 0)),
+            ],
+            interceptors=[
+                Intake(read_keys(config), max(1, config.max_inflight_bytes // largest), patience)
+            ],
+            maximum_concurrent_rpcs=most,
         )
         calls = HttpCalls(context.loopback)
         handlers = [
@@ -86,7 +101,10 @@ class GrpcServer:
         """Keep the status of grpc.health.v1 up to date."""
         while True:
             await asyncio.sleep(_LOOK)
-            await self._report()
+            try:
+                await self._report()
+            except Exception:
+                log.exception("The health of the gRPC services cannot be updated now")
 
     async def _report(self) -> None:
         status = health_pb2.HealthCheckResponse.SERVING
@@ -99,12 +117,13 @@ class GrpcServer:
 
     async def stop(self) -> None:
         """End all calls and close the port."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(_GRACE)
+        try:
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.wait([self._watch])
+            await self._health.enter_graceful_shutdown()
+        finally:
+            await self._server.stop(_GRACE)
 
 
 def _credentials(server: ServerConfig) -> grpc.ServerCredentials | None:

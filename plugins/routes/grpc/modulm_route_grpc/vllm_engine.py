@@ -7,7 +7,7 @@ import hashlib
 import io
 import time
 import zipfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,13 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
 import modulm
-from modulm_route_grpc.http_calls import CallFailed, HttpCalls
-from modulm_route_grpc.inference import invalid, json_object, structured_outputs
+from modulm_route_grpc.http_calls import Call, CallFailed, HttpCalls
+from modulm_route_grpc.inference import (
+    check_entries,
+    invalid,
+    json_object,
+    structured_outputs,
+)
 
 if TYPE_CHECKING:
     from modulm_server.route import RouteContext
@@ -43,38 +48,35 @@ class VllmEngine:
         self._calls = calls
         self._began = time.time()
         self._latest = self._began
+        self._archive: asyncio.Future[tuple[bytes, str]] | None = None
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Generate(self, request: Any, call: Call) -> AsyncIterator[Any]:  # noqa: N802
         """Answer a request in tokens: chunks if it streams, and one completion per choice."""
         self._latest = time.time()
-        body = await self._body(request, context)
+        body = await self._body(request, call)
         name, path = request.request_id, "/inference/v1/generate"
         logprobs = _count(request.sampling_params, "logprobs")
         if not request.stream:
-            answer = await self._calls.call(context, "POST", path, body, request_id=name)
-            for choice in answer["choices"]:
-                yield _complete(choice, answer, len(choice["token_ids"]), logprobs)
+            responses = await self._calls.call(
+                call, "POST", path, body, request_id=name,
+                read=lambda answer: [
+                    _complete(choice, answer, len(choice["token_ids"]), logprobs)
+                    for choice in answer["choices"]
+                ],
+            )  # fmt: skip
+            for response in responses:
+                yield response
             return
         body |= {"stream": True, "stream_options": {"continuous_usage_stats": True}}
         totals: dict[int, int] = {}
-        async for event in self._calls.stream(context, path, body, request_id=name):
-            for choice in event.get("choices") or ():
-                index, ids = choice["index"], choice["token_ids"]
-                totals[index] = totals.get(index, 0) + len(ids)
-                usage = event.get("usage") or {}
-                yield pb.GenerateResponse(
-                    chunk=pb.GenerateStreamChunk(
-                        token_ids=ids,
-                        prompt_tokens=usage.get("prompt_tokens", 0),
-                        completion_tokens=len(ids),
-                        output_logprobs=_logprobs(choice, logprobs),
-                        index=index,
-                    )
-                )
-                if choice["finish_reason"] is not None:
-                    yield _complete({**choice, "token_ids": []}, event, totals[index], None)
+        async for responses in self._calls.stream(
+            call, path, body, request_id=name,
+            read=lambda event: list(_chunks(event, totals, logprobs)),
+        ):  # fmt: skip
+            for response in responses:
+                yield response
 
-    async def _body(self, request: Any, context: Any) -> dict[str, Any]:
+    async def _body(self, request: Any, call: Call) -> dict[str, Any]:
         for field in ("mm_inputs", "media_refs", "kv_transfer_params", "data_parallel_rank"):
             if request.HasField(field):
                 raise invalid(field, "is not supported: leave it out")
@@ -84,30 +86,39 @@ class VllmEngine:
         if kind is None:
             raise invalid("input", "is missing: send tokenized or text")
         if kind == "text":
-            tokens = await self._calls.call(context, "POST", "/tokenize", {"prompt": request.text})
+            tokens = await self._calls.call(call, "POST", "/tokenize", {"prompt": request.text})
             ids = tokens["tokens"]
         else:
-            ids = list(request.tokenized.input_ids)
+            ids = await self._ids(request.tokenized, call)
         body = {
             "token_ids": ids,
-            "sampling_params": _sampling(request.sampling_params),
+            "sampling_params": await call.convert(_sampling, request.sampling_params),
             "return_token_ids": True,
         }
         if request.request_id:
             body["request_id"] = request.request_id
         if request.HasField("kv_transfer_params_json"):
-            body["kv_transfer_params"] = json_object(
-                request.kv_transfer_params_json.encode(), "kv_transfer_params_json"
+            text = request.kv_transfer_params_json.encode()
+            body["kv_transfer_params"] = await call.convert(
+                json_object, text, "kv_transfer_params_json"
             )
         return body
 
-    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def _ids(self, tokenized: Any, call: Call) -> list[int]:
+        """The tokens of a prompt. Raises CallFailed."""
+        given, most = len(tokenized.input_ids), self._context.engine.info.max_model_len
+        if 0 < most < given:  # 0: of several models
+            raise invalid("tokenized", f"has {given} tokens, the context {most}")
+        return await call.convert(list, tokenized.input_ids)
+
+    async def Embed(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Embed a prompt of token ids."""
         if not request.HasField("tokenized"):
             raise invalid("tokenized", "is missing")
-        body = {"input": [list(request.tokenized.input_ids)], "encoding_format": "float"}
+        ids = await self._ids(request.tokenized, call)
+        body = {"input": [ids], "encoding_format": "float"}
         answer = await self._calls.call(
-            context, "POST", "/v1/embeddings", body, request_id=request.request_id
+            call, "POST", "/v1/embeddings", body, request_id=request.request_id
         )
         vector = answer["data"][0]["embedding"]
         return pb.EmbedResponse(
@@ -116,44 +127,45 @@ class VllmEngine:
             embedding_dim=len(vector),
         )
 
-    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def HealthCheck(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Whether the engine works. Needs no key, as /health."""
         try:
-            await self._calls.call(context, "GET", "/health")
+            await self._calls.call(call, "GET", "/health")
         except CallFailed as error:
             if error.code is not grpc.StatusCode.UNAVAILABLE:
                 raise
             return pb.HealthCheckResponse(healthy=False, message=error.message)
         return pb.HealthCheckResponse(healthy=True, message="Health")
 
-    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Abort(self, request: Any, call: Call) -> Any:  # noqa: N802
         """End requests by their ids."""
-        body = {"request_ids": list(request.request_ids)}
-        await self._calls.call(context, "POST", "/inference/v1/abort_requests", body)
+        ids: list[str] = await call.convert(list, request.request_ids)
+        body = {"request_ids": ids}
+        await self._calls.call(call, "POST", "/inference/v1/abort_requests", body)
         return pb.AbortResponse()
 
-    async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def FlushCache(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Clear the prefix cache; needs --server-dev-mode."""
         if request.timeout_s:
             raise invalid("timeout_s", "is not supported: the cache is cleared at once")
-        answer = await self._calls.call(context, "POST", "/reset_prefix_cache")
+        answer = await self._calls.call(call, "POST", "/reset_prefix_cache")
         return common.FlushCacheResponse(success=answer["success"], message="prefix cache cleared")
 
-    async def StartProfile(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def StartProfile(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Start profiling; needs --profiler-config, which says how."""
         if request.ListFields():
             raise invalid("StartProfile", "takes no fields: set them in --profiler-config")
-        await self._calls.call(context, "POST", "/start_profile")
+        await self._calls.call(call, "POST", "/start_profile")
         return common.ProfileResponse(success=True, message="profiling")
 
-    async def StopProfile(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def StopProfile(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Stop profiling and write the trace."""
-        await self._calls.call(context, "POST", "/stop_profile")
+        await self._calls.call(call, "POST", "/stop_profile")
         return common.ProfileResponse(success=True, message="the trace is written")
 
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetModelInfo(self, request: Any, call: Call) -> Any:  # noqa: N802
         """Facts about the model."""
-        names = await self._names(context)
+        names = await self._names(call)
         info = self._context.engine.info
         tokenizer = self._context.engine.tokenizer
         special = {} if tokenizer is None else dict(tokenizer.special)
@@ -177,9 +189,9 @@ class VllmEngine:
             default_sampling_params_json=msgspec.json.encode(dict(info.defaults)).decode(),
         )
 
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetServerInfo(self, request: Any, call: Call) -> Any:  # noqa: N802
         """The state of the server."""
-        await self._names(context)
+        await self._names(call)
         engine = self._context.engine
         info, config = engine.info, engine.info.config
         outputs = config.structured_outputs
@@ -201,9 +213,9 @@ class VllmEngine:
             constrained_decoding_start="after_reasoning" if waits else "first_token",
         )
 
-    async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetLoads(self, request: Any, call: Call) -> Any:  # noqa: N802
         """The load of the engine, of all replicas together."""
-        await self._names(context)
+        await self._names(call)
         engine = self._context.engine
         stats, info = engine.stats, engine.info
         running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
@@ -224,24 +236,27 @@ class VllmEngine:
             loads=[load],
         )
 
-    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def GetTokenizer(self, request: Any, call: Call) -> AsyncIterator[Any]:  # noqa: N802
         """The files of the tokenizer as a zip archive, in pieces."""
-        await self._names(context)
+        await self._names(call)
         path = Path(self._context.config.model.tokenizer or self._context.engine.info.path)
-        data = await asyncio.to_thread(_archive, path)
+        if self._archive is None or (self._archive.done() and self._archive.exception()):
+            self._archive = asyncio.ensure_future(asyncio.to_thread(_archive, path))
+        data, digest = await asyncio.shield(self._archive)
         for start in range(0, len(data), _CHUNK):
             is_last = start + _CHUNK >= len(data)
-            digest = hashlib.sha256(data).hexdigest() if is_last else ""
-            yield common.GetTokenizerChunk(data=data[start : start + _CHUNK], sha256=digest)
+            yield common.GetTokenizerChunk(
+                data=data[start : start + _CHUNK], sha256=digest if is_last else ""
+            )
 
-    async def _names(self, context: Any) -> list[str]:
+    async def _names(self, call: Call) -> list[str]:
         """The served models, which only who has a key may see."""
-        answer = await self._calls.call(context, "GET", "/v1/models")
+        answer = await self._calls.call(call, "GET", "/v1/models")
         return [model["id"] for model in answer["data"]] or [""]
 
 
-def _archive(folder: Path) -> bytes:
-    """A zip archive of the tokenizer's files. Raises CallFailed without any."""
+def _archive(folder: Path) -> tuple[bytes, str]:
+    """A zip archive of the tokenizer's files, and its digest. Raises CallFailed without any."""
     found = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         raise CallFailed(
@@ -251,11 +266,14 @@ def _archive(folder: Path) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in found:
             archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes())
-    return buffer.getvalue()
+    data = buffer.getvalue()
+    return data, hashlib.sha256(data).hexdigest()
 
 
 def _sampling(params: Any) -> dict[str, Any]:
     """`sampling_params`. A top_p or repetition_penalty of 0 is none, other zeros are meant."""
+    check_entries("sampling_params.logit_bias", params.logit_bias)
+    check_entries("sampling_params.stop", params.stop)
     values: dict[str, Any] = {
         "temperature": params.temperature if params.HasField("temperature") else 1.0,
         "min_p": params.min_p,
@@ -287,6 +305,27 @@ def _sampling(params: Any) -> dict[str, Any]:
 
 def _count(params: Any, name: str) -> int | None:
     return getattr(params, name) if params.HasField(name) else None
+
+
+def _chunks(
+    event: Mapping[str, Any], totals: dict[int, int], logprobs: int | None
+) -> Iterator[Any]:
+    """The messages for an event of a stream. totals: tokens so far by choice, which it adds to."""
+    for choice in event.get("choices") or ():
+        index, ids = choice["index"], choice["token_ids"]
+        totals[index] = totals.get(index, 0) + len(ids)
+        usage = event.get("usage") or {}
+        yield pb.GenerateResponse(
+            chunk=pb.GenerateStreamChunk(
+                token_ids=ids,
+                prompt_tokens=usage.get("prompt_tokens", 0),
+                completion_tokens=len(ids),
+                output_logprobs=_logprobs(choice, logprobs),
+                index=index,
+            )
+        )
+        if choice["finish_reason"] is not None:
+            yield _complete({**choice, "token_ids": []}, event, totals[index], None)
 
 
 def _complete(

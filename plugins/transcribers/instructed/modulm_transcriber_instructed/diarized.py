@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,9 +49,10 @@ class _Diarizing(InstructedTranscriber):
         answer = self.tokenizer.decode(list(tokens))
         try:
             spoken = [each for each in self.spoken(answer) if each[3].strip()]
-        except (ValueError, TypeError, KeyError):
-            spoken = []
-        if not spoken:
+            finite = all(math.isfinite(time) for each in spoken for time in each[:2])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            spoken, finite = [], True
+        if not spoken or not finite:
             return super().read(tokens, seconds)
         segments = []
         for start, end, speaker, text in spoken:

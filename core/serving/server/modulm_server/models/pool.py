@@ -323,12 +323,10 @@ class ModelPool(ModelDirectory):
         if self._patrol is not None:
             self._patrol.cancel()
         try:
-            await asyncio.gather(*loads, return_exceptions=True)
-            leaving = [model.leaving for model in self.models if model.leaving is not None]
-            await asyncio.gather(*leaving, return_exceptions=True)
+            await _ended(loads)
+            await _ended([model.leaving for model in self.models if model.leaving is not None])
         finally:
-            stops = [model.stop_routes() for model in self.models]
-            await asyncio.gather(*stops, return_exceptions=True)
+            await _ended([self._spawn(model.stop_routes()) for model in self.models])
 
     def shutdown(self) -> None:
         """End all engines; called when the event loop has ended."""
@@ -487,6 +485,12 @@ def _is_evictable(model: HostedModel) -> bool:
 def _last_resort(model: HostedModel) -> tuple[bool, float]:
     """The order in which models are unloaded."""
     return model.busy or bool(model.waiters), model.last_used or 0.0
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until tasks have ended. They go on if the caller is cancelled."""
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _is_expired(model: HostedModel, now: float) -> bool:
