@@ -107,6 +107,18 @@ inline vi quad_dot(vi sum, vu line, int32_t quad) {
   __m512i row = _mm512_set1_epi32(quad), column = (__m512i)line;
   return (vi)(is_signed ? _mm512_dpbusd_epi32((__m512i)sum, column, row)
                         : _mm512_dpbusd_epi32((__m512i)sum, row, column));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  // The even and the odd bytes as numbers of 16 bits.
+  const __m256i row = _mm256_set1_epi32(quad), column = (__m256i)line;
+  auto even = [](__m256i x, bool has_sign) {
+    return has_sign ? _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
+                    : _mm256_and_si256(x, _mm256_set1_epi16(0xff));
+  };
+  auto odd = [](__m256i x, bool has_sign) {
+    return has_sign ? _mm256_srai_epi16(x, 8) : _mm256_srli_epi16(x, 8);
+  };
+  return sum + (vi)_mm256_madd_epi16(even(column, !is_signed), even(row, is_signed)) +
+         (vi)_mm256_madd_epi16(odd(column, !is_signed), odd(row, is_signed));
 #else
   for (int i = 0; i < 4; i++) {
     vi column = is_signed ? (vi)(line >> (8 * i) & 0xffu) : (vi)(line << (24 - 8 * i)) >> 24;
