@@ -7,6 +7,8 @@
 // accumulator, whatever the number of rows; between calls it passes through memory, exactly. Bytes
 // are summed in int32, bit for bit in the place of the floats: rows of int8 meet columns of uint8,
 // and rows of uint8 columns of int8.
+//
+// Loops over rows and vectors are unrolled by pragma, as in linear/tile.cpp.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +45,7 @@ constexpr int kPairRows = 6;  // times 4 vectors: 24 accumulators, 4 lines, broa
 #elif defined(__AVX512F__)
 constexpr int kPairRows = 4;
 #elif defined(__AVX2__)
-constexpr int kPairRows = 6;  // times 2 vectors: 12 accumulators, two lines, a number
+constexpr int kPairRows = 6;  // see wide_tile
 #else
 constexpr int kPairRows = 2;
 #endif
@@ -57,45 +59,34 @@ template <int Rows, int Vectors>
 inline void add_line(const bf16* const (&a)[Rows], int64_t k, const vu (&line)[Vectors],
                      vf (&c)[Rows][Vectors]) {
 #if defined(__AVX512BF16__)
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     auto pair = (__m512bh)_mm512_set1_epi32(load_raw<int32_t>(a[r] + 2 * k));
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++)
       c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], (__m512bh)line[v], pair);
   }
 #else
   vf low[Vectors], high[Vectors];
+#pragma GCC unroll 8
   for (int v = 0; v < Vectors; v++) low[v] = low_half(line[v]), high[v] = high_half(line[v]);
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     float first = load_one(a[r] + 2 * k), second = load_one(a[r] + 2 * k + 1);
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] += low[v] * first;
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] += high[v] * second;
   }
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// The same from memory, with one half of the line in registers at a time.
-template <int Rows, int Vectors>
-inline void add_halves(const bf16* const (&a)[Rows], int64_t k, const uint32_t* const (&b)[Vectors],
-                       int64_t at, vf (&c)[Rows][Vectors]) {
-  vf half[Vectors];
-  for (int v = 0; v < Vectors; v++) half[v] = low_half(load_raw<vu>(b[v] + at));
-  for (int r = 0; r < Rows; r++) {
-    vf first = low_half(vu{} + load_raw<uint32_t>(a[r] + 2 * k));
-    for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * first;
-  }
-  for (int v = 0; v < Vectors; v++) half[v] = high_half(load_raw<vu>(b[v] + at));
-  for (int r = 0; r < Rows; r++) {
-    vf second = high_half(vu{} + load_raw<uint32_t>(a[r] + 2 * k));
-    for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * second;
-  }
-}
-#endif
-
 template <int Rows, int Vectors>
 inline void add_line(const float* const (&a)[Rows], int64_t k, const vf (&line)[Vectors],
                      vf (&c)[Rows][Vectors]) {
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] += line[v] * a[r][k];
 }
 
@@ -131,8 +122,10 @@ inline vi quad_dot(vi sum, vu line, int32_t quad) {
 template <int Rows, int Vectors, class Byte>
 inline void add_line(const Byte* const (&a)[Rows], int64_t k, const vu (&line)[Vectors],
                      vf (&c)[Rows][Vectors]) {
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     int32_t quad = load_raw<int32_t>(a[r] + 4 * k);
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] = (vf)quad_dot<Byte>((vi)c[r][v], line[v], quad);
   }
 }
@@ -143,28 +136,30 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
   constexpr int width = 4 / sizeof(Element);  // elements of a line
   using Vector = typename std::conditional<width == 1, vf, vu>::type;
   vf c[Rows][Vectors];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++)
       c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
   const Element* row[Rows];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) row[r] = a + r * lda;
   for (int run = 0; run < depth.runs; run++) {
     decltype(start(0, 0)) b[Vectors];
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) b[v] = start(run, column + v * kLanes);
     for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-      if constexpr (std::is_same<Element, bf16>::value && Rows > 2) {
-        add_halves(row, k, b, at, c);
-        continue;
-      }
-#endif
       Vector line[Vectors];
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
       add_line(row, k, line, c);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) row[r] += depth.lines * width;
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
 }
 
@@ -182,6 +177,68 @@ inline void tile_rows(Left<Element> a, const Start& start, int column, Depth dep
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int64_t kWideDepth = 640;  // k of rows that are converted to fp32
+
+// Rows in fp32 times pairs in bf16, two vectors of columns: 12 sums, one half of a line at a time, and
+// a number, which a load broadcasts.
+template <int Rows, class Start>
+inline void wide_tile(const float* a, const Start& start, int column, Depth depth, Sums to) {
+  constexpr int vectors = 2;
+  vf c[Rows][vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++)
+      c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
+  for (int run = 0; run < depth.runs; run++) {
+    const uint32_t *first = start(run, column), *second = start(run, column + kLanes);
+    for (int64_t k = 0; k < depth.lines; k++, a += 2, first += depth.stride, second += depth.stride) {
+      vf half[vectors] = {low_half(load_raw<vu>(first)), low_half(load_raw<vu>(second))};
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kWideDepth];
+      half[0] = high_half(load_raw<vu>(first)), half[1] = high_half(load_raw<vu>(second));
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kWideDepth + 1];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++)
+      store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
+}
+
+template <int Rows, class Start>
+inline void wide_rows(const bf16* a, int64_t lda, const Start& start, int columns, Depth depth,
+                      Sums to) {
+  alignas(64) float wide[Rows * kWideDepth];
+  for (int r = 0; r < Rows; r++)
+    for (int64_t k = 0; k < depth.runs * depth.lines * 2; k += kLanes)
+      store(wide + r * kWideDepth + k, load(a + r * lda + k));
+  for (int c = 0; c < columns; c += 2 * kLanes) wide_tile<Rows>(wide, start, c, depth, to);
+}
+
+template <class Start>
+inline void wide_tiles(Left<bf16> a, const Start& start, int columns, Depth depth, Sums to) {
+  for (int r = 0; r < a.rows; r += kPairRows, to.data += kPairRows * to.stride) {
+    const bf16* rows = a.data + r * a.stride;
+    switch (std::min(a.rows - r, kPairRows)) {
+      case 1: wide_rows<1>(rows, a.stride, start, columns, depth, to); break;
+      case 2: wide_rows<2>(rows, a.stride, start, columns, depth, to); break;
+      case 3: wide_rows<3>(rows, a.stride, start, columns, depth, to); break;
+      case 4: wide_rows<4>(rows, a.stride, start, columns, depth, to); break;
+      case 5: wide_rows<5>(rows, a.stride, start, columns, depth, to); break;
+      default: wide_rows<6>(rows, a.stride, start, columns, depth, to);
+    }
+  }
+}
+#endif
+
 template <class Element, class Start>
 inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Depth depth, Sums to) {
   constexpr int rows = std::is_same<Element, float>::value ? kFloatRows : kPairRows;
@@ -196,7 +253,10 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
 #else
 #if defined(__AVX2__)
-  if (sizeof(Element) > 1 && a.rows > 2)
+  if constexpr (std::is_same<Element, bf16>::value)
+    if (a.rows > 2 && depth.runs * depth.lines * 2 <= kWideDepth)
+      return wide_tiles(a, start, columns, depth, to);
+  if (sizeof(Element) > 2 && a.rows > 2)
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
       tile_rows<rows, 2>(a, start, c, depth, to);
 #endif
