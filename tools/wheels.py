@@ -1,6 +1,6 @@
 """Build a wheel of every distribution into a folder:
 
-    wheels.py [FOLDER] [--kernels all|built|none] [--extras cpu,ray-serve]
+    wheels.py [FOLDER] [--kernels all|built|aarch64|none] [--extras cpu,ray-serve]
 
 Also writes `modulm.txt`, this project's wheels that the extras need, with hashes; `third-party.txt`
 and `constraints.txt`, their other requirements and the tested versions; `locks`, hashes of these if
@@ -10,7 +10,8 @@ Installing in two steps (`commands`) ensures that no other package replaces one 
 
 Pure packages build in parallel, in a few hundredths of a second each. The wheel of the kernels
 contains all levels and takes minutes to build; `built` packs those that setup has compiled for this
-machine instead, and `none` omits that package, which GPUs do not need.
+machine instead, `aarch64` compiles those for Arm with Debian's cross compiler (apt-get install
+g++-aarch64-linux-gnu), and `none` omits that package, which GPUs do not need.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -42,7 +44,6 @@ LOCKS = ROOT / "tools/locks"
 KERNELS = "modulm-kernels-cpu"
 #: The part of a marker that names an extra; build backends write it last.
 _EXTRA = r"(?: and )?extra == ['\"]([^'\"]+)['\"]"
-LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def folders() -> list[Path]:
@@ -53,12 +54,13 @@ def folders() -> list[Path]:
     return [path.parent for path in files if path.parent != COMPILED]
 
 
-def build(folder: Path, out: Path, *options: str) -> None:
+def build(folder: Path, out: Path, *options: str, **environment: str) -> None:
     """Build one wheel. Raises SystemExit with the output of a failed build."""
     command = [UV, "build", "--wheel", "--quiet", "--no-create-gitignore", "--out-dir", str(out)]
     done = subprocess.run(
-        [*command, *options, str(folder)], capture_output=True, text=True, check=False
-    )
+        [*command, *options, str(folder)], capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"wheels: {folder.relative_to(ROOT)}: {done.stderr or done.stdout}")
 
@@ -66,6 +68,18 @@ def build(folder: Path, out: Path, *options: str) -> None:
 def build_kernels(out: Path) -> None:
     """Compile the kernels of all levels for this CPU architecture."""
     build(COMPILED, out, "-C", "cmake.define.MODULM_LEVELS=all")
+
+
+def cross_compile_kernels(out: Path) -> None:
+    """Compile the kernels of all levels for Arm, on any machine."""
+    if shutil.which("aarch64-linux-gnu-g++") is None:
+        raise SystemExit("wheels: no cross compiler; apt-get install g++-aarch64-linux-gnu")
+    toolchain = COMPILED / "cmake/aarch64.cmake"
+    build(
+        COMPILED, out, "-C", "cmake.define.MODULM_LEVELS=all", "-C",
+        f"cmake.args=-DCMAKE_TOOLCHAIN_FILE={toolchain}", "-C", "build-dir=build/aarch64",
+        _PYTHON_HOST_PLATFORM="linux-aarch64",
+    )  # fmt: skip
 
 
 def pack_kernels(out: Path) -> None:
@@ -82,6 +96,10 @@ def pack_kernels(out: Path) -> None:
         build(folder, out, *done, "-C", "build-dir=")
 
 
+#: How `--kernels` makes the wheel of kernels.
+_KERNELS = {"all": build_kernels, "built": pack_kernels, "aarch64": cross_compile_kernels}
+
+
 def build_all(out: Path, kernels: str) -> list[Path]:
     """Build all wheels into a folder, replacing others of this project; return their paths."""
     out.mkdir(parents=True, exist_ok=True)
@@ -90,7 +108,7 @@ def build_all(out: Path, kernels: str) -> list[Path]:
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(build, folder, out) for folder in folders()]
         if kernels != "none":
-            jobs.append(pool.submit(build_kernels if kernels == "all" else pack_kernels, out))
+            jobs.append(pool.submit(_KERNELS[kernels], out))
         for job in jobs:
             job.result()
     return sorted(out.glob("modulm*.whl"))
@@ -195,7 +213,7 @@ def main(arguments: list[str]) -> int:
     """Build the wheels and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
-    parser.add_argument("--kernels", choices=("all", "built", "none"), default="all")
+    parser.add_argument("--kernels", choices=(*_KERNELS, "none"), default="all")
     parser.add_argument("--extras", default="cpu", help="of the requirement files, with commas")
     options = parser.parse_args(arguments)
     started = time.monotonic()

@@ -302,6 +302,38 @@ def attention(setup: Setup) -> None:
     setup.line(which, flops / took / 1e12, "TFLOP/s", flops / theirs / 1e12, 0.75)
 
 
+def low_precision(setup: Setup) -> None:
+    """Products of quantized inputs and weights against the rate of bf16 in the same run.
+
+    Formats that the hardware does not multiply are converted to 16 bits inside the kernel.
+    """
+    os.environ.setdefault("TRITON_INTERPRET", "1" if setup.tiny else "0")
+    import modulm_kernels_triton
+    from modulm_kernels_triton.device import low_precision as ability
+
+    ops = modulm_kernels_triton.ops()
+    rows, edge = (4, 128) if setup.tiny else (4096, 8192)
+    dtype, device = torch.float32 if setup.tiny else torch.bfloat16, setup.torch_device
+    x = torch.randn(rows, edge, device=device, dtype=dtype)
+    forms = (
+        ("int8", "int8", 0), ("fp8", "fp8", 128), ("fp8_token", "fp8", 0), ("mxfp8", "fp8", 32),
+        ("mxfp4", "e2m1", 32), ("nvfp4", "e2m1", 16),
+    )  # fmt: skip
+    kinds = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "e2m1": torch.uint8}
+    for name, form, group in forms:
+        known = ability(name)
+        if known is None:
+            continue
+        codes = torch.randint(0, 16, (edge, edge), dtype=torch.uint8, device=device)
+        scales = torch.ones(edge, edge // group if group else 1, device=device)
+        scales = scales if group != 32 else torch.full_like(scales, 120, dtype=torch.uint8)
+        packed = ops["pack_quantized"](codes.to(kinds[form]), form, group, scales, None, name)
+        took = setup.seconds(lambda packed=packed: ops["linear"](x, packed))
+        which = f"{name} x {form}" + ("" if known else ", converted to 16 bits")
+        rate = 2.0 * rows * edge * edge / took
+        setup.line(which, rate / 1e12, "TFLOP/s", setup.rate / 1e12, 1.0 if known else 0.0)
+
+
 def decode(setup: Setup) -> None:
     """One stream, as a share of the time to read the weights once per token."""
     from modulm import SamplingParams
@@ -443,8 +475,8 @@ def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> Non
 
 #: Section -> time limit in seconds; correctness first.
 SECTIONS: dict[Callable[[Setup], None], int] = {
-    machine: 15, kernels: 110, families: 60, graphs: 50, streams: 40, attention: 20, decode: 70,
-    throughput: 70, idle: 35, cold: 50,
+    machine: 15, kernels: 110, families: 60, graphs: 50, streams: 40, attention: 20,
+    low_precision: 30, decode: 70, throughput: 70, idle: 35, cold: 50,
 }  # fmt: skip
 
 

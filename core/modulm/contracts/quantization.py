@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.contracts.ops import Ops
-    from modulm.contracts.platform import Platform
+    from modulm.contracts.platform import Flags, Platform
 
 __all__ = [
     "API", "INPUTS", "OUTPUTS", "PARTS", "Axis", "CheckpointInfo", "LinearKind", "LinearSpec",
@@ -268,6 +268,8 @@ class QuantizationMethod(ABC):
 
     #: Drivers annotate their type: `config: MyConfig`.
     config: object
+    #: The engine's flag groups, set once the method exists; None: the defaults.
+    flags: Flags | None = None
 
     def __init__(self, config: object, platform: Platform, ops: Ops) -> None:
         self.config = config

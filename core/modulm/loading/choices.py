@@ -140,8 +140,7 @@ class Choices:
         """Create a provider, with options if there are any; the contract describes providers
         without.
         """
-        table = self.config.device.options("kernels", name)
-        options = self.plugins.options("kernels", name, table)
+        options = self.plugins.options("kernels", name, self.config.device.options("kernels", name))
         return driver() if options is None else driver(options)
 
     def _keep(self, chosen: defaults.Chosen[T]) -> T:
@@ -170,6 +169,7 @@ class Choices:
         plugin_options = self.config.device.options("quantization", name)
         options = self.plugins.options("quantization", name, {**table, **plugin_options})
         method: QuantizationMethod = driver(options, self.platform, ops)
+        method.flags = self.config
         return method
 
     def loader(self) -> WeightLoader:

@@ -43,12 +43,9 @@ __all__ = [
 
 #: Aliases of --kv-cache-dtype values -> torch's names.
 _KV_DTYPES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-    "int4_per_token_head": "int4",
-    "int8_per_token_head": "int8",
-}
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "int4_per_token_head": "int4", "int8_per_token_head": "int8",
+}  # fmt: skip
 _GIB = 2**30
 #: Default of --mamba-block-size: tokens between two states that are kept.
 _STATE_BLOCK = 512

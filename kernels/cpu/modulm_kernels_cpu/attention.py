@@ -28,12 +28,16 @@ __all__ = [
     "need_heads",
 ]
 
-#: Cache dtypes and their codes in the C ABI.
-CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+#: Cache dtypes and their codes in the C ABI. Bytes are e4m3 with scales.
+CACHE_DTYPES = {
+    **CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5, torch.uint8: 6,
+}  # fmt: skip
+#: Those with scales.
+_SCALED = (torch.int8, torch.uint8)
 MAX_HEAD_SIZE = 1024
 
 _UNIT = 32  # block sizes and head sizes are padded to multiples of this
-_SCALES = 8  # bytes for the scales of a key and a value in int8
+_SCALES = 8  # bytes for the scales of a key and a value
 _RECORD = 6  # int32 values in a record of a plan
 
 
@@ -54,7 +58,7 @@ def cache_shape(
 
 
 def _width(size: int, value_size: int | None, dtype: torch.dtype) -> int:
-    scales = _SCALES if dtype == torch.int8 and value_size != 0 else 0
+    scales = _SCALES if dtype in _SCALED and value_size != 0 else 0
     return _padded(size) + _padded(size if value_size is None else value_size) + scales
 
 
@@ -93,7 +97,7 @@ def cache_arguments(
     need(heads == kv_heads, f"cache has {heads} kv heads, not {kv_heads}")
     need(block % _UNIT == 0, f"cache must have blocks of a multiple of {_UNIT}, not {block}")
     need(
-        (latent and heads == 1 and value_size <= size and cache.dtype != torch.int8)
+        (latent and heads == 1 and value_size <= size and cache.dtype not in _SCALED)
         or width == _width(size, value_size, cache.dtype),
         f"cache of width {width} does not hold keys of {size} and values of {value_size}",
     )

@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from platform import machine
 from typing import Any, Protocol
 
 __all__ = [
-    "BUILD_ALL", "LEVELS", "Calls", "Library", "LibraryMissing", "check", "levels", "load",
+    "ARM", "BUILD_ALL", "LEVELS", "Calls", "Library", "LibraryMissing", "check", "levels", "load",
     "runnable", "use",
 ]  # fmt: skip
 
-#: Instruction sets, weakest first; the position is the number that the library reports.
-LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+#: Instruction sets of x86 and of Arm, weakest first; the position is the number that the library
+#: reports. SVE is used in vectors of 256 bits, which Neoverse V1 has; others use NEON.
+X86 = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+ARM = ("scalar", "neon", "neon_bf16", "sve256")
+LEVELS = ARM if machine() in ("aarch64", "arm64") else X86
 
 #: How to build the levels that an editable install omits.
 BUILD_ALL = "SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all make setup"

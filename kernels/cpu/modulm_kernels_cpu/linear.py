@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ ACTIVATIONS = {"int8": 1, "bf16": 2}
 GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL, _PAD_K, _PAD_N = 64, 64, 16
+#: Inputs and outputs, rows, and repetitions of the products that are timed.
+_TIMED, _TIMED_ROWS, _TIMES = 256, 64, 5
 #: Rows of another dtype that `overwrite_linear` converts and packs at a time, whole panels.
 _OVERWRITTEN = 2048
 _FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
@@ -121,7 +124,8 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     quantized weights; one with `pack_blocks` can store those of BLOCKS in their stored form, and
     one with `overwrite_linear` and `overwrite_bias` can change packed floats in place, also those
     of `blank_linear`, which have no values yet.
-    `packed_form` returns a text that differs where packed weights may differ.
+    `packed_form` returns a text that differs where packed weights may differ; `low_precision` says
+    which formats of inputs are fast.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
@@ -133,8 +137,39 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "overwrite_bias": overwrite_bias,
         "packed_form": library.identity,
         "round_groups": _round_groups(library),
-        "linear": _linear(library),
+        "linear": (product := _linear(library)),
+        "low_precision": _low_precision(pack, product),
     }
+
+
+def _low_precision(
+    pack: Callable[..., PackedLinear], product: Callable[..., Tensor]
+) -> Callable[[str], bool | None]:
+    measured: dict[str, bool] = {}
+
+    def low_precision(name: str) -> bool | None:
+        """Return whether products with inputs quantized to the format `name` are faster here.
+
+        Only int8 is multiplied as it is; None for others. Measured once per process, with the rows
+        of a prompt, against inputs in 16 bits.
+        """
+        if name != "int8":
+            return None
+        if name not in measured:
+            codes, scales = torch.ones(_TIMED, _TIMED, dtype=torch.int8), torch.ones(_TIMED, 1)
+            x = torch.ones(_TIMED_ROWS, _TIMED, dtype=torch.bfloat16)
+            weights = {kind: pack(codes, "int8", 0, scales, None, kind) for kind in ACTIVATIONS}
+            # Interleaved, so that other work on the machine slows both.
+            times: dict[str, list[float]] = {kind: [] for kind in weights}
+            for _ in range(_TIMES):
+                for kind, weight in weights.items():
+                    start = perf_counter()
+                    product(x, weight)
+                    times[kind].append(perf_counter() - start)
+            measured[name] = min(times["int8"]) < min(times["bf16"])
+        return measured[name]
+
+    return low_precision
 
 
 def _pack_linear(library: Library) -> Callable[..., PackedLinear]:

@@ -195,6 +195,8 @@ def compiling_for(backend: str, architecture: str) -> Iterator[list[Any]]:
 
 def _forget() -> None:
     device.target.cache_clear()
+    device.fp8_products.cache_clear()
+    device.scaled_products.cache_clear()
     tuned.cache_clear()
 
 
@@ -223,7 +225,14 @@ def main() -> None:
         "--also",
         nargs="*",
         default=["sampling"],
-        choices=("sampling", "coded_layers", "experts", "adapters", "recurrence"),
+        choices=(
+            "sampling",
+            "coded_layers",
+            "experts",
+            "adapters",
+            "recurrence",
+            "low_precision",
+        ),
         help="what the model needs besides norms, lookup and attention; default: sampling",
     )
     arguments = parser.parse_args()

@@ -15,12 +15,19 @@ import triton.language as tl
 __all__ = ["part_of_token", "reach", "store_result", "walk"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-INT8 = tl.constexpr(3)
+#: From this code on, tokens have scales (cache.py).
+WITH_SCALES = tl.constexpr(3)
 
 
 @triton.jit
 def _tanh(x):
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+#: What `firsts` and `ends` are (LOOK[4]): nothing; a span's first key and its end; the key from
+#: which on bits of `ends` tell what is seen, or -1.
+SPANS_SEEN = tl.constexpr(1)
+BITS_SEEN = tl.constexpr(2)
 
 
 @triton.jit
@@ -35,9 +42,11 @@ def reach(first, last, length, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.co
             high = tl.minimum(length, last + WINDOW)
     if CAUSAL:
         high = tl.minimum(length, last + 1)
-    if SPANS:
+    if SPANS == SPANS_SEEN:
         low = tl.minimum(low, tl.min(tl.where(ends > 0, firsts, low), 0))
         high = tl.maximum(high, tl.max(ends, 0))
+    if SPANS == BITS_SEEN:
+        high = tl.where(tl.max(firsts, 0) >= 0, length, high)
     return low, high
 
 
@@ -53,9 +62,15 @@ def _visible(at, inside, positions, firsts, ends, CAUSAL: tl.constexpr, WINDOW: 
         seen = seen & (distance < WINDOW)
         if not CAUSAL:
             seen = seen & (distance > -WINDOW)
-    if SPANS:
+    if SPANS == SPANS_SEEN:
         within = (at[None, :] >= firsts[:, None]) & (at[None, :] < ends[:, None])
         seen = seen | (within & inside[None, :])
+    if SPANS == BITS_SEEN:
+        real = inside[None, :] & (positions[:, None] >= 0)
+        new = tl.maximum(at[None, :] - firsts[:, None], 0)
+        bit = (ends[:, None] >> tl.minimum(new, 62).to(tl.int64)) & 1
+        marked = (at[None, :] < firsts[:, None]) | (bit == 1)
+        seen = tl.where((firsts >= 0)[:, None], real & marked, seen)
     return seen
 
 
@@ -105,7 +120,7 @@ def walk(
             kb = part_of_token(cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED)
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
         scores = scores * scale
-        if FORM[2] == INT8:
+        if FORM[2] >= WITH_SCALES:
             scale_at = block // 4 + at % BLOCK_SIZE * 2
             scores = scores * tl.load(scales + scale_at, inside, other=0.0)[None, :]
         if LOOK[2]:
@@ -124,7 +139,7 @@ def walk(
         most = top
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
-        if FORM[2] == INT8:
+        if FORM[2] >= WITH_SCALES:
             factor = tl.load(scales + scale_at + 1, inside, other=0.0)
             weights = weights * factor[None, :]
         if SHAPE[8]:

@@ -2,8 +2,8 @@
 
 A cache is a tensor [blocks, kv heads, numbers of a block and head]. A block and head holds its
 tokens consecutively, each a key followed by its value; in a latent cache, a token is one vector
-whose first entries are the value. In int8, two fp32 scales per token, for key and value, follow the
-tokens.
+whose first entries are the value. In int8, and in e4m3 with scales, two fp32 scales per token, for
+key and value, follow the tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ KEPT = {
     torch.float8_e5m2: 2,
     torch.int8: 3,
 }
+#: Code of e4m3 with a scale per token and head.
+_SCALED_E4M3 = 4
 _SCALES = 8
 
 
@@ -37,11 +39,17 @@ class CacheForm:
     value_dim: int
     dtype: torch.dtype
     latent: bool = False
+    scaled: bool = False
 
     @property
     def code(self) -> int:
         """The format's code in the kernels."""
-        return KEPT[self.dtype]
+        return _SCALED_E4M3 if self.scaled else KEPT[self.dtype]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether tokens have scales of their own."""
+        return self.scaled or self.dtype == torch.int8
 
     @property
     def token(self) -> int:
@@ -61,7 +69,9 @@ class CacheForm:
     @property
     def head(self) -> int:
         """Numbers per block and head."""
-        return self.scales_at + (self.block_size * _SCALES if self.dtype == torch.int8 else 0)
+        return self.scales_at + (
+            self.block_size * _SCALES // self.dtype.itemsize if self.has_scales else 0
+        )
 
     @property
     def block(self) -> int:
@@ -78,8 +88,8 @@ class CacheForm:
 
     def scales(self, cache: Tensor) -> Tensor | None:
         """Return the cache as fp32, for its scales; None if there are none."""
-        return cache.view(torch.float32) if self.dtype == torch.int8 else None
+        return cache.view(torch.float32) if self.has_scales else None
 
     def writable(self, cache: Tensor) -> Tensor:
         """Return the cache as it is written: 8-bit floats as bytes."""
-        return cache.view(torch.uint8) if self.code in (1, 2) else cache
+        return cache.view(torch.uint8) if self.code in (1, 2, _SCALED_E4M3) else cache

@@ -9,13 +9,20 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["fp8_products", "interpreting", "target", "unusable", "version"]
+__all__ = [
+    "SCALED", "fp8_products", "interpreting", "low_precision", "scaled_products", "target",
+    "unusable", "version",
+]  # fmt: skip
 
 #: Lowest compute capability that Triton supports.
 _CUDA_SINCE = 80
 #: Architectures that multiply fp8 in the checkpoint format (e4m3fn); chips with fnuz formats do not
 #: count.
 _CUDA_FP8_SINCE, _OTHERS_WITH_FP8 = 89, (("hip", "gfx950"), ("hip", "gfx1200"), ("hip", "gfx1201"))
+#: Formats whose blocks of inputs have scales that hardware multiplies, and the devices that do:
+#: compute capabilities from ... on, architectures of other backends.
+SCALED = ("mxfp8", "mxfp4", "nvfp4")
+_CUDA_SCALED_SINCE, _OTHERS_SCALED = 100, {("hip", "gfx950"): ("mxfp8", "mxfp4")}
 #: How to install Triton, which depends on the torch build.
 _DISTRIBUTIONS = (
     "triton",
@@ -88,3 +95,25 @@ def fp8_products() -> bool:
     if backend == "cuda":
         return int(architecture) >= _CUDA_FP8_SINCE
     return backend == "interpreter" or (backend, architecture) in _OTHERS_WITH_FP8
+
+
+@cache
+def scaled_products(name: str) -> bool:
+    """Whether the device multiplies blocks with scales in the format `name`."""
+    backend, architecture = target()
+    if backend == "cuda":
+        return int(architecture) >= _CUDA_SCALED_SINCE
+    return name in _OTHERS_SCALED.get((backend, architecture), ())
+
+
+def low_precision(name: str) -> bool | None:
+    """The op `low_precision`: whether products with inputs quantized to `name` are fast.
+
+    True: the hardware multiplies them. False: they are converted to 16 bits inside the kernel.
+    None: no kernel multiplies them here. Names are those of `modulm_quantized.ACTIVATION_FORMATS`.
+    """
+    if name in SCALED:
+        return interpreting() or scaled_products(name)
+    if name.startswith("fp8"):
+        return True if fp8_products() else None
+    return True if name == "int8" else None

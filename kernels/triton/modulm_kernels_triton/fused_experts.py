@@ -77,7 +77,7 @@ def _experts(
     top_k, N, K, size, groups, alpha, limit,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of rows of one expert by BN of its N outputs; GATED: gate and up.
@@ -102,19 +102,19 @@ def _experts(
         if GATED:
             base *= 2
         total = product(
-            x, row * x_row, x_scales, row * x_groups, row_inside,
+            x, row, x_row, x_scales, x_groups, row_inside,
             weight, scales, zeros, table, base + column, column_inside,
             0, K, K, size, groups,
-            FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+            FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, SCALED, BM, BN, BK,
         )  # fmt: skip
         if BIAS:
             total += tl.load(bias + base + column, column_inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up = product(
-                x, row * x_row, x_scales, row * x_groups, row_inside,
+                x, row, x_row, x_scales, x_groups, row_inside,
                 weight, scales, zeros, table, base + N + column, column_inside,
                 0, K, K, size, groups,
-                FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+                FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, SCALED, BM, BN, BK,
             )  # fmt: skip
             if BIAS:
                 more = tl.load(bias + base + N + column, column_inside, other=0.0)
@@ -175,6 +175,8 @@ def pack_quantized_experts(
         lay(codes, format, group, scales, zeros, activations) for codes, scales, zeros in stack
     ]
     need(len(packed) == experts, f"expected {experts} experts, not {len(packed)}")
+    if len({one.rounded for one in packed}) > 1:
+        packed = [one.unrounded() for one in packed]
     first = packed[0]
     need(
         first.outputs % parts == 0,
@@ -248,21 +250,18 @@ def _product(
     if isinstance(stack, Tensor):
         flat = stack.contiguous()
         tensors = (flat, flat, flat, flat)
-        sizes, rounded, factors = (inputs, 0), x, x
+        sizes, rows = (inputs, 0), round_rows(x, "")
         meta = {"FORM": "plain", "ROUNDED": "", "GROUP": 0, "EXPONENTS": False, "ZEROS": False,
-                "BK": 64}  # fmt: skip
+                "SCALED": False, "BK": 64}  # fmt: skip
     else:
         codes = stack.codes
-        data = codes.data.view(torch.uint8) if codes.form == "fp8" and not codes.rounded else None
-        data = codes.data if data is None else data
-        zeros = codes.scales if codes.zeros is None else codes.zeros
-        tensors = (data, codes.scales, zeros, codes.table)
+        rows = round_rows(x, codes.rounded)
+        tensors = codes.tensors(rows)
         sizes = (codes.data.shape[1], codes.groups)
-        rounded, factors = round_rows(x, codes.rounded)
         meta = codes.meta()
     launch(
         _experts, (cut(outputs, tiles["BN"]), by_expert.blocks.shape[0]),
-        rounded, rounded.stride(0), factors, factors.stride(0), *tensors,
+        rows.codes, rows.codes.stride(0), rows.scales, rows.stride, *tensors,
         x if bias is None else bias.contiguous(), out, by_expert.order, by_expert.blocks,
         top_k, outputs, inputs, *sizes, alpha, limit,
         GATED=bool(act), ACT=act, BIAS=bias is not None,

@@ -9,15 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["keep"]
+__all__ = ["bytes_of_float8", "keep"]
 
 _E4M3 = tl.constexpr(1)
 _E5M2 = tl.constexpr(2)
 _INT8 = tl.constexpr(3)
+_SCALED_E4M3 = tl.constexpr(4)
 
 
 @triton.jit
-def _bytes_of(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+def bytes_of_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
     """Convert x fp32 to uint8, the nearest 8-bit float."""
     size = tl.minimum(tl.abs(x), MOST)
     bits = size.to(tl.int32, bitcast=True)
@@ -38,8 +39,8 @@ def _bytes_of(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr)
 def keep(x, where, mask, scale, at_scale, scale_mask, KEPT: tl.constexpr):
     """Write x [heads, size] fp32 to the pointers `where`; padding is zero.
 
-    KEPT: the format's code (cache.py). For int8, the scale of each head is written to at_scale
-    [heads]; other formats are divided by `scale` [heads] first.
+    KEPT: the format's code (cache.py). For int8 and scaled e4m3, the scale of each head is written
+    to at_scale [heads]; other formats are divided by `scale` [heads] first.
     """
     if KEPT == _INT8:
         of_head = tl.maximum(tl.max(tl.abs(x), 1) / 127.0, 1e-12)
@@ -50,11 +51,15 @@ def keep(x, where, mask, scale, at_scale, scale_mask, KEPT: tl.constexpr):
         up = (rest > 0.5) | ((rest == 0.5) & (odd == 1.0))
         tl.store(where, tl.where(up, below + 1.0, below).to(tl.int8), mask)
         tl.store(at_scale, of_head, scale_mask)
+    elif KEPT == _SCALED_E4M3:
+        of_head = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
+        tl.store(where, bytes_of_float8(x / of_head[:, None], 3, 7, 448.0), mask)
+        tl.store(at_scale, of_head, scale_mask)
     else:
         x = x / scale[:, None]
         if KEPT == _E4M3:
-            tl.store(where, _bytes_of(x, 3, 7, 448.0), mask)
+            tl.store(where, bytes_of_float8(x, 3, 7, 448.0), mask)
         elif KEPT == _E5M2:
-            tl.store(where, _bytes_of(x, 2, 15, 57344.0), mask)
+            tl.store(where, bytes_of_float8(x, 2, 15, 57344.0), mask)
         else:
             tl.store(where, x.to(where.dtype.element_ty), mask)

@@ -20,6 +20,11 @@ from modulm_kernels_triton.device import fp8_products
 
 __all__ = ["KINDS", "Shape"]
 
+#: Formats of inputs and weights, and inputs that share a weight's scale.
+_SCALED = (
+    ("fp8_token", "fp8", 0), ("mxfp8", "fp8", 32), ("mxfp8", "e2m1", 32), ("mxfp4", "e2m1", 32),
+    ("nvfp4", "e2m1", 16),
+)  # fmt: skip
 _VOCABULARY, _EXPERTS, _TOP_K, _GROUP = 8192, 128, 8, 128
 
 
@@ -56,7 +61,7 @@ def coded_layers(shape: Shape) -> None:
     size = (shape.intermediate, shape.hidden)
     groups = torch.ones(shape.intermediate, shape.hidden // _GROUP)
     rounded = "fp8" if fp8_products() else "bf16"
-    fp8 = torch.zeros(size).to(torch.float8_e4m3fn)
+    fp8 = torch.zeros(size, dtype=torch.float8_e4m3fn)
     stored = (
         ops["pack_quantized"](torch.zeros(size, dtype=torch.uint8), "int4", _GROUP, groups, groups),
         ops["pack_quantized"](
@@ -67,6 +72,34 @@ def coded_layers(shape: Shape) -> None:
     for packed in stored:
         for rows in (1, 512):
             ops["linear"](torch.zeros(rows, shape.hidden, dtype=shape.dtype), packed)
+
+
+def low_precision(shape: Shape) -> None:
+    """Linear layers and experts with inputs quantized by token, and in blocks with scales."""
+    ops = modulm_kernels_triton.ops()
+    size = (shape.intermediate, shape.hidden)
+    inner, top_k = 256, 2
+    for activations, form, group in _SCALED:
+        kind = torch.float8_e4m3fn if form == "fp8" else torch.uint8
+        scales = torch.ones(size[0], size[1] // group if group else 1)
+        scales = scales if group != 32 else torch.full_like(scales, 120, dtype=torch.uint8)
+        codes = torch.zeros(size, dtype=kind)
+        packed = ops["pack_quantized"](codes, form, group, scales, None, activations)
+        for rows in (1, 512):
+            ops["linear"](torch.zeros(rows, shape.hidden, dtype=shape.dtype), packed)
+
+        def stack(outputs: int, inputs: int, parts: int) -> object:
+            codes = torch.zeros(outputs, inputs, dtype=kind)  # noqa: B023  used at once
+            groups = inputs // group if group else 1  # noqa: B023
+            one = (codes, scales[:1, :1].expand(outputs, groups), None)  # noqa: B023
+            pack = ops["pack_quantized_experts"]
+            return pack([one], 1, form, group, parts, activations)  # noqa: B023
+
+        gate_up, down = stack(2 * inner, shape.hidden, 2), stack(shape.hidden, inner, 1)
+        for tokens in (8, 256):
+            x = torch.zeros(tokens, shape.hidden, dtype=shape.dtype)
+            ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+            ops["fused_experts"](x, torch.zeros(tokens, top_k), ids, gate_up, down)
 
 
 def experts(shape: Shape) -> None:
@@ -120,5 +153,5 @@ def adapters(shape: Shape) -> None:
 
 #: In order of how often they are needed.
 KINDS: tuple[Callable[[Shape], None], ...] = (
-    sampling, coded_layers, experts, adapters, recurrence
+    sampling, coded_layers, experts, adapters, recurrence, low_precision
 )  # fmt: skip

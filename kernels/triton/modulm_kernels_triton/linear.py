@@ -7,7 +7,6 @@ shape. With few rows, spans are computed in parallel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modulm_kernels_triton.device import fp8_products
+from modulm_kernels_triton.device import low_precision
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.product import product
 from modulm_kernels_triton.round_rows import round_rows
@@ -38,7 +37,7 @@ def _linear(
     M, N, K, size, groups, each, spans,
     MANY: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr,
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, BM)
@@ -48,19 +47,19 @@ def _linear(
     row_inside, column_inside = row < M, column < N
     part, span = tl.program_id(1), each * BK
     total = product(
-        x, row * x_row, x_scales, row * x_groups, row_inside,
+        x, row, x_row, x_scales, x_groups, row_inside,
         weight, scales, zeros, table, column, column_inside,
         part * span, tl.minimum(part * span + span, K), K, size, groups,
-        FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+        FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, SCALED, BM, BN, BK,
     )  # fmt: skip
     if not APART:
         if MANY:
             for i in range(1, spans):
                 total += product(
-                    x, row * x_row, x_scales, row * x_groups, row_inside,
+                    x, row, x_row, x_scales, x_groups, row_inside,
                     weight, scales, zeros, table, column, column_inside,
                     i * span, tl.minimum(i * span + span, K), K, size, groups,
-                    FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+                    FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, SCALED, BM, BN, BK,
                 )  # fmt: skip
         if BIAS:
             total += tl.load(bias + column, column_inside, other=0.0).to(tl.float32)[None, :]
@@ -93,18 +92,20 @@ def pack_linear(
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
     activations: str = "bf16",
+    input_scale: Tensor | None = None,
 ) -> Any:
     """The op `pack_linear`, which leaves floats unchanged; and `pack_quantized`, for codes.
 
     weight: [N, K]: int8, float8_e4m3fn, or for "int4", "e2m1" and "iq4" uint8 in 0..15. scales,
     zeros: [N, K / group]; a weight is scale * (code - zero); uint8 scales are exponents of two plus
-    127. zeros default to 0, for int4 to 8. group: 0 means all of K. activations: what they may be
-    rounded to, "bf16" for no rounding.
+    127. zeros default to 0, for int4 to 8. group: 0 means all of K. activations: the format that
+    inputs are quantized to in a product, "bf16" for none. input_scale: of all inputs, one number
+    fp32, for "fp8_static".
     """
     if format is None:
         need(weight.is_floating_point(), f"weight must hold floats, not {weight.dtype}")
         return weight
-    return lay(weight, format, group, scales, zeros, activations)
+    return lay(weight, format, group, scales, zeros, activations, input_scale)
 
 
 def unpack_linear(packed: PackedCodes | Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def linear(
     target = out if out.dim() == 2 else out.view(-1, packed.outputs)
     count, block = rows.shape[0], packed.block
     each, spans = _spans(packed.outputs, packed.inputs, block)
-    rounded, factors = round_rows(rows, packed.rounded)
+    inputs = round_rows(rows, packed.rounded, packed.input_scale)
     apart = spans > 1 and count <= _FEW_ROWS
     into, into_row = target, target.stride(0)
     if apart:
@@ -137,9 +138,7 @@ def linear(
     launch(
         _linear,
         (cut(count, blocks["BM"]) * cut(packed.outputs, blocks["BN"]), spans if apart else 1),
-        rounded, rounded.stride(0), factors, factors.stride(0),
-        packed.data if packed.form != "fp8" or packed.rounded else packed.data.view(torch.uint8),
-        packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.table,
+        inputs.codes, inputs.codes.stride(0), inputs.scales, inputs.stride, *packed.tensors(inputs),
         rows if bias is None else bias, into, into_row,
         count, packed.outputs, packed.inputs, packed.data.shape[1], packed.groups, each, spans,
         MANY=spans > 1, APART=apart, BIAS=bias is not None and not apart,
@@ -167,7 +166,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "pack_linear": pack_linear,
     "pack_quantized": pack_linear,
     "unpack_linear": unpack_linear,
+    "low_precision": low_precision,
 }
-if fp8_products():
-    # Its presence tells quantization methods that activations may be rounded this way.
-    OPS["round_rows_fp8"] = partial(round_rows, to="fp8")

@@ -16,7 +16,14 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from modulm_kernels_triton.attention import LOG2E, reach, store_result, walk
+from modulm_kernels_triton.attention import (
+    BITS_SEEN,
+    LOG2E,
+    SPANS_SEEN,
+    reach,
+    store_result,
+    walk,
+)
 from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
@@ -59,8 +66,10 @@ def _rows_of_tile(
     firsts = m * 0
     ends = m * 0
     if SPANS:
-        firsts = tl.load(spans + 2 * token, real, other=0)
+        firsts = tl.load(spans + 2 * token, real, other=0).to(tl.int32)
         ends = tl.load(spans + 2 * token + 1, real, other=0)
+        if SPANS == BITS_SEEN:
+            firsts = tl.where(real, firsts, -1)
     slopes = 0.0
     if ALIBI:
         slopes = tl.load(alibi + head, real, other=0.0)
@@ -143,8 +152,11 @@ def _prompt(
         full_from = (tl.maximum(last - LOOK[1] + 1, 0) + TILE - 1) // TILE * TILE
         if not LOOK[0]:
             full_to = tl.minimum(high, first + LOOK[1]) // TILE * TILE
-    if LOOK[4]:
+    if LOOK[4] == SPANS_SEEN:
         full_from = tl.maximum(full_from, (low + TILE - 1) // TILE * TILE)
+    if LOOK[4] == BITS_SEEN:
+        least = tl.min(tl.where(firsts >= 0, firsts, high), 0)
+        full_to = tl.minimum(full_to, least // TILE * TILE)
     full_to = tl.maximum(full_to, full_from)
     head_cache = cache + kv_head.to(tl.int64) * head_stride
     head_scales = scales + (kv_head.to(tl.int64) * head_stride + scales_at) // 4
@@ -283,7 +295,8 @@ class Work:
     3] int32, tiles of rows with many and with few tokens: row, first token of the step, and for the
     latter the number of preceding tokens in such rows. few: [tokens of such rows] int32, their
     indices in the step. spans: [tokens, 2] int32, the keys that a prompt token sees in both
-    directions, 0 and 0 if none.
+    directions, 0 and 0 if none; or int64, for tokens of rows with a mask the first of the row's
+    keys that the mask is about, and a bit for each, for others -1 and 0.
     """
 
     block_tables: Tensor
@@ -362,7 +375,7 @@ def paged_attention(
         shape = shape_of(form, constants.pop("TILE"))
         launch(
             _prompt, grid, *tensors, work.prompts, *rows, *numbers, GROUP_TILE=heads, SHAPE=shape,
-            LOOK=(*bent, int(work.spans is not None)), **shared, **constants,
+            LOOK=(*bent, _seen(work.spans)), **shared, **constants,
         )  # fmt: skip
     if len(work.splits):
         _, heads, constants = queries_of_a_tile("split", group, form, q.dtype)
@@ -383,6 +396,11 @@ def paged_attention(
         )  # fmt: skip
         merge_pieces(part, stats, counts, work.few, out)
     return out
+
+
+def _seen(spans: Tensor | None) -> int:
+    """Return what `spans` is, as in attention.py."""
+    return 0 if spans is None else 2 if spans.dtype == torch.int64 else 1
 
 
 def merge_pieces(part: Tensor, stats: Tensor, counts: Tensor, tokens: Tensor, out: Tensor) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modulm_kernels_triton.scaled_product import scaled_product
+
 __all__ = ["product"]
 
 
@@ -70,18 +72,46 @@ def _spread(values, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def product(
+    x, row, x_row, x_scales, x_groups, row_inside,
+    weight, scales, zeros, table, column, column_inside,
+    first, last, K, size, groups,
+    FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
+    ZEROS: tl.constexpr, SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Compute x W^T over inputs [first, last): [BM, BN] fp32.
+
+    row: [BM] int64, rows of x, x_row apart. column: [BN] int64, rows of W. size: stored elements
+    per row. groups: scales per row, for GROUP inputs each (0: for all). ROUNDED: "" for floats in
+    x, "int8" with a scale per 256 inputs in x_scales, "fp8" with one per 128, "fp8_token" with one
+    per row. SCALED: ROUNDED is a format of scaled_product.py, `zeros` and `table` its factors.
+    """
+    if SCALED:
+        total = scaled_product(
+            x, row, x_row, x_scales, x_groups, row_inside,
+            weight, scales, zeros, table, column, column_inside,
+            first, last, K, size, groups, FORM, ROUNDED, BM, BN, BK,
+        )  # fmt: skip
+    else:
+        total = _plain_product(
+            x, row * x_row, x_scales, row * x_groups, row_inside,
+            weight, scales, zeros, table, column, column_inside,
+            first, last, K, size, groups,
+            FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _plain_product(
     x, x_at, x_scales, x_scales_at, row_inside,
     weight, scales, zeros, table, column, column_inside,
     first, last, K, size, groups,
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
     ZEROS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute x W^T over inputs [first, last): [BM, BN] fp32.
-
-    x_at: [BM] int64, offsets of rows. column: [BN] int64, rows of W. size: stored elements per row.
-    groups: scales per row, for GROUP inputs each (0: for all). ROUNDED: "" for floats in x, "int8"
-    with a scale per 256 inputs in x_scales, or "fp8" with one per 128.
-    """
+    """As `product`; x_at, x_scales_at: [BM] int64, offsets of rows."""
+    FP8: tl.constexpr = ROUNDED == "fp8" or ROUNDED == "fp8_token"
     total = tl.zeros((BM, BN), tl.float32)
     sums = tl.zeros((BM,), tl.float32)
     start = column * size
@@ -94,9 +124,7 @@ def product(
             row_inside[:, None] & inside[None, :],
             other=0 if ROUNDED == "int8" else 0.0,
         )
-        b = _numbers(
-            weight, table, start, column_inside, k0, inside, size, FORM, ROUNDED == "fp8", BN, BK
-        )
+        b = _numbers(weight, table, start, column_inside, k0, inside, size, FORM, FP8, BN, BK)
         if FORM == "plain":
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
         elif GROUP > 0 and GROUP < BK:
@@ -114,13 +142,13 @@ def product(
         else:
             if ROUNDED == "int8":
                 part = tl.dot(a, tl.trans(b), out_dtype=tl.int32).to(tl.float32)
-            elif ROUNDED == "fp8":
+            elif FP8:
                 part = tl.dot(a, tl.trans(b))
             else:
                 part = tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee")
             if ZEROS:
                 line = tl.sum(a.to(tl.float32), 1)
-            if ROUNDED != "":
+            if ROUNDED != "" and ROUNDED != "fp8_token":
                 factor = tl.load(x_scales + x_scales_at + k0 // every, row_inside, other=0.0)
                 part *= factor[:, None]
                 if ZEROS:
@@ -140,6 +168,8 @@ def product(
             zero = tl.load(zeros + column, column_inside, other=0).to(tl.float32)
             total -= sums[:, None] * zero[None, :]
         total *= _scale(scales, column, column_inside, EXPONENTS)[None, :]
+    if ROUNDED == "fp8_token":
+        total *= tl.load(x_scales + x_scales_at, row_inside, other=0.0)[:, None]
     if FORM == "fp8" and ROUNDED == "" and not (GROUP > 0 and GROUP < BK):
         total *= 256.0
     return total

@@ -1,4 +1,4 @@
-"""Round activations to bytes, with a scale per group of a row's numbers.
+"""Quantize the rows of a product's input, as `modulm_quantized.round_activations` defines it.
 
 Numbers are brought to values of the smaller format before conversion, so the result does not depend
 on how the device or the interpreter rounds.
@@ -9,15 +9,42 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from attrs import frozen
 from torch import Tensor
 
+from modulm_kernels_triton.kept_numbers import bytes_of_float8
 from modulm_kernels_triton.launch import cut, launch
 
-__all__ = ["round_rows"]
+__all__ = ["RoundedRows", "round_rows"]
 
+#: Numbers that share a scale, dtype, and largest number of formats with fp32 scales.
 _EACH = {"int8": 256, "fp8": 128}
 _KEPT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
+#: What a row's largest number is divided by to get the row's own factor.
+_OVER = {"fp8_token": 448.0, "nvfp4": 6.0 * 448.0}
+#: Least magnitude whose exponent is kept.
+_LEAST = tl.constexpr(2.0**-118)
+#: Numbers of a program.
+_BLOCK = 512
+
+
+@frozen(eq=False)
+class RoundedRows:
+    """Inputs [T, K] as `product` takes them.
+
+    codes: [T, K] of bytes or floats, or [T, K / 2] pairs of e2m1. scales: [T, groups], or one
+    number for all rows; unused for floats. factors: [T] fp32 for NVFP4.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor | None = None
+
+    @property
+    def stride(self) -> int:
+        """Scales from one row to the next."""
+        return self.scales.stride(0) if self.scales.dim() == 2 else 0
 
 
 @triton.jit
@@ -28,14 +55,18 @@ def _nearest(x, large):
 
 @triton.jit
 def _round(
-    x, x_row, out, scales, size, groups,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr,
+    x, x_row, out, scales, scale_row, size,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, GIVEN: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
+    """GIVEN: rows have one scale each, which is known."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = group * EACH + tl.arange(0, EACH)
     inside = at < size
     wide = tl.load(x + row * x_row + at, inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / LARGEST
+    if GIVEN:
+        scale = tl.load(scales + row * scale_row)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / LARGEST
     wide = wide / scale
     wide = tl.minimum(tl.maximum(wide, -LARGEST), LARGEST)
     if WHOLE:
@@ -46,20 +77,117 @@ def _round(
         normal = rounded_bits.to(tl.float32, bitcast=True)
         wide = tl.where(tl.abs(wide) < 0.015625, _nearest(wide, 24576.0), normal)
     tl.store(out + row * size + at, wide.to(out.dtype.element_ty), inside)
-    tl.store(scales + row * groups + group, scale)
+    if not GIVEN:
+        tl.store(scales + row * scale_row + group, scale)
 
 
-def round_rows(x: Tensor, to: str) -> tuple[Tensor, Tensor]:
-    """Round x [T, K] with dense rows to (bytes [T, K], scales [T, groups] fp32): `to` "int8" with a
-    scale per 256 numbers, "fp8" with one per 128; (x, x) for "".
+@triton.jit
+def _largest(x, x_row, to, size, OVER: tl.constexpr, BLOCK: tl.constexpr):
+    """Write each row's largest magnitude over OVER."""
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        wide = tl.load(x + row * x_row + at, at < size, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(wide))
+    tl.store(to + row, tl.maximum(tl.max(most, 0), 1e-12) / OVER)
+
+
+@triton.jit
+def _e2m1_of(x):
+    """Return the codes of the nearest e2m1 numbers; ties to even codes."""
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _round_blocks(
+    x, x_row, out, out_row, scales, factors, size, groups,
+    PAIRS: tl.constexpr, NESTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Round BLOCK numbers, in groups with a scale each; even and odd ones, a byte's two, apart."""
+    G: tl.constexpr = BLOCK // GROUP
+    HALF: tl.constexpr = GROUP // 2
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group = block * G + tl.arange(0, G)
+    pair = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    inside = pair * 2 < size
+    source = x + row * x_row + pair * 2
+    even = tl.load(source, inside, other=0.0).to(tl.float32)
+    odd = tl.load(source + 1, inside, other=0.0).to(tl.float32)
+    most = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    if NESTED:
+        whole = tl.load(factors + row)
+        nested = tl.minimum(tl.maximum(most / 6.0 / whole, 0.001953125), 448.0)
+        stored = bytes_of_float8(nested, 3, 7, 448.0)
+        bits = stored.to(tl.uint16) << 7
+        scale = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * whole
+    else:
+        TOP: tl.constexpr = 2 if PAIRS else 8
+        power = (tl.maximum(most, _LEAST).to(tl.int32, bitcast=True) >> 23) - TOP
+        stored = power.to(tl.uint8)
+        scale = (power << 23).to(tl.float32, bitcast=True)
+    tl.store(scales + row * groups + group, stored, group < groups)
+    even, odd = even / scale[:, None], odd / scale[:, None]
+    if PAIRS:
+        codes = _e2m1_of(even) | (_e2m1_of(odd) << 4)
+        tl.store(out + row * out_row + pair, codes, inside)
+    else:
+        tl.store(out + row * out_row + pair * 2, bytes_of_float8(even, 3, 7, 448.0), inside)
+        tl.store(out + row * out_row + pair * 2 + 1, bytes_of_float8(odd, 3, 7, 448.0), inside)
+
+
+def round_rows(x: Tensor, to: str, scale: Tensor | None = None) -> RoundedRows:
+    """Quantize x [T, K] with dense rows to a format of `modulm_quantized.ACTIVATION_FORMATS`.
+
+    "" leaves x as it is. scale: one fp32 number, the static scale of "fp8_static".
     """
     if not to:
-        return x, x
-    each, (rows, size) = _EACH[to], x.shape
-    out = torch.empty(rows, size, dtype=_KEPT[to], device=x.device)
-    scales = torch.empty(rows, cut(size, each), dtype=torch.float32, device=x.device)
+        return RoundedRows(x, x)
+    if to in ("mxfp8", "mxfp4", "nvfp4"):
+        return _round_scaled(x, to)
+    rows, size = x.shape
+    kind = to.partition("_")[0]
+    given, each = kind != to, _EACH[kind]
+    if scale is not None:
+        scales = scale.reshape(1)
+    else:
+        groups = 1 if given else cut(size, each)
+        scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+        if given:
+            _put_largest(x, scales, to)
+    out = torch.empty(rows, size, dtype=_KEPT[kind], device=x.device)
+    block = _BLOCK if given else each
     launch(
-        _round, (rows, scales.shape[1]), x, x.stride(0), out, scales, size, scales.shape[1],
-        LARGEST=_LARGEST[to], WHOLE=to == "int8", EACH=each,
+        _round, (rows, cut(size, block)), x, x.stride(0), out, scales,
+        scales.stride(0) if scales.dim() == 2 else 0, size,
+        LARGEST=_LARGEST[kind], WHOLE=kind == "int8", GIVEN=given, EACH=block,
     )  # fmt: skip
-    return out, scales
+    return RoundedRows(out, scales)
+
+
+def _put_largest(x: Tensor, to: Tensor, name: str) -> None:
+    launch(_largest, (x.shape[0],), x, x.stride(0), to, x.shape[1], OVER=_OVER[name], BLOCK=1024)
+
+
+def _round_scaled(x: Tensor, to: str) -> RoundedRows:
+    """Quantize with a scale of one byte per group; K is whole groups."""
+    rows, size = x.shape
+    nested, pairs = to == "nvfp4", to != "mxfp8"
+    group = 16 if nested else 32
+    groups = cut(size, group)
+    out = torch.empty(rows, size // 2 if pairs else size, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
+    factors = torch.empty(rows, dtype=torch.float32, device=x.device) if nested else None
+    if factors is not None:
+        _put_largest(x, factors, to)
+    launch(
+        _round_blocks, (rows, cut(size, _BLOCK)), x, x.stride(0), out, out.stride(0), scales,
+        x if factors is None else factors, size, groups,
+        PAIRS=pairs, NESTED=nested, GROUP=group, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return RoundedRows(out, scales, factors)

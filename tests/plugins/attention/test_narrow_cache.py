@@ -11,7 +11,7 @@ from modulm.cli.main import main
 from modulm.errors import ModulmError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm_attention_sdpa.narrow_kv import pack, unpack
+from modulm_attention_sdpa.narrow_kv import pack, packed_width, unpack
 
 TOKENS = [5, 77, 130, 9, 301, 42, 8, 250, 12, 400, 33, 60, 71, 15, 2, 99]
 BACKENDS = ["sdpa", "cpu_paged"]
@@ -186,6 +186,78 @@ def test_int4_and_int8_against_the_numbers_they_stand_for():
         decoded = unpack(pack(x, kind), kind, torch.float32)
         torch.testing.assert_close(decoded, wanted)
         assert pack(x, kind).shape[-1] == (64 if kind == "int8" else 32) + 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [("fp8_per_token_head", 68), ("nvfp4", 36), ("nvfp4_4over6", 36)],
+)
+def test_formats_with_scales_stay_within_half_a_step(kind, width):
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 64)
+    x[0] = 0
+    packed = pack(x, kind)
+    assert packed.shape[-1] == packed_width(kind, 64) == width
+    error = (unpack(packed, kind, torch.float32) - x).abs()
+    if kind == "fp8_per_token_head":  # three bits after the point, or a step of 2^-9
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        assert (error <= torch.maximum(x.abs() / 16, scale * 2**-10) * 1.001).all()
+        return
+    # Of e2m1 the widest step is 2, from 4 to 6 scales; e4m3 scales are off by a sixteenth.
+    most = x.unflatten(-1, (4, 16)).abs().amax(-1, keepdim=True).expand(6, 3, 4, 16).flatten(-2)
+    assert (error <= most / 6 * (1 + 1 / 16) + most / 16).all()
+    if kind == "nvfp4_4over6":
+        plain = (unpack(pack(x, "nvfp4"), "nvfp4", torch.float32) - x).square()
+        assert error.square().sum() < plain.sum()
+
+
+def test_backends_keep_scaled_e4m3_alike(plain):
+    flags = {"kv_cache_dtype": "fp8_per_token_head"}
+    exact = scores(plain, attention_backend="sdpa")
+    logprobs = [scores(plain, attention_backend=backend, **flags) for backend in BACKENDS]
+    assert 0 < (logprobs[0] - exact).abs().mean() < 0.2
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.05
+
+
+def test_latents_in_the_bytes_of_flashmla():
+    """Positions and values by hand: 512 e4m3, 4 fp32 scales, 64 bf16; and its form in 4 bits."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 576)
+    packed = pack(x, "fp8_ds_mla")
+    assert packed.shape == (3, 1, 656)
+    scales = packed[..., 512:528].contiguous().view(torch.float32)
+    torch.testing.assert_close(scales, x[..., :512].unflatten(-1, (4, 128)).abs().amax(-1) / 448)
+    first = packed[..., :128].contiguous().view(torch.float8_e4m3fn).float() * scales[..., :1]
+    torch.testing.assert_close(first, x[..., :128], rtol=1 / 16, atol=1e-3)
+    rotated = packed[..., 528:].contiguous().view(torch.bfloat16)
+    assert torch.equal(rotated, x[..., 512:].bfloat16())
+    decoded = unpack(packed, "fp8_ds_mla", torch.float32)
+    torch.testing.assert_close(decoded, x, rtol=1 / 16, atol=1e-3)
+    packed = pack(x, "nvfp4_ds_mla")
+    assert packed.shape == (3, 1, 352)
+    group = 5
+    scale = packed[..., 320 + 8 * (group % 4) + group // 4].contiguous().view(torch.float8_e4m3fn)
+    numbers = x[..., 80:96]
+    torch.testing.assert_close(scale.float(), numbers.abs().amax(-1) / 6, rtol=1 / 16, atol=0)
+    decoded = unpack(packed, "nvfp4_ds_mla", torch.float32)
+    assert ((decoded - x)[..., 80:96].abs() <= scale.float()[..., None] * 1.5).all()
+    torch.testing.assert_close(decoded[..., 512:], x[..., 512:], rtol=1 / 16, atol=2**-9)
+
+
+def test_a_latent_model_in_the_bytes_of_flashmla(tmp_path):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    folder = make_tiny(tmp_path, "DeepseekV3ForCausalLM", num_hidden_layers=LAYERS, **sizes)
+    exact = scores(folder, attention_backend="sdpa")
+    for kind, most in (("fp8_ds_mla", 0.1), ("nvfp4_ds_mla", 1.0)):
+        logprobs = scores(folder, attention_backend="sdpa", kv_cache_dtype=kind)
+        assert 0 < (logprobs - exact).abs().mean() < most
+
+
+def test_names_without_a_published_format_are_refused(plain):
+    with pytest.raises(ModulmError, match="turboquant_k8v4 is defined by vLLM's kernels only"):
+        scores(plain, kv_cache_dtype="turboquant_k8v4")
+    with pytest.raises(ModulmError, match="latents of 512"):
+        scores(plain, kv_cache_dtype="fp8_ds_mla")
 
 
 def test_int4_takes_a_quarter_and_stays_near(plain):

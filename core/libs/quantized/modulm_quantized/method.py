@@ -13,15 +13,16 @@ from torch import Tensor
 
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import CheckpointInfo, LinearKind, LinearSpec, QuantizationMethod
+from modulm_quantized.activations import ACTIVATION_FORMATS
 from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted, for_kernels
+from modulm_quantized.flags import LowPrecisionFlags
 from modulm_quantized.stored import StoredAs
 
 __all__ = ["ACTIVATIONS", "CodedMethod"]
 
-#: Activation formats in products with codes: "bf16" is exact, "int8" has one scale per token and
-#: 256 inputs.
+#: Formats that settings may name: "bf16" is exact, "int8" has one scale per token and 256 inputs.
 ACTIVATIONS = ("bf16", "int8")
 
 
@@ -70,18 +71,44 @@ class CodedMethod(QuantizationMethod):
         Returns several codes, for consecutive outputs, if fused parts differ in column order.
         """
 
-    def activations(self, spec: LinearSpec) -> str:
-        """Activation format for a layer: one of ACTIVATIONS or `fp8_activations`."""
+    def designed_activations(self, spec: LinearSpec) -> str:
+        """Return the format that the checkpoint's weights were made to be multiplied with.
+
+        A name of ACTIVATION_FORMATS, or "bf16" if only weights are quantized.
+        """
         return "bf16"
 
-    def fp8_activations(self, spec: LinearSpec) -> str:
-        """Return the activation format for formats designed for fp8 activations.
+    def activations(self, spec: LinearSpec) -> str:
+        """Return the format that a layer's inputs are quantized to: the designed one, or "bf16".
 
-        "fp8" (one scale per token and 128 inputs) if the platform's kernels multiply fp8, otherwise
-        "bf16". The head always gets "bf16" because its errors are errors of logits.
+        `linear` and `fused_experts` quantize on the fly, with scales of their own unless the format
+        is static. Methods whose settings name a format return that.
         """
-        fits = spec.kind is not LinearKind.LM_HEAD and self.ops.supports("round_rows_fp8")
-        return "fp8" if fits else "bf16"
+        name = self.designed_activations(spec)
+        return name if self.in_16_bits(spec, name) is None else "bf16"
+
+    def in_16_bits(self, spec: LinearSpec, name: str) -> str | None:
+        """Return why a layer multiplies in 16 bits instead of the format `name`, or None."""
+        flags = LowPrecisionFlags() if self.flags is None else self.flags.group(LowPrecisionFlags)
+        if name == "bf16":
+            return "only weights are quantized"
+        if spec.kind is LinearKind.LM_HEAD and name != "int8":
+            return "errors of the head are errors of logits"
+        if flags.activation_quantization == "off":
+            return "--activation-quantization off"
+        if self._packer(spec) is None:
+            return "no kernel multiplies codes here"
+        ability = self.ops.find("low_precision")
+        fast = None if ability is None else ability(name)
+        if fast is None:
+            return f"no kernel multiplies {name} here"
+        if not fast and flags.activation_quantization == "auto":
+            return f"{name} is not faster here; --activation-quantization on uses it"
+        return None
+
+    def input_scale(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Tensor | None:
+        """Return the static scale of a layer's inputs, one fp32 number, or None."""
+        return None
 
     def scheme(self, spec: LinearSpec) -> StoredAs | None:
         """How the checkpoint stores a layer, for `modulm explain`. Raises ConfigError."""
@@ -91,7 +118,14 @@ class CodedMethod(QuantizationMethod):
         stored_as = self.scheme(spec)
         if stored_as is None:
             return None
-        return self.note_text(spec, stored_as.text, fits=stored_as.fits(spec))
+        text = self.note_text(spec, stored_as.text, fits=stored_as.fits(spec))
+        name = self.designed_activations(spec)
+        if name == "bf16" or not stored_as.fits(spec):
+            return text
+        reason = self.in_16_bits(spec, name)
+        if reason is None:
+            return f"{text}; inputs quantized to {ACTIVATION_FORMATS[name]}"
+        return f"{text}; products in 16 bits: {reason}"
 
     def note_text(self, spec: LinearSpec, text: str, *, fits: bool) -> str:
         """Return the note on a layer; `fits` says whether kernels multiply its codes."""
@@ -117,9 +151,11 @@ class CodedMethod(QuantizationMethod):
         if spec.experts:
             keeper.quantized = self._stack(stored, spec)
         else:
-            keeper.quantized = tuple(self._hold(codes, spec) for codes in self.codes(stored, spec))
+            scale = self.input_scale(stored, spec)
+            parts = self.codes(stored, spec)
+            keeper.quantized = tuple(self._hold(codes, spec, scale) for codes in parts)
 
-    def _hold(self, codes: Codes, spec: LinearSpec) -> _LayerPart:
+    def _hold(self, codes: Codes, spec: LinearSpec, scale: Tensor | None = None) -> _LayerPart:
         pack = self._packer(spec)
         if pack is None:
             return _LayerPart(codes, None)
@@ -127,7 +163,11 @@ class CodedMethod(QuantizationMethod):
         if fit is None:
             return _LayerPart(self.ops.pack_linear(codes.weight(getattr(torch, spec.dtype))), None)
         use = self.activations(spec)
-        packed = pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use)
+        if use == "fp8_static":  # of a checkpoint that may lack the scale of a layer
+            use, more = ("fp8_token", {}) if scale is None else (use, {"input_scale": scale})
+        else:
+            more = {}
+        packed = pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use, **more)
         return _LayerPart(packed, codes.order)
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
@@ -146,7 +186,8 @@ class CodedMethod(QuantizationMethod):
             codes = codes_of(expert)
             return None if codes.order is not None else for_kernels(codes, wide=wide)
 
-        packed = pack_stack(pack, fitted, spec.experts, parts, self.activations(spec))
+        use = self.activations(spec).replace("_static", "_token")
+        packed = pack_stack(pack, fitted, spec.experts, parts, use)
         if packed is not None:
             return packed
         shape = (spec.experts, spec.outputs, spec.inputs)

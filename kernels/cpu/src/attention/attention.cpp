@@ -124,7 +124,7 @@ MODULM_API void modulm_paged_attention(
     make_plan(step, own.data());
     plan = own.data();
   }
-  if (p.cache.scaled()) run<IntegerMath>(p, static_cast<const Tile*>(plan));
+  if (p.cache.dtype == kInt8) run<IntegerMath>(p, static_cast<const Tile*>(plan));
   else if (p.cache.paired()) run<PairMath>(p, static_cast<const Tile*>(plan));
   else run<PlainMath>(p, static_cast<const Tile*>(plan));
 }

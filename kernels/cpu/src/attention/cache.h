@@ -6,6 +6,7 @@
 //
 //   bf16, fp8   keys [D / 2][token][2], values [token / 2][Dv][2]: both are right-hand sides of the
 //               pair product as they lie, for one query or many, and nothing is shuffled
+//   scaled e4m3   the same bytes as fp8, and scales as for int8
 //   int8        keys [D / 4][token][4] plus 128, values [token / 4][Dv][4]: the same for bytes
 //   fp32, fp16  keys [D][token], values [token][Dv]
 //
@@ -21,10 +22,13 @@
 namespace modulm {
 
 // Codes of the C ABI beside those of base/types.h.
-enum CacheDtype : int { kE4M3 = kFP8, kE5M2 = 4, kInt8 = 5 };
+enum CacheDtype : int { kE4M3 = kFP8, kE5M2 = 4, kInt8 = 5, kScaledE4M3 = 6 };
 
 struct Int8 {
   int8_t bits;
+};
+struct ScaledE4M3 {
+  uint8_t bits;
 };
 
 struct Cache {
@@ -33,8 +37,10 @@ struct Cache {
   int dtype;
   bool latent;
 
-  bool scaled() const { return dtype == kInt8; }
-  bool paired() const { return dtype == kBF16 || dtype == kE4M3 || dtype == kE5M2; }
+  bool scaled() const { return dtype == kInt8 || dtype == kScaledE4M3; }
+  bool paired() const {
+    return dtype == kBF16 || dtype == kE4M3 || dtype == kE5M2 || dtype == kScaledE4M3;
+  }
   int64_t element() const { return dtype >= kE4M3 ? 1 : dtype == kF32 ? 4 : 2; }
   int64_t key_bytes() const { return latent ? 0 : block * size * element(); }
   int64_t head_bytes() const {
@@ -60,19 +66,23 @@ inline vi nearest(vf x) {
 template <class E, class T>
 inline float encode(const T* from, int64_t used, int64_t size, E* to) {
   float scale = 1.0f, inverse = 1.0f;
-  if constexpr (std::is_same<E, Int8>::value) {
+  constexpr bool eight = std::is_same<E, ScaledE4M3>::value;
+  if constexpr (std::is_same<E, Int8>::value || eight) {
     vf peak{};
     for_lanes(used, [&](int64_t i, int n) {
       vf x = load_n(from + i, n);
       peak = vmax(peak, vmax(x, -x));
     });
-    scale = largest(peak) / 127.0f;
+    scale = largest(peak) / (eight ? 448.0f : 127.0f);
     inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   }
   for_lanes(used, [&](int64_t i, int n) {
     vf x = load_n(from + i, n);
     if constexpr (std::is_same<E, Int8>::value) {
       vb codes = __builtin_convertvector((vu)nearest(x * inverse), vb);
+      std::memcpy(to + i, &codes, n);
+    } else if constexpr (eight) {
+      vb codes = __builtin_convertvector(narrow_code(x * inverse, E4M3{}), vb);
       std::memcpy(to + i, &codes, n);
     } else if constexpr (sizeof(E) == 1) {
       vb codes = __builtin_convertvector(narrow_code(x, E{}), vb);
@@ -155,6 +165,7 @@ inline void with_cache(int dtype, F&& f) {
     case kE4M3: f(E4M3{}); break;
     case kE5M2: f(E5M2{}); break;
     case kInt8: f(Int8{}); break;
+    case kScaledE4M3: f(ScaledE4M3{}); break;
     default: with_float(dtype, f);
   }
 }
@@ -162,8 +173,8 @@ inline void with_cache(int dtype, F&& f) {
 // For codes that are decoded: eight-bit floats.
 template <class F>
 inline void with_code(int dtype, F&& f) {
-  if (dtype == kE4M3) f(E4M3{});
-  else f(E5M2{});
+  if (dtype == kE5M2) f(E5M2{});
+  else f(E4M3{});
 }
 
 }  // namespace modulm

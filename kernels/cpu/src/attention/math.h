@@ -27,12 +27,32 @@ struct PairMath {
       for (int64_t d = 0; d < c.size / 2; d++)
         decode_codes(from + d * c.block * 2, to + d * kPiece, kPiece, code);
     });
+    if (!c.scaled()) return;
+    const float* scales = c.scales(id, head) + at;
+    for (int64_t d = 0; d < c.size / 2; d++)
+      for (int i = 0; i < kPiece; i += kLanes) {
+        const vf scale = load(scales + i);
+        scale_pairs(to + d * kPiece + i, scale, scale);
+      }
+  }
+  // Multiplies a vector of bf16 pairs.
+  static void scale_pairs(Line* pairs, vf first, vf second) {
+    const vu x = load_raw<vu>(pairs);
+    const vu low = __builtin_convertvector(narrow(low_half(x) * first, bf16{}), vu);
+    const vu high = __builtin_convertvector(narrow(high_half(x) * second, bf16{}), vu);
+    store_raw(pairs, low | high << 16);
   }
   static void values(const Cache& c, int64_t id, int64_t head, int64_t at, Line* to) {
     const uint8_t* from = c.values(id, head) + at * c.value_size;
     with_code(c.dtype, [&](auto code) {
       decode_codes(from, to, kPiece / 2 * c.value_size, code);
     });
+    if (!c.scaled()) return;
+    const float* scales = c.scales(id, head) + c.block + at;
+    for (int64_t pair = 0; pair < kPiece / 2; pair++)
+      for (int64_t d = 0; d < c.value_size; d += kLanes)
+        scale_pairs(to + pair * c.value_size + d, splat(scales[2 * pair]),
+                    splat(scales[2 * pair + 1]));
   }
 
   // Zeroes the tokens from `valid` on: their weight is 0, but the memory might contain NaN.

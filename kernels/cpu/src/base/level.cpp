@@ -7,6 +7,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 
 namespace {
@@ -45,12 +48,25 @@ int detect() {
   if ((state & 0x60000) != 0x60000 || !has(seven.edx, {22, 24, 25})) return 3;
   return tiles_granted() ? 4 : 3;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+int detect() {
+  constexpr unsigned long half = 3u << 9, dots = 1u << 20, sve = 1u << 22;  // AT_HWCAP
+  constexpr unsigned long i8mm = 1u << 13, bf16 = 1u << 14;                 // AT_HWCAP2
+  constexpr unsigned long sve_i8mm = 1u << 9, sve_bf16 = 1u << 12;
+  unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  if ((first & (half | dots)) != (half | dots)) return 0;
+  if ((second & (i8mm | bf16)) != (i8mm | bf16)) return 1;
+  if (!(first & sve) || (second & (sve_i8mm | sve_bf16)) != (sve_i8mm | sve_bf16)) return 2;
+  constexpr int get_length = 51, mask = 0xffff;  // PR_SVE_GET_VL: bytes
+  return (prctl(get_length) & mask) == 32 ? 3 : 2;
+}
 #else
 int detect() { return 0; }
 #endif
 
 }  // namespace
 
-// 0 scalar, 1 avx2, 2 avx512, 3 avx512_bf16, 4 amx: the highest that runs here.
+// 0 scalar, 1 avx2, 2 avx512, 3 avx512_bf16, 4 amx; on Arm 0 scalar, 1 neon (products of four
+// bytes), 2 neon_bf16 (i8mm and bf16), 3 sve256 (the same in SVE): the highest that runs here.
 MODULM_API int modulm_highest_level() { return detect(); }
 MODULM_API const char* modulm_level() { return MODULM_LEVEL; }

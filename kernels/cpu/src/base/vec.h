@@ -11,12 +11,24 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#include "base/arm.h"
+
+// What levels have in common: 32 registers of vectors; products of four bytes, or of two bf16.
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MODULM_MANY_REGISTERS 1
+#endif
+#if defined(__AVX512VNNI__)
+#define MODULM_QUAD_DOT 1
+#endif
+#if defined(__AVX512BF16__)
+#define MODULM_BF16_DOT 1
+#endif
 
 namespace modulm {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(MODULM_SVE256)
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
@@ -62,6 +74,9 @@ inline vf widen(vh h, fp16) {
   return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+  typedef __fp16 vq __attribute__((vector_size(kLanes * 2)));
+  return __builtin_convertvector((vq)h, vf);
 #else
   // Move exponent and mantissa up, then rescale by 2^112: this also turns denormals right.
   vu u = __builtin_convertvector(h, vu);
@@ -105,6 +120,9 @@ inline vh narrow(vf x, fp16) {
   return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
   return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  typedef __fp16 vq __attribute__((vector_size(kLanes * 2)));
+  return (vh)__builtin_convertvector(x, vq);
 #else
   vh h;
   for (int i = 0; i < kLanes; i++) h[i] = narrow_fp16(x[i]);

@@ -36,6 +36,8 @@ __all__ = ["CpuPagedAttention"]
 
 #: The provider in the op table whose package this backend calls.
 _PROVIDER = "cpu"
+#: e4m3 with a scale per token and head, which the kernels keep as bytes.
+_SCALED_E4M3 = "fp8_per_token_head"
 #: Features of layers that attend to selected tokens.
 _SELECTED = {"selection", "latent", "softcap", "sinks", "scales"}
 
@@ -86,7 +88,8 @@ class CpuPagedAttention(AttentionBackend):
 
     The cache may hold keys and values in int8, with one scale per token and head; queries and
     attention weights are then fixed-point numbers of 15 and 16 bits. It may also hold 8-bit floats
-    with scale 1; queries and attention weights are then rounded to bfloat16.
+    with scale 1, or e4m3 with a scale per token and head; queries and attention weights are then
+    rounded to bfloat16.
     """
 
     name = "cpu_paged"
@@ -139,15 +142,18 @@ class CpuPagedAttention(AttentionBackend):
             return f"supports head sizes up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
         if spec.spans and spec.alibi:
             return "does not support ALiBi together with bidirectional spans"
-        if (spec.latent or spec.picks) and spec.kv_dtype == "int8":
-            return "does not support a latent (MLA) cache or indexer keys in int8 yet"
+        if (spec.latent or spec.picks) and spec.kv_dtype in ("int8", _SCALED_E4M3):
+            return f"does not support a latent (MLA) cache or indexer keys in {spec.kv_dtype} yet"
         if spec.selection and (spec.selection > 1 or not spec.latent):
             return "supports selected tokens of a latent (MLA) cache, not selected runs or heads"
         if (spec.picks and (unsupported := spec.features - {"picks"})) or (
             spec.selection and (unsupported := spec.features - _SELECTED)
         ):
             return f"cannot select tokens with {', '.join(sorted(unsupported))}"
-        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
+        dtypes = sorted(
+            str(dtype).removeprefix("torch.").replace("uint8", _SCALED_E4M3)
+            for dtype in kernels.CACHE_DTYPES
+        )
         if spec.kv_dtype not in dtypes:
             return f"supports KV caches in {', '.join(dtypes)}, not {spec.kv_dtype}"
         return None
@@ -158,10 +164,11 @@ class CpuPagedAttention(AttentionBackend):
 
     def layout(self, blocks: int) -> KVLayout:
         spec = self.spec
-        dtype = getattr(torch, spec.kv_dtype)
+        name = "uint8" if spec.kv_dtype == _SCALED_E4M3 else spec.kv_dtype
+        dtype = getattr(torch, name)
         values = 0 if spec.latent or spec.picks else spec.value_dim
         shape = self.shape(blocks, spec.kv_heads, self.block_size, spec.head_dim, values, dtype)
-        return KVLayout(shape, spec.kv_dtype, math.prod(shape[1:]) * dtype.itemsize)
+        return KVLayout(shape, name, math.prod(shape[1:]) * dtype.itemsize)
 
     def plan(self, step: StepLayout) -> _StepPlan:
         if step.encoder_lens is not None:

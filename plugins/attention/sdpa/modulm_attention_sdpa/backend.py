@@ -29,7 +29,9 @@ from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError
 from modulm_attention_sdpa.narrow_kv import (
-    INTEGERS,
+    LATENT,
+    PACKED,
+    REFUSED,
     narrow,
     pack,
     packed_width,
@@ -39,7 +41,7 @@ from modulm_attention_sdpa.narrow_kv import (
 
 __all__ = ["SdpaAttention"]
 
-_KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
+_KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", *PACKED)
 #: Limits of a piece: queries of one row, and gathered tokens.
 _QUERIES = 256
 _GATHERED = 65536
@@ -115,21 +117,32 @@ class SdpaAttention(AttentionBackend):
         super().__init__(spec, platform, ops, block_size, options)
         self.staging = platform.staging()
         self.causal = spec.causal and not spec.cross
+        # Beside a latent cache with scales, an indexer's keys have one each.
+        indexer = bool(spec.picks) and spec.kv_dtype in LATENT
+        self.packed = "fp8_per_token_head" if indexer else ""
+        if spec.kv_dtype in PACKED and not indexer:
+            self.packed = spec.kv_dtype
         if options:
             raise ConfigError("attention.sdpa", f"takes no options, got {sorted(options)}")
 
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        if spec.kv_dtype in REFUSED:
+            return f"{spec.kv_dtype} {REFUSED[spec.kv_dtype]}"
         if spec.kv_dtype not in _KV_DTYPES:
             return f"supports KV caches in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
         if spec.partial and (unsupported := spec.features - _MERGED):
             return f"cannot merge partial results with {', '.join(sorted(unsupported))}"
         if spec.masks and (unsupported := spec.features - _MASKED):
             return f"cannot mask tokens of a step with {', '.join(sorted(unsupported))}"
-        if spec.kv_dtype in INTEGERS and (spec.latent or spec.picks):
+        if spec.kv_dtype in LATENT:
+            if not spec.picks and (spec.latent, spec.head_dim) != (512, 576):
+                return f"{spec.kv_dtype} is a format of latents of 512 with a rotated part of 64"
+        elif spec.kv_dtype in PACKED and (spec.latent or spec.picks):
             return f"does not support a latent (MLA) cache or indexer keys in {spec.kv_dtype}"
-        if spec.kv_dtype == "int4" and (spec.head_dim % 2 or (spec.value_dim or 0) % 2):
-            return f"needs even head sizes for int4, not {spec.head_dim}"
+        step = 2 if spec.kv_dtype == "int4" else 16 if spec.kv_dtype.startswith("nvfp4") else 1
+        if not spec.picks and (spec.head_dim % step or (spec.value_dim or 0) % step):
+            return f"needs head sizes that {step} divides for {spec.kv_dtype}, not {spec.head_dim}"
         return None
 
     def layout(self, blocks: int) -> KVLayout:
@@ -137,8 +150,8 @@ class SdpaAttention(AttentionBackend):
         values = 0 if spec.latent or spec.picks else spec.value_dim or spec.head_dim
         width = spec.head_dim + values
         heads = 1 if spec.latent else spec.kv_heads
-        if spec.kv_dtype in INTEGERS:
-            width = packed_width(spec.kv_dtype, spec.head_dim) + packed_width(spec.kv_dtype, values)
+        if spec.kv_dtype in PACKED:
+            width = packed_width(self.packed, spec.head_dim) + packed_width(self.packed, values)
             one = self.block_size * heads * width
             return KVLayout((blocks, self.block_size, heads, width), "uint8", one)
         one = self.block_size * heads * width * getattr(torch, spec.kv_dtype).itemsize
@@ -164,8 +177,10 @@ class SdpaAttention(AttentionBackend):
         inputs: AttentionInputs = PLAIN,
     ) -> None:
         slots = cache.view(-1, *cache.shape[2:])
-        if self.spec.kv_dtype in INTEGERS:
-            slots[plan.slots] = torch.cat([pack(x, self.spec.kv_dtype) for x in (k, v)], -1)
+        if self.spec.kv_dtype in PACKED:
+            alone = self.spec.latent or self.spec.picks
+            kept = (k,) if alone else (k, v)
+            slots[plan.slots] = torch.cat([pack(x, self.packed) for x in kept], -1)
         else:
             slots[plan.slots, :, : q.shape[-1]] = narrow(k, inputs.k_scale, cache.dtype)
             if cache.shape[-1] > q.shape[-1]:
@@ -195,10 +210,13 @@ class SdpaAttention(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values [R, Hk, L, D] from cache entries [R, L, Hk, width]."""
         spec = self.spec
-        if spec.kv_dtype in INTEGERS:
-            cut = packed_width(spec.kv_dtype, spec.head_dim)
-            pair = (entries[..., :cut], entries[..., cut:])
-            keys, values = (unpack(part, spec.kv_dtype, dtype) for part in pair)
+        if spec.kv_dtype in PACKED:
+            cut = packed_width(self.packed, spec.head_dim)
+            keys = unpack(entries[..., :cut], self.packed, dtype)
+            if spec.latent:
+                values = keys[..., : spec.latent]
+            else:
+                values = unpack(entries[..., cut:], self.packed, dtype)
             return keys.transpose(1, 2), values.transpose(1, 2)
         numbers = entries.to(dtype).transpose(1, 2)
         keys = widen(numbers[..., : spec.head_dim], inputs.k_scale)
@@ -241,7 +259,9 @@ class SdpaAttention(AttentionBackend):
     ) -> None:
         """Fill `out` [tokens, 1, picks] with the positions that a piece selects, head by head."""
         queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).float() * self.spec.scale
-        keys = entries[piece.slots][:, :, 0].float().transpose(1, 2)
+        found = entries[piece.slots][:, :, 0]
+        keys = unpack(found, self.packed, torch.float32) if self.packed else found.float()
+        keys = keys.transpose(1, 2)
         weights = weights[piece.tokens].view(*queries.shape[:3], 1)
         scores = queries.new_zeros(*queries.shape[:2], keys.shape[2])
         for head in range(q.shape[1]):

@@ -31,7 +31,7 @@ from modulm.contracts.attention import (
 from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError
-from modulm_attention_triton.work import prompt_tiles, span_of_each, split_tiles
+from modulm_attention_triton.work import bits_of_each, prompt_tiles, span_of_each, split_tiles
 
 if TYPE_CHECKING:
     from modulm_kernels_triton.paged_attention import Work
@@ -45,8 +45,12 @@ _NAMES = ("query_starts", "context_lens", "key_lens", "prompts", "splits", "few"
 _SPARSE_NAMES = ("rows", "positions", "few", "many")
 #: Features of layers that attend to selected tokens.
 _SELECTED = {"selection", "latent", "scales"}
+#: Features supported with masks: those that do not depend on the distance between tokens.
+_MASKED = {"masks", "value_dim", "softcap", "sinks", "latent", "scales"}
 _FLOATS = ("bfloat16", "float16", "float32")
-_NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
+_NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "fp8_per_token_head")
+#: Formats with a scale per token and head, and the dtype of their numbers.
+_SCALED = {"int8": "int8", "fp8_per_token_head": "float8_e4m3fn"}
 #: Largest head size: a latent of 512 and a rotated part of 64.
 _WIDEST = 576
 
@@ -90,8 +94,8 @@ class _StepPlan(AttentionPlan):
 class TritonAttention(AttentionBackend):
     """Cache [blocks, kv heads, numbers], in which a token's key is adjacent to its value.
 
-    The cache may hold 8-bit floats, with or without a scale per layer, or int8 with a scale per
-    token and head. The result of a row does not depend on other rows.
+    The cache may hold 8-bit floats, with or without a scale per layer, or int8 and e4m3 with a
+    scale per token and head. The result of a row does not depend on other rows.
     """
 
     name = "triton"
@@ -110,6 +114,7 @@ class TritonAttention(AttentionBackend):
             "cross",
             "selection",
             "picks",
+            "masks",
         ]
     )
 
@@ -130,11 +135,12 @@ class TritonAttention(AttentionBackend):
         self.staging = platform.staging()
         self.kernels = kernels
         values = spec.latent or spec.value_dim or spec.head_dim
-        cache_dtype, dtype = getattr(torch, spec.kv_dtype), getattr(torch, spec.dtype)
+        kept = _SCALED.get(spec.kv_dtype, spec.kv_dtype)
+        cache_dtype, dtype = getattr(torch, kept), getattr(torch, spec.dtype)
         self.is_sparse = bool(spec.picks or spec.selection)
         self.form = kernels.CacheForm(
             1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, cache_dtype,
-            bool(spec.latent or spec.picks),
+            bool(spec.latent or spec.picks), spec.kv_dtype == "fp8_per_token_head",
         )  # fmt: skip
         self.look = kernels.Look(
             spec.causal and not spec.cross, 0 if spec.cross else spec.window or 0, spec.softcap,
@@ -157,19 +163,24 @@ class TritonAttention(AttentionBackend):
             return f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in " + (
                 spec.kv_dtype
             )
-        if spec.kv_dtype == "int8" and (spec.latent or spec.picks or spec.scales):
-            return "does not support a latent (MLA) cache, indexer keys or scales per layer in int8"
+        if spec.kv_dtype in _SCALED and (spec.latent or spec.picks or spec.scales):
+            return (
+                "does not support a latent (MLA) cache, indexer keys or scales per layer in "
+                f"{spec.kv_dtype}"
+            )
+        if spec.masks and (unsupported := spec.features - _MASKED):
+            return f"cannot mask tokens of a step with {', '.join(sorted(unsupported))}"
         if spec.selection and (spec.selection > 1 or not spec.latent):
             return "supports selected tokens of a latent (MLA) cache, not selected runs or heads"
         if (spec.picks and (unsupported := spec.features - {"picks"})) or (
             spec.selection and (unsupported := spec.features - _SELECTED)
         ):
             return f"cannot select tokens with {', '.join(sorted(unsupported))}"
-        if spec.kv_dtype == "int8" and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
-            return f"needs even head sizes for int8, not {spec.head_dim}"
+        if spec.kv_dtype in _SCALED and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
+            return f"needs even head sizes for {spec.kv_dtype}, not {spec.head_dim}"
         if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
             return f"supports head sizes up to {_WIDEST}, not {spec.head_dim}"
-        reason: str | None = kernels.unreadable(spec.kv_dtype)
+        reason: str | None = kernels.unreadable(_SCALED.get(spec.kv_dtype, spec.kv_dtype))
         return reason
 
     @classmethod
@@ -179,7 +190,7 @@ class TritonAttention(AttentionBackend):
     def layout(self, blocks: int) -> KVLayout:
         shape = self.form.shape(blocks)
         each = math.prod(shape[1:]) * self.form.dtype.itemsize
-        return KVLayout(shape, self.spec.kv_dtype, each)
+        return KVLayout(shape, str(self.form.dtype).removeprefix("torch."), each)
 
     def plan(self, step: StepLayout) -> _StepPlan:
         if self.is_sparse:
@@ -191,6 +202,9 @@ class TritonAttention(AttentionBackend):
         if step.spans is not None and self.spec.spans:
             is_short[step.spans[:, 0]] = False
             spans = span_of_each(step.spans, starts, step.context_lens)
+        if step.masks:
+            is_short[list(step.masks)] = False
+            spans = bits_of_each(step.masks, starts, step.context_lens)
         splits, split_tokens = split_tiles(
             starts, np.flatnonzero(is_short & (counts > 0)), self.split_tokens
         )
@@ -275,6 +289,14 @@ class TritonAttention(AttentionBackend):
         )
         self._attend(q, cache, plan, out, inputs)
         return True
+
+    def copy_slots(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        form, size = self.form, self.form.block_size
+        parts = [cache[:, :, : form.scales_at].unflatten(2, (size, form.token))]
+        if form.has_scales:
+            parts.append(cache[:, :, form.scales_at :].unflatten(2, (size, -1)))
+        for part in parts:
+            part[target // size, :, target % size] = part[source // size, :, source % size]
 
     def _attend(
         self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-__all__ = ["prompt_tiles", "span_of_each", "split_tiles"]
+__all__ = ["MOST_MASKED", "bits_of_each", "prompt_tiles", "span_of_each", "split_tiles"]
+
+#: New tokens of a row with a mask: one bit of a 64-bit integer each.
+MOST_MASKED = 62
 
 
 def prompt_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> np.ndarray:
@@ -53,3 +58,24 @@ def span_of_each(spans: np.ndarray, starts: np.ndarray, context_lens: np.ndarray
             raise ValueError(f"spans of row {row} overlap at position {first}")
         part[:] = first, end
     return bounds
+
+
+def bits_of_each(
+    masks: Mapping[int, np.ndarray], starts: np.ndarray, context_lens: np.ndarray
+) -> np.ndarray:
+    """Return [tokens, 2] int64: position of the row's first new token, and a bit for each new token
+    that a token sees; -1, 0 for tokens of rows without a mask.
+
+    Raises ValueError for rows with more than MOST_MASKED new tokens.
+    """
+    table = np.tile(np.array([-1, 0], np.int64), (int(starts[-1]), 1))
+    for row, mask in masks.items():
+        if mask.shape[1] > MOST_MASKED:
+            raise ValueError(
+                f"masks: row {row} has {mask.shape[1]} new tokens; the backend triton masks up to "
+                f"{MOST_MASKED}; draft fewer, or use --attention-backend sdpa"
+            )
+        part = table[starts[row] : starts[row + 1]]
+        part[:, 0] = context_lens[row] - mask.shape[1]
+        part[:, 1] = mask.astype(np.int64) @ (1 << np.arange(mask.shape[1], dtype=np.int64))
+    return table

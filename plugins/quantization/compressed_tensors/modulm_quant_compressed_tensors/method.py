@@ -98,11 +98,20 @@ class CompressedTensors(CodedMethod):
             text, kind, weights.num_bits, size, not weights.symmetric, powers=form.startswith("mx")
         )
 
-    def activations(self, spec: LinearSpec) -> str:
+    def designed_activations(self, spec: LinearSpec) -> str:
         group = self._group(spec)
-        if group is not None and group.floats:
-            return self.fp8_activations(spec)
-        return "int8" if group is not None and group.integers else "bf16"
+        if group is None or group.weights is None:
+            return "bf16"
+        if group.integers:
+            return "int8"
+        form = self.config.stored_as(group)
+        if group.four_bit_floats and form == "nvfp4-pack-quantized":
+            return "nvfp4"
+        if form.startswith("mx"):
+            return "mxfp4" if group.four_bit_floats else "mxfp8" if group.floats else "bf16"
+        if not group.floats or group.weights.num_bits != 8:
+            return "bf16"
+        return "fp8" if group.weights.scope == "block" else "fp8_token"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         group = self._group(spec)

@@ -85,6 +85,12 @@ class Group:
         activations = self.input_activations or {}
         return activations.get("type") == "float" and activations.get("num_bits") == 8
 
+    @property
+    def four_bit_floats(self) -> bool:
+        """Whether activations are 4-bit floats."""
+        activations = self.input_activations or {}
+        return activations.get("type") == "float" and activations.get("num_bits") == 4
+
 
 @frozen
 class Sparsity:

@@ -2,7 +2,7 @@
 
 A published layer has `weight` and `weight_scale`, one per fused part or ("fbgemm_fp8") per output,
 or `weight_scale_inv`, one per block of outputs and inputs (DeepSeek-V3, arXiv 2412.19437, section
-3.3). Stored activation scales are not used. A plain checkpoint is quantized while loading, with a
+3.3). A plain checkpoint is quantized while loading, with a
 scale per output; its experts are not quantized.
 """
 
@@ -37,6 +37,7 @@ from modulm_quantized import (
 
 __all__ = ["FP8", "FP8Config", "FbgemmFP8", "PtpcFP8"]
 
+_OF_EXPERT = re.compile(r"\.experts\.")
 _NEEDLESS = re.compile(r"\.(input_scale(_ub)?|activation_scale|[kv]_scale)$")
 
 
@@ -44,14 +45,18 @@ _NEEDLESS = re.compile(r"\.(input_scale(_ub)?|activation_scale|[kv]_scale)$")
 class FP8Config:
     """`quantization_config` of config.json; empty for a plain checkpoint.
 
-    `activation_scheme` and bounds of activations are ignored: activations get dynamic scales if the
-    kernels support fp8, and are not rounded otherwise.
+    `activation_scheme`: "static" if layers have the scale of their inputs. If the kernels multiply
+    fp8, inputs are quantized with it, otherwise with a scale per token, or in blocks. Bounds of
+    activations are ignored.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
 
     quant_method: str = ""
     fmt: str = field(default="e4m3", validator=validators.in_(("e4m3", "float8_e4m3fn")))
+    activation_scheme: str = field(
+        default="dynamic", validator=validators.in_(("dynamic", "static"))
+    )
     weight_block_size: tuple[int, ...] | None = None
     ignored_layers: tuple[str, ...] | None = None
     modules_to_not_convert: tuple[str, ...] | None = None
@@ -62,6 +67,11 @@ class FP8Config:
             raise ValueError(
                 f"weight_block_size: must be two numbers, outputs and inputs, not {block}"
             )
+
+    @property
+    def static(self) -> bool:
+        """Whether the checkpoint has the scales of inputs."""
+        return self.activation_scheme == "static" and self.weight_block_size is None
 
 
 class FP8(CodedMethod):
@@ -96,15 +106,28 @@ class FP8(CodedMethod):
         return "tensor" if block is None else "block of {} outputs and {} inputs".format(*block)
 
     def rename(self, name: str) -> str | None:
+        if self.config.static and name.endswith(".input_scale"):
+            # Only linear layers whose inputs are quantized have it.
+            example = LinearSpec("", 1, (1,), False, "bfloat16")
+            if self.activations(example) == "fp8_static" and not _OF_EXPERT.search(name):
+                return name
         return None if self.stored and _NEEDLESS.search(name) else name
 
-    def activations(self, spec: LinearSpec) -> str:
-        return self.fp8_activations(spec)
+    def designed_activations(self, spec: LinearSpec) -> str:
+        if self.config.weight_block_size is not None:
+            return "fp8"
+        return "fp8_static" if self.config.static else "fp8_token"
+
+    def input_scale(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Tensor | None:
+        return stored["input"].max() if "input" in stored else None
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         if not self.stored:
             return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
-        return {"weight": ParamSpec((OUTPUTS, INPUTS), "float8_e4m3fn"), "scale": self._scale()}
+        params = {"weight": ParamSpec((OUTPUTS, INPUTS), "float8_e4m3fn"), "scale": self._scale()}
+        if self.activations(spec) == "fp8_static":
+            params["input"] = ParamSpec((PARTS,), "float32", "input_scale", optional=True)
+        return params
 
     def _scale(self) -> ParamSpec:
         block = self.config.weight_block_size

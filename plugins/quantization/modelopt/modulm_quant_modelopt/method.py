@@ -80,6 +80,19 @@ _FORMS = {
 }
 
 
+#: Algorithms that quantize activations, and to what; scales are computed per token.
+_ACTIVATIONS = {
+    "FP8": "fp8_token",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_token",
+    "FP8_PB_REAL": "fp8",
+    "MXFP8": "mxfp8",
+    "NVFP4": "nvfp4",
+    "MXFP4": "mxfp4",
+    "W4A8_MXFP4_FP8": "mxfp8",
+    "W8A8_SQ_PER_CHANNEL": "int8",
+}
+
+
 @frozen
 class ModelOptConfig:
     """`quantization` of hf_quant_config.json, or the same settings in config.json.
@@ -149,11 +162,8 @@ class ModelOpt(CodedMethod):
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
 
-    def activations(self, spec: LinearSpec) -> str:
-        algorithm = self._of(spec)[0]
-        if algorithm.startswith("FP8") and not algorithm.endswith("WO"):
-            return self.fp8_activations(spec)
-        return "int8" if algorithm.startswith("W8A8") else "bf16"
+    def designed_activations(self, spec: LinearSpec) -> str:
+        return _ACTIVATIONS.get(self._of(spec)[0], "bf16")
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
         algorithm, form = self._of(spec)

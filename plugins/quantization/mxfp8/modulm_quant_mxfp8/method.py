@@ -1,7 +1,8 @@
 """MXFP8 checkpoints (OCP Microscaling Formats (MX) Specification, version 1.0).
 
 `weight` [N, K] holds e4m3 numbers, `weight_scale` (or `weight_scale_inv`) [N, K / 32] exponents of
-2 plus 127. Activations are not rounded. A plain checkpoint is quantized at load.
+2 plus 127. Inputs are quantized the same way where that is fast. A plain checkpoint is quantized at
+load.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class MXFP8(ReadOrRound, CodedMethod):
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
         return StoredAs(f"e4m3, an exponent per {_BLOCK} inputs", "fp8", 8, _BLOCK, powers=True)
+
+    def designed_activations(self, spec: LinearSpec) -> str:
+        return "mxfp8"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {

@@ -2,8 +2,8 @@
 
 `weight` (or `weight_packed`) [N, K / 2] holds e2m1 numbers, two per byte with the even k in the low
 half; `weight_scale` [N, K / 16] holds scales. Each fused part has a number that multiplies the
-scales (`weight_scale_2`) or divides them (`weight_global_scale`). Activations are not rounded, and
-their stored scales are not used.
+scales (`weight_scale_2`) or divides them (`weight_global_scale`). Inputs are quantized the same way
+where that is fast, with a number per token instead of the stored one.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class NVFP4(ReadOrRound, CodedMethod):
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
         return StoredAs(f"e2m1, an e4m3 scale per {_BLOCK} inputs", "e2m1", group=_BLOCK)
+
+    def designed_activations(self, spec: LinearSpec) -> str:
+        return "nvfp4"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {

@@ -133,10 +133,19 @@ class Quark(CodedMethod):
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
 
-    def activations(self, spec: LinearSpec) -> str:
+    def designed_activations(self, spec: LinearSpec) -> str:
         inputs = self.config.of((spec.part_names or (spec.name,))[0]).get("input_tensors") or {}
         tables = inputs if isinstance(inputs, list) else [inputs]
-        return "int8" if tables[0].get("dtype") == "int8" else "bf16"
+        numbers, weights = tables[0].get("dtype"), self._weights(spec)
+        if numbers == "int8":
+            return "int8"
+        if weights.dtype == "fp8_e4m3":
+            return "fp8_token" if numbers == "fp8_e4m3" else "bf16"
+        if weights.dtype != "fp4":
+            return "bf16"
+        if not weights.exponents:
+            return "nvfp4" if numbers == "fp4" and weights.group_size == 16 else "bf16"
+        return {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}.get(str(numbers), "bf16")
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
         weights = self._weights(spec)

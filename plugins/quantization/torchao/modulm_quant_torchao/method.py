@@ -127,7 +127,7 @@ class TorchAO(CodedMethod):
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
 
-    def activations(self, spec: LinearSpec) -> str:
+    def designed_activations(self, spec: LinearSpec) -> str:
         return "int8" if self._form(spec).integers else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs:

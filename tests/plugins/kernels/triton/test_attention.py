@@ -42,7 +42,7 @@ COVERED = {"grouped heads", "a scale of its own", "sinks", "spans"} if len(DTYPE
 KINDS = [
     kind
     for kind, spec in SPECS.items()
-    if not spec.features & {"biases", "partial", "masks"}
+    if not spec.features & {"biases", "partial"}
     and not (spec.selection and not spec.latent)
     and kind not in COVERED
 ]
@@ -259,3 +259,23 @@ def test_norms_of_queries_alone_are_left_to_the_layer(make):
     plan = backend.plan(step([1], [4]))
     arguments = (torch.zeros(1, 8 * 32), torch.tensor([3]), QKVPrepare(q_norm=norm))
     assert not backend.forward_qkv(*arguments, cache, plan, torch.zeros(1, 4, 32))
+
+
+def test_scaled_e4m3_is_kept_as_plain_torch_keeps_it(make):
+    """The same numbers as the portable backend: rows with few tokens and with many."""
+    backend, cache = make(kv_dtype="fp8_per_token_head")
+    plain = manager.current().load("attention", "sdpa")(
+        backend.spec, backend.platform, backend.ops, 16
+    )
+    mirror = torch.zeros(plain.layout(64).shape, dtype=torch.uint8, device=cache.device)
+    layout, found = step([1, 20, 3], [1, 20, 3]), []
+    for one, kept in ((backend, torch.zeros_like(cache)), (plain, mirror)):
+        found.append(attend(one, kept, layout))
+    assert_close(found[0], found[1], 4)
+
+
+def test_masks_of_many_tokens_are_an_error(make):
+    backend, _ = make(masks=True)
+    layout = evolve(step([70], [70]), masks={0: np.eye(70, dtype=bool)})
+    with pytest.raises(ValueError, match="masks up to 62; draft fewer"):
+        backend.plan(layout)
