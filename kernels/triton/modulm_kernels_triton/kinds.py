@@ -137,6 +137,9 @@ def recurrence(shape: Shape) -> None:
     rates, pair = torch.zeros(heads), zeros(2, size)
     scan = (zeros(heads, dim), zeros(heads), rates[:, None], pair, pair, rates)
     ops["selective_scan"](*scan, torch.zeros(2, heads, dim, size), plan, rates)
+    channels = (zeros(heads, 1), zeros(heads), rates[:, None].expand(heads, 16).contiguous())
+    few = zeros(1, 16)
+    ops["selective_scan"](*channels, few, few, rates, torch.zeros(2, heads, 1, 16), plan, rates)
     delta = (pair, pair, zeros(heads, size), zeros(heads), zeros(heads), rates, rates)
     ops["delta_rule"](*delta, torch.zeros(2, heads, size, size), plan)
 

@@ -1,4 +1,5 @@
-"""Selective scan: token by token, or in segments as matrix products if a head has one decay.
+"""Selective scan: token by token; in segments as matrix products if a head has one decay; else in
+segments as a parallel scan over their tokens.
 
 Rows with one token always use the first kernel, so their results do not depend on other rows.
 """
@@ -160,6 +161,64 @@ def _by_segment(
         tl.store(states + tl.load(slots + row) * wide + where, state, pair)
 
 
+@triton.jit
+def _after(decay, drive, next_decay, next_drive):
+    """Combine two runs of tokens: state -> decay * state + drive."""
+    return decay * next_decay, drive * next_decay + next_drive
+
+
+@triton.jit
+def _by_scan(
+    x, x_row, step, step_row, a_log, b, b_row, c, c_row, skip, bias, states, source, slots, fresh,
+    starts, bounds, pieces, out, channels, dim, size, each, low, high,
+    BIAS: tl.constexpr, SEGMENT: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Process BC channels of a row with several tokens, all tokens of a segment at once."""
+    row = tl.program_id(0)
+    if tl.load(starts + row + 1) - tl.load(starts + row) > 1:
+        channel = tl.program_id(1) * BC + tl.arange(0, BC)
+        index, ramp = tl.arange(0, BS), tl.arange(0, SEGMENT)
+        inside = channel < channels
+        head = channel // dim
+        pair = inside[:, None] & (index < size)[None, :]
+        where = channel[:, None].to(tl.int64) * size + index[None, :]
+        new = tl.load(fresh + row)
+        base = states + tl.load(source + row) * channels * size
+        state = tl.load(base + where, pair & (new == 0), other=0.0)
+        a = -tl.exp(tl.load(a_log + head[:, None] * size + index[None, :], pair, other=0.0))
+        more = tl.load(skip + head, inside, other=0.0)
+        added = tl.load(bias + head, inside, other=0.0) if BIAS else more
+        shared = (head // each)[:, None] * size + index[None, :]
+        begins = (ramp == 0)[:, None, None]
+        ends = (ramp == SEGMENT - 1)[:, None, None]
+        for piece in range(tl.load(bounds + row), tl.load(bounds + row + 1)):
+            at = tl.load(pieces + piece * 3).to(tl.int64)
+            token, known = at + ramp, ramp < tl.load(pieces + piece * 3 + 1)
+            mine = known[:, None] & inside[None, :]
+            some = known[:, None, None] & pair[None, :, :]
+            now = tl.load(x + token[:, None] * x_row + channel[None, :], mine, other=0.0)
+            now = now.to(tl.float32)
+            step_size = tl.load(step + token[:, None] * step_row + head[None, :], mine, other=0.0)
+            dt = tl.where(mine, _step_size(step_size, added[None, :], low, high, BIAS), 0.0)
+            b_at = b + token[:, None, None] * b_row + shared[None, :, :]
+            here = tl.load(b_at, some, other=0.0).to(tl.float32)
+            decay = tl.exp(dt[:, :, None] * a[None, :, :])
+            drive = (now * dt)[:, :, None] * here
+            drive = tl.where(begins, drive + decay * state[None, :, :], drive)
+            _, after = tl.associative_scan((decay, drive), 0, _after)
+            c_at = c + token[:, None, None] * c_row + shared[None, :, :]
+            there = tl.load(c_at, some, other=0.0).to(tl.float32)
+            y = tl.sum(after * there, 2)
+            to = out + token[:, None] * channels + channel[None, :]
+            tl.store(to, y + more[None, :] * now, mine)
+            # Tokens that do not exist leave the state as it is.
+            state = tl.sum(tl.where(ends, after, 0.0), 0)
+            slot = tl.load(pieces + piece * 3 + 2).to(tl.int64)
+            if slot >= 0:
+                tl.store(states + slot * channels * size + where, state, pair)
+        tl.store(states + tl.load(slots + row) * channels * size + where, state, pair)
+
+
 def selective_scan(
     x: Tensor,
     step: Tensor,
@@ -195,11 +254,19 @@ def selective_scan(
     wide = power_of_two(size)
     tiles = tuned("selective_scan", SIZE=wide)
     block = min(power_of_two(heads * dim), tiles["BC"])
-    if not fits or min(plan.counts) == 1:
+    if min(plan.counts) == 1:
         launch(
             _by_token, (rows, cut(heads * dim, block)), *some, heads * dim, *rest,
             PACES=paces if paces == 1 else 2, BIAS=bias is not None, PIECES=split is not None,
-            SINGLE=fits, BC=block, BS=wide, num_warps=tiles["num_warps"],
+            SINGLE=True, BC=block, BS=wide, num_warps=tiles["num_warps"],
+        )  # fmt: skip
+    if not fits and max(plan.counts) > 1:
+        more = tuned("selective_scan_channels", SIZE=wide)
+        part = min(power_of_two(heads * dim), more["BC"])
+        launch(
+            _by_scan, (rows, cut(heads * dim, part)), *some, heads * dim, *rest,
+            BIAS=bias is not None, SEGMENT=SEGMENT, BC=part, BS=wide,
+            num_warps=more["num_warps"],
         )  # fmt: skip
     if fits and max(plan.counts) > 1:
         more = tuned("selective_scan_segments", SIZE=wide)

@@ -32,6 +32,7 @@ def quicken() -> None:
     _patch_once(interpreter)
     _remember_types(interpreter)
     _remember_conversions(interpreter)
+    _scan_slices(interpreter)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
@@ -117,6 +118,28 @@ def _remember_types(interpreter: Any) -> None:
 
     interpreter._get_np_dtype = numpy_type
     interpreter.TensorHandle.__post_init__ = lambda self: None
+
+
+def _scan_slices(interpreter: Any) -> None:
+    """Scans with functions of several values take a step for all numbers at once."""
+
+    def generic_scan(self, inputs):
+        arrays = [np.moveaxis(one.handle.data, self.axis, 0) for one in inputs]
+        results, state = [np.empty_like(array) for array in arrays], None
+        for i in range(len(arrays[0])):
+            now = [
+                self.to_tensor(np.ascontiguousarray(array[i]), one.dtype)
+                for array, one in zip(arrays, inputs, strict=True)
+            ]
+            state = now if state is None else self.combine_fn.fn(*state, *now)
+            for result, value in zip(results, state, strict=True):
+                result[i] = value.handle.data
+        return [
+            self.to_tensor(np.ascontiguousarray(np.moveaxis(result, 0, self.axis)), one.dtype)
+            for result, one in zip(results, inputs, strict=True)
+        ]
+
+    interpreter.ScanOps.generic_scan = generic_scan
 
 
 def _remember_conversions(interpreter: Any) -> None:

@@ -54,7 +54,8 @@ def test_kernels_are_compiled_for_hopper(tmp_path, request):
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
     wanted = {
-        "_add_up", "_argmax", "_bar", "_by_segment", "_by_token", "_causal_conv", "_count", "_down",
+        "_add_up", "_argmax", "_bar", "_by_scan", "_by_segment", "_by_token", "_causal_conv",
+        "_count", "_down",
         "_experts", "_filter", "_invert", "_keep_inputs", "_linear", "_measure", "_moe_route",
         "_penalise", "_place", "_round", "_sample", "_up",
     }  # fmt: skip
