@@ -12,11 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modulm_kernels_triton.narrow_floats import e2m1_of_pairs, e4m3_of_bytes
+
 __all__ = ["part_of_token", "reach", "store_result", "walk"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-#: From this code on, tokens have scales (cache.py).
+#: Codes of formats (cache.py): from one on, tokens have scales; from the other on, blocks do.
 WITH_SCALES = tl.constexpr(3)
+NVFP4 = tl.constexpr(5)
 
 
 @triton.jit
@@ -94,6 +97,37 @@ def part_of_token(
 
 
 @triton.jit
+def _nvfp4_of_token(
+    base, rows, inside, dtype: tl.constexpr, REGION: tl.constexpr, NUMBERS: tl.constexpr,
+    FROM: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return [TILE, PAD]: numbers from FROM on, of NUMBERS at a token's byte REGION; 0 outside."""
+    pair, group = tl.arange(0, PAD // 2), tl.arange(0, PAD // 16)
+    there = inside[:, None] & (pair * 2 < SIZE)[None, :]
+    codes = tl.load(base + rows[:, None] + (REGION + FROM // 2 + pair)[None, :], there, other=0)
+    there = inside[:, None] & (group * 16 < SIZE)[None, :]
+    at = REGION + NUMBERS // 2 + FROM // 16 + group
+    scale = e4m3_of_bytes(tl.load(base + rows[:, None] + at[None, :], there, other=0))
+    wide = tl.broadcast_to(scale[:, :, None], (TILE, PAD // 16, 16))
+    return (e2m1_of_pairs(codes) * tl.reshape(wide, (TILE, PAD))).to(dtype)
+
+
+@triton.jit
+def _keys(
+    base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
+    PAD: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """Return [TILE, PAD]: numbers of keys from FROM on, in any format."""
+    if CODE >= NVFP4:
+        numbers = _nvfp4_of_token(
+            base, rows, inside, dtype, 0, SHAPE[1] + SHAPE[3], FROM, SIZE, PAD, SHAPE[0]
+        )
+    else:
+        numbers = part_of_token(base, rows, inside, dtype, FROM, SIZE, PAD, MASKED)
+    return numbers
+
+
+@triton.jit
 def walk(
     acc, total, most, qa, qb, positions, firsts, ends, slopes,
     cache, scales, table, begin, stop, low, high, block_stride, scale, softcap,
@@ -114,13 +148,15 @@ def walk(
         inside = (at >= low) & (at < high)
         block = tl.load(table + at // BLOCK_SIZE, inside, other=0).to(tl.int64) * block_stride
         rows = block + at % BLOCK_SIZE * FORM[1]
-        ka = part_of_token(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED)
+        ka = _keys(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED, SHAPE, FORM[2])
         scores = tl.dot(qa, tl.trans(ka), input_precision=FORM[3])
         if SHAPE[3] > 0:
-            kb = part_of_token(cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED)
+            kb = _keys(
+                cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED, SHAPE, FORM[2]
+            )
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
         scores = scores * scale
-        if FORM[2] >= WITH_SCALES:
+        if FORM[2] >= WITH_SCALES and FORM[2] < NVFP4:
             scale_at = block // 4 + at % BLOCK_SIZE * 2
             scores = scores * tl.load(scales + scale_at, inside, other=0.0)[None, :]
         if LOOK[2]:
@@ -139,11 +175,15 @@ def walk(
         most = top
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
-        if FORM[2] >= WITH_SCALES:
+        if FORM[2] >= WITH_SCALES and FORM[2] < NVFP4:
             factor = tl.load(scales + scale_at + 1, inside, other=0.0)
             weights = weights * factor[None, :]
         if SHAPE[8]:
             v = ka
+        elif FORM[2] >= NVFP4:
+            v = _nvfp4_of_token(
+                cache, rows, inside, dtype, SHAPE[7], SHAPE[5], 0, SHAPE[5], SHAPE[6], TILE
+            )
         else:
             v = part_of_token(cache, rows, inside, dtype, SHAPE[7], SHAPE[5], SHAPE[6], MASKED)
         acc = tl.dot(weights.to(dtype), v, acc, input_precision=FORM[3])

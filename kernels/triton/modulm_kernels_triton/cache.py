@@ -3,7 +3,8 @@
 A cache is a tensor [blocks, kv heads, numbers of a block and head]. A block and head holds its
 tokens consecutively, each a key followed by its value; in a latent cache, a token is one vector
 whose first entries are the value. In int8, and in e4m3 with scales, two fp32 scales per token, for
-key and value, follow the tokens.
+key and value, follow the tokens. In NVFP4, a key is pairs of e2m1 codes, then its scales, and so is
+a value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["KEPT", "CacheForm"]
+__all__ = ["CODES", "KEPT", "CacheForm"]
 
 #: Number formats of a cache and their codes in the kernels: the layer's or wider floats, then
 #: formats that need conversion.
@@ -24,8 +25,12 @@ KEPT = {
     torch.float8_e5m2: 2,
     torch.int8: 3,
 }
-#: Code of e4m3 with a scale per token and head.
+#: Codes of formats whose dtype does not tell them: e4m3 with a scale per token and head, and NVFP4
+#: with a scale per 16 numbers (the largest over 6, or the better of two).
+CODES = {"fp8_per_token_head": 4, "nvfp4": 5, "nvfp4_4over6": 6}
 _SCALED_E4M3 = 4
+#: Numbers of NVFP4 that take as many bytes, with their scales.
+_NUMBERS, _BYTES = 16, 9
 _SCALES = 8
 
 
@@ -39,27 +44,31 @@ class CacheForm:
     value_dim: int
     dtype: torch.dtype
     latent: bool = False
-    scaled: bool = False
+    name: str = ""
 
     @property
     def code(self) -> int:
         """The format's code in the kernels."""
-        return _SCALED_E4M3 if self.scaled else KEPT[self.dtype]
+        return CODES[self.name] if self.name else KEPT[self.dtype]
+
+    def _sized(self, numbers: int) -> int:
+        """Return what so many numbers of a key or value take, in numbers of the dtype."""
+        return numbers * _BYTES // _NUMBERS if self.code > _SCALED_E4M3 else numbers
 
     @property
     def has_scales(self) -> bool:
         """Whether tokens have scales of their own."""
-        return self.scaled or self.dtype == torch.int8
+        return self.code == _SCALED_E4M3 or self.dtype == torch.int8
 
     @property
     def token(self) -> int:
         """Numbers per token."""
-        return self.head_dim + (0 if self.latent else self.value_dim)
+        return self._sized(self.head_dim) + self._sized(0 if self.latent else self.value_dim)
 
     @property
     def values_at(self) -> int:
         """Offset of the value within a token."""
-        return 0 if self.latent else self.head_dim
+        return 0 if self.latent else self._sized(self.head_dim)
 
     @property
     def scales_at(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modulm_kernels_triton.cache import KEPT, CacheForm
+from modulm_kernels_triton.cache import CODES, KEPT, CacheForm
 from modulm_kernels_triton.device import target
 from modulm_kernels_triton.paged_attention import (
     FEW,
@@ -17,6 +17,7 @@ from modulm_kernels_triton.selected_attention import selected_attention
 from modulm_kernels_triton.write_kv import write_kv
 
 __all__ = [
+    "CODES",
     "FEW",
     "KEPT",
     "CacheForm",

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modulm_kernels_triton.cache import CacheForm
+from modulm_kernels_triton.kept_blocks import NVFP4, keep_blocks
 from modulm_kernels_triton.kept_numbers import keep
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
@@ -40,7 +41,7 @@ def _qkv_prepare(
     qkv_token, block_stride, head_stride, scales_at, heads, kv_heads, scale_step, eps, offset,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
     TURNED: tl.constexpr, NEOX: tl.constexpr, NORM: tl.constexpr, KEPT: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, TOKEN: tl.constexpr, VALUES_AT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -88,15 +89,18 @@ def _qkv_prepare(
     start = slot // BLOCK_SIZE * block_stride + kv_head.to(tl.int64) * head_stride
     in_block = slot % BLOCK_SIZE
     at_scale = scales + (start + scales_at) // 4 + in_block * 2 + is_value.to(tl.int32)
-    start = start + in_block * (2 * SIZE) + tl.where(is_value, SIZE, 0)
+    start = start + in_block * TOKEN + tl.where(is_value, VALUES_AT, 0)
     factor = norm * 0.0 + 1.0
     if SCALED:
         of_key = tl.load(k_scale + kv_head * scale_step, cached & (is_value == 0), other=1.0)
         of_value = tl.load(v_scale + kv_head * scale_step, cached & is_value, other=1.0)
         factor = of_key * of_value
     rounded = x.to(dtype).to(tl.float32)
-    keep(rounded, cache + start[:, None] + d[None, :], mask & cached[:, None], factor, at_scale,
-         cached, KEPT)  # fmt: skip
+    if KEPT >= NVFP4:
+        keep_blocks(rounded, cache + start, cached, HEADS, SIZE, PAD, KEPT)
+    else:
+        keep(rounded, cache + start[:, None] + d[None, :], mask & cached[:, None], factor, at_scale,
+             cached, KEPT)  # fmt: skip
 
 
 def qkv_prepare(
@@ -135,6 +139,6 @@ def qkv_prepare(
         int(k_scale is not None and len(k_scale) > 1), eps, norm_offset,
         BLOCK_SIZE=form.block_size, SIZE=size, PAD=pad, HEADS=block,
         TURNED=0 if cos_sin is None else cos_sin.shape[1], NEOX=neox, NORM=q_norm is not None,
-        KEPT=form.code, SCALED=scaled, **constants,
+        KEPT=form.code, SCALED=scaled, TOKEN=form.token, VALUES_AT=form.values_at, **constants,
     )  # fmt: skip
     return q_out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modulm_kernels_triton.kept_numbers import bytes_of_float8
 from modulm_kernels_triton.launch import cut, launch
+from modulm_kernels_triton.narrow_floats import codes_of_e2m1, e4m3_of_bytes
 
 __all__ = ["RoundedRows", "round_rows"]
 
@@ -94,17 +95,6 @@ def _largest(x, x_row, to, size, OVER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_of(x):
-    """Return the codes of the nearest e2m1 numbers; ties to even codes."""
-    size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return (code | sign).to(tl.uint8)
-
-
-@triton.jit
 def _round_blocks(
     x, x_row, out, out_row, scales, factors, size, groups,
     PAIRS: tl.constexpr, NESTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -124,8 +114,7 @@ def _round_blocks(
         whole = tl.load(factors + row)
         nested = tl.minimum(tl.maximum(most / 6.0 / whole, 0.001953125), 448.0)
         stored = bytes_of_float8(nested, 3, 7, 448.0)
-        bits = stored.to(tl.uint16) << 7
-        scale = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * whole
+        scale = e4m3_of_bytes(stored) * whole
     else:
         TOP: tl.constexpr = 2 if PAIRS else 8
         power = (tl.maximum(most, _LEAST).to(tl.int32, bitcast=True) >> 23) - TOP
@@ -134,7 +123,7 @@ def _round_blocks(
     tl.store(scales + row * groups + group, stored, group < groups)
     even, odd = even / scale[:, None], odd / scale[:, None]
     if PAIRS:
-        codes = _e2m1_of(even) | (_e2m1_of(odd) << 4)
+        codes = codes_of_e2m1(even) | (codes_of_e2m1(odd) << 4)
         tl.store(out + row * out_row + pair, codes, inside)
     else:
         tl.store(out + row * out_row + pair * 2, bytes_of_float8(even, 3, 7, 448.0), inside)

@@ -11,29 +11,12 @@ import triton
 import triton.language as tl
 
 from modulm_kernels_triton.device import interpreting
+from modulm_kernels_triton.narrow_floats import e2m1_of_pairs, e4m3_of_bytes
 
 __all__ = ["scaled_product"]
 
 #: Numbers of both sides with their scales are exact in bf16; the interpreter's bf16 is wrong.
 _WIDE = tl.constexpr(tl.float32 if interpreting() else tl.bfloat16)
-
-
-@triton.jit
-def _e4m3(byte):
-    """Return e4m3 bytes as fp32: the exponent of fp16 has a bias that is 8 more."""
-    wide = byte.to(tl.uint16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def _e2m1(pairs):
-    """Return e2m1 codes, two per byte with the first in the low half, as fp32: twice as many."""
-    code = tl.interleave(pairs & 15, pairs >> 4)
-    power, low = (code >> 1) & 3, code & 1
-    shift = tl.where(power > 0, power - 1, 0).to(tl.uint8)
-    doubled = tl.where(power > 0, (low | 2) << shift, low).to(tl.float32)
-    return tl.where(code > 7, -doubled, doubled) * 0.5
 
 
 @triton.jit
@@ -52,8 +35,8 @@ def _bytes(x, start, inside, k0, K, PAIRS: tl.constexpr, BK: tl.constexpr):
 def _scaled(codes, scales, PAIRS: tl.constexpr, NESTED: tl.constexpr, R: tl.constexpr,
             BK: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
     """Return the numbers [R, BK] that codes stand for, without the scales of rows."""
-    numbers = _e2m1(codes) if PAIRS else _e4m3(codes)
-    factor = _e4m3(scales) if NESTED else tl.exp2(scales.to(tl.float32) - 127.0)
+    numbers = e2m1_of_pairs(codes) if PAIRS else e4m3_of_bytes(codes)
+    factor = e4m3_of_bytes(scales) if NESTED else tl.exp2(scales.to(tl.float32) - 127.0)
     wide = tl.broadcast_to(factor[:, :, None], (R, BK // EACH, EACH))
     return (numbers * tl.reshape(wide, (R, BK))).to(_WIDE)
 

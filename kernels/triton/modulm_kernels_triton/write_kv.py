@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modulm_kernels_triton.cache import CacheForm
+from modulm_kernels_triton.kept_blocks import NVFP4, keep_blocks
 from modulm_kernels_triton.kept_numbers import keep
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
@@ -20,7 +21,7 @@ def _write_kv(
     block_stride, head_stride, scales_at, heads, scale_step,
     BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
     HEADS: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr, KEPT: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, VALUES_AT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -38,13 +39,21 @@ def _write_kv(
     d = tl.arange(0, PAD)
     mask = there[:, None] & (d < SIZE)[None, :]
     x = tl.load(k + token * k_token + head[:, None] * k_head + d[None, :], mask, other=0.0)
-    keep(x.to(tl.float32), cache + start[:, None] + d[None, :], mask, of_key, at_scale, there, KEPT)
+    if KEPT >= NVFP4:
+        keep_blocks(x.to(tl.float32), cache + start, there, HEADS, SIZE, PAD, KEPT)
+    else:
+        where = cache + start[:, None] + d[None, :]
+        keep(x.to(tl.float32), where, mask, of_key, at_scale, there, KEPT)
     if VALUES > 0:
         d = tl.arange(0, PAD_V)
         mask = there[:, None] & (d < VALUES)[None, :]
         x = tl.load(v + token * v_token + head[:, None] * v_head + d[None, :], mask, other=0.0)
-        where = cache + start[:, None] + (SIZE + d)[None, :]
-        keep(x.to(tl.float32), where, mask, of_value, at_scale + 1, there, KEPT)
+        if KEPT >= NVFP4:
+            base = cache + start + VALUES_AT
+            keep_blocks(x.to(tl.float32), base, there, HEADS, VALUES, PAD_V, KEPT)
+        else:
+            where = cache + start[:, None] + (VALUES_AT + d)[None, :]
+            keep(x.to(tl.float32), where, mask, of_value, at_scale + 1, there, KEPT)
 
 
 def write_kv(
@@ -73,5 +82,6 @@ def write_kv(
         form.block, form.head, form.scales_at, form.kv_heads,
         int(k_scale is not None and len(k_scale) > 1), BLOCK_SIZE=form.block_size,
         TOKEN=form.token, SIZE=form.head_dim, VALUES=values, HEADS=heads, PAD=pad,
-        PAD_V=pad_values, KEPT=form.code, SCALED=k_scale is not None, **constants,
+        PAD_V=pad_values, KEPT=form.code, SCALED=k_scale is not None, VALUES_AT=form.values_at,
+        **constants,
     )  # fmt: skip

@@ -48,9 +48,12 @@ _SELECTED = {"selection", "latent", "scales"}
 #: Features supported with masks: those that do not depend on the distance between tokens.
 _MASKED = {"masks", "value_dim", "softcap", "sinks", "latent", "scales"}
 _FLOATS = ("bfloat16", "float16", "float32")
-_NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "fp8_per_token_head")
-#: Formats with a scale per token and head, and the dtype of their numbers.
-_SCALED = {"int8": "int8", "fp8_per_token_head": "float8_e4m3fn"}
+#: Formats with scales of their own, and the dtype of their numbers.
+_SCALED = {
+    "int8": "int8", "fp8_per_token_head": "float8_e4m3fn", "nvfp4": "uint8",
+    "nvfp4_4over6": "uint8",
+}  # fmt: skip
+_NARROW = ("float8_e4m3fn", "float8_e5m2", *_SCALED)
 #: Largest head size: a latent of 512 and a rotated part of 64.
 _WIDEST = 576
 
@@ -140,7 +143,8 @@ class TritonAttention(AttentionBackend):
         self.is_sparse = bool(spec.picks or spec.selection)
         self.form = kernels.CacheForm(
             1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, cache_dtype,
-            bool(spec.latent or spec.picks), spec.kv_dtype == "fp8_per_token_head",
+            bool(spec.latent or spec.picks),
+            spec.kv_dtype if spec.kv_dtype in kernels.CODES else "",
         )  # fmt: skip
         self.look = kernels.Look(
             spec.causal and not spec.cross, 0 if spec.cross else spec.window or 0, spec.softcap,
@@ -178,6 +182,8 @@ class TritonAttention(AttentionBackend):
             return f"cannot select tokens with {', '.join(sorted(unsupported))}"
         if spec.kv_dtype in _SCALED and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
             return f"needs even head sizes for {spec.kv_dtype}, not {spec.head_dim}"
+        if spec.kv_dtype.startswith("nvfp4") and (spec.head_dim % 16 or (spec.value_dim or 0) % 16):
+            return f"needs head sizes that 16 divides for {spec.kv_dtype}, not {spec.head_dim}"
         if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
             return f"supports head sizes up to {_WIDEST}, not {spec.head_dim}"
         reason: str | None = kernels.unreadable(_SCALED.get(spec.kv_dtype, spec.kv_dtype))

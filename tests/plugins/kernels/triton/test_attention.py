@@ -261,9 +261,10 @@ def test_norms_of_queries_alone_are_left_to_the_layer(make):
     assert not backend.forward_qkv(*arguments, cache, plan, torch.zeros(1, 4, 32))
 
 
-def test_scaled_e4m3_is_kept_as_plain_torch_keeps_it(make):
+@pytest.mark.parametrize("kind", ["fp8_per_token_head", "nvfp4", "nvfp4_4over6"])
+def test_formats_with_scales_are_kept_as_plain_torch_keeps_them(make, kind):
     """The same numbers as the portable backend: rows with few tokens and with many."""
-    backend, cache = make(kv_dtype="fp8_per_token_head")
+    backend, cache = make(kv_dtype=kind)
     plain = manager.current().load("attention", "sdpa")(
         backend.spec, backend.platform, backend.ops, 16
     )
