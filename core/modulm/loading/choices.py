@@ -165,10 +165,9 @@ class Choices:
         return Methods(self._method(name, table, ops), plain, self.platform)
 
     def _method(self, name: str, table: Mapping[str, Any], ops: Ops) -> QuantizationMethod:
-        driver = self.plugins.load("quantization", name)
-        plugin_options = self.config.device.options("quantization", name)
-        options = self.plugins.options("quantization", name, {**table, **plugin_options})
-        method: QuantizationMethod = driver(options, self.platform, ops)
+        driver: type[QuantizationMethod] = self.plugins.load("quantization", name)
+        given = {**table, **self.config.device.options("quantization", name)}
+        method = driver(self.plugins.options("quantization", name, given), self.platform, ops)
         method.flags = self.config
         return method
 

@@ -89,7 +89,7 @@ def round_activations(x: Tensor, name: str, scale: Tensor | None = None) -> Code
     form = ACTIVATION_FORMATS[name]
     size = form.group or x.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))
-    wide = padded.unflatten(1, (-1, size))
+    wide = torch.unflatten(padded, 1, (-1, size))
     largest = wide.abs().amax(-1)
     if form.static:
         if scale is None:
