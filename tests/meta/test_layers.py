@@ -239,7 +239,7 @@ def folders(kind: str) -> Iterator[Path]:
 #: Start of a module's name -> names it may mention: words that users or checkpoints bring.
 MENTIONS: dict[str, set[str]] = {
     # vLLM's names of flags and their values
-    "modulm.contracts.config": {"cuda", "mamba", "cohere", "mistral", "fp8"},
+    "modulm.contracts.config": {"cuda", "mamba", "cohere", "mistral", "fp8", "nvfp4"},
     "modulm.engine.kv_cache.sizing": {"mamba"},
     "modulm.loading.model": {"mamba", "fp8"},
 }
