@@ -260,11 +260,7 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
       tile_rows<rows, 2>(a, start, c, depth, to);
 #endif
-#if defined(MODULM_MANY_REGISTERS)
-  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
-#else
   for (; c + wide <= columns; c += wide) tile_rows<2, 4>(a, start, c, depth, to);
-#endif
 #endif
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }
