@@ -13,6 +13,7 @@ module, the tests that run it ("tests", written by hand). After a change:
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import importlib
 import json
@@ -253,7 +254,7 @@ class World:
                 raise
         except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError, ModulmError):
             return
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
             assert scenario in PARTS  # which end with the fault itself
 
 

@@ -205,7 +205,7 @@ class _SocketServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve(owner))
-        except Exception as error:  # nobody could configure or end the engine
+        except (Exception, asyncio.CancelledError) as error:  # nobody could end the engine
             log.exception("the engine's sockets cannot be served")
             owner.close()
             self.started.set_exception(EngineDead(f"its sockets cannot be served: {error}"))
