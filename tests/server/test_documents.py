@@ -160,11 +160,10 @@ def test_readers_know_nothing_of_the_servers_environment(
     live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MODULM_SECRET_OF_THE_TEST", "x")
-    script = "import json, os\nprint(json.dumps({'error': ' '.join(os.environ)}))"
+    script = "import json, os\nprint(json.dumps({'error': 'MODULM' in ' '.join(os.environ)}))"
     replace_reader(monkeypatch, tmp_path / "reader.py", script)
     message = ask(live, "a.pdf", b"x").json()["error"]["message"]
-    assert "cannot be read: " in message
-    assert "SECRET" not in message
+    assert message == "a.pdf cannot be read: False"
 
 
 def test_documents_of_a_key_have_their_turn(
@@ -200,7 +199,8 @@ def test_documents_of_a_key_have_their_turn(
 @pytest.mark.exhaustive
 def test_a_long_document_holds_no_turn_of_the_loop(live: Live) -> None:
     document = docx.Document()
-    document.add_paragraph("\u4e2d" * (12 << 20))
+    for _ in range(3):  # as long as lxml lets a text be
+        document.add_paragraph("\u4e2d" * (3 << 20))
     data = saved(document)
     ask(live, "a.docx", word())
     for name, content in (("a.docx", data), ("a.pdf", bytes(40 << 20))):
