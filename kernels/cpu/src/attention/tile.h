@@ -45,7 +45,7 @@ constexpr int kPairRows = 6;  // times 4 vectors: 24 accumulators, 4 lines, broa
 #elif defined(__AVX512F__)
 constexpr int kPairRows = 4;
 #elif defined(__AVX2__)
-constexpr int kPairRows = 6;  // see wide_tile
+constexpr int kPairRows = 6;  // see halves_tile
 #else
 constexpr int kPairRows = 2;
 #endif
@@ -178,12 +178,12 @@ inline void tile_rows(Left<Element> a, const Start& start, int column, Depth dep
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int64_t kWideDepth = 640;  // k of rows that are converted to fp32
+constexpr int64_t kConvertedDepth = 640;  // k of rows that are converted to fp32
 
-// Rows in fp32 times pairs in bf16, two vectors of columns: 12 sums, one half of a line at a time, and
-// a number, which a load broadcasts.
+// Rows in fp32 times pairs in bf16, two vectors of columns: 12 sums, one half of a line at a time,
+// and a number, which a load broadcasts.
 template <int Rows, class Start>
-inline void wide_tile(const float* a, const Start& start, int column, Depth depth, Sums to) {
+inline void halves_tile(const float* a, const Start& start, int column, Depth depth, Sums to) {
   constexpr int vectors = 2;
   vf c[Rows][vectors];
 #pragma GCC unroll 8
@@ -193,17 +193,18 @@ inline void wide_tile(const float* a, const Start& start, int column, Depth dept
       c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
   for (int run = 0; run < depth.runs; run++) {
     const uint32_t *first = start(run, column), *second = start(run, column + kLanes);
-    for (int64_t k = 0; k < depth.lines; k++, a += 2, first += depth.stride, second += depth.stride) {
+    for (int64_t k = 0; k < depth.lines; k++, a += 2) {
       vf half[vectors] = {low_half(load_raw<vu>(first)), low_half(load_raw<vu>(second))};
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kWideDepth];
+        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth];
       half[0] = high_half(load_raw<vu>(first)), half[1] = high_half(load_raw<vu>(second));
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kWideDepth + 1];
+        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth + 1];
+      first += depth.stride, second += depth.stride;
     }
   }
 #pragma GCC unroll 8
@@ -214,26 +215,26 @@ inline void wide_tile(const float* a, const Start& start, int column, Depth dept
 }
 
 template <int Rows, class Start>
-inline void wide_rows(const bf16* a, int64_t lda, const Start& start, int columns, Depth depth,
+inline void halves_rows(const bf16* a, int64_t lda, const Start& start, int columns, Depth depth,
                       Sums to) {
-  alignas(64) float wide[Rows * kWideDepth];
+  alignas(64) float wide[Rows * kConvertedDepth];
   for (int r = 0; r < Rows; r++)
     for (int64_t k = 0; k < depth.runs * depth.lines * 2; k += kLanes)
-      store(wide + r * kWideDepth + k, load(a + r * lda + k));
-  for (int c = 0; c < columns; c += 2 * kLanes) wide_tile<Rows>(wide, start, c, depth, to);
+      store(wide + r * kConvertedDepth + k, load(a + r * lda + k));
+  for (int c = 0; c < columns; c += 2 * kLanes) halves_tile<Rows>(wide, start, c, depth, to);
 }
 
 template <class Start>
-inline void wide_tiles(Left<bf16> a, const Start& start, int columns, Depth depth, Sums to) {
+inline void halves_tiles(Left<bf16> a, const Start& start, int columns, Depth depth, Sums to) {
   for (int r = 0; r < a.rows; r += kPairRows, to.data += kPairRows * to.stride) {
     const bf16* rows = a.data + r * a.stride;
     switch (std::min(a.rows - r, kPairRows)) {
-      case 1: wide_rows<1>(rows, a.stride, start, columns, depth, to); break;
-      case 2: wide_rows<2>(rows, a.stride, start, columns, depth, to); break;
-      case 3: wide_rows<3>(rows, a.stride, start, columns, depth, to); break;
-      case 4: wide_rows<4>(rows, a.stride, start, columns, depth, to); break;
-      case 5: wide_rows<5>(rows, a.stride, start, columns, depth, to); break;
-      default: wide_rows<6>(rows, a.stride, start, columns, depth, to);
+      case 1: halves_rows<1>(rows, a.stride, start, columns, depth, to); break;
+      case 2: halves_rows<2>(rows, a.stride, start, columns, depth, to); break;
+      case 3: halves_rows<3>(rows, a.stride, start, columns, depth, to); break;
+      case 4: halves_rows<4>(rows, a.stride, start, columns, depth, to); break;
+      case 5: halves_rows<5>(rows, a.stride, start, columns, depth, to); break;
+      default: halves_rows<6>(rows, a.stride, start, columns, depth, to);
     }
   }
 }
@@ -254,8 +255,8 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
 #else
 #if defined(__AVX2__)
   if constexpr (std::is_same<Element, bf16>::value)
-    if (a.rows > 2 && depth.runs * depth.lines * 2 <= kWideDepth)
-      return wide_tiles(a, start, columns, depth, to);
+    if (a.rows > 2 && depth.runs * depth.lines * 2 <= kConvertedDepth)
+      return halves_tiles(a, start, columns, depth, to);
   if (sizeof(Element) > 2 && a.rows > 2)
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
       tile_rows<rows, 2>(a, start, c, depth, to);

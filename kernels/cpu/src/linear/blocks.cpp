@@ -42,8 +42,14 @@ inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step)
   return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
 }
 
-// How rows of activations lie, and what a kernel's row is: a digit, or both digits of a row as numbers
-// of 16 bits (wide.h).
+// The first value of a group's sum: what the centre of its codes contributes, subtracted.
+template <class Type>
+inline vi start_of_group(int32_t total) {
+  return Type::kCentre ? splat_int(-Type::kCentre * total) : vi{};
+}
+
+// How rows of activations lie, and what a kernel's row is: a digit, or both digits of a row as
+// numbers of 16 bits (wide.h).
 struct Digits {
   static constexpr int kDigits = 1;
   static int64_t stride(const Activations&) { return kBlockK; }
@@ -102,9 +108,8 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
         vi c[Rows][Vectors];
         for (int r = 0; r < Rows; r++)
           for (int v = 0; v < Vectors; v++)
-            c[r][v] = Type::kCentre
-                          ? splat_int(-Type::kCentre * totals[Form::kDigits * r * a.runs + s * groups + g])
-                          : vi{};
+            c[r][v] =
+                start_of_group<Type>(totals[Form::kDigits * r * a.runs + s * groups + g]);
 #pragma GCC unroll 8
         for (int q = 0; q < quads; q += 2) {
           const int at = g * quads + q;  // of the span's 16
@@ -152,7 +157,8 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
         const int64_t digit = Form::kDigits * r;
         vf sum = block_sum(part[r][v], d);
         if constexpr (Type::kMinima)
-          sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs), least);
+          sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs),
+                          least);
         float* to = sums + digit * kPanel + column + v * kLanes;
         store(to, fused(sum, a.scales[(row + digit) * a.steps + i], load(to)));
       }
@@ -242,7 +248,7 @@ inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
       vi c[Rows][Vectors];
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
-          c[r][v] = Type::kCentre ? splat_int(-Type::kCentre * totals[Form::kDigits * r * a.runs + run]) : vi{};
+          c[r][v] = start_of_group<Type>(totals[Form::kDigits * r * a.runs + run]);
 #pragma GCC unroll 8
       for (int q = 0; q < quads; q++) {
         vu codes[Vectors];

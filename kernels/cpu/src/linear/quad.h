@@ -106,8 +106,8 @@ inline vi quad_dot(vi sum, vu codes, WideQuad quad) {
   return sum + (vi)_mm256_madd_epi16((__m256i)even, (__m256i)quad.even) +
          (vi)_mm256_madd_epi16((__m256i)odd, (__m256i)quad.odd);
 #else
-  return sum + (vi)(even & 0xffffu) * (quad.even << 16 >> 16) + (vi)(even >> 16) * (quad.even >> 16) +
-         (vi)(odd & 0xffffu) * (quad.odd << 16 >> 16) + (vi)(odd >> 16) * (quad.odd >> 16);
+  sum += (vi)(even & 0xffffu) * (quad.even << 16 >> 16) + (vi)(even >> 16) * (quad.even >> 16);
+  return sum + (vi)(odd & 0xffffu) * (quad.odd << 16 >> 16) + (vi)(odd >> 16) * (quad.odd >> 16);
 #endif
 }
 

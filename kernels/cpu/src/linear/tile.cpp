@@ -83,10 +83,10 @@ inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, i
 // Up to six rows with 16 registers: with three rows and more, 12 sums, two lines, one number. The
 // rows are in fp32, so that their numbers are broadcast by loads, and one half of a line meets all
 // of them at a time.
-constexpr int kWidePairs = 64;  // of the rows that are converted at a time
+constexpr int kConvertedPairs = 64;  // of the rows that are converted at a time
 
 template <int Rows, int Vectors>
-inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pairs, float* sums,
+inline void halves_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pairs, float* sums,
                       bool stream) {
   vf c[Rows][Vectors];
 #pragma GCC unroll 8
@@ -112,7 +112,7 @@ inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pa
     for (int v = 0; v < Vectors; v++) half[v] = low_half(load_raw<vu>(b + v * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-      float first = a[r * 2 * kWidePairs];
+      float first = a[r * 2 * kConvertedPairs];
 #pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * first;
     }
@@ -120,7 +120,7 @@ inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pa
     for (int v = 0; v < Vectors; v++) half[v] = high_half(load_raw<vu>(b + v * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-      float second = a[r * 2 * kWidePairs + 1];
+      float second = a[r * 2 * kConvertedPairs + 1];
 #pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * second;
     }
@@ -132,20 +132,20 @@ inline void wide_tile(const float* a, const uint32_t* b, int64_t ldb, int64_t pa
 }
 
 template <int Rows>
-inline void wide_rows(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
+inline void halves_rows(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
                       int64_t pairs, float* sums, bool stream) {
   constexpr int vectors = Rows == 1 ? 8 : Rows == 2 ? 4 : 2;
-  alignas(64) float wide[Rows * 2 * kWidePairs];
-  for (int64_t k = 0; k < pairs; k += kWidePairs, b += kWidePairs * ldb) {
-    int64_t some = pairs - k < kWidePairs ? pairs - k : kWidePairs;
+  alignas(64) float wide[Rows * 2 * kConvertedPairs];
+  for (int64_t k = 0; k < pairs; k += kConvertedPairs, b += kConvertedPairs * ldb) {
+    int64_t some = pairs - k < kConvertedPairs ? pairs - k : kConvertedPairs;
     for (int r = 0; r < Rows; r++)
       for (int64_t i = 0; i < 2 * some; i += kLanes)
-        store(wide + r * 2 * kWidePairs + i, load(a + r * lda + 2 * k + i));
+        store(wide + r * 2 * kConvertedPairs + i, load(a + r * lda + 2 * k + i));
     int c = 0;
     for (; c + vectors * kLanes <= width; c += vectors * kLanes)
-      wide_tile<Rows, vectors>(wide, b + c, ldb, some, sums + c, stream);
+      halves_tile<Rows, vectors>(wide, b + c, ldb, some, sums + c, stream);
     for (; c < width; c += 2 * kLanes)
-      wide_tile<Rows, 2>(wide, b + c, ldb, some, sums + c, stream);
+      halves_tile<Rows, 2>(wide, b + c, ldb, some, sums + c, stream);
   }
 }
 #endif
@@ -199,7 +199,7 @@ inline void float_panel(int rows, const float* a, int64_t lda, const T* b, int w
   constexpr int vectors = 4, step = vectors * kLanes;
   int c = 0;
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  if (rows > 2)  // 12 sums, as in wide_tile
+  if (rows > 2)  // 12 sums, as in halves_tile
     for (; c + 2 * kLanes <= width; c += 2 * kLanes)
       float_rows<T, 2>(rows, a, lda, b + c, width, ks, sums + c, stream);
 #endif
@@ -217,12 +217,12 @@ void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width
   amx_multiply(rows, a, lda, b, width, ldb, pairs, sums, stream);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   switch (rows) {
-    case 1: return wide_rows<1>(a, lda, b, width, ldb, pairs, sums, stream);
-    case 2: return wide_rows<2>(a, lda, b, width, ldb, pairs, sums, stream);
-    case 3: return wide_rows<3>(a, lda, b, width, ldb, pairs, sums, stream);
-    case 4: return wide_rows<4>(a, lda, b, width, ldb, pairs, sums, stream);
-    case 5: return wide_rows<5>(a, lda, b, width, ldb, pairs, sums, stream);
-    case 6: return wide_rows<6>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 1: return halves_rows<1>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 2: return halves_rows<2>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 3: return halves_rows<3>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 4: return halves_rows<4>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 5: return halves_rows<5>(a, lda, b, width, ldb, pairs, sums, stream);
+    case 6: return halves_rows<6>(a, lda, b, width, ldb, pairs, sums, stream);
   }
 #else
   constexpr int step = kTileVectors * kLanes;

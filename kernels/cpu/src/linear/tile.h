@@ -26,7 +26,7 @@ inline vf pair_dot(vf sum, vu line, uint32_t pair) {
 #elif defined(__AVX512F__)
 constexpr int kTileRows = 4, kTileVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 6;  // see wide_tile
+constexpr int kTileRows = 6;  // see halves_tile
 #else
 constexpr int kTileRows = 2, kTileVectors = 4;
 #endif

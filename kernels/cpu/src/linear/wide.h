@@ -3,8 +3,8 @@
 //
 // A row lies where its two digits would, as pairs of 16 bits: of a quad of k first 0 and 2, then 1
 // and 3, which is how bytes of codes become pairs by a mask and by a shift. Sums of a run fit in 32
-// bits, 256 * 255 * 32639 < 2^31, and are the ones of the digits together; see integer.h. They lie in
-// the first of a row's two rows of sums, the second stays zero.
+// bits, 256 * 255 * 32639 < 2^31. They lie in the first of a row's two rows of sums, the second stays
+// zero.
 #pragma once
 
 #include "linear/activations.h"
