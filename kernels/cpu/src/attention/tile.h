@@ -40,16 +40,16 @@ struct Depth {
   int64_t stride;  // between lines, in lanes
 };
 
-#if defined(__AVX512BF16__)
+#if defined(MODULM_BF16_DOT)
 constexpr int kPairRows = 6;  // times 4 vectors: 24 accumulators, 4 lines, broadcasts in place
-#elif defined(__AVX512F__)
+#elif defined(MODULM_MANY_REGISTERS)
 constexpr int kPairRows = 4;
 #elif defined(__AVX2__)
 constexpr int kPairRows = 6;  // see halves_tile
 #else
 constexpr int kPairRows = 2;
 #endif
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(MODULM_MANY_REGISTERS)
 constexpr int kFloatRows = 6;
 #else
 constexpr int kFloatRows = 2;
@@ -65,6 +65,15 @@ inline void add_line(const bf16* const (&a)[Rows], int64_t k, const vu (&line)[V
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++)
       c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], (__m512bh)line[v], pair);
+  }
+#elif defined(MODULM_BF16_DOT)
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+    auto pair = bits_as<lanes_bf16>(vu{} + load_raw<uint32_t>(a[r] + 2 * k));
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++)
+      c[r][v] = bits_as<vf>(
+          dot_lanes(bits_as<lanes_f32>(c[r][v]), bits_as<lanes_bf16>(line[v]), pair));
   }
 #else
   vf low[Vectors], high[Vectors];
@@ -98,6 +107,12 @@ inline vi quad_dot(vi sum, vu line, int32_t quad) {
   __m512i row = _mm512_set1_epi32(quad), column = (__m512i)line;
   return (vi)(is_signed ? _mm512_dpbusd_epi32((__m512i)sum, column, row)
                         : _mm512_dpbusd_epi32((__m512i)sum, row, column));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const vi row = splat_int(quad);
+  return is_signed ? bits_as<vi>(dot_lanes(bits_as<lanes_s32>(sum), bits_as<lanes_u8>(line),
+                                           bits_as<lanes_s8>(row)))
+                   : bits_as<vi>(dot_lanes(bits_as<lanes_s32>(sum), bits_as<lanes_u8>(row),
+                                           bits_as<lanes_s8>(line)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   // The even and the odd bytes as numbers of 16 bits.
   const __m256i row = _mm256_set1_epi32(quad), column = (__m256i)line;
@@ -261,7 +276,11 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
       tile_rows<rows, 2>(a, start, c, depth, to);
 #endif
+#if defined(MODULM_MANY_REGISTERS)
+  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
+#else
   for (; c + wide <= columns; c += wide) tile_rows<2, 4>(a, start, c, depth, to);
+#endif
 #endif
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }

@@ -13,9 +13,9 @@ namespace modulm {
 // Number of rows that are stored together, as a tile of the kernel.
 #if defined(__AMX_INT8__)
 constexpr int kRowTile = 16;
-#elif defined(__AVX512VNNI__)
+#elif defined(MODULM_QUAD_DOT)
 constexpr int kRowTile = 6;
-#elif defined(__AVX512F__)
+#elif defined(MODULM_MANY_REGISTERS)
 constexpr int kRowTile = 4;
 #else
 constexpr int kRowTile = 2;

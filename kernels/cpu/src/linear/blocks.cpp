@@ -328,11 +328,11 @@ inline void block_step(const SpreadBlocks& b, const Activations& a, int64_t row,
   switch (rows) {
     case 1: return block_columns<Type, Digits, 1>(b, a, row, step, width, next, sums);
     case 2: return block_columns<Type, Digits, 2>(b, a, row, step, width, next, sums);
-#if defined(__AVX512F__)
+#if defined(MODULM_MANY_REGISTERS)
     case 3: return block_columns<Type, Digits, 3>(b, a, row, step, width, next, sums);
     case 4: return block_columns<Type, Digits, 4>(b, a, row, step, width, next, sums);
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(MODULM_QUAD_DOT)
     case 5: return block_columns<Type, Digits, 5>(b, a, row, step, width, next, sums);
     case 6: return block_columns<Type, Digits, 6>(b, a, row, step, width, next, sums);
 #endif

@@ -115,11 +115,11 @@ inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t ro
   switch (rows) {
     case 1: return quad_tile<1, Vectors, Kind>(s, a, row, ldb, column, sums);
     case 2: return quad_tile<2, Vectors, Kind>(s, a, row, ldb, column, sums);
-#if defined(__AVX512F__)
+#if defined(MODULM_MANY_REGISTERS)
     case 3: return quad_tile<3, Vectors, Kind>(s, a, row, ldb, column, sums);
     case 4: return quad_tile<4, Vectors, Kind>(s, a, row, ldb, column, sums);
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(MODULM_QUAD_DOT)
     case 5: return quad_tile<5, Vectors, Kind>(s, a, row, ldb, column, sums);
     case 6: return quad_tile<6, Vectors, Kind>(s, a, row, ldb, column, sums);
 #endif

@@ -66,6 +66,13 @@ inline vi quad_dot(vi sum, vu codes, Quad quad) {
          (vi)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(quad.odd));
 #endif
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kQuadsFromMemory = false;
+inline vi load_quad(const int8_t* p) { return splat_int(load_raw<int32_t>(p)); }
+inline vi quad_dot(vi sum, vu codes, vi quad) {
+  return bits_as<vi>(
+      dot_lanes(bits_as<lanes_s32>(sum), bits_as<lanes_u8>(codes), bits_as<lanes_s8>(quad)));
+}
 #else
 constexpr bool kQuadsFromMemory = false;
 inline const int8_t* load_quad(const int8_t* p) { return p; }
@@ -122,6 +129,9 @@ inline vf fused(vf a, vf b, vf c) {
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return bits_as<vf>(
+      fused_lanes(bits_as<lanes_f32>(a), bits_as<lanes_f32>(b), bits_as<lanes_f32>(c)));
 #else
   return a * b + c;
 #endif

@@ -102,7 +102,7 @@ class Lookup {
 #elif defined(__AVX2__)
     return (vu)_mm256_shuffle_epi8((__m256i)codes_, (__m256i)nibbles);
 #else
-    typedef uint8_t bytes __attribute__((vector_size(16)));
+    typedef uint8_t bytes __attribute__((vector_size(sizeof(vu))));
     return (vu)__builtin_shuffle((bytes)codes_, (bytes)nibbles);
 #endif
   }

@@ -8,7 +8,7 @@ namespace modulm {
 namespace {
 
 #if !defined(__AVX2__) || defined(__AVX512F__)
-#if !defined(__AVX512BF16__)
+#if !defined(MODULM_BF16_DOT)
 inline float low_of(uint32_t pair) {
   bf16 half{uint16_t(pair)};
   return load_one(&half);
@@ -34,7 +34,7 @@ inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int
       line[v] = load_raw<vu>(b + v * kLanes);
       if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead, 0, 2);
     }
-#if defined(__AVX512BF16__)
+#if defined(MODULM_BF16_DOT)
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       uint32_t pair = load_raw<uint32_t>(a + r * lda + 2 * k);
@@ -68,11 +68,11 @@ inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, i
   switch (rows) {
     case 1: return tile<1, Vectors>(a, lda, b, ldb, pairs, sums, stream);
     case 2: return tile<2, Vectors>(a, lda, b, ldb, pairs, sums, stream);
-#if defined(__AVX512F__)
+#if defined(MODULM_MANY_REGISTERS)
     case 3: return tile<3, Vectors>(a, lda, b, ldb, pairs, sums, stream);
     case 4: return tile<4, Vectors>(a, lda, b, ldb, pairs, sums, stream);
 #endif
-#if defined(__AVX512BF16__)
+#if defined(MODULM_BF16_DOT)
     case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream);
     case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream);
 #endif
@@ -184,7 +184,7 @@ inline void float_rows(int rows, const float* a, int64_t lda, const T* b, int64_
   switch (rows) {
     case 1: return float_tile<T, 1, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 2: return float_tile<T, 2, Vectors>(a, lda, b, ldb, ks, sums, stream);
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(MODULM_MANY_REGISTERS)
     case 3: return float_tile<T, 3, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 4: return float_tile<T, 4, Vectors>(a, lda, b, ldb, ks, sums, stream);
     case 5: return float_tile<T, 5, Vectors>(a, lda, b, ldb, ks, sums, stream);

@@ -23,7 +23,13 @@ constexpr int kTileRows = 6, kTileVectors = 4;  // 24 accumulators, 4 lines, bro
 inline vf pair_dot(vf sum, vu line, uint32_t pair) {
   return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)line, (__m512bh)_mm512_set1_epi32(int(pair)));
 }
-#elif defined(__AVX512F__)
+#elif defined(MODULM_BF16_DOT)
+constexpr int kTileRows = 6, kTileVectors = 4;
+inline vf pair_dot(vf sum, vu line, uint32_t pair) {
+  return bits_as<vf>(dot_lanes(bits_as<lanes_f32>(sum), bits_as<lanes_bf16>(line),
+                               bits_as<lanes_bf16>(vu{} + pair)));
+}
+#elif defined(MODULM_MANY_REGISTERS)
 constexpr int kTileRows = 4, kTileVectors = 4;
 #elif defined(__AVX2__)
 constexpr int kTileRows = 6;  // see halves_tile
@@ -37,7 +43,7 @@ constexpr int kBlockRows = 32;  // rows that one call may have at most
 constexpr int kBlockRows = kTileRows;
 #endif
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(MODULM_MANY_REGISTERS)
 constexpr int kFloatRows = 6;
 #else
 constexpr int kFloatRows = 2;
