@@ -376,6 +376,18 @@ def test_bad_files_are_computed_and_said_once(
     ("flags", "words"),
     [
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnector"}}, "not one of .*disk, host"),
+        (
+            {"kv_transfer_config": {"kv_connector": "LMCacheMPConnector"}},
+            "LMCacheMPConnector is not supported: MultiConnector keeps",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "peer", "kv_buffer_device": "cuda"}},
+            "kv_buffer_device is not supported: .* host memory; leave it out",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "peer", "kv_load_failure_policy": "fail"}},
+            "'fail' is not supported: use recompute",
+        ),
         ({"kv_transfer_config": {"kv_role": "kv_both"}}, "kv_connector"),
         ({"kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_producer"}}, "kv_role"),
         ({"kv_transfer_config": {"kv_connector": "host", "port": 1}}, "port is not one of"),

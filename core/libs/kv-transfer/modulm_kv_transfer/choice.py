@@ -18,7 +18,26 @@ CONNECTORS: Mapping[str, str] = {
     "MultiConnector": "multi",
     "ExampleConnector": "disk",
     "NixlConnector": "peer",
+    "NixlPullConnector": "peer",
     "SharedStorageConnector": "disk",
+    "SimpleCPUOffloadConnector": "host",
+}
+_TIERS = "MultiConnector keeps blocks in host memory and files"
+_SHARED = "ExampleConnector shares a folder, MultiConnector puts host memory before it"
+_BETWEEN = "NixlConnector moves blocks between engines"
+#: vLLM's connectors that have no driver -> what to use.
+_OTHERS: Mapping[str, str] = {
+    "LMCacheConnectorV1": _TIERS,
+    "LMCacheMPConnector": _TIERS,
+    "FlexKVConnectorV1": _TIERS,
+    "HF3FSKVConnector": _SHARED,
+    "MooncakeStoreConnector": _SHARED,
+    "MooncakeConnector": _BETWEEN,
+    "MoRIIOConnector": _BETWEEN,
+    "NixlPushConnector": f"{_BETWEEN}; consumers fetch them",
+    "HiSparseConnector": "OffloadingConnector keeps blocks in host memory",
+    "DecodeBenchConnector": "bench/disaggregated.py measures decoding with real blocks",
+    "ExampleHiddenStatesConnector": "a KV connector stores keys, values and states only",
 }
 
 
@@ -74,4 +93,7 @@ def driver_name(name: str) -> str:
     if name in CONNECTORS or name in installed:
         return CONNECTORS.get(name, name)
     known = ", ".join(sorted({*CONNECTORS, *installed}))
-    raise ConfigError("kv_transfer_config", f"kv_connector: {name!r} is not one of {known}")
+    message = f"kv_connector: {name!r} is not one of {known}"
+    if name in _OTHERS:
+        message = f"kv_connector: {name} is not supported: {_OTHERS[name]}"
+    raise ConfigError("kv_transfer_config", message)

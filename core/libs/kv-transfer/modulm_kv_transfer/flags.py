@@ -14,16 +14,32 @@ _KEYS = (
     "kv_connector", "kv_role", "kv_connector_extra_config", "engine_id", "kv_ip", "kv_port",
 )  # fmt: skip
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
+#: vLLM's keys that are not supported -> why.
+_OTHERS: Mapping[str, str] = {
+    "kv_buffer_device": "blocks that wait to be fetched are in host memory",
+    "kv_buffer_size": "cpu_bytes_to_use in kv_connector_extra_config is the memory of a producer",
+    "kv_rank": "requests say where their blocks are",
+    "kv_parallel_size": "requests say where their blocks are",
+    "kv_connector_module_path": "a connector is an installed package (modulm.kv_connectors)",
+    "enable_permute_local_kv": "both engines need the same layout of the cache",
+}
+_FAILURE = "kv_load_failure_policy"
 
 
 def _transfer(value: Any) -> Mapping[str, Any]:
     """Read vLLM's KVTransferConfig. Raises ConfigError for an unknown key or role."""
     table = read_mapping("kv_transfer_config", value)
     for key in table:
-        if key not in _KEYS:
+        if key in _OTHERS:
+            message = f"{key} is not supported: {_OTHERS[key]}; leave it out"
+            raise ConfigError("kv_transfer_config", message)
+        if key not in (*_KEYS, _FAILURE):
             known = ", ".join(_KEYS)
             message = f"{key} is not one of {known}{suggest(key, _KEYS)}"
             raise ConfigError("kv_transfer_config", message)
+    if table.get(_FAILURE, "recompute") != "recompute":
+        message = f"{_FAILURE}: {table[_FAILURE]!r} is not supported: use recompute"
+        raise ConfigError("kv_transfer_config", message)
     if table and not isinstance(table.get("kv_connector"), str):
         raise ConfigError("kv_transfer_config", "kv_connector: must be the name of a connector")
     if table.get("kv_role", "kv_both") not in _ROLES:

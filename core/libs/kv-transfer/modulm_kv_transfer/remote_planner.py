@@ -21,6 +21,9 @@ from modulm_kv_transfer.remote import LayeredPlan, RemoteIndex
 
 __all__ = ["RemoteTransferPlanner"]
 
+#: Tokens of fetched prompts that a step computes at least.
+_LEAST = 2
+
 
 class RemoteTransferPlanner(TransferPlanner):
     """Plans transfers between engines, which requests ask for."""
@@ -36,9 +39,9 @@ class RemoteTransferPlanner(TransferPlanner):
         #: Rows with states of which a step began within a segment. What follows is rounded
         #: differently, so it is not kept, see `TransferPlanner._stateful`.
         self._uneven: set[int] = set()
-        #: Tokens that a step computes of fetched prompts' last blocks, beside rows that generate.
+        #: Tokens of a step with rows that generate and the last blocks of fetched prompts.
         divisible = context.limits.chunked and context.cache.unit == 1
-        self._rest = int(context.values.get("rest", 0)) if divisible else 0
+        self._together = int(context.values.get("together", 0)) if divisible else 0
         #: Rows whose prompt was fetched and is not complete.
         self._fetched: set[int] = set()
         #: Row -> tokens that were cached when it was admitted, until its first step is planned.
@@ -174,17 +177,18 @@ class RemoteTransferPlanner(TransferPlanner):
 
     def claim(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         # A block's rest at once would make the next tokens of all other rows late.
-        if self._fetched and self._rest:
+        if self._fetched and self._together:
             fetched = np.isin(rows, list(self._fetched))
-            if np.any(counts[~fetched] == 1):
+            if generating := int(np.count_nonzero(counts[~fetched] == 1)):
+                rest = max(self._together - generating, _LEAST)
                 before = np.cumsum(counts * fetched) - counts * fetched
-                np.minimum(counts, np.clip(self._rest - before, 0, None), out=counts, where=fetched)
+                np.minimum(counts, np.clip(rest - before, 0, None), out=counts, where=fetched)
 
     def sampled(self, rows: np.ndarray) -> None:
         self._fetched.difference_update(rows.tolist())
 
     def _arrived(self, load: Load, *, worked: bool) -> None:
-        if worked and self._rest:
+        if worked and self._together:
             self._fetched.add(load.row)
         super()._arrived(load, worked=worked)
 
