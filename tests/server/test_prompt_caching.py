@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,13 @@ def test_longer_times_come_first(live: Live) -> None:
     body = message("Bad", FIVE)
     body["messages"][0]["content"] *= 4
     assert "at most 4" in post(live, "/v1/messages", body, 400)["error"]["message"]
+
+
+def test_routers_can_read_the_size_of_the_cache(real: Live) -> None:
+    text = httpx.get(real.url + "/metrics").text
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', text.partition("modulm:cache_config_info{")[2]))
+    assert int(labels["block_size"]) > 0
+    assert int(labels["num_gpu_blocks"]) > 0
 
 
 def test_openai_fields(real: Live) -> None:
