@@ -22,7 +22,7 @@ __all__ = ["LayeredTransferRunner", "TransferRunner"]
 #: Maximum wait in seconds of a step without rows, since new requests are admitted between steps.
 _PAUSE = 0.002
 #: Tokens of a step with rows that generate and rests of fetched prompts. With AVX2 in bf16, layers
-#: take 1.4 times as long for 8 tokens as for 4, and 2.1 times as long for 12.
+#: take 1.4 times as long for 8 tokens as for 4, and twice as long for 12.
 _TOGETHER = 8
 
 
