@@ -137,6 +137,18 @@ def test_the_library_that_torch_loads_is_found_without_it() -> None:
     assert load_library()
 
 
+def test_hook_plugins_do_not_import_torch_in_a_front_end() -> None:
+    """They would take longer there than all else, and the engine waits for its configuration."""
+    script = """if True:
+        import sys
+        from modulm.plugins import manager
+        manager.current().load_hooks()
+        print(sorted({"torch", "transformers", "modulm_transformers.hooks"} & sys.modules.keys()))
+    """
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert ran.stdout == "['modulm_transformers.hooks']\n"
+
+
 @pytest.mark.parametrize("place", ["start", "later", "end"])
 def test_a_start_that_fails_closes_what_it_opened(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: str

@@ -28,9 +28,44 @@ __all__ = ["command"]
 _AGAIN = 0.1
 #: Signals that end the server after a drain.
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+#: Where the context has the engine's process that was started early.
+_PROCESS = "modulm_server.process"
+#: Arguments with which the command starts no engine for one model in a process of its own.
+_WITHOUT_ENGINE = ("-h", "--help", "--dry-run", "--disable-frontend-multiprocessing", "--headless")
+#: Beginnings of flags with which the engine loads no model itself, or there are several engines.
+_SEVERAL = ("--models-", "--tensor-", "--pipeline-", "--data-parallel", "-tp", "-pp", "-dp")
 
 
-@click.command("serve", cls=FlagCommand, server=True)
+class _ServeCommand(FlagCommand):
+    """Starts the engine's process before it reads the flags, since that takes longest to get ready.
+
+    The command finds it in the context, which ends a process that is not used.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        process = ctx.meta[_PROCESS] = _likely_process(args)
+        if process is not None:
+            ctx.call_on_close(process.close)
+        try:
+            return super().parse_args(ctx, args)
+        except BaseException:
+            ctx.close()
+            raise
+
+
+def _likely_process(args: Sequence[str]) -> EngineProcess | None:
+    """The process of the engine that the arguments seem to ask for, None for another way to serve.
+
+    What else decides, such as a file of flags, is known once they are read.
+    """
+    if any(arg in _WITHOUT_ENGINE or arg.startswith(_SEVERAL) for arg in args):
+        return None
+    from modulm_server.engine.spawn import EngineProcess
+
+    return EngineProcess(loads_model=True)
+
+
+@click.command("serve", cls=_ServeCommand, server=True)
 @click.argument("model_tags", nargs=-1, metavar="[MODEL]...")
 @click.option("--dry-run", is_flag=True, help="Show what the model needs in memory, and exit.")
 def command(draft: Draft, model_tags: tuple[str, ...], dry_run: bool) -> None:
@@ -47,10 +82,14 @@ def command(draft: Draft, model_tags: tuple[str, ...], dry_run: bool) -> None:
     termination = _Termination()
     in_process = draft.config.parallel.disable_frontend_multiprocessing
     several = serves_several(draft.config, model_tags)
-    process = None
+    process: EngineProcess | None = click.get_current_context().meta[_PROCESS]
     try:
         alone = draft.config.parallel.ranks == 1
-        process = None if in_process or several else EngineProcess(loads_model=alone)
+        if process is not None and (in_process or several or not alone):
+            process.close()
+            process = None
+        if process is None and not (in_process or several):
+            process = EngineProcess(loads_model=alone)
         if several:
             code = _serve_several(draft, model_tags, termination)
         else:

@@ -12,13 +12,10 @@ from attrs import field, frozen
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading.unsupported import model_kind
 from modulm_transformers.conversions import Conversions
+from modulm_transformers.names import class_name
 from modulm_transformers.unsupported import reasons
 
-__all__ = ["RemoteConfig", "TransformersConfig", "class_name", "model_type"]
-
-#: Names in published files -> those of transformers' classes, which read these files.
-_CLASSES = {"HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2ForConditionalGeneration"}
-_TYPES = {"vlm": "hyperclovax_vision_v2"}
+__all__ = ["RemoteConfig", "TransformersConfig"]
 
 #: Entries of `auto_map` that the bridge supports.
 _REMOTE_MODEL = "AutoModelForCausalLM"
@@ -37,17 +34,6 @@ _TEXTS = frozenset({"input_ids", "decoder_input_ids"})
 #: Suffixes of architectures that return vectors or classes.
 _DIFFUSION = "ForBlockDiffusion"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-
-
-def class_name(architecture: str) -> str:
-    """Return the name of transformers' class for an architecture of config.json."""
-    return _CLASSES.get(architecture, architecture)
-
-
-def model_type(table: Mapping[str, Any]) -> str:
-    """Return the model type of config.json by transformers' name."""
-    name = str(table.get("model_type"))
-    return _TYPES.get(name, name)
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modulm.plugins import Choice, current, hookimpl
-from modulm_transformers.config import class_name
+from modulm_transformers.names import class_name
 from modulm_transformers.unsupported import reasons
 
 __all__ = ["modulm_choose_model"]

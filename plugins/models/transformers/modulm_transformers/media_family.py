@@ -13,7 +13,7 @@ from attrs import evolve
 from modulm.errors import RequestError
 from modulm_media import Media, MediaFamily
 from modulm_media.values import Processed
-from modulm_transformers.config import model_type
+from modulm_transformers.names import model_type
 
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import shutil
@@ -524,6 +525,8 @@ def _run(server: _SocketServer, loads_model: bool) -> int:
         # Importing torch takes most of a start; meanwhile the front end reads its configuration.
         import modulm.engine.worker.worker  # noqa: F401
 
+    gc.enable()
+    gc.freeze()  # what was imported stays
     try:
         flags, plugins = server.started.result()
     except BaseException:
