@@ -101,6 +101,9 @@ DECODERS = (
     "RemBertForCausalLM", "RoCBertForCausalLM", "RobertaForCausalLM",
     "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
 )  # fmt: skip
+#: transformers bounds the time steps of several tokens from below, and those of single tokens not:
+#: its own numbers for a text depend on how it is cut, unless no time step is as small as the bound.
+UNBOUNDED = {"time_step_min": 1e-9}
 #: Sizes that only one architecture has.
 OWN: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": LATENT,
@@ -118,6 +121,8 @@ OWN: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    "NemotronHForCausalLM": UNBOUNDED,
+    "Zamba2ForCausalLM": UNBOUNDED,
     "Qwen4ExpForCausalLM": {
         **SMALL, **SIZES, "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
         "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Converted", "split_experts", "stack_heads"]
+__all__ = ["Converted", "rotary", "split_experts", "stack_heads"]
 
 
 class Converted(ABC):
@@ -85,6 +85,16 @@ class Converted(ABC):
             theirs, dtype=torch.float32, attn_implementation="eager"
         )
         return model.eval()
+
+
+def rotary(config: Mapping[str, Any], theta: float = 10000.0, **more: Any) -> dict[str, Any]:
+    """Return transformers' `rope_parameters` for either spelling of the keys of config.json.
+
+    theta: the base that a file has by default. more: further defaults.
+    """
+    table = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    table.setdefault("rope_type", table.pop("type", "default"))
+    return {"rope_theta": config.get("rope_theta", theta), **more, **table}
 
 
 def stack_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:

@@ -26,7 +26,7 @@ class AsMixtral(Converted):
     """transformers' Mixtral, with Llama's dense blocks."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "mixtral", "sliding_window": None, "rms_norm_eps": 1e-5}
+        return {"rms_norm_eps": 1e-5, **config, "model_type": "mixtral", "sliding_window": None}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -42,12 +42,13 @@ class AsMixtral(Converted):
         from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
         model = super()._model(config)
+        every, eps = config.get("moe_layer_frequency", 2), model.config.rms_norm_eps
         for index, layer in enumerate(model.model.layers):
-            if index % 2:
+            if (index + 1) % every == 0:
                 narrow = type(model.config)(**model.config.to_dict())
                 narrow.intermediate_size, narrow.mlp_bias = config["hidden_size"], False
                 layer.dense = LlamaMLP(narrow).float()
-                layer.dense_norm = MixtralRMSNorm(config["hidden_size"], 1e-5)
+                layer.dense_norm = MixtralRMSNorm(config["hidden_size"], eps)
                 layer.forward = _forward(layer)
             else:
                 model.config.mlp_bias = False

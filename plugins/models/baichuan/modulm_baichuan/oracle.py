@@ -32,11 +32,13 @@ class AsLlama(Converted):
     def logits(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
     ) -> Tensor:
+        normed = config.get("norm_head")
+        if config["vocab_size"] == 125696 if normed is None else normed:
+            weights = {**weights, "lm_head.weight": F.normalize(weights["lm_head.weight"])}
         if "BaiChuanForCausalLM" in config["architectures"]:
             return super().logits(config, weights, tokens)
         model = self._model(config)
         self._read(config, model, weights)
-        model.lm_head.weight.data = F.normalize(model.lm_head.weight.data)
         at, heads = torch.arange(len(tokens)), config["num_attention_heads"]
         slopes = 2.0 ** (-8 * (torch.arange(heads) + 1) / heads)
         mask = slopes[:, None, None] * (at[None, :] - at[:, None])

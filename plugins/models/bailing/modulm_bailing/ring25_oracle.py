@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modulm_layers.testing import Converted, split_experts
+from modulm_layers.testing import Converted, rotary, split_experts
 
 __all__ = ["AsDeepseekV3"]
 
@@ -22,10 +22,12 @@ class _Lightning(nn.Module):
             config[key] for key in ("hidden_size", "num_attention_heads", "head_dim")
         )
         self.heads, self.size, self.groups = heads, size, config["group_norm_size"]
-        self.turned, self.theta = int(size * config["partial_rotary_factor"]), 6e5
+        self.turned = int(size * config.get("partial_rotary_factor", 1.0))
+        self.theta, self.eps = config.get("rope_theta", 6e5), config.get("rms_norm_eps", 1e-6)
+        self.turns = config.get("linear_rope", True)
         self.query_key_value = nn.Linear(hidden, 3 * heads * size)
-        self.query_layernorm = nn.RMSNorm(size, 1e-6)
-        self.key_layernorm = nn.RMSNorm(size, 1e-6)
+        self.query_layernorm = nn.RMSNorm(size, self.eps)
+        self.key_layernorm = nn.RMSNorm(size, self.eps)
         self.g_proj = nn.Linear(hidden, heads * size, bias=False)
         self.g_norm = nn.RMSNorm(heads * size)
         self.dense = nn.Linear(heads * size, hidden, bias=False)
@@ -43,12 +45,14 @@ class _Lightning(nn.Module):
             state = self.decay[:, None, None] * state + k[at][:, :, None] * v[at][:, None]
             seen.append((q[at][:, None] @ state)[:, 0] * self.size**-0.5)
         out = torch.stack(seen).view(len(x), self.groups, -1)
-        out = out / (out.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        out = out / (out.square().mean(-1, keepdim=True) + self.eps).sqrt()
         out = out.flatten(1) * self.g_norm.weight * self.g_proj(x).sigmoid()
         return self.dense(out)[None], None
 
     def _turn(self, x: Tensor) -> Tensor:
         size = self.turned
+        if not self.turns:
+            return x
         angles = torch.arange(len(x))[:, None] / self.theta ** (torch.arange(0, size, 2) / size)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         one, other, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
@@ -60,13 +64,13 @@ class AsDeepseekV3(Converted):
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
+            "rms_norm_eps": 1e-6,
             **config,
             "model_type": "deepseek_v3",
             "head_dim": config["qk_rope_head_dim"],
             "n_routed_experts": config["num_experts"],
             "n_shared_experts": config["num_shared_experts"],
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 6e5},
+            "rope_parameters": rotary(config, 6e5),
         }
 
     def store(

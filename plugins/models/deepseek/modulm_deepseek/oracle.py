@@ -35,6 +35,8 @@ class AsOcr2Text:
         """[tokens, vocabulary] in fp32."""
         model, state = _model(config), dict(weights)
         head = state.pop("lm_head.weight")
+        if config.get("tie_word_embeddings"):
+            head = state["model.embed_tokens.weight"]
         model.load_state_dict({name.removeprefix("model."): t for name, t in state.items()})
         states: Tensor = model(torch.tensor([list(tokens)])).last_hidden_state[0]
         return states @ head.T
@@ -57,13 +59,14 @@ class AsDeepseekV3(Converted):
     """transformers' DeepSeek-V3 with the keys of Sarvam 105B."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        rope = {**config["rope_scaling"], "type": "yarn", "rope_theta": 10000.0}
+        rope = {**config["rope_scaling"], "type": "yarn"}
+        rope["rope_theta"] = config.get("rope_theta", 10000.0)
         return {
             **config,
             "model_type": "deepseek_v3",
             "n_routed_experts": config["num_experts"],
             "n_shared_experts": config["num_shared_experts"],
-            "routed_scaling_factor": 2.5,
+            "routed_scaling_factor": config.get("routed_scaling_factor", 2.5),
             "rope_scaling": None,
             "rope_parameters": {**rope, "rope_type": "yarn"},
         }
@@ -78,7 +81,12 @@ class BothWays(AsDeepseekV3):
     """transformers' DeepSeek-V3 with `is_causal: false`."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "is_causal": False, "routed_scaling_factor": 2.5}
+        return {
+            "routed_scaling_factor": 2.5,
+            **config,
+            "is_causal": False,
+            "tie_word_embeddings": False,
+        }
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

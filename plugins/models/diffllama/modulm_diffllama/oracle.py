@@ -19,7 +19,7 @@ class AsDiffLlama(Converted):
     """transformers' DiffLlama."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "diffllama", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+        return {"rms_norm_eps": 1e-6, **config, "model_type": "diffllama", "hidden_act": "silu"}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -37,7 +37,8 @@ class AsDiffLlama(Converted):
         for index, layer in enumerate(model.model.layers):
             attention = layer.self_attn
             attention.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (index - 1))
-            attention.groupnorm = RMSNorm(2 * attention.head_dim, eps=1e-5)
+            eps = config.get("attn_rms_norm_eps", 1e-5)
+            attention.groupnorm = RMSNorm(2 * attention.head_dim, eps=eps)
             layer.mlp.act_fn = _Polynomial()
         return model.eval()
 

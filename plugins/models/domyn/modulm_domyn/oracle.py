@@ -25,8 +25,8 @@ class AsQwen3(Converted):
     """transformers' Qwen 3 with two more norms and other attention in each layer."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = {"model_type": "qwen3", "rms_norm_eps": 1e-6}
-        return {key: value for key, value in {**config, **own}.items() if key != "per_layer_config"}
+        table = {"rms_norm_eps": 1e-6, **config, "model_type": "qwen3"}
+        return {key: value for key, value in table.items() if key != "per_layer_config"}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -44,9 +44,10 @@ class AsQwen3(Converted):
             settings.head_dim = own.get("head_dim", config["head_dim"])
             settings._attn_implementation = "eager"
             layer.self_attn = models.Qwen3Attention(settings, index).float()
-            layer.self_attn.q_norm = _Unit()
+            eps = model.config.rms_norm_eps
+            layer.self_attn.q_norm = _Unit(eps)
             for name in ("post_attention_norm", "post_feedforward_norm"):
-                layer.add_module(name, models.Qwen3RMSNorm(hidden, 1e-6))
+                layer.add_module(name, models.Qwen3RMSNorm(hidden, eps))
             before = config["window_sizes"][index][0]
             layer.forward = _forward(layer, before, config["position_layers"][index] == "rope")
         return model.eval()
@@ -55,8 +56,12 @@ class AsQwen3(Converted):
 class _Unit(Module):
     """An RMS norm without weights."""
 
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         return normed
 
 

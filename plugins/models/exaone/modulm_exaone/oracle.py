@@ -31,8 +31,12 @@ class AsLlama(Converted):
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         layers, eps = config["num_layers"], config["layer_norm_epsilon"]
         return {
-            **config, "model_type": "llama", "num_hidden_layers": layers, "rms_norm_eps": eps,
-        }  # fmt: skip
+            **config,
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "rms_norm_eps": eps,
+            "hidden_act": config.get("activation_function", "silu"),
+        }
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

@@ -27,8 +27,10 @@ class ChatGLMAsGlm(Converted):
     """transformers' GLM 4."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        theta = 10000.0 * config["rope_ratio"]
-        rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+        theta = config.get("rope_theta", 10000.0) * config["rope_ratio"]
+        part = config.get("partial_rotary_factor", 0.5)
+        rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+        grouped = config.get("multi_query_attention", True)
         return {
             "model_type": "glm",
             "pad_token_id": 0,
@@ -37,10 +39,14 @@ class ChatGLMAsGlm(Converted):
             "intermediate_size": config["ffn_hidden_size"],
             "num_hidden_layers": config["num_layers"],
             "num_attention_heads": config["num_attention_heads"],
-            "num_key_value_heads": config["multi_query_group_num"],
+            "num_key_value_heads": config[
+                "multi_query_group_num" if grouped else "num_attention_heads"
+            ],
             "head_dim": config["kv_channels"],
             "rms_norm_eps": config["layernorm_epsilon"],
             "attention_bias": config["add_qkv_bias"],
+            "hidden_act": config.get("hidden_act", "silu"),
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "rope_parameters": rope,
         }
 

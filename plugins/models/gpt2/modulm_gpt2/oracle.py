@@ -49,22 +49,29 @@ class Jais:
         bias = bias.masked_fill(at[None, :] > at[:, None], -torch.inf)
 
         def norm(x: Tensor, name: str) -> Tensor:
-            return F.layer_norm(x, (width,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+            eps = config.get("layer_norm_epsilon", 1e-5)
+            weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+            return F.layer_norm(x, (width,), weight, bias, eps)
 
         def linear(x: Tensor, name: str) -> Tensor:
             return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
-        x = weights["transformer.wte.weight"][list(tokens)] * config["mup_embeddings_scale"]
+        x = weights["transformer.wte.weight"][list(tokens)] * config.get(
+            "mup_embeddings_scale", 1.0
+        )
         for index in range(config["n_layer"]):
             layer = f"transformer.h.{index}"
             qkv = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn")
             q, k, v = (part.view(count, heads, -1).transpose(0, 1) for part in qkv.chunk(3, -1))
-            scores = q @ k.transpose(1, 2) / q.shape[-1] + bias
+            power = 1.0 if config.get("mup_scale_qk_dot_by_d") else 0.5
+            scores = q @ k.transpose(1, 2) / q.shape[-1] ** power + bias
             mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(count, width)
             x = x + linear(mixed, f"{layer}.attn.c_proj")
             y = norm(x, f"{layer}.ln_2")
             inner = linear(y, f"{layer}.mlp.c_fc") * F.silu(linear(y, f"{layer}.mlp.c_fc2"))
             x = x + linear(inner, f"{layer}.mlp.c_proj")
-        scale = config["mup_output_alpha"] * config["mup_width_scale"]
-        logits: Tensor = scale * (norm(x, "transformer.ln_f") @ weights["lm_head.weight"].T)
+        scale = config.get("mup_output_alpha", 1.0) * config.get("mup_width_scale", 1.0)
+        scale = config.get("width_scale") or scale
+        head = "transformer.wte" if config.get("tie_word_embeddings", True) else "lm_head"
+        logits: Tensor = scale * (norm(x, "transformer.ln_f") @ weights[f"{head}.weight"].T)
         return logits

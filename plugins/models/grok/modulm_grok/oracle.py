@@ -20,12 +20,14 @@ class Plain:
     def weights(self, config: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Create random weights with about unit gain per layer."""
         hidden, inner = config["hidden_size"], config["intermediate_size"]
-        shared = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+        dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+        wide, shared = (config[f"num_{n}_heads"] * dim for n in ("attention", "key_value"))
         shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
         for i in range(config["num_hidden_layers"]):
             at = f"model.layers.{i}"
-            outputs = {"q": hidden, "k": shared, "v": shared, "o": hidden}
+            outputs = {"q": wide, "k": shared, "v": shared}
             shapes |= {f"{at}.attn.{n}_proj.weight": (size, hidden) for n, size in outputs.items()}
+            shapes[f"{at}.attn.o_proj.weight"] = (hidden, wide)
             shapes |= {f"{at}.{name}.scale": (hidden,) for name in _NORMS}
             shapes[f"{at}.moe_block.gate.weight"] = (config["num_experts"], hidden)
             for e in range(config["num_experts"]):
@@ -33,6 +35,8 @@ class Plain:
                 shapes[f"{one}.linear.weight"] = shapes[f"{one}.linear_v.weight"] = (inner, hidden)
                 shapes[f"{one}.linear_1.weight"] = (hidden, inner)
         shapes["model.norm.scale"] = (hidden,)
+        if not config.get("tie_word_embeddings", True):
+            shapes["lm_head.weight"] = (config["vocab_size"], hidden)
         tensors = {}
         for name, shape in shapes.items():
             drawn = torch.randn(shape)
@@ -45,28 +49,31 @@ class Plain:
     ) -> Tensor:
         """Compute logits: [tokens, vocabulary] fp32."""
         w = {name: tensor.float() for name, tensor in weights.items()}
-        embedding = w["model.embed_tokens.weight"]
+        embedding, eps = w["model.embed_tokens.weight"], config.get("rms_norm_eps", 1e-5)
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return F.rms_norm(x, (x.shape[-1],), w[f"{name}.scale"], eps)
+
         x = embedding[list(tokens)] * config["embedding_multiplier_scale"]
         for i in range(config["num_hidden_layers"]):
             at = f"model.layers.{i}"
-            seen = _attention(config, w, f"{at}.attn", _norm(x, w[f"{at}.pre_attn_norm.scale"]))
-            x = x + _norm(seen, w[f"{at}.post_attn_norm.scale"])
-            mixed = _experts(config, w, f"{at}.moe_block", _norm(x, w[f"{at}.pre_moe_norm.scale"]))
-            x = x + _norm(mixed, w[f"{at}.post_moe_norm.scale"])
-        x = _norm(x, w["model.norm.scale"])
-        return x @ embedding.T * config["output_multiplier_scale"]
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+            seen = _attention(config, w, f"{at}.attn", norm(x, f"{at}.pre_attn_norm"))
+            x = x + norm(seen, f"{at}.post_attn_norm")
+            mixed = _experts(config, w, f"{at}.moe_block", norm(x, f"{at}.pre_moe_norm"))
+            x = x + norm(mixed, f"{at}.post_moe_norm")
+        x = norm(x, "model.norm")
+        head = embedding if config.get("tie_word_embeddings", True) else w["lm_head.weight"]
+        return x @ head.T * config["output_multiplier_scale"]
 
 
 def _attention(config: Mapping[str, Any], w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
-    heads, dim = config["num_attention_heads"], x.shape[-1] // config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or x.shape[-1] // heads
     q, k, v = (
         (x @ w[f"{at}.{n}_proj.weight"].T).view(len(x), -1, dim).transpose(0, 1) for n in "qkv"
     )
-    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+    base = config.get("rope_theta", 10000.0)
+    angles = torch.arange(len(x))[:, None] / base ** (torch.arange(0, dim, 2) / dim)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     q, k = (
         t * cos + torch.cat([-t[..., dim // 2 :], t[..., : dim // 2]], -1) * sin for t in (q, k)

@@ -34,7 +34,9 @@ class BothWays(Converted):
     """transformers' LFM2 with `is_causal: false` and centred convolutions."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "lfm2", "is_causal": False}
+        own = {"model_type": "lfm2", "is_causal": False, "tie_word_embeddings": False}
+        # The name of the same key in other files.
+        return {key: v for key, v in {**config, **own}.items() if key != "tie_embedding"}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

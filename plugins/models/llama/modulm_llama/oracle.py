@@ -35,11 +35,11 @@ class FromFairseq2(Converted):
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        dim = config["hidden_size"] // config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         stored = dict(weights)
         for name, tensor in weights.items():
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                halves = tensor.view(-1, 2, dim // 2, tensor.shape[-1])
+            if "q_proj." in name or "k_proj." in name:
+                halves = tensor.view(-1, 2, dim // 2, *tensor.shape[1:])
                 stored[name] = halves.transpose(1, 2).reshape(tensor.shape)
         return self.renamed(stored, _FAIRSEQ2)
 
@@ -48,7 +48,8 @@ class AsBidirectional(Converted):
     """transformers' Llama; classes are those of the mean over the tokens."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "llama", "is_causal": False}
+        own = {"model_type": "llama", "is_causal": False, "tie_word_embeddings": False}
+        return {**config, **own}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

@@ -28,8 +28,6 @@ __all__ = ["MiniCPMConfig", "MiniCPMForCausalLM", "MiniCPMLayer"]
 class MiniCPMConfig(DecoderConfig):
     """config.json of MiniCPM: multipliers of embeddings, branches and logits.
 
-    mup_denominator: the number of layers that the branches are scaled for, if not the model's.
-
     `sparse_config` (MiniCPM 4), a faster approximation for long prompts, is ignored: attention is
     exact. MiniCPM-MoE is rejected.
     """
@@ -38,7 +36,6 @@ class MiniCPMConfig(DecoderConfig):
     scale_depth: float = 1.0
     dim_model_base: int = size(1)
     num_experts: int = size(0, least=0)
-    mup_denominator: int | None = size(None)
     tie_word_embeddings: bool = True
 
     def __attrs_post_init__(self) -> None:
@@ -49,7 +46,7 @@ class MiniCPMConfig(DecoderConfig):
     @property
     def branch_multiplier(self) -> float:
         """The factor of each branch before it is added."""
-        return self.scale_depth / math.sqrt(self.mup_denominator or self.num_hidden_layers)
+        return self.scale_depth / math.sqrt(self.num_hidden_layers)
 
 
 class MiniCPMLayer(PreNormLayer):

@@ -21,6 +21,8 @@ class _WithHead(nn.Module):
         super().__init__()
         self.language_model = MuseGlimmerTextModel(settings)
         self.lm_head = nn.Linear(settings.hidden_size, settings.vocab_size, bias=False)
+        if settings.tie_word_embeddings:
+            self.lm_head.weight = self.language_model.embed_tokens.weight
         self.factor, self.cap = settings.output_multiplier, settings.final_logit_softcapping
 
     def forward(self, tokens: Tensor) -> SimpleNamespace:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 __all__ = ["Dory"]
 
+#: Keys of what scales are stored in units of, and of the speed's first value, with their defaults.
+_STARTS = ("initializer_range", 0.02), ("ngpt_alpha_init", 0.05)
+
 
 def _norm(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
@@ -87,7 +90,8 @@ class Dory:
             x = _norm(x)
         for index in range(last, config["num_hidden_layers"]):
             x = self._layer(config, weights, index, x)
-        return x @ weights["lm_head.weight"].T * (weights["lm_head.logit_scale"] / 0.02)
+        spread = config.get("initializer_range", 0.02)
+        return x @ weights["lm_head.weight"].T * (weights["lm_head.logit_scale"] / spread)
 
     def _layer(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor], index: int, x: Tensor
@@ -96,7 +100,8 @@ class Dory:
         w = {name: t for name, t in weights.items() if name.startswith(f"{at}.")}
         w = {name.removeprefix(f"{at}.").removeprefix("mixer."): t for name, t in w.items()}
         out = self._mlp(w, x) if kind == "mlp" else self._attend(config, w, kind, x)
-        speed = w["mlp_alpha" if kind == "mlp" else "attn_alpha"] * 0.05 / 0.02
+        spread, start = (config.get(*key) for key in _STARTS)
+        speed = w["mlp_alpha" if kind == "mlp" else "attn_alpha"] * start / spread
         old, new = _norm(x), _norm(out)
         return _norm(old + speed.abs() * (new - old))
 
@@ -116,13 +121,18 @@ class Dory:
         )
         part = rope.get("partial_rotary_factor", 1.0)
         q, k = (_norm(_turn(each, part, rope["rope_theta"])) for each in (q, k))
-        q = q * (w["sqk"] * size**0.5 / 0.02).square().view(-1, size)
+        spread, first = (
+            config.get(*_STARTS[0]),
+            config.get("attention_output_gate_logit_scale_init"),
+        )
+        first = x.shape[-1] ** 0.5 if first is None else first
+        q = q * (w["sqk"] * size**0.5 / spread).square().view(-1, size)
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         reach = config["sliding_window"] if kind == "sliding_attention" else count
         seen = torch.ones(count, count).tril().triu(1 - reach).bool()
         scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-        scale = (w["s_gate"] * x.shape[-1] ** 0.25 / 0.02).square()
+        scale = (w["s_gate"] * first**0.5 / spread).square()
         gate = (x @ w["g_proj.weight"].T * scale).sigmoid()
         return _norm(out * gate) @ w["o_proj.weight"].T

@@ -31,7 +31,7 @@ class AsLlama(Converted):
     """transformers' Llama with a configuration per layer."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "llama", "intermediate_size": 8, "rms_norm_eps": 1e-5}
+        return {"rms_norm_eps": 1e-5, **config, "model_type": "llama", "intermediate_size": 8}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

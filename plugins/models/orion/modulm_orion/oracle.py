@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modulm_layers.testing import Converted
+from modulm_layers.testing import Converted, rotary
 
 __all__ = ["AsStableLm"]
 
@@ -16,8 +16,8 @@ class AsStableLm(Converted):
     """transformers' StableLM with fully rotated heads."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-        eps = config["rms_norm_eps"]
+        rope = rotary(config, partial_rotary_factor=config.get("partial_rotary_factor", 1.0))
+        eps = config.get("rms_norm_eps", 1e-6)
         return {**config, "model_type": "stablelm", "layer_norm_eps": eps, "rope_parameters": rope}
 
     def store(

@@ -56,7 +56,8 @@ class AsLoopedLlama(Converted):
         mask = _masks(x.shape[1], x.shape[1])
         for layer in inner.layers:
             x = self._layer(layer, x, {"position_embeddings": turns, "attention_mask": mask})
-        normed: Tensor = inner.norm(x)
+        last = loop == config[self.loops] - 1
+        normed: Tensor = inner.norm(x) if last or not config.get("skip_loop_final_norm") else x
         return normed
 
     def _layer(self, layer: Any, x: Tensor, inputs: Mapping[str, Any]) -> Tensor:
@@ -71,7 +72,7 @@ class AsLlama(AsLoopedLlama):
     loops = "total_ut_steps"
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "llama", "rms_norm_eps": 1e-6}
+        return {"rms_norm_eps": 1e-6, **config, "model_type": "llama"}
 
     def _model(self, config: Mapping[str, Any]) -> Any:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -79,7 +80,8 @@ class AsLlama(AsLoopedLlama):
         model = super()._model(config)
         for layer in model.model.layers:
             for name in ("input_layernorm_2", "post_attention_layernorm_2"):
-                layer.add_module(name, LlamaRMSNorm(config["hidden_size"], 1e-6))
+                eps = model.config.rms_norm_eps
+                layer.add_module(name, LlamaRMSNorm(config["hidden_size"], eps))
         return model
 
     def _layer(self, layer: Any, x: Tensor, inputs: Mapping[str, Any]) -> Tensor:
@@ -99,11 +101,11 @@ class AsGatedLlama(AsLoopedLlama):
         self._first: list[tuple[Tensor, Tensor]] = []
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "llama", "rms_norm_eps": 1e-6}
+        return {"rms_norm_eps": 1e-6, **config, "model_type": "llama"}
 
     def _model(self, config: Mapping[str, Any]) -> Any:
         model, heads = super()._model(config), config["num_attention_heads"]
-        size = config["hidden_size"] // heads
+        size = model.config.head_dim
         gates = [nn.Linear(size, heads) for _ in range(config["num_hidden_layers"])]
         model.model.gate_projections = nn.ModuleList(gates)
         return model

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modulm_layers.testing import Converted, split_experts
+from modulm_layers.testing import Converted, rotary, split_experts
 
 __all__ = ["AsDeepseekV3", "AsLlama", "add_norms"]
 
@@ -17,13 +17,18 @@ class AsLlama(Converted):
     """transformers' Llama."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        bias = config["bias"]
-        return {**config, "model_type": "llama", "attention_bias": bias, "rms_norm_eps": 1e-5}
+        bias = config["bias"] or bool(config.get("qkv_bias"))
+        return {"rms_norm_eps": 1e-5, **config, "model_type": "llama", "attention_bias": bias}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        return weights
+        outer, inner = config["bias"], config.get("qkv_bias")
+        inner = outer if inner is None else inner
+        left_out = ([] if outer else ["o_proj.bias"]) + (
+            [] if inner else [f"{name}_proj.bias" for name in "qkv"]
+        )
+        return {n: t for n, t in weights.items() if not n.endswith(tuple(left_out))}
 
 
 def add_norms(layer: Any, hidden: int, eps: float) -> None:
@@ -58,19 +63,21 @@ class AsDeepseekV3(Converted):
             "n_routed_experts": config["num_routed_experts"],
             "n_shared_experts": config["num_shared_experts"],
             "first_k_dense_replace": config["num_dense_layers"],
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "n_group": config.get("n_group", 1),
+            "topk_group": config.get("topk_group", 1),
+            "rope_parameters": rotary(config),
         }
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         stored = split_experts(weights)
+        if config.get("router_enable_expert_bias"):
+            return stored
         return {n: t for n, t in stored.items() if "e_score_correction_bias" not in n}
 
     def _model(self, config: Mapping[str, Any]) -> Any:
         model = super()._model(config)
-        for layer in model.model.layers:
+        for layer in model.model.layers if config.get("sandwich_norm") else ():
             add_norms(layer, config["hidden_size"], config["rms_norm_eps"])
         return model.eval()

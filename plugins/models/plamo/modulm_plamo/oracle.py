@@ -28,14 +28,21 @@ class AsGemma3(Converted):
     """transformers' Gemma 3, which also multiplies its embedding."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(3)]
-        ropes = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
+        every = config.get("sliding_window_pattern", 8)
+        kinds = [
+            "sliding_attention" if (i + 1) % every else "full_attention"
+            for i in range(config["num_hidden_layers"])
+        ]
+        ropes = {
+            "sliding_attention": config.get("rope_local_theta", 10_000.0),
+            "full_attention": config.get("rope_theta", 1_000_000.0),
+        }
         return {
             **config,
             "model_type": "gemma3_text",
-            "layer_types": kinds,
-            "hidden_activation": "silu",
-            "query_pre_attn_scalar": config["head_dim"],
+            "layer_types": config.get("layer_types") or kinds,
+            "hidden_activation": config.get("hidden_act", "silu"),
+            "query_pre_attn_scalar": config.get("head_dim", 128),
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ropes.items()
             },

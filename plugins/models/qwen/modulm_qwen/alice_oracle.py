@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modulm_layers.testing import Converted
+from modulm_layers.testing import Converted, rotary
 
 __all__ = ["AsQwen3Next"]
 
@@ -27,13 +27,14 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(Qwen3NextMLP(settings, inner) for _ in range(count))
         self.shared_expert = Qwen3NextMLP(settings, config["shared_expert_intermediate_size"])
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
-        self.top = config["num_experts_per_tok"]
+        self.top, self.unit = config["num_experts_per_tok"], config.get("norm_topk_prob", True)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).sigmoid()
         chosen = (scores + self.gate.e_score_correction_bias).topk(self.top, -1).indices
         weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.unit:
+            weights = weights / weights.sum(-1, keepdim=True)
         out = sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
         return out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
@@ -42,8 +43,9 @@ class AsQwen3Next(Converted):
     """The layers of transformers, between which residuals are mixed here."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        theta = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-        return {**config, "model_type": "qwen3_next", "rope_parameters": theta}
+        part = config.get("partial_rotary_factor", 0.25)
+        rope = rotary(config, partial_rotary_factor=part)
+        return {**config, "model_type": "qwen3_next", "rope_parameters": rope}
 
     def _model(self, config: Mapping[str, Any]) -> Any:
         from transformers.models.kimi_linear import configuration_kimi_linear as kimi
@@ -56,7 +58,7 @@ class AsQwen3Next(Converted):
             layer_types=config["layer_types"],
             linear_num_heads=config["linear_num_key_heads"],
             linear_head_dim=config["linear_key_head_dim"],
-            linear_conv_kernel_dim=4,
+            linear_conv_kernel_dim=config.get("linear_conv_kernel_dim", 4),
             rms_norm_eps=config["rms_norm_eps"],
         )
         hidden = config["hidden_size"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from modulm_layers.testing import Converted
+from modulm_layers.testing import Converted, rotary
 
 __all__ = ["AsBidirectionalQwen3", "AsQwen2", "QWenAsQwen2"]
 
@@ -67,7 +67,16 @@ class QWenAsQwen2(Converted):
     """transformers' Qwen 2 with weights of Qwen 1."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "qwen2", "intermediate_size": 96}
+        return {
+            **config,
+            "model_type": "qwen2",
+            "intermediate_size": config["intermediate_size"] // 2,
+            "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
+            "rope_parameters": rotary(
+                {"rope_theta": config.get("rotary_emb_base", 10000.0), **config}
+            ),
+            **({"head_dim": config["kv_channels"]} if "kv_channels" in config else {}),
+        }
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -83,7 +92,8 @@ class AsBidirectionalQwen3(Converted):
     """transformers' Qwen 3 with `is_causal: false`, and a linear layer."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "qwen3", "is_causal": False}
+        own = {"model_type": "qwen3", "is_causal": False, "tie_word_embeddings": False}
+        return {**config, **own}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

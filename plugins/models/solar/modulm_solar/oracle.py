@@ -16,7 +16,7 @@ class AsLlama(Converted):
     """transformers' Llama with the connections of Solar."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**config, "model_type": "llama", "rms_norm_eps": 1e-5}
+        return {"rms_norm_eps": 1e-5, **config, "model_type": "llama"}
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

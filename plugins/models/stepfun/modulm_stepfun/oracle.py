@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Sequential
 
-from modulm_layers.testing import Converted
+from modulm_layers.testing import Converted, rotary
 
 __all__ = ["AsMixtral", "AsStep37", "WithRoots"]
 
@@ -32,14 +32,14 @@ class AsMixtral(Converted):
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
+            "rms_norm_eps": 1e-5,
             **config,
             "model_type": "mixtral",
             "sliding_window": None,
-            "rms_norm_eps": 1e-5,
             "intermediate_size": config["moe_intermediate_size"],
             "num_local_experts": config["moe_num_experts"],
             "num_experts_per_tok": config["moe_top_k"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": rotary(config),
         }
 
     def store(
@@ -130,8 +130,12 @@ class WithRoots(Converted):
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         heads = config["num_attention_groups"]
-        more = {"model_type": "llama", "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
-        return {**config, **more}
+        return {
+            "rms_norm_eps": 1e-5,
+            **config,
+            "model_type": "llama",
+            "num_key_value_heads": heads,
+        }
 
     def store(
         self, config: Mapping[str, Any], weights: Mapping[str, Tensor]

@@ -55,7 +55,7 @@ class AsGranite(Converted):
     """transformers' Granite, which has the same multipliers under other names."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        head = config["hidden_size"] // config["num_attention_heads"]
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return {
             **config,
             "model_type": "granite",

@@ -5,7 +5,7 @@ The layers are those of the family's package, so a head needs the package of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -39,7 +39,7 @@ class Family:
 
     model: the architecture whose layers they have. norms: of embedding and state, before `fc`.
     final: whether a norm follows the layers. layers: their weight name. fixed: keys of config.json
-    that the heads replace.
+    that the heads replace. derived: returns more of them from the table.
     """
 
     model: str
@@ -47,6 +47,17 @@ class Family:
     final: bool = True
     layers: str = "layers"
     fixed: Mapping[str, Any] = {}
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda table: {}
+
+
+def _minicpm_depth(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scale a head's branches for `mup_denominator` layers instead of its own number."""
+    numbers = [table.get(k, 1) for k in ("num_hidden_layers", "scale_depth", "mup_denominator")]
+    if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise ValueError(f"num_hidden_layers, scale_depth, mup_denominator: not numbers: {numbers}")
+    layers, depth, denominator = numbers
+    denominator = denominator if "mup_denominator" in table else layers
+    return {"scale_depth": depth * (layers / denominator) ** 0.5}
 
 
 #: By the architecture of a head.
@@ -57,7 +68,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "EagleLlama4ForCausalLM": Family("Llama4ForCausalLM"),
     "EagleMiniCPMForCausalLM": Family(
-        "MiniCPMForCausalLM", ("input_norm1", "input_norm2"), final=False, layers="eagle_layers"
+        "MiniCPMForCausalLM",
+        ("input_norm1", "input_norm2"),
+        final=False,
+        layers="eagle_layers",
+        derived=_minicpm_depth,
     ),
     "EagleMistralForCausalLM": Family("MistralForCausalLM"),
     "EagleMistralLarge3ForCausalLM": Family("DeepseekV3ForCausalLM"),
@@ -93,7 +108,8 @@ class FamilyHeadConfig:
         if family is None:
             raise ValueError(f"{file}: {table.get(HEAD)} is no head of a family")
         driver: type[Model] = manager.current().load("models", family.model)
-        layers = read_config({**table, **family.fixed}, driver.config_type, file)
+        keys = {**table, **family.fixed, **family.derived(table)}
+        layers = read_config(keys, driver.config_type, file)
         own = {key: bool(table.get(key)) for key in ("own_embedding", "own_head", "fc_bias")}
         return cls(family=family, driver=driver, layers=layers, **own)
 
