@@ -199,6 +199,9 @@ def make_model(folder: Path) -> Path:
 class World:
     """A server of the scripted engine with a folder of files, and what it has in peace."""
 
+    #: Whether servers have gRPC, whose library may end the process when its servers do not stop.
+    grpc = True
+
     def __init__(self, folder: Path) -> None:
         self.path = make_model(folder / "model")
         self.tokenizer = load_tokenizer(self.path)
@@ -221,15 +224,16 @@ class World:
 
     @contextmanager
     def server(self) -> Iterator[tuple[Live, httpx.Client]]:
+        config = self.config if self.grpc else self.config.with_(grpc_port=None)
         info = scripted_info(
-            self.tokenizer, config=self.config, parts={"adapters": {"slots": 2}},
+            self.tokenizer, config=config, parts={"adapters": {"slots": 2}},
             tasks=("generate", "embed", "classify", "score"), max_model_len=1 << 14,
             path=str(self.path),
         )  # fmt: skip
         engine = Engine(self.tokenizer, long_reply, info)
         headers = {"Authorization": f"Bearer {KEY}"}
         with (
-            serve_in_thread(engine, self.config) as live,
+            serve_in_thread(engine, config) as live,
             live.client(headers=headers, timeout=60) as http,
         ):
             yield live, http
@@ -313,7 +317,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
-def served(world: World) -> Iterator[tuple[Live, httpx.Client, int]]:
+def served(world: World, module: str) -> Iterator[tuple[Live, httpx.Client, int]]:
+    world.grpc = module.startswith("modulm_route_grpc")
     with world.server() as (live, http):
         http.post(CHAT, json={"model": "M", "messages": TURN})
         yield live, http, tasks(live)
