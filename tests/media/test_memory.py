@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,6 +16,7 @@ from modulm_media.flags import MediaConfig
 from modulm_media.memory import MediaMemory, default_limit
 from modulm_media.messages import MediaSource
 from modulm_media.opener import MediaOpener
+from modulm_media.values import Media, Processed
 
 
 def data_url(data: bytes) -> str:
@@ -78,6 +80,40 @@ def test_pixels_are_reserved_before_they_are_kept():
         opener.memory.limit = 200_000
         assert asyncio.run(open_one(source))[0].value.size == (300, 200)
         assert opener.memory.used_bytes == 0
+    finally:
+        opener.close()
+
+
+def test_a_prepared_image_gives_its_pixels_back():
+    """A request holds what the model reads of its images, not all of their pixels at once."""
+    files = []
+    for red in range(3):
+        file = io.BytesIO()
+        Image.new("RGB", (300, 200), (red, 0, 0)).save(file, "PNG")
+        files.append(file.getvalue())
+    sources = [MediaSource(kind="image", field="messages", url=data_url(file)) for file in files]
+    opener = MediaOpener(MediaConfig())
+    tokens = np.zeros(2, dtype=np.int64)
+
+    async def prepare(media):
+        reds = {"red": np.array([media.value.getpixel((0, 0))[0]])}
+        processed = Processed("image", tokens, tokens == 0, reds)
+        return Media("image", None, hash=media.hash, processed=processed)
+
+    async def open_all(prepare):
+        with opener.memory.reserve() as held:
+            opened = await opener.open(sources, {}, reservation=held, prepare=prepare)
+            return opened, opener.memory.used_bytes
+
+    try:
+        whole, held = asyncio.run(open_all(None))
+        encoded = sum(map(len, files))
+        assert held == encoded + 3 * 3 * 300 * 200
+        prepared, held = asyncio.run(open_all(prepare))
+        assert held == encoded
+        assert [media.hash for media in prepared] == [media.hash for media in whole]
+        assert [media.processed.tensors["red"].item() for media in prepared] == [0, 1, 2]
+        assert not any(media.value for media in prepared)
     finally:
         opener.close()
 

@@ -21,6 +21,7 @@ from modulm_media.flags import MediaConfig
 from modulm_media.limits import Limits, Undecodable
 from modulm_media.messages import MediaSource
 from modulm_media.opener import MediaOpener
+from modulm_media.values import Processed
 from modulm_media.workers import DecodeWorkers
 
 RED = image_file(Image.new("RGB", (6, 4), (200, 0, 0)))
@@ -155,7 +156,8 @@ def test_media_are_named_by_their_content_and_names_belong_to_their_owners(worke
 
     first = open_(source(RED, uuid="a"))
     assert first.hash == open_(source(RED)).hash != open_(source(RED + b" ")).hash
-    cache[first.hash] = object()
+    none = np.zeros(0, dtype=np.int64)
+    cache[first.hash] = Processed("image", none, none == 0, {})
     assert open_(source(RED)).value is None
     empty = MediaSource(kind="image", field="messages[0].content[0].image_url", uuid="a")
     assert open_(empty).processed is cache[first.hash]

@@ -32,7 +32,7 @@ class ProcessedCache:
 
     def put(self, key: bytes, value: Processed) -> None:
         """Store an entry, unless it alone exceeds the cache's size."""
-        size = sum(array.nbytes for array in value.tensors.values()) + value.tokens.nbytes
+        size = value.nbytes
         if size > self._room:
             return
         with self._lock:

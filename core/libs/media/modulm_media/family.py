@@ -162,6 +162,14 @@ class MediaFamily:
         """
         return tokens, media
 
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        """Whether `group_media` reads images, sounds or videos themselves, not only their number.
+
+        All of a prompt are then held at once; otherwise each is dropped when it is processed.
+        options: the processor's keyword arguments.
+        """
+        return type(self).group_media is not MediaFamily.group_media
+
     def start(self) -> Sequence[int]:
         """Decoder tokens to begin with if the prompt has none."""
         first = self.config.get("decoder_start_token_id", self.config.get("bos_token_id"))

@@ -71,6 +71,13 @@ class Reservation:
             self._memory._take(self._owner, size)
             self._size += size
 
+    def give(self, size: int) -> None:
+        """Release `size` bytes of what was reserved."""
+        with self._lock:
+            if not self._closed and size:
+                self._memory._give(self._owner, size)
+                self._size -= size
+
     def close(self) -> None:
         """Release all bytes; later calls of `take` fail."""
         with self._lock:

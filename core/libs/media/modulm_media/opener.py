@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modulm.errors import RequestError
 from modulm_media.fetch import Budget, Fetcher, from_base64
 from modulm_media.flags import MediaConfig, MediaKind
 from modulm_media.limits import Limits, Undecodable
@@ -20,19 +21,20 @@ from modulm_media.values import Media, Sound, Video, fingerprint
 from modulm_media.workers import DecodeWorkers, process_count
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from modulm_media.family import Processed
 
 __all__ = ["MediaOpener", "limits_of"]
 
-#: Files of one request that are fetched at once, and the limit of their decoded bytes together.
-_AT_ONCE, _TOGETHER = 8, 1 << 30
+#: Files of one request that are fetched at once, and the limit of what is held of all together, in
+#: bytes: less than a frame to the engine takes.
+_AT_ONCE, _TOGETHER = 8, 1_000_000_000
 #: Number of uuids that are remembered.
 _NAMES = 4096
 
 #: Looks up the processor's output for a content hash; None if it is not cached.
 CacheLookup = Callable[[bytes], "Processed | None"]
+#: Prepares a decoded item for the model, so that its pixels or samples need not be kept.
+Prepare = Callable[[Media], Awaitable[Media]]
 
 
 class MediaOpener:
@@ -58,23 +60,38 @@ class MediaOpener:
         cached: CacheLookup = lambda name: None,
         owner: str = "",
         reservation: Reservation | None = None,
+        prepare: Prepare | None = None,
     ) -> tuple[Media, ...]:
         """Open all sources, in order. Cached media are not decoded again.
 
         io: decoding options by kind. cached: looks up processor outputs. owner: namespace of the
-        uuids. reservation: holds the bytes of all media. Raises RequestError that names the first
-        invalid field, or QueueFull.
+        uuids. reservation: holds the bytes of all media. prepare: called with each item before
+        further files are decoded; gives back what it drops. Raises RequestError that names the
+        first invalid field, or QueueFull.
         """
-        reserve = None if reservation is None else reservation.take
         budget, slots = Budget(self._flags, reservation), asyncio.Semaphore(_AT_ONCE)
         room_left = [_TOGETHER]
 
         async def one(source: MediaSource) -> Media:
+            decoded: list[int] = []
+
+            def reserve(size: int) -> None:
+                if reservation is not None:
+                    reservation.take(size)
+                    decoded.append(size)
+
             async with slots:
                 media = await self._one(source, io, cached, owner, budget, reserve)
-            room_left[0] -= _size(media.value)
-            if room_left[0] < 0:
-                raise source.wrong("the media of the request are too large in total")
+                if prepare is not None and media.value is not None:
+                    media = await _prepared(source, media, prepare)
+                if reservation is not None and media.value is None:
+                    reservation.give(sum(decoded))
+                room_left[0] -= _size(media)
+                if room_left[0] < 0:
+                    raise source.wrong(
+                        f"the media of the request take more than {_TOGETHER // 10**6} MB as the "
+                        "model reads them: send fewer or smaller ones"
+                    )
             return media
 
         tasks = [asyncio.ensure_future(one(source)) for source in sources]
@@ -189,10 +206,20 @@ def limits_of(flags: MediaConfig, trusted: bool) -> Limits:
     )
 
 
-def _size(value: Image | Sound | Video | None) -> int:
-    """Bytes of a decoded value."""
+async def _prepared(source: MediaSource, media: Media, prepare: Prepare) -> Media:
+    """Prepare an item. Raises RequestError that names its field."""
+    try:
+        return await prepare(media)
+    except RequestError as error:
+        raise source.wrong(error.message) from error
+
+
+def _size(media: Media) -> int:
+    """Bytes of an item's value and of the processor's output for it."""
+    value, processed = media.value, media.processed
+    size = 0 if processed is None else processed.nbytes
     if isinstance(value, Sound):
-        return value.samples.nbytes
+        return size + value.samples.nbytes
     if isinstance(value, Video):
-        return value.frames.nbytes
-    return 0 if value is None else 3 * value.width * value.height
+        return size + value.frames.nbytes
+    return size if value is None else size + 3 * value.width * value.height

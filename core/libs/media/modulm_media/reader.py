@@ -308,6 +308,18 @@ class MediaReader:
         self.hits += processed is not None
         return processed
 
+    def prepare(self, media: Media, options: Mapping[str, Any] | None = None) -> Media:
+        """Run the processor on one item of a prompt, and drop its pixels or samples.
+
+        options: as for `read`. Items stay as they are in families whose `needs_values` says so.
+        Raises RequestError.
+        """
+        keywords = self._keywords(options)
+        if media.processed is not None or self.family.needs_values(keywords):
+            return media
+        processed, _ = self._processed(media, keywords)
+        return Media(media.kind, None, media.uuid, media.hash, processed)
+
     def clear(self) -> None:
         """Empty the cache of processor outputs."""
         self._cache.clear()

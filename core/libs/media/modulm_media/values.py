@@ -110,6 +110,11 @@ class Processed:
         """(first, end) of each run of embedded tokens."""
         return runs_of(self.embedded)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors and tokens."""
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.tokens.nbytes
+
     hash: bytes | None = None
     encoder_outputs: int = 0
 

@@ -137,8 +137,9 @@ class MediaService:
     ) -> list[MediaPrompt]:
         """Fetch the media of several prompts and put them into their token ids.
 
-        Opens all media first, each once and within the limits of one request. Raises RequestError,
-        or QueueFull if the media in progress exceed the memory limit.
+        Opens all media first, each once and within the limits of one request, and drops the pixels
+        and samples of each when it is processed. Raises RequestError, or QueueFull if the media in
+        progress exceed the memory limit.
         """
         reader = self.reader
         if reader is None:
@@ -148,8 +149,13 @@ class MediaService:
             io["audio"] = {"rate": reader.family.rate, **io["audio"]}
         cached = partial(reader.cached, options=request_media.processor)
         files = [source for source in request_media.sources if source.embeds is None]
+
+        async def prepare(item: Media) -> Media:
+            prepared: Media = await self._read(reader.prepare, item, request_media.processor)
+            return prepared
+
         with self._opener.memory.reserve(owner) as held:
-            opened = iter(await self._opener.open(files, io, cached, owner, held))
+            opened = iter(await self._opener.open(files, io, cached, owner, held, prepare))
             media: dict[int, Media] = {}
             for source in request_media.sources:
                 if source.embeds is None:

@@ -75,6 +75,9 @@ class PaliGemmaFamily(MediaFamily):
         text = tokens[1:] if len(tokens) and tokens[0] == bos else tokens
         return self.complete_prompt(np.concatenate([*[mark] * len(media), text]), mark), media
 
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return False
+
 
 class ColPaliFamily(PaliGemmaFamily):
     """ColPali, whose prompts attend in both directions throughout.

@@ -34,3 +34,6 @@ class Blip2Family(MediaFamily):
         if not media or np.isin(tokens, mark).any():
             return tokens, media
         return np.concatenate([*[mark] * len(media), tokens]), media
+
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return False

@@ -109,3 +109,6 @@ class Phi4MMFamily(PhiFamily):
     ) -> tuple[np.ndarray, Sequence[Media]]:
         marks = {kind: self.features(kind) for kind in self.kinds}
         return _unnumbered(tokens, media, self.processor.tokenizer, marks)
+
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return False

@@ -239,6 +239,9 @@ class OmniFamily(QwenVLFamily):
         rest = [one for one in media if one.kind == "image"] + sounds[len(videos) :]
         return self._without_marks(tokens, len(sounds), len(videos)), [*films, *rest]
 
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return any(options.get(name) for name in _WITH_SOUND)
+
     def _without_marks(self, tokens: np.ndarray, sounds: int, less: int) -> np.ndarray:
         """Remove the placeholders of the first sounds, if all sounds have one."""
         (mark,) = self.features("audio")

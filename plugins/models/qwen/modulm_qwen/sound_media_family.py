@@ -146,6 +146,9 @@ class MossAudioFamily(_Heard):
             pieces += tokenizer.encode(text, add_special_tokens=False)
         return np.array(pieces, np.int64), media
 
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return False
+
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         heard = self.hear(media, options)
         frames = int(heard["attention_mask"].sum())

@@ -35,6 +35,9 @@ class VibeVoiceAsrFamily(MediaFamily):
         text = first + "".join(f"{self._seconds(one):.2f}{rest}" for one, rest in pairs)
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64), media
 
+    def needs_values(self, options: Mapping[str, Any]) -> bool:
+        return False
+
     def _seconds(self, media: Media) -> float:
         if isinstance(media.value, Sound):
             return media.value.seconds
