@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from modulm_quantized.method import ACTIVATIONS, CodedMethod
     from modulm_quantized.names import below, matches
     from modulm_quantized.order import sorted_by_group
+    from modulm_quantized.published import Covers, native_lists, native_patterns, renamed_layers
     from modulm_quantized.rounding import SCHEMES, Scheme, round_weight
     from modulm_quantized.scales import block_columns, block_grid, exponents, narrowest, per_row
     from modulm_quantized.stored import StoredAs
@@ -40,6 +41,7 @@ __all__ = [
     "CodedExperts",
     "CodedMethod",
     "Codes",
+    "Covers",
     "Fitted",
     "ReadOrRound",
     "ReadOrRoundConfig",
@@ -52,11 +54,14 @@ __all__ = [
     "exponents",
     "matches",
     "narrowest",
+    "native_lists",
+    "native_patterns",
     "nibbles",
     "pack_stack",
     "pack_words",
     "packed_axis",
     "per_row",
+    "renamed_layers",
     "round_activations",
     "round_weight",
     "rounding_bound",

@@ -18,6 +18,7 @@ from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted, for_kernels
 from modulm_quantized.flags import LowPrecisionFlags
+from modulm_quantized.published import Covers, native_lists
 from modulm_quantized.stored import StoredAs
 
 __all__ = ["ACTIVATIONS", "CodedMethod"]
@@ -48,6 +49,12 @@ class CodedMethod(QuantizationMethod):
     api = 2
     #: Kinds of layers that files of this format may quantize.
     HELD: ClassVar[tuple[str, ...]] = ("linear", "lm_head", "expert")
+    #: Settings that list layers by their names in files, and how these are compared with patterns.
+    LISTS: ClassVar[Mapping[str, Covers]] = {}
+
+    @classmethod
+    def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
+        return native_lists(checkpoint, checkpoint.quantization or {}, cls.LISTS)
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:

@@ -76,6 +76,7 @@ class AWQ(CodedMethod):
     name = "awq"
     Config: ClassVar[type] = AWQConfig
     config: AWQConfig
+    LISTS: ClassVar = {"modules_to_not_convert": below}
     HELD = ("linear", "expert")
 
     @classmethod

@@ -67,6 +67,7 @@ class BitNet(CodedMethod):
     name = "bitnet"
     Config: ClassVar[type] = BitNetConfig
     config: BitNetConfig
+    LISTS: ClassVar = {"modules_to_not_convert": below}
     HELD = ("linear",)
 
     def skips(self, name: str) -> bool:

@@ -76,6 +76,7 @@ class BitsAndBytes(CodedMethod):
     name = "bitsandbytes"
     Config: ClassVar[type] = BitsAndBytesConfig
     config: BitsAndBytesConfig
+    LISTS: ClassVar = {"llm_int8_skip_modules": below}
     HELD = ("linear", "expert")
 
     @classmethod

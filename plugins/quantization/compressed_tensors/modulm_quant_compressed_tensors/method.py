@@ -15,8 +15,8 @@ are not. Stored scales of activations and of the KV cache are not used.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,9 +43,11 @@ from modulm_quantized import (
     block_columns,
     block_grid,
     matches,
+    native_patterns,
     nibbles,
     packed_axis,
     per_row,
+    renamed_layers,
     sorted_by_group,
     unpack_words,
 )
@@ -56,6 +58,8 @@ _NEEDLESS = re.compile(
     r"\.(weight_shape|shape|(input|output|q|k|v|prob)_(scale|zero_point|global_scale))$"
 )
 _NAME = "compressed-tensors"
+#: Lists of names of layers in tables of settings.
+_LISTS = ("ignore", "targets")
 
 
 class CompressedTensors(CodedMethod):
@@ -72,6 +76,19 @@ class CompressedTensors(CodedMethod):
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
         method = (checkpoint.quantization or {}).get("quant_method")
         return f"config.json says quant_method {_NAME}" if method == _NAME else None
+
+    @classmethod
+    def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
+        table = dict(checkpoint.quantization or {})
+        layers = renamed_layers(checkpoint)
+        groups = table.get("config_groups")
+        if isinstance(groups, Mapping):
+            table["config_groups"] = {
+                name: _native(group, ("targets",), layers) for name, group in groups.items()
+            }
+        if "sparsity_config" in table:
+            table["sparsity_config"] = _native(table["sparsity_config"], _LISTS, layers)
+        return _native(table, _LISTS, layers)
 
     def skips(self, name: str) -> bool:
         return self.config.group(name) is None and not self.config.sparse(name)
@@ -254,6 +271,15 @@ class CompressedTensors(CodedMethod):
                 f"{listed}: fused layers have different settings",
             )
         return sparse[0]
+
+
+def _native(table: Any, keys: Sequence[str], layers: Mapping[str, str]) -> Any:
+    """Add the model's names to lists of names in files. layers: see `renamed_layers`."""
+    if not isinstance(table, Mapping) or not layers:
+        return table
+    lists = {key: table[key] for key in keys if isinstance(table.get(key), list)}
+    more = {key: native_patterns(names, matches, layers) for key, names in lists.items()}
+    return {**table, **{key: [*lists[key], *names] for key, names in more.items()}}
 
 
 def _numbers(stored: Mapping[str, Tensor], spec: LinearSpec) -> Tensor:

@@ -80,6 +80,7 @@ class FP8(CodedMethod):
     name = "fp8"
     Config: ClassVar[type] = FP8Config
     config: FP8Config
+    LISTS: ClassVar = {"ignored_layers": below, "modules_to_not_convert": below}
 
     @property
     def stored(self) -> bool:

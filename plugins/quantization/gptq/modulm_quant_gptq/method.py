@@ -32,7 +32,9 @@ from modulm_quantized import (
     Codes,
     StoredAs,
     matches,
+    native_patterns,
     packed_axis,
+    renamed_layers,
     sorted_by_group,
     unpack_words,
 )
@@ -97,6 +99,7 @@ class GPTQ(CodedMethod):
     name = "gptq"
     Config: ClassVar[type] = GPTQConfig
     config: GPTQConfig
+    LISTS: ClassVar = {"modules_to_not_convert": matches}
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
@@ -106,6 +109,19 @@ class GPTQ(CodedMethod):
         if method not in _METHODS or (method != cls.name and "awq" in packed):
             return None
         return f"config.json says quant_method {method}"
+
+    @classmethod
+    def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
+        table = dict(super().settings(checkpoint))
+        rules, extra = table.get("dynamic"), table.get("extra_config")
+        if isinstance(rules, Mapping) or isinstance(extra, Mapping):
+            layers = renamed_layers(checkpoint)
+            if isinstance(rules, Mapping):
+                table["dynamic"] = _native_rules(rules, layers)
+            if isinstance(extra, Mapping):
+                named = {name: extra[path] for name, path in layers.items() if path in extra}
+                table["extra_config"] = {**named, **extra}
+        return table
 
     def activations(self, spec: LinearSpec) -> str:
         return self.config.activations
@@ -199,6 +215,17 @@ class GPTQ(CodedMethod):
                 f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return size
+
+
+def _native_rules(rules: Mapping[str, Any], layers: Mapping[str, str]) -> dict[str, Any]:
+    """Add rules for the model's names, each after that for names in files."""
+    native: dict[str, Any] = {}
+    for pattern, rule in rules.items():
+        sign = pattern[:2] if pattern[:2] in ("-:", "+:") else ""
+        names = native_patterns([f"re:{pattern.removeprefix(sign)}"], matches, layers)
+        more = [sign + name.removeprefix("re:") for name in names if name.startswith("re:")]
+        native |= dict.fromkeys([pattern, *more], rule)
+    return native
 
 
 def _flat(names: tuple[Any, ...]) -> list[str]:

@@ -88,6 +88,7 @@ class HQQ(CodedMethod):
     name = "hqq"
     Config: ClassVar[type] = HQQConfig
     config: HQQConfig
+    LISTS: ClassVar = {"skip_modules": below}
 
     def skips(self, name: str) -> bool:
         return self.skips_fused(name) or self._of(name) is None

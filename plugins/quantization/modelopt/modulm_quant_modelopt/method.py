@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -40,6 +40,7 @@ from modulm_quantized import (
     StoredAs,
     block_columns,
     block_grid,
+    native_lists,
     nibbles,
     per_row,
 )
@@ -137,6 +138,11 @@ class ModelOpt(CodedMethod):
 
     @classmethod
     def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, Any]:
+        lists = dict.fromkeys(("ignore", "exclude_modules"), _covered)
+        return native_lists(checkpoint, cls._stored_settings(checkpoint), lists)
+
+    @classmethod
+    def _stored_settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, Any]:
         table = dict(checkpoint.quantization or {})
         if table.get("quant_algo") or checkpoint.folder is None:
             return table
@@ -157,7 +163,7 @@ class ModelOpt(CodedMethod):
 
     def skips_fused(self, name: str) -> bool:
         listed = (self.config.ignore or ()) + (self.config.exclude_modules or ())
-        return any(_covers(pattern, name) for pattern in listed)
+        return _covered(name, listed)
 
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
@@ -262,6 +268,10 @@ class ModelOptMixed(ModelOpt):
     """vLLM's name for checkpoints with mixed algorithms on the command line."""
 
     name = "modelopt_mixed"
+
+
+def _covered(name: str, patterns: Iterable[str]) -> bool:
+    return any(_covers(pattern, name) for pattern in patterns)
 
 
 def _covers(pattern: str, name: str) -> bool:

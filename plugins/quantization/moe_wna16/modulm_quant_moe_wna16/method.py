@@ -66,6 +66,7 @@ class MoeWNA16(CodedMethod):
     name = "moe_wna16"
     Config: ClassVar[type] = MoeWNA16Config
     config: MoeWNA16Config
+    LISTS: ClassVar = {"modules_to_not_convert": below}
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:

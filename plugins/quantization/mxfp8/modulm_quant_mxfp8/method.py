@@ -45,6 +45,7 @@ class MXFP8(ReadOrRound, CodedMethod):
     name = "mxfp8"
     Config: ClassVar[type] = MXFP8Config
     config: MXFP8Config
+    LISTS: ClassVar = {"modules_to_not_convert": below, "ignored_layers": below}
 
     ROUNDS_TO = "mxfp8"
     HELD = ("linear", "expert")

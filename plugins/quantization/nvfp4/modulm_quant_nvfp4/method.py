@@ -57,6 +57,7 @@ class NVFP4(ReadOrRound, CodedMethod):
     name = "nvfp4"
     Config: ClassVar[type] = NVFP4Config
     config: NVFP4Config
+    LISTS: ClassVar = {"modules_to_not_convert": below, "ignore": below}
 
     ROUNDS_TO = "nvfp4"
     HELD = ("linear", "expert")

@@ -15,7 +15,7 @@ rounded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     PARTS,
+    CheckpointInfo,
     LinearSpec,
     ParamSpec,
     fixed,
@@ -38,6 +39,7 @@ from modulm_quantized import (
     CodedMethod,
     Codes,
     StoredAs,
+    native_lists,
     nibbles,
     packed_axis,
     per_row,
@@ -124,11 +126,15 @@ class Quark(CodedMethod):
     }
     config: QuarkConfig
 
+    @classmethod
+    def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, Any]:
+        return native_lists(checkpoint, checkpoint.quantization or {}, {"exclude": _excluded})
+
     def skips(self, name: str) -> bool:
         return self.skips_fused(name) or not self.config.of(name).get("weight")
 
     def skips_fused(self, name: str) -> bool:
-        return any(_matches(pattern, name) for pattern in self.config.exclude or ())
+        return _excluded(name, self.config.exclude or ())
 
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
@@ -266,6 +272,10 @@ class Quark(CodedMethod):
             return structure_table(tables[0], Weights, open_ended=True)
         except Problem as problem:
             raise ConfigError("quantization_config.weight", f"{name}: {problem}") from problem
+
+
+def _excluded(name: str, patterns: Iterable[str]) -> bool:
+    return any(_matches(pattern, name) for pattern in patterns)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -116,6 +116,7 @@ class TorchAO(CodedMethod):
         "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
     }
     config: TorchAOConfig
+    LISTS: ClassVar = {"modules_to_not_convert": matches}
     HELD = ("linear", "expert")
 
     def skips(self, name: str) -> bool:
