@@ -28,6 +28,7 @@ FAMILIES = {
     "MarianMTModel": {"max_position_embeddings": 192},
     "T5ForConditionalGeneration": {"n_positions": 192},
     "CohereAsrForConditionalGeneration": {"max_position_embeddings": 192},
+    "CanaryForConditionalGeneration": {},
 }
 #: Architecture, what changes, and whether a head is stored that is not the embedding.
 VARIANTS = {
@@ -39,7 +40,10 @@ VARIANTS = {
         True,
     ),
 }
-HEARS = {"WhisperForConditionalGeneration", "CohereAsrForConditionalGeneration"}
+HEARS = {
+    "WhisperForConditionalGeneration", "CohereAsrForConditionalGeneration",
+    "CanaryForConditionalGeneration",
+}  # fmt: skip
 #: What decoders begin with, and the tokens of what encoders read.
 BEGUN = ([1, 5, 6, 7], [1], [1, 9, 300])
 TEXTS = (list(range(20, 37)), [40, 41], list(range(50, 90)))
@@ -94,6 +98,8 @@ class Family:
             seconds = config.max_source_positions // 50
             return hf.WhisperFeatureExtractor(config.num_mel_bins, chunk_length=seconds)
         bins = config.encoder_config.num_mel_bins
+        if self.architecture == "CanaryForConditionalGeneration":
+            return hf.ParakeetFeatureExtractor(bins)
         return hf.CohereAsrFeatureExtractor(bins, max_audio_clip_s=1.0, overlap_chunk_second=0.0)
 
     def ask(self, most=8, n=1, **flags):

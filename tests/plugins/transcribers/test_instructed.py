@@ -26,6 +26,7 @@ from modulm_speech.instructed import InstructedTranscriber
 from modulm_tokenizers.tokenizer import load_tokenizer
 from modulm_towers.testing import SoundFamily, sounds, write_family
 from modulm_transcriber_instructed import (
+    Canary,
     CohereAsr,
     Flamingo,
     GlmAsr,
@@ -120,6 +121,29 @@ def test_cohere_transcribe_is_told_by_tokens(tmp_path: Path) -> None:
     asked = CohereAsr(load_tokenizer(tmp_path), tmp_path, {}).ask(sound, wanted)
     first, last = tokenizer.convert_tokens_to_ids(["\u2581", "<|startofcontext|>"])
     assert asked.tokens == [first, *range(last, last + 4), last + 3, *range(last + 4, last + 8)]
+
+
+def test_canary_is_told_both_languages(tmp_path: Path) -> None:
+    import transformers as hf
+
+    names = (
+        "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>", "<|de|>", "<|en|>",
+        "<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>",
+    )  # fmt: skip
+    make_tokenizer(tmp_path, vocab=480)
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    tokenizer.save_pretrained(tmp_path)
+    canary = Canary(load_tokenizer(tmp_path), tmp_path, {})
+    sound = Sound(np.ones(1600, np.float32), 16000)
+    ids = tokenizer.convert_tokens_to_ids(list(names))
+    told = {
+        task: canary.ask(sound, Wanted(task=task, language="de")).tokens for task in canary.tasks
+    }
+    assert told == {
+        "transcribe": [*ids[:4], ids[3], *ids[5:]],
+        "translate": [*ids[:4], ids[4], *ids[5:]],
+    }
 
 
 def test_each_form_has_the_placeholder_of_its_model_and_is_of_one_that_hears() -> None:

@@ -12,13 +12,13 @@ from torch import Tensor
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Batch
 from modulm.errors import CheckpointError, UnsupportedError
-from modulm.nn import Builder, Embedding, Head, Norm, WeightNames, read_config
+from modulm.nn import Builder, Embedding, Head, Linear, Norm, WeightNames, read_config
 from modulm_layers import CrossedLayer, DecoderForCausalLM, LearnedPositions, only, size
 from modulm_towers.parakeet import ParakeetConfig, ParakeetTower
 from modulm_towers.pieces import Pieces, whole
 from modulm_towers.text import complete_config
 
-__all__ = ["CohereAsrConfig", "CohereAsrForConditionalGeneration"]
+__all__ = ["CohereAsrConfig", "CohereAsrForConditionalGeneration", "Decoder"]
 
 _EPS = 1e-5
 #: NeMo's names, in which files are published, and transformers'.
@@ -68,7 +68,7 @@ _CROSSED = (
 
 
 @frozen(kw_only=True)
-class _Decoder:
+class Decoder:
     """The decoder's keys."""
 
     vocab_size: int = size()
@@ -94,7 +94,7 @@ class _Decoder:
 
 
 @frozen(eq=False, kw_only=True)
-class CohereAsrConfig(_Decoder):
+class CohereAsrConfig(Decoder):
     """config.json of Cohere Transcribe. encoder: settings of the fast conformer."""
 
     encoder: ParakeetConfig
@@ -110,8 +110,8 @@ class CohereAsrConfig(_Decoder):
         encoder = keys.get("encoder_config")
         if not isinstance(encoder, Mapping):
             raise CheckpointError(f"{file}: encoder_config: must be a table")
-        decoder = read_config(keys, _Decoder, file)
-        fields = {field: getattr(decoder, field) for field in _Decoder.__annotations__}
+        decoder = read_config(keys, Decoder, file)
+        fields = {field: getattr(decoder, field) for field in Decoder.__annotations__}
         return cls(**fields, encoder=read_config(encoder, ParakeetConfig, file))
 
     @property
@@ -165,10 +165,14 @@ class CohereAsrForConditionalGeneration(DecoderForCausalLM):
                 "pipeline_parallel_size: not supported yet for encoder-decoder models"
             )
         super().__init__(config, build)
-        self.device, width = build.shared.device, config.encoder.hidden_size
+        self.device = build.shared.device
         self.encoder = ParakeetTower(config.encoder, build.at("model.encoder"))
-        at = build.at("model.decoder")
-        self.projector = at.linear("proj", width, config.hidden_size, bias=True, split=False)
+        self.projector = self.make_projector(config, build.at("model.decoder"))
+
+    def make_projector(self, config: Any, b: Builder) -> Linear | None:
+        """Create the layer between encoder and decoder; None without one."""
+        width = config.encoder.hidden_size
+        return b.linear("proj", width, config.hidden_size, bias=True, split=False)
 
     def make_embedding(self, config: Any, b: Builder) -> Any:
         tokens = b.embedding("embed_tokens", config.vocab_size, config.hidden_size)
@@ -192,7 +196,7 @@ class CohereAsrForConditionalGeneration(DecoderForCausalLM):
         for item in items:
             mel = torch.from_numpy(item.tensors["mel"].copy()).to(self.device)
             states = yield from self.encoder.run(mel)
-            encoded.append(self.projector(states))
+            encoded.append(states if self.projector is None else self.projector(states))
         return encoded
 
     @classmethod

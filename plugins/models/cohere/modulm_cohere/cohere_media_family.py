@@ -1,5 +1,5 @@
 """Media families of Aya Vision and Command A Vision (tiles and a thumbnail per image), and of
-Cohere Transcribe.
+Cohere Transcribe and Canary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from modulm_media import Media, MediaFamily, Processed, Sound
 if TYPE_CHECKING:
     from modulm_media.processors import ProcessorFiles
 
-__all__ = ["AyaVisionFamily", "CohereAsrFamily"]
+__all__ = ["AyaVisionFamily", "CanaryFamily", "CohereAsrFamily"]
 
 
 class AyaVisionFamily(MediaFamily):
@@ -48,14 +48,19 @@ class CohereAsrFamily(MediaFamily):
         settings = {key: written[key] for key in known if key in written}
         return Hearing(CohereAsrFeatureExtractor(**settings))
 
+    @property
+    def longest(self) -> float:
+        """The most seconds of a sound."""
+        return float(self.processor.feature_extractor.max_audio_clip_s)
+
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
         if not isinstance(media.value, Sound):
             raise RequestError(f"the model does not support {media.kind} input", "multi_modal_data")
         sound, extractor = media.value.at(self.rate), self.processor.feature_extractor
-        if sound.seconds > extractor.max_audio_clip_s:
+        if sound.seconds > self.longest:
             raise RequestError(
                 f"audio of {sound.seconds:.1f} seconds: the model accepts "
-                f"{extractor.max_audio_clip_s:.0f}; /v1/audio/transcriptions splits longer audio",
+                f"{self.longest:.0f}; /v1/audio/transcriptions splits longer audio",
                 "multi_modal_data",
             )
         try:
@@ -77,3 +82,26 @@ class CohereAsrFamily(MediaFamily):
             "audio", nothing, nothing.astype(bool), {"mel": np.ascontiguousarray(mel, np.float32)},
             encoder_outputs=outputs,
         )  # fmt: skip
+
+
+class CanaryFamily(CohereAsrFamily):
+    """The same with NVIDIA's spectrogram, for as many frames as the encoder has positions."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from transformers import ParakeetFeatureExtractor
+
+        written = files.settings("feature_extractor")
+        known = (
+            "feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis",
+            "padding_value",
+        )  # fmt: skip
+        settings = {key: written[key] for key in known if key in written}
+        return Hearing(ParakeetFeatureExtractor(**settings))
+
+    @property
+    def longest(self) -> float:
+        encoder = self.config.get("encoder_config") or {}
+        frames = encoder.get("max_position_embeddings", 5000)
+        per_frame = self.processor.feature_extractor.hop_length / self.rate
+        return float(frames * encoder.get("subsampling_factor", 8) * per_frame)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from modulm_media.values import Sound
 
 __all__ = [
+    "Canary",
     "CohereAsr",
     "FireRed",
     "Flamingo",
@@ -208,17 +209,42 @@ class CohereAsr(Transcriber):
     def languages(self) -> Mapping[str, str]:
         return self.known
 
+    #: Whether the decoder's text begins with the token of a space.
+    spaced: ClassVar[bool] = True
+
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
         language = f"<|{wanted.language or 'en'}|>"
+        written = "<|en|>" if wanted.task == "translate" else language
         names = (
-            "\u2581", "<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>", language,
-            language, "<|pnc|>", "<|noitn|>", "<|notimestamp|>", "<|nodiarize|>",
+            *["\u2581"] * self.spaced, "<|startofcontext|>", "<|startoftranscript|>",
+            "<|emo:undefined|>", language, written, "<|pnc|>", "<|noitn|>", "<|notimestamp|>",
+            "<|nodiarize|>",
         )  # fmt: skip
         tokens = [self.tokenizer.token_to_id(name) for name in names]
         missing = [name for name, token in zip(names, tokens, strict=True) if token is None]
         if missing:
             raise CheckpointError(f"{self.path}: the vocabulary has no token {missing[0]}")
         return Question(tokens=[int(token) for token in tokens if token is not None], sound=sound)
+
+
+class Canary(CohereAsr):
+    """Canary (arXiv 2509.14128): 25 languages of Europe, also translated into English."""
+
+    spaced = False
+    known: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "bg": "bulgarian", "hr": "croatian", "cs": "czech", "da": "danish", "nl": "dutch",
+            "en": "english", "et": "estonian", "fi": "finnish", "fr": "french", "de": "german",
+            "el": "greek", "hu": "hungarian", "it": "italian", "lv": "latvian",
+            "lt": "lithuanian", "mt": "maltese", "pl": "polish", "pt": "portuguese",
+            "ro": "romanian", "sk": "slovak", "sl": "slovenian", "es": "spanish",
+            "sv": "swedish", "ru": "russian", "uk": "ukrainian",
+        }
+    )  # fmt: skip
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return ("transcribe", "translate")
 
 
 class Granite(InstructedTranscriber):
