@@ -14,6 +14,7 @@ from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tokenizer
 from modulm_chat.conversation import content_format, encode_chat, load_template, render
+from modulm_chat.media_part import MediaPart
 from modulm_chat.templates import MAX_TEMPLATE, TemplateFailed, check_template, execute
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -136,6 +137,11 @@ def test_contents_are_put_in_the_form_that_the_template_wants(tokenizer: Tokeniz
     assert render(two, tokenizer=tokenizer, template=template) == "a\nb"
     plain = [{"role": "user", "content": "a"}]
     assert render(plain, tokenizer=tokenizer, template=PARTS) == "user:a"
+    for leads, text in ((True, "<i>\n<a>\na\nb"), (False, "a\n<i>\nb\n<a>")):
+        image, sound = MediaPart("image", "<i>", leads), MediaPart("audio", "<a>", leads)
+        content = [two[0]["content"][0], image, two[0]["content"][1], sound]
+        media = [{"role": "user", "content": content}]
+        assert render(media, tokenizer=tokenizer, template=template) == text
 
 
 @pytest.mark.parametrize("template", [None, CHATML, TRIMMING, PARTS])

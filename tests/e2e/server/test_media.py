@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import anthropic
 import httpx
@@ -24,6 +25,7 @@ from tests.media.checkpoint import SLOTS, write_llava
 from tests.media.files import image_file, sound_file, tone
 
 import modulm
+from modulm.testing.adapters import write_lora
 from modulm_towers.testing import images
 
 SIZES = [(30, 30), (40, 20), (20, 40)]
@@ -393,3 +395,50 @@ def test_batches_take_the_same_parts(folder: Path, client: openai.OpenAI, url: s
     expected = told(ask(client, part(data_url(PICTURES[0]))))
     assert answer["choices"][0]["message"]["content"] == expected[0]
     assert answer["usage"]["prompt_tokens"] == expected[2]
+
+
+#: Tables as OCR models write them in HTML.
+TABLE = """
+root ::= "<table>" row row? "</table>"
+row ::= "<tr>" cell cell? "</tr>"
+cell ::= "<td>" [a-zA-Z0-9 .]{1,8} "</td>"
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_grammar_makes_a_table_of_an_image(client: openai.OpenAI) -> None:
+    more = {"extra_body": {"structured_outputs": {"grammar": TABLE}}, "max_tokens": 200}
+    answer = ask(client, part(data_url(PICTURES[0])), **more).choices[0]
+    assert answer.finish_reason == "stop"
+    table = ElementTree.fromstring(answer.message.content)
+    assert [row.tag for row in table] == ["tr"] * len(table)
+    assert all(cell.tag == "td" and cell.text for row in table for cell in row)
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_for_images(
+    folder: Path, tmp_path: Path, serve_here: Callable[..., AbstractContextManager[str]]
+) -> None:
+    """`--default-mm-loras`: of requests for the model itself, those with images use it."""
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as weights:
+        layers = {
+            name.removesuffix(".weight"): tuple(reversed(weights.get_slice(name).get_shape()))
+            for name in weights.keys()  # noqa: SIM118
+            if name.endswith("_proj.weight") and "language_model" in name
+        }
+    write_lora(tmp_path / "sees", layers, 4, 1, lora_alpha=64)
+    flags = {
+        "--served-model-name": "llava", "--device": "cpu", "--dtype": "float32",
+        "--attention-backend": "sdpa", "--default-mm-loras": f'{{"image": "{tmp_path}/sees"}}',
+        "--lora-modules": f"named={tmp_path}/sees",
+    }  # fmt: skip
+    arguments = [word for pair in flags.items() for word in pair]
+    with (
+        serve_here(tmp_path / "log", [folder, *arguments, "--enable-lora"]) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        image = part(data_url(PICTURES[0]))
+        seen, text = told(ask(client, image)), told(ask(client))
+        assert seen == told(ask(client, image, model="named"))
+        assert text != told(ask(client, model="named"))

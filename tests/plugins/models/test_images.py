@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from samples import parametrize_sample
 
 import modulm
-from modulm.errors import CheckpointError, RequestError
+from modulm.errors import CheckpointError, ConfigError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
+from modulm_media.grids import retained
 from modulm_phi.tiles import Phi4MultimodalImageProcessorPil
 from modulm_towers import tiny_text
 from modulm_towers.testing import (
@@ -944,3 +945,66 @@ def test_minicpm_with_more_tokens_and_in_prompts_that_are_filled_already(tmp_pat
         table = torch.tensor([entry[i].logprob for i in range(512)])
         assert (table - expected).abs().max() < 1e-3
     assert ids.count(480) > 2 * plain.prompt_token_ids.count(480)
+
+
+@pytest.mark.exhaustive
+@parametrize_sample("name", ("Qwen2_5_VLForConditionalGeneration",
+                             "Qwen2VLForConditionalGeneration"), every=2)  # fmt: skip
+def test_videos_without_what_changes_least(name, tmp_path):
+    """`--video-pruning-rate`: transformers on the tokens that remain, at their own positions."""
+    tokens, processor, more = FAMILIES[name]
+    folder = write_family(ImageFamily(driver(name), tokens, processor, **more), tmp_path)
+    (film,) = films(((8, 44, 30),))
+    text = "The film <|video_pad|> is about"
+    inputs = dict(
+        processor_of(name, folder)(
+            text=[text], videos=[film.frames], video_metadata=[film.metadata()],
+            do_sample_frames=False, add_special_tokens=False, return_tensors="pt",
+        )
+    )  # fmt: skip
+    theirs = getattr(hf, name).from_pretrained(folder, attn_implementation="eager").eval()
+    ids, (grid,) = inputs["input_ids"][0], inputs["video_grid_thw"].tolist()
+    inside = (ids == 481).nonzero().flatten()
+    kept = retained(grid[0], len(inside) // grid[0], 0.6)
+    with torch.inference_mode():
+        seen = theirs.model.visual(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        seen = seen.pooler_output if hasattr(seen, "pooler_output") else seen
+        frames = seen.unflatten(0, (grid[0], -1))
+        change = 1 - torch.nn.functional.cosine_similarity(frames[1:], frames[:-1], dim=-1)
+        order = torch.cat([torch.full((frames.shape[1],), 9.0), change.flatten()]).argsort(
+            descending=True, stable=True
+        )
+        chosen = order[:kept].sort().values
+        rest = torch.ones(len(ids), dtype=torch.bool)
+        rest[inside] = False
+        rest[inside[chosen]] = True
+        times = {"second_per_grid_ts": inputs.get("second_per_grid_ts")}
+        types = {"mm_token_type_ids": inputs.get("mm_token_type_ids")}
+        options = {key: value for key, value in (times | types).items() if value is not None}
+        if "2_5" not in name:
+            options.pop("second_per_grid_ts", None)
+        positions, _ = theirs.model.get_rope_index(
+            ids[None], video_grid_thw=inputs["video_grid_thw"], **options
+        )
+        embeds = theirs.get_input_embeddings()(ids)
+        embeds[inside] = seen.to(embeds.dtype)
+        expected = (
+            theirs(inputs_embeds=embeds[rest][None], position_ids=positions[:, :, rest])
+            .logits[0]
+            .log_softmax(-1)
+        )
+    settings = {"device": "cpu", "dtype": "float32", "max_logprobs": -1, "video_pruning_rate": 0.6}
+    prompt = {"prompt": text, "multi_modal_data": {"video": [(film.frames, {"fps": film.fps})]}}
+    params = modulm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1, prompt_logprobs=-1)
+    for chunk in (0, 5):
+        pieces = {"long_prefill_token_threshold": chunk} if chunk else {}
+        with modulm.LLM(str(folder), **settings, **pieces) as llm:
+            (answer,) = llm.generate(prompt, params, use_tqdm=False)
+        assert answer.prompt_token_ids == ids[rest].tolist()
+        entries = [*answer.prompt_logprobs[1:], answer.outputs[0].logprobs[0]]
+        table = torch.tensor([[entry[i].logprob for i in range(512)] for entry in entries])
+        assert (table - expected).abs().max() < 1e-3
+    llava = ImageFamily(driver("LlavaForConditionalGeneration"), IMAGE, clip)
+    other = write_family(llava, tmp_path / "other")
+    with pytest.raises(ConfigError, match="leaves out no tokens"):
+        modulm.LLM(str(other), **settings)

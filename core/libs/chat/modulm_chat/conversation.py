@@ -186,7 +186,7 @@ def _encode_by_tokenizer(
     if tokenizer.chat is None:
         raise RequestError("this tokenizer cannot encode messages", "messages")
     return tokenizer.chat.encode(
-        normalise(messages, "string"),
+        normalise(messages, "string", ordered=True),
         tools=tools or (),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -268,15 +268,18 @@ def _installed_template(value: str) -> str:
 
 
 def normalise(
-    messages: Sequence[Mapping[str, Any]], content_kind: ContentFormat
+    messages: Sequence[Mapping[str, Any]], content_kind: ContentFormat, ordered: bool = False
 ) -> list[dict[str, Any]]:
     """Normalise messages for templates: one form of contents, call arguments as objects.
 
-    Returns new values. Raises RequestError(param="messages").
+    ordered: leave media that lead where they are. Returns new values. Raises
+    RequestError(param="messages").
     """
     if not messages:
         raise RequestError("messages: at least one message is required", "messages")
-    return [_message(index, message, content_kind) for index, message in enumerate(messages)]
+    return [
+        _message(index, message, content_kind, ordered) for index, message in enumerate(messages)
+    ]
 
 
 def _without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -344,12 +347,14 @@ def _sealed(content: Any, pattern: re.Pattern[str]) -> Any:
     return content
 
 
-def _message(index: int, message: Mapping[str, Any], content_kind: ContentFormat) -> dict[str, Any]:
+def _message(
+    index: int, message: Mapping[str, Any], content_kind: ContentFormat, ordered: bool
+) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] must be an object with a role", "messages")
     fresh = {key: value for key, value in message.items() if value is not None}
     content, thought = take_thought(index, message)
-    fresh["content"] = _content(index, content, content_kind)
+    fresh["content"] = _content(index, content, content_kind, ordered)
     if fresh.get("tool_calls"):
         if not isinstance(fresh["tool_calls"], (list, tuple)):
             raise RequestError(f"messages[{index}].tool_calls must be a list", "messages")
@@ -361,7 +366,7 @@ def _message(index: int, message: Mapping[str, Any], content_kind: ContentFormat
     return fresh
 
 
-def _content(index: int, value: Any, content_kind: ContentFormat) -> Any:
+def _content(index: int, value: Any, content_kind: ContentFormat, ordered: bool) -> Any:
     if value is None:
         return ""
     if isinstance(value, str):
@@ -373,6 +378,8 @@ def _content(index: int, value: Any, content_kind: ContentFormat) -> Any:
     parts = [_part(index, at, part) for at, part in enumerate(value)]
     if content_kind == "openai":
         return parts
+    if not ordered:
+        parts.sort(key=lambda part: not (isinstance(part, MediaPart) and part.leads))
     return "\n".join(part.mark if isinstance(part, MediaPart) else part["text"] for part in parts)
 
 

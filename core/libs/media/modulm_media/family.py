@@ -53,6 +53,8 @@ class MediaFamily:
     #: Replacements ("module:Class") for image processors that transformers only builds with
     #: torchvision, by their class names in files, without the suffix "Fast".
     image_processors: ClassVar[Mapping[str, str]] = {}
+    #: `--video-pruning-rate`, for families of models that leave out tokens of videos.
+    video_pruning_rate: float = 0.0
     #: transformers' video processor, if it is named after another model than the processor.
     video_processor: ClassVar[str | None] = None
 

@@ -39,6 +39,17 @@ class MediaConfig(FlagGroup):
         4.0, "Size of the cache of processor outputs; 0 disables it.",
         unit="GiB", least=0,
     )  # fmt: skip
+    interleave_mm_strings: bool = flag(
+        False,
+        "Leave media where they are among a message's texts for chat templates that take contents "
+        "as strings. By default they come before the text, as in vLLM.",
+    )
+    video_pruning_rate: float | None = flag(
+        None,
+        "Share of a video's tokens to leave out, from 0 to below 1: those that differ least from "
+        "the frame before. For Qwen2-VL and Qwen2.5-VL.",
+        least=0,
+    )
     language_model_only: bool = flag(
         False, "Accept no media; the same as a limit of 0 for every kind in --limit-mm-per-prompt."
     )
@@ -95,6 +106,8 @@ class MediaConfig(FlagGroup):
     )
 
     def __attrs_post_init__(self) -> None:
+        if (self.video_pruning_rate or 0) >= 1:
+            raise ConfigError("video_pruning_rate", "must be less than 1")
         for kind, value in self.limit_mm_per_prompt.items():
             _check_kind("limit_mm_per_prompt", kind)
             count = value.get("count") if isinstance(value, Mapping) else value

@@ -102,7 +102,9 @@ class MediaReader:
             return self._family_class(None, config)
         tokenizer = model.tokenizer or path
         processor = load_processor(self._opens, path, tokenizer, model.trust_remote_code)
-        return self._family_class(processor, config)
+        family = self._family_class(processor, config)
+        family.video_pruning_rate = self.flags.video_pruning_rate or 0.0
+        return family
 
     @property
     def crosses(self) -> bool:
@@ -285,7 +287,8 @@ class MediaReader:
         return processed, processed.hash or key
 
     def _key(self, name: bytes, options: Mapping[str, Any]) -> bytes:
-        return fingerprint(name, dict(options), self._family_class.__name__)
+        rate = self.flags.video_pruning_rate
+        return fingerprint(name, dict(options), self._family_class.__name__, *[rate] * bool(rate))
 
     def embedded(self, item: MediaItem) -> Media:
         """Make media from an item of precomputed embeddings (kind EMBEDS).

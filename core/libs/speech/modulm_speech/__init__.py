@@ -7,9 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modulm_speech.transcriber import Alignment, Question, Segment, Transcriber, Wanted, Word
+    from modulm_speech.transcriber import (
+        Alignment,
+        Emitted,
+        Question,
+        Segment,
+        Transcriber,
+        Wanted,
+        Word,
+    )
 
-__all__ = ["Alignment", "Question", "Segment", "Transcriber", "Wanted", "Word"]
+__all__ = ["Alignment", "Emitted", "Question", "Segment", "Transcriber", "Wanted", "Word"]
 
 
 def __getattr__(name: str) -> Any:

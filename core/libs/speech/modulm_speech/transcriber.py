@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
     from modulm_media.values import Sound
 
-__all__ = ["API", "Alignment", "Question", "Segment", "Task", "Transcriber", "Wanted", "Word"]
+__all__ = [
+    "API",
+    "Alignment",
+    "Emitted",
+    "Question",
+    "Segment",
+    "Task",
+    "Transcriber",
+    "Wanted",
+    "Word",
+]
 
 API = 1
 
@@ -82,6 +92,14 @@ class Word:
     text: str
 
 
+@frozen(kw_only=True)
+class Emitted:
+    """What a model that does not generate said of a sound; nothing where nobody speaks."""
+
+    segments: tuple[Segment, ...] = ()
+    words: tuple[Word, ...] = ()
+
+
 @frozen(eq=False, kw_only=True)
 class Alignment:
     """A request for the timestamps of an answer's words.
@@ -112,6 +130,9 @@ class Transcriber(ABC):
     takes_prompts: bool = True
     #: The pooling task that yields word timestamps; empty if there is none.
     aligns: str = ""
+    #: The pooling task whose result is the transcript, for models that do not generate; empty: the
+    #: model answers.
+    emits: str = ""
 
     def __init__(self, tokenizer: Tokenizer, path: Path, config: Mapping[str, Any]) -> None:
         self.tokenizer, self.path, self.config = tokenizer, path, config
@@ -145,6 +166,13 @@ class Transcriber(ABC):
         """Parse an answer to `ask` into segments; seconds: duration of its sound."""
         text = self.tokenizer.decode(list(tokens))
         return (Segment(start=0.0, end=seconds, text=text, tokens=tuple(tokens)),)
+
+    def emitted(self, result: np.ndarray, seconds: float) -> Emitted:
+        """Read the result of the task `emits`; seconds: duration of the sound.
+
+        Raises UnsupportedError without `emits`.
+        """
+        raise UnsupportedError("the model generates its transcripts")
 
     def align(self, question: Question, tokens: Sequence[int]) -> Alignment | None:
         """Build the request for the timestamps of an answer's words; None if it has none.

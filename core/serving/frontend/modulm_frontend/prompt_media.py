@@ -142,7 +142,8 @@ def messages_media(
             raise source.wrong(f"the model does not support {source.kind} input")
         part = public_name("modulm_chat", "MediaPart", __name__)
         try:
-            return part(source.kind, reader.mark(source.kind))
+            leads = not reader.flags.interleave_mm_strings
+            return part(source.kind, reader.mark(source.kind), leads)
         except RequestError as error:
             raise source.wrong(error.message) from error
 

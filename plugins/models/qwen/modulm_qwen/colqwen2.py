@@ -28,6 +28,7 @@ class ColQwen2Config(QwenVLConfig):
 class ColQwen2ForRetrieval(TokenVectors, Qwen2VLForConditionalGeneration):
     """ColQwen2."""
 
+    prunes_videos = False
     config_type: ClassVar[type] = ColQwen2Config
 
     @classmethod

@@ -14,6 +14,7 @@ __all__ = ["Exaone45ForConditionalGeneration"]
 class Exaone45ForConditionalGeneration(Qwen25VLForConditionalGeneration):
     """EXAONE 4.5. Its text model counts the tokens of images like those of text."""
 
+    prunes_videos = False
     axes = 1
 
     @classmethod

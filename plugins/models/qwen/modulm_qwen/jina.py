@@ -43,6 +43,7 @@ class JinaEmbeddingsV4Config(QwenVLConfig):
 class JinaEmbeddingsV4Model(Qwen25VLForConditionalGeneration):
     """Jina v4: served for one of its tasks, "embed" if `--pooler-config` names none."""
 
+    prunes_videos = False
     config_type: ClassVar[type] = JinaEmbeddingsV4Config
     media = ("image",)
     tasks = ("embed", "token_embed")

@@ -98,6 +98,7 @@ class _Hears:
 class Qwen25OmniThinker(_Hears, Qwen25VLForConditionalGeneration):
     """Qwen2.5-Omni."""
 
+    prunes_videos = False
     config_type = OmniConfig
     media = ("image", "video", "audio")
     names = WeightNames(

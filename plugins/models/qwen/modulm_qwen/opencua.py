@@ -39,6 +39,7 @@ def _plain(text: Mapping[str, Any]) -> Mapping[str, Any]:
 class OpenCuaForConditionalGeneration(Qwen25VLForConditionalGeneration):
     """OpenCUA 7B, 32B and 72B, of images."""
 
+    prunes_videos = False
     config_type: ClassVar[type] = OpenCuaConfig
     axes = 1
     media = ("image",)

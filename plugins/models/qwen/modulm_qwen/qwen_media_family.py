@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from modulm.errors import RequestError
 from modulm_media import GridFamily, Media, MediaFamily, Processed, Sound, Video
+from modulm_media.grids import pruned
 from modulm_media.values import fingerprint, runs_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ _WITH_SOUND = ("use_audio_in_video", "load_audio_from_video")
 
 class QwenVLFamily(GridFamily):
     """Qwen2-VL, and Qwen3-VL, which writes the time before each frame."""
+
+    def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
+        processed = super().process(media, options)
+        rate = self.video_pruning_rate
+        if not rate or processed.kind != "video" or len(processed.runs) != 1:
+            return processed
+        merge = int(self.config.get("vision_config", {}).get("spatial_merge_size", 2))
+        return pruned(processed, rate, merge, self.pace(processed))
 
     def document(self, kind: str, is_only_item: bool) -> str:
         return _between(self.mark(kind))

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.media import MediaItem
+from modulm.contracts.model import Batch
 from modulm.nn import Builder, Rewrite, WeightNames
 from modulm_qwen.qwen3_5 import Qwen35ForCausalLM, Qwen35MoeForCausalLM
 from modulm_qwen.vision import QwenTower, QwenTowerConfig
@@ -22,6 +23,7 @@ from modulm_towers import (
     flat_patches,
     tiny_text,
 )
+from modulm_towers.pruning import placed, without_repeats
 
 __all__ = [
     "Qwen2VLForConditionalGeneration",
@@ -59,6 +61,8 @@ class Qwen2VLForConditionalGeneration(MultimodalModel):
     axes = 3
     media = ("image", "video")
     kind: ClassVar[str] = "2"
+    #: Whether tokens of videos may be left out (`--video-pruning-rate`).
+    prunes_videos: ClassVar[bool] = True
     names = WeightNames(rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),))
     tower: QwenTower
 
@@ -74,7 +78,18 @@ class Qwen2VLForConditionalGeneration(MultimodalModel):
         flat = [grid for some in grids for grid in some]
         tokens = yield from self.tower.run(torch.cat(pixels), flat)
         merged = self.config.vision.spatial_merge_size**2
-        return tokens.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
+        parts = tokens.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
+        return [without_repeats(item, part) for item, part in zip(items, parts, strict=True)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        if type(self).prunes_videos:
+            batch = placed(batch, self.config.hidden_size)
+        return super().forward(batch)
+
+    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        if type(self).prunes_videos:
+            batch = placed(batch, self.config.hidden_size)
+        return super().states(batch, layers)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -109,6 +124,7 @@ class Qwen3VLForConditionalGeneration(DeepStack, Qwen2VLForConditionalGeneration
     """
 
     kind = "3"
+    prunes_videos = False
 
     def make_encoders(self, config: QwenVLConfig, b: Builder) -> None:
         super().make_encoders(config, b)
@@ -155,6 +171,7 @@ class Qwen35ForConditionalGeneration(Qwen2VLForConditionalGeneration):
     """Qwen3.5, dense or with experts: Qwen3-VL's encoder without DeepStack."""
 
     kind = "3"
+    prunes_videos = False
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

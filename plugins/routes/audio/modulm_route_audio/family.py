@@ -109,6 +109,7 @@ class Audio(RouteFamily):
             self.speech.check_words()
         if form.response_format == "diarized_json":
             self.speech.check_speakers()
+        self.speech.check_choices(form.choices())
         options = TranscriptionOptions(
             task_options=self.speech.task_options(task, form.language, form.prompt, form.timed),
             params={**self._defaults(), **form.sampling()},

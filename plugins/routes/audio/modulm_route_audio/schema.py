@@ -83,6 +83,12 @@ class Form(Struct, kw_only=True):
         """Whether segment timestamps are requested."""
         return self.response_format in ("diarized_json", "srt", "verbose_json", "vtt")
 
+    def choices(self) -> list[str]:
+        """The fields that choose among what a model may answer."""
+        asked = {"temperature": self.temperature, "include": self.include}
+        chosen = self.sampling().keys() - {"max_tokens", "output_kind"}
+        return [*chosen, *(name for name, value in asked.items() if value)]
+
     def sampling(self) -> dict[str, Any]:
         """The requested fields of SamplingParams, besides the temperature."""
         names = (

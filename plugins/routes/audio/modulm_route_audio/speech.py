@@ -178,13 +178,20 @@ class Speech:
 
     def check_words(self) -> None:
         """Raise ApiError(400) if the model does not support word timestamps."""
-        if self.transcriber.aligns not in self._generation.engine.info.tasks:
+        emits = bool(self.transcriber.emits)
+        if not emits and self.transcriber.aligns not in self._generation.engine.info.tasks:
             message = (
                 "timestamp_granularities: this model does not support word timestamps; Whisper "
                 "does, if generation_config.json has alignment_heads and the heads are not split "
                 "over ranks"
             )
             raise bad_field("timestamp_granularities", message, "unsupported")
+
+    def check_choices(self, fields: Sequence[str]) -> None:
+        """Raise ApiError(400) for fields about answers, if the model does not generate any."""
+        if fields and self.transcriber.emits:
+            message = f"{fields[0]}: this model reads its transcript off the sound without sampling"
+            raise bad_field(fields[0], message, "unsupported")
 
     def check_speakers(self) -> None:
         """Raise ApiError(400) if the model does not name speakers."""
@@ -268,6 +275,8 @@ class Speech:
         """Transcribe a piece, retrying with higher temperatures while the result is unlikely."""
         question = self.transcriber.ask(sound, options.task_options)
         heard = Heard(start)
+        if self.transcriber.emits:
+            return await self._emitted(options, heard, question)
         for temperature in (options.temperature,) if options.temperature else TEMPERATURES:
             running = await self._run(
                 question,
@@ -294,6 +303,26 @@ class Speech:
             heard.segments, heard.logprobs = (), ()
         elif options.word_times:
             heard.words = await self._words(options, start, question, answer.token_ids)
+        return heard
+
+    async def _emitted(
+        self, options: TranscriptionOptions, heard: Heard, question: Question
+    ) -> Heard:
+        """Transcribe a piece with a model that does not generate."""
+        transcriber, seconds = self.transcriber, question.sound.seconds
+        prompt = await self._prompt(question.tokens, question.sound)
+        params = PoolingParams(task=transcriber.emits)
+        pooled = await self._generation.encode(prompt, params, adapter=options.adapter)
+        emitted = await asyncio.to_thread(transcriber.emitted, pooled.outputs.data, seconds)
+        heard.segments, heard.words = (
+            tuple(
+                evolve(each, start=heard.start + each.start, end=heard.start + each.end)
+                for each in listed
+            )
+            for listed in (emitted.segments, emitted.words if options.word_times else ())
+        )
+        heard.tokens = sum(len(segment.tokens) for segment in heard.segments)
+        heard.prompt_tokens = len(pooled.outputs.data)
         return heard
 
     async def _words(
@@ -325,6 +354,12 @@ class Speech:
         async def fill(pump: _Pump, sound: Sound) -> None:
             try:
                 async with rooms:
+                    if self.transcriber.emits:
+                        heard = await self._hear(options, 0.0, sound)
+                        pump.accepted.set_result(None)
+                        pump.outputs.put_nowait(heard)
+                        pump.outputs.put_nowait(None)
+                        return
                     question = self.transcriber.ask(sound, options.task_options)
                     params = {**options.params, **({"logprobs": 0} if options.logprobs else {})}
                     running = await self._run(
@@ -402,7 +437,7 @@ class _Pump:
 
     def __init__(self) -> None:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.outputs: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+        self.outputs: asyncio.Queue[RequestOutput | Heard | Exception | None] = asyncio.Queue()
 
 
 async def _deltas(
@@ -418,6 +453,10 @@ async def _deltas(
             while (output := await pump.outputs.get()) is not None:
                 if isinstance(output, Exception):
                     raise output
+                if isinstance(output, Heard):
+                    text = joiner.add(output.text)
+                    yield Delta(text, (), output.prompt_tokens, output.tokens)
+                    continue
                 answer = output.outputs[0]
                 logprobs = tuple(_answer_logprobs(output)) if options.logprobs else ()
                 cost = len(output.prompt_token_ids) if first else 0

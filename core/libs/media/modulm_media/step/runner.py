@@ -18,8 +18,9 @@ from modulm.contracts.media import MediaItem, crossed_runs
 from modulm.contracts.model import Batch
 from modulm.contracts.step_part import BuiltModel, PartRunner, RunnerContext
 from modulm.engine.worker.input_batch import Runs, cross_layout
-from modulm.errors import EngineError
+from modulm.errors import ConfigError, EngineError
 from modulm_kv_transfer.encoder_outputs import EncoderOutputs, EncoderTransfer
+from modulm_media.flags import MediaConfig
 from modulm_media.step.values import EncodePlan, MediaRow
 
 __all__ = ["MediaRunner"]
@@ -68,6 +69,13 @@ class MediaRunner(PartRunner):
         self._model = built.loaded.model
         self._groups = built.loaded.groups
         self._scheduler = built.config.scheduler
+        rate = built.config.group(MediaConfig).video_pruning_rate
+        if rate and not getattr(self._model, "prunes_videos", False):
+            raise ConfigError(
+                "video_pruning_rate",
+                f"{type(self._model).__name__} leaves out no tokens of videos; Qwen2-VL and "
+                "Qwen2.5-VL do",
+            )
         self._device = built.platform.device
         self._focus: Callable[[Any, Any], None] = lambda rows, positions: None
         self._rows: dict[int, _PromptParts] = {}

@@ -1,0 +1,1 @@
+"""NVIDIA Parakeet for modulm."""
