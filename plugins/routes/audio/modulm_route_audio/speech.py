@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define, evolve, field, frozen
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from modulm_server.generation import GenerationService, Running
 
 __all__ = ["TranscriptionOptions", "Delta", "Deltas", "Heard", "Joiner", "Speech"]
+
+_Part = TypeVar("_Part", Segment, Word)
 
 #: Minimum length of audio in seconds.
 _SHORTEST = 0.1
@@ -287,9 +289,7 @@ class Speech:
             output = await running.last()
             answer = output.outputs[0]
             segments = self.transcriber.read(answer.token_ids, sound.seconds)
-            heard.segments = tuple(
-                evolve(each, start=start + each.start, end=start + each.end) for each in segments
-            )
+            heard.segments = _later(segments, start)
             logprobs = tuple(_answer_logprobs(output))
             heard.quality = Quality.of(
                 heard.text, [value for _, value in logprobs], _no_speech(question, output)
@@ -314,13 +314,9 @@ class Speech:
         params = PoolingParams(task=transcriber.emits)
         pooled = await self._generation.encode(prompt, params, adapter=options.adapter)
         emitted = await asyncio.to_thread(transcriber.emitted, pooled.outputs.data, seconds)
-        heard.segments, heard.words = (
-            tuple(
-                evolve(each, start=heard.start + each.start, end=heard.start + each.end)
-                for each in listed
-            )
-            for listed in (emitted.segments, emitted.words if options.word_times else ())
-        )
+        heard.segments = _later(emitted.segments, heard.start)
+        if options.word_times:
+            heard.words = _later(emitted.words, heard.start)
         heard.tokens = sum(len(segment.tokens) for segment in heard.segments)
         heard.prompt_tokens = len(pooled.outputs.data)
         return heard
@@ -340,9 +336,7 @@ class Speech:
         timed_words = await asyncio.to_thread(
             transcriber.words, tokens, pooled.outputs.data, seconds, language
         )
-        return tuple(
-            evolve(word, start=start + word.start, end=start + word.end) for word in timed_words
-        )
+        return _later(timed_words, start)
 
     async def stream(
         self, options: TranscriptionOptions, parts: Sequence[tuple[float, Sound]]
@@ -473,6 +467,11 @@ async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _later(parts: Sequence[_Part], start: float) -> tuple[_Part, ...]:
+    """Segments or words of a piece that begins at `start`, with times of the whole audio."""
+    return tuple(evolve(part, start=start + part.start, end=start + part.end) for part in parts)
 
 
 def _text_language(wanted: Wanted) -> str | None:
