@@ -16,9 +16,9 @@ import transformers as hf
 from samples import parametrize_sample
 
 import modulm
+from modulm.config.sources import keywords
 from modulm.errors import ModulmError
 from modulm.testing.checkpoints import make_tiny
-from modulm_frontend.keywords import keywords
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 

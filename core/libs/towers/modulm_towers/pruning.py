@@ -30,7 +30,7 @@ def without_repeats(item: MediaItem, features: Tensor) -> Tensor:
         return features
     kept = int(item.tensors["video_kept"].reshape(-1)[0])
     frames = int(item.tensors["video_grid_thw"].reshape(-1)[0])
-    each = features.unflatten(0, (frames, -1)).float()
+    each = features.view(frames, -1, features.shape[1]).float()
     changes = 1 - F.cosine_similarity(each[1:], each[:-1], dim=-1).flatten()
     first = changes.new_full((each.shape[1],), torch.inf)
     order = torch.cat([first, changes]).argsort(descending=True, stable=True)
@@ -45,7 +45,8 @@ def placed(batch: Batch, hidden: int) -> Batch:
     """A batch whose positions are those in the columns after `hidden`, relative to its own."""
     if batch.embeds is None or batch.embeds.shape[1] <= hidden:
         return batch
-    high, low = batch.embeds[:, hidden:].round().long().split(3, dim=1)
+    columns = batch.embeds[:, hidden:].round().long()
+    high, low = columns[:, :3], columns[:, 3:]
     before = batch.axis_positions
     if before is None:
         before = batch.positions.expand(3, -1)

@@ -295,6 +295,6 @@ _ENCODER: Mapping[str, Any] = {
     "subsampling_factor": 4,
     "subsampling_conv_channels": 8,
     "num_mel_bins": 16,
-    "max_position_embeddings": 200,
+    "max_position_embeddings": 2048,
     "scale_input": True,
 }
