@@ -46,8 +46,6 @@ _LENGTH_KEYS = (
 )
 #: Aliases of `--dtype` values.
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-#: Tables of the language model, the outermost first.
-_NESTED = "thinker_config vlm_config text_config llm_config language_config decoder_config".split()  # noqa: SIM905
 #: used if a checkpoint states no length
 _FALLBACK_LENGTH = 2048
 
@@ -236,8 +234,8 @@ def _proposals(state: _Open, plugins: PluginManager) -> _Open:
 
 def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model, in files that nest it."""
-    for key in _NESTED:
-        nested = hf_config.get(key)
+    for name in ("thinker", "vlm", "text", "llm", "language", "decoder"):
+        nested = hf_config.get(f"{name}_config")
         hf_config = nested if isinstance(nested, Mapping) else hf_config
     return hf_config
 

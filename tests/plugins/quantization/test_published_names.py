@@ -46,7 +46,7 @@ def gptq(weight):
 
 def paths(names):
     """All layers by their paths, as LLM Compressor writes them."""
-    return [name.removesuffix(".weight") for name in names]
+    return ["lm_head", *(name.removesuffix(".weight") for name in names)]
 
 
 def modules(names):
@@ -59,7 +59,7 @@ def words(names):
 
 
 def patterns(names):
-    return [f"re:.*{word}.*" for word in words(names)]
+    return ["re:.*lm_head", *(f"re:.*{word}.*" for word in words(names))]
 
 
 def rules(names):

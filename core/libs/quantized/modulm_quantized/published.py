@@ -54,7 +54,7 @@ def native_patterns(
     layers: see `renamed_layers`. Each module whose layers all match has two patterns: its path, and
     a regular expression after "re:".
     """
-    matching = {name for name, stored in layers.items() if covers(stored, patterns)}
+    matching = {name for name, stored in layers.items() if not stored or covers(stored, patterns)}
     sizes = Counter(module for name in layers for module in _modules(name))
     counts = Counter(module for name in matching for module in _modules(name))
     whole = {
@@ -71,7 +71,11 @@ def _modules(name: str) -> Iterator[str]:
 
 
 def renamed_layers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """Return the model's name -> the name in files, of all layers; empty if none is renamed."""
+    """Return the model's name -> the name in files, of all layers; empty if none is renamed.
+
+    Convolutions are layers of the model, too. Formats never hold them as codes, so that lists do
+    not name them: their name in files is empty here.
+    """
     names = _weight_names(checkpoint)
     if names is None or not names.rename or checkpoint.folder is None:
         return {}
@@ -79,8 +83,8 @@ def renamed_layers(checkpoint: CheckpointInfo) -> dict[str, str]:
     try:
         for file in sorted(checkpoint.folder.glob("*.safetensors")):
             for stored in read_header(file):
-                if len(stored.shape) in (2, 3):
-                    module = stored.name.rpartition(".")[0]
+                if len(stored.shape) > 1:
+                    module = stored.name.rpartition(".")[0] if len(stored.shape) < 4 else ""
                     layers |= dict.fromkeys(_names(names, stored.name, stored.shape), module)
     except CheckpointError:  # the loader says what is wrong
         return {}

@@ -515,9 +515,14 @@ def _check_stored(
         stored |= {name: codes, name.removesuffix("weight") + "weight_scale": scale}
         decoded[name] = codes.float() * scale
     paths = [name[_layer(name) :].removesuffix(".weight") for name in names]
-    for fused, parts in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+    fusions = (
+        ("qkv_proj", "qkv", ("_proj",)),
+        ("qkv", "qkv", ("_proj", "")),
+        ("gate_up_proj", ("gate", "up"), ("_proj",)),
+    )
+    for fused, parts, ends in fusions:
         joined = [path.removesuffix(fused) for path in paths if path.endswith(f".{fused}")]
-        paths += [f"{path}{part}_proj" for path in joined for part in parts]
+        paths += [f"{path}{part}{end}" for path in joined for part in parts for end in ends]
     # Models that call them otherwise rename their layers.
     paths += [re.sub(r"^(h|blocks)\.", "layers.", path) for path in paths]
     group = {
