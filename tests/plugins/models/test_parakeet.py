@@ -23,7 +23,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 
-ARCHITECTURES = ("ParakeetForTDT", "ParakeetForCTC", "ParakeetForRNNT")
+ARCHITECTURES = ("ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT")
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 BLANK = 64
 LEANING = 3.0

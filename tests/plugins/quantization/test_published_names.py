@@ -126,7 +126,7 @@ def write(plain, folder, settings, key, spelled, store):
               folder / "model.safetensors")  # fmt: skip
 
 
-@parametrize_sample("settings, key, spelled, store", METHODS, 2)
+@parametrize_sample("settings, key, spelled, store", METHODS, 7)
 def test_lists_name_layers_as_the_files_do(plain, tmp_path, settings, key, spelled, store):
     write(plain, tmp_path, settings, key, spelled, store)
     plugins = manager.current()
