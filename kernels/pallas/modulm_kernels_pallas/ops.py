@@ -14,7 +14,9 @@ from modulm.errors import UnsupportedError
 from modulm.ops import sampling_twins, twins
 from modulm_kernels_pallas.bridge import array_of, is_array, tensor_of
 from modulm_kernels_pallas.experts import group_rows, grouped_matmul, grouped_plain
+from modulm_kernels_pallas.lora import add_lora
 from modulm_kernels_pallas.recurrence import causal_conv, delta_rule, selective_scan
+from modulm_kernels_pallas.spread import current_mesh
 
 __all__ = ["OPS"]
 
@@ -51,7 +53,8 @@ def fused_experts(
         return twins.fused_experts(
             x, weights, ids, gate_up, down, act=act, alpha=alpha, limit=limit, **biases
         )
-    multiply = grouped_matmul if jax.default_backend() == "tpu" else grouped_plain
+    alone = jax.default_backend() == "tpu" and current_mesh() is None
+    multiply = grouped_matmul if alone else grouped_plain
     groups = group_rows(array_of(ids), gate_up.shape[0])
 
     def product(rows: jax.Array, stack: Tensor, bias: Tensor | None) -> jax.Array:
@@ -80,11 +83,30 @@ def argmax(logits: Tensor) -> Tensor:
     return tokens
 
 
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """The op `sample`, on the device with fp32 sums unless something has moved the logits."""
+    on_device = getattr(logits, "draw_on_device", None)
+    numbers = temperature, top_k, top_p, min_p, uniform
+    if on_device is None or logits.on_host:
+        return sampling_twins.sample(logits, *numbers)
+    tokens: Tensor = on_device(*numbers)
+    return tokens
+
+
 OPS: Mapping[str, Callable[..., Any]] = {
+    "add_lora": add_lora,
     "argmax": argmax,
     "causal_conv": causal_conv,
     "delta_rule": delta_rule,
     "fused_experts": fused_experts,
     "pack_experts": pack_experts,
+    "sample": sample,
     "selective_scan": selective_scan,
 }

@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.media.checkpoint import write_llava
 from tests.support.samples import parametrize_sample
 
 import modulm_attention_pallas
 import modulm_kernels_pallas
 import modulm_platform_tpu
-from modulm import LLM, SamplingParams
+from modulm import LLM, LoRARequest, SamplingParams
 from modulm.contracts.platform import StepSizes
 from modulm.errors import ConfigError, ModulmError
+from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm_platform_tpu.sizes import sizes_of, steps_of
+from modulm_towers.testing import images
 
 pytestmark = pytest.mark.skipif(
     find_spec("jax") is None or find_spec("torchax") is None,
@@ -75,6 +78,7 @@ def _jax_on_processors() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
         yield
 
 
@@ -92,7 +96,7 @@ def compare(expected: list[Any], got: list[Any]) -> None:
                 assert abs(entry.logprob - other[token].logprob) < 1e-3
 
 
-@parametrize_sample("architecture", FAMILIES, len(FAMILIES))
+@parametrize_sample("architecture", FAMILIES, 11)
 def test_tokens_and_logits_equal_those_of_the_cpu(architecture, tmp_path) -> None:
     from modulm_platform_tpu.compilations import COMPILATIONS
 
@@ -112,7 +116,7 @@ def test_tokens_and_logits_equal_those_of_the_cpu(architecture, tmp_path) -> Non
 
 def test_sizes() -> None:
     sizes = sizes_of(3, 24, rows=[4], tokens=[28])
-    assert sizes == StepSizes(rows=(4,), tokens=(4, 28), samples=(4,))
+    assert sizes == StepSizes(rows=(4,), tokens=(4, 28), samples=(4, 28))
     for rows in range(1, 4):
         for tokens in range(rows, 25):
             padding = sizes.padding(rows, tokens)
@@ -128,9 +132,8 @@ def test_sizes() -> None:
     ("flags", "name"),
     [
         ({"enforce_eager": True}, "enforce_eager"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
-        ({"enable_lora": True}, "enable_lora"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"speculative_config": {"method": "mtp"}}, "speculative_config"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(flags, name) -> None:
@@ -151,7 +154,7 @@ def test_jax_is_not_imported_with_the_packages() -> None:
     pure = {
         modulm_attention_pallas: ["backend"],
         modulm_kernels_pallas: ["provider", "tiles"],
-        modulm_platform_tpu: ["devices", "platform", "hooks", "sizes"],
+        modulm_platform_tpu: ["devices", "platform", "hooks", "settings", "sizes"],
     }
     names = {f"{package.__name__}.{name}" for package, files in pure.items() for name in files}
     for package, files in pure.items():
@@ -188,12 +191,102 @@ def test_embeddings_and_sleep(tmp_path) -> None:
             compare(expected, answers(llm, GREEDY))
 
 
+#: Name -> a checkpoint, and flags of the TPU platform.
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ngram": (
+        "Qwen3ForCausalLM",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ),
+    "suffix": (
+        "FalconH1ForCausalLM",
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+    ),
+    "tensors over 2": ("Qwen3ForCausalLM", {"tensor_parallel_size": 2}),
+    "experts over 4": (
+        "Qwen3MoeForCausalLM",
+        {"tensor_parallel_size": 4, "enable_expert_parallel": True},
+    ),
+    "states over 2": ("Qwen3NextForCausalLM", {"tensor_parallel_size": 2}),
+    "latent over 2": ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
+}
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "architecture", ["BertModel", "Qwen2VLForConditionalGeneration", "BartForConditionalGeneration"]
-)
-def test_models_that_are_not_supported_are_refused_at_start(architecture, tmp_path) -> None:
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_give_the_tokens_of_the_cpu(name, tmp_path) -> None:
+    from modulm_platform_tpu.compilations import COMPILATIONS
+
+    architecture, flags = FEATURES[name]
     folder = str(make_tiny(tmp_path, architecture))
+    with LLM(folder, device="cpu", **SETTINGS) as llm:
+        expected, others = answers(llm, GREEDY), answers(llm, ON_HOST)
+    with LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS, **flags) as llm:
+        started = COMPILATIONS.count
+        compare(expected, answers(llm, GREEDY))
+        compare(others, answers(llm, ON_HOST))
+        # Drafts of hybrid models compile one program later; which one is not known yet.
+        late = int(name == "suffix")
+        assert COMPILATIONS.count <= started + late, "all programs are compiled at start"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["BertModel", "ModernBertModel", "Qwen3ForCausalLM"])
+def test_vectors_are_those_of_the_cpu(architecture, tmp_path) -> None:
+    folder = str(make_tiny(tmp_path, architecture))
+    settings = {**SETTINGS, "max_num_batched_tokens": 64, "runner": "pooling"}
+    vectors = []
+    for device, more in (("cpu", {}), ("tpu", {"additional_config": SIZES})):
+        with LLM(folder, device=device, **settings, **more) as llm:
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            vectors.append([output.outputs.embedding for output in llm.embed(prompts)])
+    np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_adapters_change_what_they_change_on_the_cpu(tmp_path) -> None:
+    from modulm_platform_tpu.compilations import COMPILATIONS
+
+    folder = make_tiny(tmp_path / "model")
+    shapes = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32), "mlp.down_proj": (96, 64)}
+    modules = {f"model.layers.{i}.{name}": size for i in range(2) for name, size in shapes.items()}
+    loras = [
+        LoRARequest(name, n, write_lora(tmp_path / name, modules, 4, n))
+        for n, name in enumerate("abc", 1)
+    ]
+    prompts = [{"prompt_token_ids": list(range(first, first + 9))} for first in (5, 5, 5, 5)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+    flags = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    found = []
+    for device, more in (("cpu", {}), ("tpu", {"additional_config": SIZES})):
+        with LLM(str(folder), device=device, **SETTINGS, **flags, **more) as llm:
+            started = COMPILATIONS.count
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[*loras, None])
+            found.append([output.outputs[0] for output in outputs])
+            assert COMPILATIONS.count == started
+    compare(found[0], found[1])
+    assert len({tuple(each.token_ids) for each in found[1]}) > 1
+
+
+@pytest.mark.exhaustive
+def test_images_are_seen_as_on_the_cpu(tmp_path) -> None:
+    folder, pictures = write_llava(tmp_path / "llava"), images(((56, 42), (30, 60)))
+    prompts = [
+        "Once upon a time",
+        {"prompt": "A <image><image> of", "multi_modal_data": {"image": pictures}},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
+    settings = {**SETTINGS, "max_model_len": 128, "num_gpu_blocks_override": 40}
+    found = []
+    for device, more in (("cpu", {}), ("tpu", {"additional_config": SIZES})):
+        with LLM(str(folder), device=device, **settings, **more) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+    compare(found[0], found[1])
+
+
+@pytest.mark.exhaustive
+def test_encoder_decoders_are_refused(tmp_path) -> None:
+    folder = str(make_tiny(tmp_path, "BartForConditionalGeneration"))
     with pytest.raises(ModulmError, match="device tpu: .* not supported yet"):
         LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS)
 

@@ -41,8 +41,9 @@ class Segment:
     """Rows of a step that attend together, padded to one length.
 
     indices: [rows * length] int64, token indices; padding repeats the row's last token. mask:
-    [rows, 1, 1, length] bool, true for real tokens. chosen: [tokens] int64, positions of the real
-    tokens within `indices`. `mask` and `chosen` are None if nothing is padded.
+    [rows, 1, 1 or length, length] bool, true for the tokens that each one may see. chosen: [tokens]
+    int64, positions of the real tokens within `indices`. `mask` and `chosen` are None if nothing is
+    padded.
     """
 
     rows: int
@@ -52,11 +53,21 @@ class Segment:
     chosen: Tensor | None = None
 
 
+def _traced_segment(owners: Tensor) -> Segment:
+    """All rows side by side, for steps that are traced; owners: [tokens] int64, row of each."""
+    mask = (owners[:, None] == owners[None, :])[None, None]
+    return Segment(1, len(owners), torch.arange(len(owners), device=owners.device), mask)
+
+
 def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
     """Group the step's rows by length, rounded up to a `multiple`; all layers share the result.
 
     The padding of a row depends only on its own length, so its results do not depend on other rows.
+    Platforms that trace steps do not know lengths then; they say in `extras` which row each token
+    belongs to.
     """
+    if "token_rows" in batch.extras:
+        return (_traced_segment(batch.extras["token_rows"]),)
     starts = batch.query_starts.tolist()
     by_length: dict[int, list[tuple[int, int]]] = {}
     for first, end in pairwise(starts):

@@ -227,7 +227,13 @@ class LoraBank(AdapterBank):
     def _prepared(self, path: Path) -> Prepared:
         if self._preparer is None:
             raise EngineError("adapters cannot be added before the model is loaded")
-        return self._preparer(read_adapter(path))
+        prepared = self._preparer(read_adapter(path))
+        if prepared.special and "jax" in self.platform.capabilities:
+            raise CheckpointError(
+                f"{path}: not supported on {self.platform.name} yet: DoRA, biases, whole weights "
+                "and changes of experts; merge the adapter into the model"
+            )
+        return prepared
 
     def _make_room(self, kept: str) -> None:
         """Evict the least recently used adapters beyond the limit of host memory, except those

@@ -138,16 +138,18 @@ class PallasAttention(AttentionBackend):
     ) -> None:
         from modulm_kernels_pallas import bridge
         from modulm_kernels_pallas.paged_attention import Work
+        from modulm_kernels_pallas.spread import current_mesh
 
         def optional(tensor: Tensor | None) -> Any:
             return None if tensor is None else bridge.array_of(tensor)
 
         *tiles, slots = (bridge.array_of(array) for array in plan.arrays)
         work = Work(bridge.array_of(plan.table), *tiles)
-        result, written = self._compiled(
+        arguments = (
             bridge.array_of(q), bridge.array_of(k), bridge.array_of(v), bridge.array_of(cache),
             work, slots, optional(inputs.sinks), optional(inputs.k_scale), optional(inputs.v_scale),
         )  # fmt: skip
+        result, written = (self._compiled if current_mesh() is None else self._split)(*arguments)
         bridge.assign(cache, written)
         bridge.assign(out, result)
 
@@ -169,6 +171,18 @@ class PallasAttention(AttentionBackend):
         written = write(jnp.concatenate(parts, -1), cache, slots)
         result = attend(q, written, work, self.look, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
         return result, written
+
+    def _split(self, q: Any, k: Any, v: Any, cache: Any, work: Any, slots: Any, *more: Any) -> Any:
+        """Compute each device's KV heads there, or all on each if they cannot be divided."""
+        from modulm_kernels_pallas.spread import current_mesh, over_heads
+
+        mesh = current_mesh()
+        divides = mesh is not None and not self.look.latent and cache.shape[1] % mesh.size == 0
+        heads = 1 if divides else None
+        # One value for all heads, or one for each.
+        by_head = [0 if divides and x is not None and len(x) > 1 else None for x in more]
+        axes = (heads, heads, heads, heads, None, None, *by_head)
+        return over_heads(self._run, axes, (heads, heads), q, k, v, cache, work, slots, *more)
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         from modulm_kernels_pallas import bridge

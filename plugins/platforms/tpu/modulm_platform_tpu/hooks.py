@@ -5,39 +5,69 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from modulm.errors import UnsupportedError
-from modulm.plugins import hookimpl
+from modulm.plugins import Proposal, hookimpl
 from modulm_platform_tpu.devices import look
+from modulm_platform_tpu.settings import drafter_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from modulm.contracts.config import EngineConfig
 
-__all__ = ["REFUSED", "modulm_config_final"]
+__all__ = ["DRAFTERS", "REFUSED", "modulm_config_final", "modulm_config_proposals"]
 
 #: Flags that must keep their default, and why.
 REFUSED = {
     "batch_invariant": "all steps are padded to few sizes",
-    "data_parallel_size": "one process uses one chip",
-    "decode_context_parallel_size": "one process uses one chip",
-    "enable_eplb": "one process uses one chip",
-    "enable_expert_parallel": "one process uses one chip",
-    "enable_lora": "adapters are not part of its programs",
-    "enable_prompt_embeds": "embeddings of prompts are not part of its programs",
+    "decode_context_parallel_size": "caches are split by heads only",
+    "enable_eplb": "experts stay on their devices",
     "enforce_eager": "all steps run as compiled programs",
     "kv_offloading_size": "its caches cannot be copied to the host",
     "kv_transfer_config": "its caches cannot be copied to the host",
-    "pipeline_parallel_size": "one process uses one chip",
-    "speculative_config": "drafts are not part of its programs",
-    "tensor_parallel_size": "one process uses one chip",
+    "pipeline_parallel_size": "all devices compute each layer",
     "weight_transfer_config": "weights are arguments of its programs",
 }
+#: Drafters that run no model.
+DRAFTERS = ("ngram", "suffix")
+
+
+@hookimpl
+def modulm_config_proposals(config: EngineConfig) -> Sequence[Proposal]:
+    """Run one worker for all devices, which its programs are split over."""
+    parallel = config.parallel
+    if not _applies(config) or parallel.distributed_executor_backend is not None:
+        return ()
+    if parallel.tensor_parallel_size == 1:
+        return ()
+    reason = "one process drives all devices of a TPU host"
+    return (Proposal("distributed_executor_backend", "uni", reason),)
 
 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
     """Refuse flags. On a machine with a TPU the platform may be chosen without naming it."""
-    device = config.device.device
-    if device != "tpu" and (device != "auto" or look()[0] <= 1):
+    if not _applies(config):
         return
     for spec, value in config.values():
         if spec.name in REFUSED and value != spec.default and value:
-            raise UnsupportedError(f"{spec.name}: not supported on tpu yet: {REFUSED[spec.name]}")
+            raise _refusal(spec.name, REFUSED[spec.name])
+    drafter, parallel = drafter_of(config), config.parallel
+    if drafter is not None and drafter not in DRAFTERS:
+        message = f"drafts of {drafter}; {' and '.join(DRAFTERS)} are supported"
+        raise _refusal("speculative_config", message)
+    if parallel.shared_experts:
+        message = "with several replicas, each has all experts; leave it out"
+        raise _refusal("enable_expert_parallel", message)
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        message = "one process drives all devices; leave it out"
+        raise _refusal("distributed_executor_backend", message)
+
+
+def _applies(config: EngineConfig) -> bool:
+    """Whether the engine runs on this platform."""
+    device = config.device.device
+    return device == "tpu" or (device in (None, "auto") and look()[0] > 1)
+
+
+def _refusal(name: str, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{name}: not supported on tpu yet: {why}")

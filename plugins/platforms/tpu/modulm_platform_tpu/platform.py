@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import ge
 
 from modulm.contracts.platform import Memory, Platform, Probe, StepSizes
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, UnsupportedError
 from modulm_platform_tpu.devices import look
 from modulm_platform_tpu.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from modulm.contracts.kernels import Forward
     from modulm.contracts.platform import Flags, Step
+    from modulm_platform_tpu.placement import Placement
+    from modulm_platform_tpu.programs import CompiledForward
 
 __all__ = ["Config", "TpuPlatform"]
 
@@ -28,16 +30,22 @@ class Config:
     """Options (`--additional-config`).
 
     rows, tokens: sizes that steps are padded to; the largest ones are added. cache_dir: folder in
-    which compiled programs are kept.
+    which compiled programs are kept. coordinator: "HOST:PORT" of the first of several machines;
+    hosts, host: their number and the index of this one.
     """
 
     rows: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     cache_dir: str | None = None
+    coordinator: str | None = None
+    hosts: int = field(default=1, validator=ge(1))
+    host: int = field(default=0, validator=ge(0))
 
 
 class TpuPlatform(Platform):
-    """One TPU chip. Weights are loaded on the host and moved to it when the model is complete."""
+    """The TPU chips of this process. Weights are loaded on the host and moved to the chips when the
+    model is complete.
+    """
 
     name = "tpu"
     api = 1
@@ -51,6 +59,9 @@ class TpuPlatform(Platform):
 
     def __init__(self, config: Config | None = None) -> None:
         self._config = config or Config()
+        self._first = 0
+        self._placement: Placement | None = None
+        self._compiled: dict[tuple[int, tuple[int, ...]], CompiledForward] = {}
 
     @classmethod
     def probe(cls) -> Probe:
@@ -80,28 +91,57 @@ class TpuPlatform(Platform):
 
         if threads is not None:
             torch.set_num_threads(threads)
+        if self._config.coordinator is not None and not jax.distributed.is_initialized():
+            jax.distributed.initialize(
+                self._config.coordinator, self._config.hosts, self._config.host
+            )
         if self._config.cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", self._config.cache_dir)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.local_devices()
 
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        import jax.numpy as jnp
+    def take_share(self, rank: int, ranks: int) -> None:
+        """Leave the devices before `rank` to other replicas. For JAX on processors only.
 
+        On TPUs each replica sees chips of its own (`TPU_VISIBLE_CHIPS`).
+        """
+        if look()[0] > 1:
+            raise UnsupportedError(
+                "data_parallel_size: not supported yet on tpu: start a server for each group of "
+                "chips, with TPU_VISIBLE_CHIPS"
+            )
+        self._first = rank
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         from modulm_kernels_pallas.bridge import t2j_dtype
         from modulm_platform_tpu.tensors import Cache
 
-        return Cache(jnp.zeros(tuple(shape), t2j_dtype(dtype)))
+        return Cache(self._place().zeros(shape, t2j_dtype(dtype)))
+
+    def _place(self, count: int = 1, whole_experts: bool = False) -> Placement:
+        if self._placement is None:
+            from modulm_platform_tpu.placement import Placement
+
+            self._placement = Placement.of(self._first, count, whole_experts)
+        return self._placement
 
     def recorded(self, forward: Step, config: Flags) -> Step:
+        from modulm.contracts.config.parallel import ParallelConfig
         from modulm.contracts.config.scheduler import SchedulerConfig
-        from modulm_platform_tpu.programs import CompiledForward
+        from modulm_platform_tpu.programs import CompiledForward, model_of
+        from modulm_platform_tpu.settings import settings_of
 
-        flags = config.group(SchedulerConfig)
+        flags, parallel = config.group(SchedulerConfig), config.group(ParallelConfig)
         if flags.max_num_seqs is None or flags.max_num_batched_tokens is None:
             raise ConfigError("max_num_seqs", "must be resolved first")
         sizes = self.step_sizes(flags.max_num_seqs, flags.max_num_batched_tokens)
-        return cast("Step", CompiledForward(cast("Forward", forward), sizes))
+        placement = self._place(parallel.tensor_parallel_size, parallel.enable_expert_parallel)
+        layers = tuple(getattr(forward, "keywords", {}).get("layers", ()))
+        key = id(model_of(forward)), layers
+        if key not in self._compiled:
+            settings = settings_of(config, flags.max_num_seqs)
+            self._compiled[key] = CompiledForward(forward, sizes, placement, settings)
+        return cast("Step", self._compiled[key])
 
     def step_sizes(self, rows: int, tokens: int) -> StepSizes:
         return sizes_of(rows, tokens, self._config.rows, self._config.tokens)

@@ -30,7 +30,9 @@ def sizes_of(
     own_rows = _until(rows or _ladder(_LEAST_ROWS, most_rows), most_rows + 1)
     own_tokens = _until(tokens or _ladder(_LEAST_TOKENS, most_tokens), most_tokens + most_rows + 1)
     merged = tuple(sorted({*own_tokens, *own_rows}))
-    return StepSizes(rows=own_rows, tokens=merged, samples=own_rows)
+    # Steps that verify drafts sample more tokens than they have rows.
+    more = (size for size in merged if size > own_rows[-1])
+    return StepSizes(rows=own_rows, tokens=merged, samples=(*own_rows, *more))
 
 
 def steps_of(sizes: StepSizes) -> list[np.ndarray]:

@@ -11,12 +11,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from modulm.errors import UnsupportedError
 from modulm_kernels_pallas.bridge import j2t_dtype, numpy_of, to_host
 
 __all__ = ["Cache", "DeviceTensor", "Hidden", "Logits"]
+
+#: Dtypes of the numbers of `Logits.draw_on_device`, by position, other than fp32.
+_NUMBERS = {1: "int32"}
 
 _FACTS = frozenset(
     {
@@ -132,7 +136,30 @@ class Logits(DeviceTensor):
 
     def argmax_on_device(self) -> torch.Tensor:
         """Compute the op `argmax`; the result is on the host."""
-        return torch.from_numpy(_argmax(self.array).__array__().astype("int64"))
+        return self._tokens(_argmax(self.array))
+
+    def draw_on_device(self, *numbers: torch.Tensor) -> torch.Tensor:
+        """Compute the op `sample`, with sums in fp32; the result is on the host.
+
+        numbers: the temperature, top-k, top-p, min-p and the random number of each row.
+        """
+        more = len(self.array) - self.rows
+        arrays = (np.pad(numpy_of(x), (0, more)).astype(_NUMBERS.get(i, "float32"))
+                  for i, x in enumerate(numbers))  # fmt: skip
+        return self._tokens(_draw(self.array, *arrays))
+
+    def compile_sampling(self) -> None:
+        """Compile `draw_on_device` for this shape."""
+        one = torch.ones(self.rows)
+        self.draw_on_device(one, one, one, one, one)
+
+    def _tokens(self, array: jax.Array) -> torch.Tensor:
+        return torch.from_numpy(array.__array__().astype("int64"))[: self.rows]
+
+    @classmethod
+    def on_device(cls, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+        wide = func is torch.Tensor.float and args[0].array.dtype == jnp.float32
+        return args[0] if wide else None
 
 
 class Cache(DeviceTensor):
@@ -149,6 +176,38 @@ def _argmax(logits: jax.Array) -> jax.Array:
     best = jnp.argmax(logits, axis=-1)
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
     return jnp.where(finite & ~jnp.isnan(logits).any(-1), best, -1)
+
+
+@jax.jit
+def _draw(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array,
+    min_p: jax.Array, uniform: jax.Array,
+) -> jax.Array:  # fmt: skip
+    chosen = _argmax(logits)
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    peak = scaled.max(-1, keepdims=True)
+    scaled = jnp.where(scaled < peak + jnp.log(min_p)[:, None], -jnp.inf, scaled)
+
+    def limited(scaled: jax.Array) -> jax.Array:
+        """Apply top-k and top-p, which need the order."""
+        ordered = -jnp.sort(-scaled, axis=-1)
+        last = jnp.clip(top_k, 1, scaled.shape[-1]) - 1
+        floor = jnp.take_along_axis(ordered, last[:, None], 1)
+        floor = jnp.where((top_k > 0)[:, None], floor, -jnp.inf)
+        ordered = jnp.where(ordered < floor, -jnp.inf, ordered)
+        running = jnp.cumsum(jnp.exp(ordered - peak), axis=-1)
+        reached = (running < top_p[:, None] * running[:, -1:]).sum(-1)
+        last = jnp.minimum(reached, scaled.shape[-1] - 1)
+        mass = jnp.take_along_axis(ordered, last[:, None], 1)
+        floor = jnp.maximum(floor, jnp.where((top_p < 1)[:, None], mass, -jnp.inf))
+        return jnp.where(scaled < floor, -jnp.inf, scaled)
+
+    filters = ((top_k > 0) | (top_p < 1)).any()
+    scaled = jax.lax.cond(filters, limited, lambda x: x, scaled)
+    running = jnp.cumsum(jnp.exp(scaled - peak), axis=-1)
+    drawn = (running <= uniform[:, None] * running[:, -1:]).sum(-1)
+    drawn = jnp.minimum(drawn, logits.shape[-1] - 1)
+    return jnp.where((temperature > 0) & (chosen >= 0), drawn, chosen)
 
 
 def _in_place(name: str) -> bool:

@@ -1,0 +1,96 @@
+"""Where arrays are: on one device, or split over a mesh of JAX (tensor and expert parallelism).
+
+One process drives all devices, and models are built for a single rank. Weights and caches are split
+by the dimension that the layer's ranks would split, and XLA adds the collectives (Xu et al., arXiv
+2105.04663).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from modulm.contracts.quantization import LinearKind
+from modulm.errors import ConfigError
+from modulm_kernels_pallas.spread import AXIS
+
+if TYPE_CHECKING:
+    from modulm.contracts.quantization import LinearSpec
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Places arrays on `devices`. whole_experts: whole experts are placed on each device."""
+
+    def __init__(self, devices: Sequence[Any], whole_experts: bool = False) -> None:
+        self.devices, self._whole = tuple(devices), whole_experts
+        self.mesh = Mesh(np.array(self.devices), (AXIS,)) if len(self.devices) > 1 else None
+
+    @classmethod
+    def of(cls, first: int, count: int, whole_experts: bool) -> Placement:
+        """Use `count` devices of this machine, or all of them on several machines.
+
+        Raises ConfigError if there are fewer.
+        """
+        alone = jax.process_count() == 1
+        found = jax.local_devices()[first:] if alone else jax.devices()
+        if len(found) < count:
+            raise ConfigError(
+                "tensor_parallel_size", f"{count} devices, and JAX has {len(found)} for them"
+            )
+        if not alone and len(found) != count:
+            raise ConfigError(
+                "tensor_parallel_size", f"must be {len(found)}, the devices of all machines"
+            )
+        return cls(found[:count], whole_experts)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    def sharding(self, axis: int | None = None) -> Any:
+        """The sharding of arrays that are split by `axis`; None: every device has all of it."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.devices[0])
+        spec = () if axis is None else (*[None] * axis, AXIS)
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def weight(self, array: jax.Array, spec: LinearSpec | None) -> jax.Array:
+        """Place a weight, or another tensor of the linear layer `spec`."""
+        axis = None if spec is None or self.mesh is None else self._axis(array.shape, spec)
+        return jax.device_put(array, self.sharding(axis))
+
+    def cache_sharding(self, shape: Sequence[int]) -> Any:
+        """The sharding of a cache, whose second dimension are heads or channels."""
+        splits = self.mesh is not None and len(shape) > 2 and shape[1] % self.size == 0
+        return self.sharding(1 if splits else None)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """Allocate a cache."""
+        where = self.cache_sharding(shape)
+        if self.mesh is None:
+            return jax.device_put(jnp.zeros(tuple(shape), dtype), where)
+        made: jax.Array = jax.jit(lambda: jnp.zeros(tuple(shape), dtype), out_shardings=where)()
+        return made
+
+    def _axis(self, shape: Sequence[int], spec: LinearSpec) -> int | None:
+        """The dimension of a layer's tensor to split, None if it has none that can be."""
+        experts = spec.kind is LinearKind.EXPERT
+        if experts and self._whole:
+            axes = [0]
+        else:
+            first = int(experts and len(shape) > 2)
+            by_inputs = spec.input_shard.size == spec.inputs and spec._input_shard is not None
+            axes = [len(shape) - 1, first] if by_inputs else [first, len(shape) - 1]
+        sizes = (spec.experts, spec.outputs, spec.inputs)
+        for axis in axes:
+            if len(shape) > 1 and shape[axis] in sizes and shape[axis] % self.size == 0:
+                return axis
+        return None
