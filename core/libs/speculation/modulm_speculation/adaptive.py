@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.model import CacheSpec
 
-__all__ = ["Adaptive", "StepTimes"]
+__all__ = ["Adaptive", "Rests", "StepTimes"]
 
 #: Weight of new values in moving averages.
 _NEW = 0.2

@@ -48,7 +48,7 @@ class Convolution(Module):
         """[n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs` channels."""
         convolve = F.conv1d if self.weight.dim() == 3 else F.conv2d
         bias, weight, dtype = self.bias if self.biased else None, self.weight, x.dtype
-        if x.device.type == "cpu" and _is_slow(dtype):
+        if x.is_cpu and _is_slow(dtype):
             x, weight = x.float(), weight.float()
             bias = None if bias is None else bias.float()
         return convolve(x, weight, bias, self.stride, self.padding, 1, self.groups).to(dtype)
