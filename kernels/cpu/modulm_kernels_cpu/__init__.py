@@ -17,6 +17,7 @@ from modulm_kernels_cpu.attention import (
     attention_ops,
     cache_shape,
 )
+from modulm_kernels_cpu.convolution import convolution_ops
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load, use
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
@@ -61,6 +62,7 @@ def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
         sampling_ops,
         recurrence_ops,
         sparse_ops,
+        convolution_ops,
     )
     return MappingProxyType({name: op for group in groups for name, op in group(library).items()})
 

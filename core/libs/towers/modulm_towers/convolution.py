@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
@@ -13,7 +11,7 @@ from torch.nn import Module
 if TYPE_CHECKING:
     from modulm.nn import Builder
 
-__all__ = ["Convolution"]
+__all__ = ["Convolution", "convolve"]
 
 
 class Convolution(Module):
@@ -42,20 +40,24 @@ class Convolution(Module):
         super().__init__()
         shapes = {"weight": (outputs, inputs // groups, *kernel)}
         b.parameters(name, self, **shapes, **({"bias": (outputs,)} if bias else {}))
+        self.ops: Any = b.ops
         self.biased, self.stride, self.padding, self.groups = bias, stride, padding, groups
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs` channels."""
-        convolve = F.conv1d if self.weight.dim() == 3 else F.conv2d
-        bias, weight, dtype = self.bias if self.biased else None, self.weight, x.dtype
-        if x.is_cpu and _is_slow(dtype):
-            x, weight = x.float(), weight.float()
-            bias = None if bias is None else bias.float()
-        return convolve(x, weight, bias, self.stride, self.padding, 1, self.groups).to(dtype)
+        bias = self.bias if self.biased else None
+        y: Tensor = self.ops.convolve(x, self.weight, bias, self.stride, self.padding, self.groups)
+        return y
 
 
-@cache
-def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether torch convolves in this type by a plain loop of one thread, here on the CPU."""
-    narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2")
-    return narrow and dtype in (torch.bfloat16, torch.float16)
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | tuple[int, ...],
+    padding: int,
+    groups: int,
+) -> Tensor:
+    """Arguments and result of torch's conv1d, or of conv2d if the weight has four dimensions."""
+    function = F.conv1d if weight.dim() == 3 else F.conv2d
+    return function(x, weight, bias, stride, padding, 1, groups)

@@ -8,6 +8,7 @@ from samples import parametrize_sample
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm.ops import twins
+from modulm_towers.convolution import convolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "tanh")
@@ -254,3 +255,15 @@ def test_sums_of_what_does_not_fit(ops):
         ops["add"](x, x, torch.ones(2, 4))
     with pytest.raises(ValueError, match="^x must be"):
         ops["multiply"](x.half(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_convolutions(ops, dtype):
+    for weight, x in ((torch.randn(6, 4, 3), torch.randn(2, 4, 50)),
+                      (torch.randn(6, 2, 3, 3), torch.randn(2, 4, 9, 11))):  # fmt: skip
+        weight, x, bias = weight.to(dtype), x.to(dtype), torch.randn(6).to(dtype)
+        groups = x.shape[1] // weight.shape[1]
+        args = (weight.float(), bias.float(), 2, 1, groups)
+        result = ops["convolve"](x, weight, bias, 2, 1, groups)
+        assert result.dtype == dtype
+        assert_close(result, convolve(x.float(), *args).to(dtype))

@@ -89,6 +89,7 @@ def test_ops_have_the_names_of_twins():
     assert extra == {
         "blank_linear",
         "embedding_packed",
+        "low_precision",
         "overwrite_bias",
         "overwrite_experts",
         "overwrite_linear",
