@@ -280,6 +280,7 @@ def test_updates_of_weights_in_host_memory(
     assert updated(model, **flags) == expected
 
 
+@pytest.mark.exhaustive
 def test_updates_of_experts_on_the_cpu(make: Callable[..., Path]) -> None:
     model = make("MixtralForCausalLM")
     flags = {"cpu_offload_experts": 2, "cpu_offload_experts_interval": 2}

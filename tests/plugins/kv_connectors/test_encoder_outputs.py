@@ -210,7 +210,8 @@ def test_ranks_load_what_all_of_them_have(tmp_path: Path) -> None:
 
     made = SimpleNamespace(media=("image",), caches=(), encode=encode)
     built: Any = SimpleNamespace(
-        config=SimpleNamespace(scheduler=None), loaded=SimpleNamespace(model=made, groups=()),
+        config=SimpleNamespace(scheduler=None, group=lambda kind: kind()),
+        loaded=SimpleNamespace(model=made, groups=()),
         platform=SimpleNamespace(device=torch.device("cpu")), mesh=SimpleNamespace(world=_Other()),
     )  # fmt: skip
     outputs = FileEncoderOutputs(tmp_path, 1 << 20, "0" * 32)

@@ -96,7 +96,7 @@ def compare(expected: list[Any], got: list[Any]) -> None:
                 assert abs(entry.logprob - other[token].logprob) < 1e-3
 
 
-@parametrize_sample("architecture", FAMILIES, 11)
+@parametrize_sample("architecture", FAMILIES, 13)
 def test_tokens_and_logits_equal_those_of_the_cpu(architecture, tmp_path) -> None:
     from modulm_platform_tpu.compilations import COMPILATIONS
 

@@ -21,6 +21,7 @@ from modulm_loader_npcache import loader as npcache
 from modulm_mapped_weights.file import FileWriter
 from modulm_mapped_weights.folder import CacheFolder
 from modulm_plugin_lock import lock
+from modulm_route_chat_page.conversations import ConversationStore
 from modulm_route_files.store import check_format
 
 ROOT = Path(__file__).parents[3]
@@ -75,6 +76,14 @@ def read_lock(folder: Path) -> bool:
     return lock.read_lock(str(folder / "lock"))[0].version == lock.FORMAT
 
 
+def write_conversations(folder: Path) -> None:
+    ConversationStore(str(folder / "chat.sqlite"))
+
+
+def read_conversations(folder: Path) -> bool:
+    return ConversationStore(str(folder / "chat.sqlite")).listed("owner") == []
+
+
 def read_folder(folder: Path) -> bool:
     """Files and batches: the note that is beside them."""
     check_format(folder)
@@ -118,6 +127,11 @@ STORES = {
     "lock of plugins": Store(
         "modulm_plugin_lock.lock.FORMAT", ("modulm_command_plugins.command",),
         write_lock, read_lock, "has format 2, this modulm reads 1",
+    ),
+    "conversations of the chat page": Store(
+        "modulm_route_chat_page.conversations.FORMAT", ("modulm_route_chat_page.conversations",),
+        write_conversations, read_conversations, "has format 2, this modulm reads up to 1",
+        reads_older=True,
     ),
 }  # fmt: skip
 #: What else writes files, and why they have no version.

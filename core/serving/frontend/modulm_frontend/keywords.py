@@ -60,6 +60,7 @@ class LLMFlags(TypedDict, total=False):
     hf_token: str | bool | None
     ignore_patterns: Sequence[str] | str
     image_fetch_timeout: float
+    interleave_mm_strings: bool
     kernels: Sequence[str] | str | None
     kv_cache_dtype: Literal[
         "auto",
@@ -170,6 +171,7 @@ class LLMFlags(TypedDict, total=False):
     trust_request_mm_kwargs: bool
     use_tqdm_on_load: bool
     video_fetch_timeout: float
+    video_pruning_rate: float | None
     watermark: float
     worker_cls: str
     worker_extension_cls: str | None

@@ -29,6 +29,8 @@ __all__ = ["ConversationStore", "Conversations"]
 _MOST, _MOST_BYTES = 10_000, 1 << 30
 #: Threads that read and write at once: others of the process have work, too.
 _AT_ONCE = 2
+#: The version of the file, in its `user_version`.
+FORMAT = 1
 _TABLE = """
 CREATE TABLE IF NOT EXISTS conversations (
   owner TEXT NOT NULL, id TEXT NOT NULL, updated REAL NOT NULL, body BLOB,
@@ -52,8 +54,13 @@ class ConversationStore:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             Path(path).chmod(0o600)  # before SQLite makes files beside it, with the same mode
             with closing(self._open()) as db, db:
+                (version,) = db.execute("PRAGMA user_version").fetchone()
+                if version > FORMAT:
+                    message = f"has format {version}, this modulm reads up to {FORMAT}"
+                    raise ConfigError("chat_store", f"{path}: {message}: use a newer release")
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute(_TABLE)
+                db.execute(f"PRAGMA user_version={FORMAT}")
         except (sqlite3.Error, OSError) as error:
             raise ConfigError("chat_store", f"{path}: {error}") from error
 

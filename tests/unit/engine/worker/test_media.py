@@ -91,7 +91,8 @@ def prompt_inputs(**model) -> MediaRunner:
     """The runner of a model that is nothing else."""
     made = SimpleNamespace(**{"media": (), "caches": (), **model})
     return MediaRunner(BuiltModel(
-        config=SimpleNamespace(scheduler=None), loaded=SimpleNamespace(model=made, groups=()),
+        config=SimpleNamespace(scheduler=None, group=lambda kind: kind()),
+        loaded=SimpleNamespace(model=made, groups=()),
         platform=SimpleNamespace(device=torch.device("cpu")), plugins=None, mesh=None,
     ))  # fmt: skip
 
