@@ -35,7 +35,7 @@ def show(text: object, most: int = 400) -> None:
     print("   ", line if len(line) <= most else line[:most] + " ...")
 
 
-def command(*arguments: str, timeout: float = 120) -> None:
+def command(*arguments: str, timeout: float = 480) -> None:
     print("   $ modulm", *arguments)
     done = subprocess.run(
         [MODULM, *arguments], capture_output=True, text=True, timeout=timeout, check=False

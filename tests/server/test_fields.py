@@ -487,3 +487,26 @@ def test_prompts_are_shown_and_cut_at_either_end(live: Live, tokenizer: Tokenize
         first, *rest = [json.loads(line[6:]) for line in stream.split("\n\n") if "{" in line]
         assert first["prompt_text"] == shown
         assert not any("prompt_text" in chunk for chunk in rest)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {}), (COMPLETE, {}), ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": BASE[CHAT]["messages"], "max_tokens": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_transfer_parameters_reach_the_engine_and_return(
+    http: httpx.Client, live: Live, path: str, more: dict[str, Any]
+) -> None:
+    """As vLLM's proxies between engines send them."""
+    asked = {"do_remote_decode": True}
+    body = {**BASE.get(path, {"model": "M"}), **more, "kv_transfer_params": asked}
+    answer = http.post(path, json=body).json()
+    assert live.engine.seen[-1][1].extra_args == {"kv_transfer_params": asked}
+    assert answer["kv_transfer_params"] == {"do_remote_prefill": True}
+    text = http.post(path, json={**body, "stream": True}).text
+    assert text.count('"kv_transfer_params":{"do_remote_prefill":true}') == 1
+    body["kv_transfer_params"] = None
+    assert "kv_transfer_params" not in http.post(path, json=body).text

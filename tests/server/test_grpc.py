@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import socket
+import ssl
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,11 @@ from typing import Any
 import grpc
 import grpc_tools
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
@@ -33,6 +40,7 @@ from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
 from modulm_route_grpc.descriptors import message
 from modulm_route_grpc.intake import message_limit
+from modulm_route_grpc.server import _credentials
 from modulm_server.flags import ServerConfig
 from modulm_server.serve import with_http_address
 from modulm_server.testing import Live
@@ -400,3 +408,79 @@ def test_the_largest_messages_hold_no_turn_of_the_loop(make_server: Callable[...
             code, _ = status_of(lambda data=data: inference(data, timeout=60))  # type: ignore[misc]
             assert beat.end() < BOUND
             assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A CA, and a key with the certificate that it signed for each of server and client."""
+    folder = tmp_path_factory.mktemp("tls")
+    now = datetime.now(UTC)
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test CA")])
+    files = {}
+    for name in ("ca", "server", "client"):
+        key = ca_key if name == "ca" else ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(ca_name if name == "ca" else subject)
+            .issuer_name(ca_name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=name == "ca", path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .sign(ca_key, SHA256())
+        )
+        files[name] = folder / f"{name}.pem"
+        files[name].write_bytes(certificate.public_bytes(Encoding.PEM))
+        files[f"{name}_key"] = folder / f"{name}.key"
+        files[f"{name}_key"].write_bytes(
+            key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        )
+    return files
+
+
+def test_tls_with_certificates_of_clients(
+    make_server: Callable[..., Live], certificates: dict[str, Path]
+) -> None:
+    """The server's certificate is checked by clients, theirs by the server."""
+    files = {name: path.read_bytes() for name, path in certificates.items()}
+    live = make_server(
+        grpc_port=0, ssl_certfile=str(certificates["server"]),
+        ssl_keyfile=str(certificates["server_key"]), ssl_ca_certs=str(certificates["ca"]),
+        ssl_cert_reqs=ssl.CERT_REQUIRED,
+    )  # fmt: skip
+    (family,) = (one for one in live.served.families if one.name == "grpc")
+    address = f"localhost:{family.server.port}"  # type: ignore[attr-defined]
+
+    def serves(**options: Any) -> bool:
+        credentials = grpc.ssl_channel_credentials(**options) if options else None
+        opened = (
+            grpc.insecure_channel(address)
+            if credentials is None
+            else grpc.secure_channel(address, credentials)
+        )
+        with opened as channel:
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            try:
+                return bool(stub.HealthCheck(smg.HealthCheckRequest(), timeout=20).healthy)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+
+    known = {"private_key": files["client_key"], "certificate_chain": files["client"]}
+    assert serves(root_certificates=files["ca"], **known)
+    assert not serves(root_certificates=files["ca"])  # no certificate of its own
+    assert not serves(root_certificates=files["client"], **known)  # trusts another CA
+    assert not serves()
+    with pytest.raises(ConfigError, match="ssl-ca-certs"):
+        _credentials(
+            ServerConfig(
+                ssl_certfile=str(certificates["server"]),
+                ssl_keyfile=str(certificates["server_key"]),
+                ssl_cert_reqs=ssl.CERT_REQUIRED,
+            )
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +16,22 @@ from typing import Any
 from xml.etree import ElementTree
 
 import anthropic
+import grpc
 import httpx
 import openai
 import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from smg_grpc_proto import vllm_engine_pb2 as smg
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 from tests.media.checkpoint import SLOTS, write_llava
 from tests.media.files import image_file, sound_file, tone
 
 import modulm
 from modulm.testing.adapters import write_lora
+from modulm_route_grpc.descriptors import message as proto
 from modulm_towers.testing import images
 
 SIZES = [(30, 30), (40, 20), (20, 40)]
@@ -79,6 +85,7 @@ def url(folder: Path, serve_here: Callable[..., AbstractContextManager[str]]) ->
         "--served-model-name": "llava", "--device": "cpu", "--dtype": "float32",
         "--limit-mm-per-prompt": '{"image": 3}', "--allowed-media-networks": "127.0.0.0/8",
         "--allowed-local-media-path": folder / "media", "--attention-backend": "sdpa",
+        "--grpc-port": 0,
     }  # fmt: skip
     arguments = [word for pair in flags.items() for word in pair]
     with serve_here(folder / "log", [folder, *arguments, "--enable-mm-embeds"]) as url:
@@ -442,3 +449,74 @@ def test_an_adapter_for_images(
         seen, text = told(ask(client, image)), told(ask(client))
         assert seen == told(ask(client, image, model="named"))
         assert text != told(ask(client, model="named"))
+
+
+def test_media_with_token_ids_and_over_grpc(
+    client: openai.OpenAI, url: str, folder: Path, files: tuple[str, list[str]]
+) -> None:
+    """A prompt with one placeholder an image gives what the chat gives, whoever sends the image."""
+    where, _ = files
+    pictures = [data_url(PICTURES[0]), f"{where}/1"]
+    chat = ask(client, *map(part, pictures), extra_body={"return_token_ids": True})
+    expected = [token.logprob for token in chat.choices[0].logprobs.content]
+    filled = chat.model_extra["prompt_token_ids"]
+    mark = max(filled, key=filled.count)  # the token that stands for an image's vectors
+    ids = [
+        token for at, token in enumerate(filled) if (token, *filled[at - 1 : at]) != (mark, mark)
+    ]
+    sampling = {"temperature": 0, "max_tokens": 4, "logprobs": 0}
+    body = {
+        "token_ids": ids,
+        "content_parts": list(map(part, pictures)),
+        "sampling_params": sampling,
+    }
+    http = httpx.post(f"{url}/inference/v1/generate", json=body).json()
+    content = http["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == pytest.approx(expected, abs=1e-4)
+    for parts, words in (
+        ([{"type": "text", "text": "a"}], "content_parts[0]: must be media"),
+        ([part(pictures[0])], "2 placeholders"),
+        ([part(pictures[0])] * 4, "at most 3"),
+    ):
+        refused = httpx.post(f"{url}/inference/v1/generate", json={**body, "content_parts": parts})
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]["message"]
+
+    port = re.findall(r"gRPC is served at 127\.0\.0\.1:(\d+)", (folder / "log").read_text())[-1]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        generate = channel.unary_unary(
+            "/vllm.Inference/Generate",
+            request_serializer=proto("GenerateRequest").SerializeToString,
+            response_deserializer=proto("GenerateResponse").FromString,
+        )
+        for first in (
+            {"data_uri": pictures[0]},
+            {"raw_bytes": image_file(PICTURES[0]), "mime_type": "image/png"},
+            {"url": f"{where}/0"},
+        ):
+            request = proto("GenerateRequest")(
+                token_ids={"ids": ids}, temperature=0, stopping={"max_new_tokens": 4},
+                response={"output_logprobs": True},
+                media=[{"modality": 1, **first}, {"modality": 1, "url": pictures[1]}],
+            )  # fmt: skip
+            answer = generate(request, timeout=60).outputs
+            assert list(answer.logprobs) == pytest.approx(expected, abs=1e-4)
+        for item, words in (
+            ({"modality": 0, "url": pictures[1]}, "media[0].modality"),
+            ({"modality": 1, "features": {"length": 1}}, "media[0].features"),
+            ({"modality": 1, "data_uri": pictures[1]}, "media[0].data_uri"),
+            ({"modality": 3, "url": pictures[1]}, "does not support audio"),
+        ):
+            request = proto("GenerateRequest")(token_ids={"ids": ids}, media=[item])
+            with pytest.raises(grpc.RpcError) as raised:
+                generate(request, timeout=60)
+            assert words in raised.value.details()
+        router = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        request = smg.GenerateRequest(tokenized={"input_ids": ids})
+        request.sampling_params.temperature, request.sampling_params.max_tokens = 0, 4
+        request.sampling_params.logprobs = 0
+        for picture in pictures:
+            request.media_refs.items.add(modality=common_pb2.IMAGE, url=picture)
+        (whole,) = router.Generate(request)
+        found = list(whole.complete.output_logprobs.token_logprobs)
+        assert found == pytest.approx(expected, abs=1e-4)

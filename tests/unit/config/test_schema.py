@@ -318,7 +318,7 @@ def test_an_unknown_key_of_a_table_is_named(table: str) -> None:
 
 
 def test_keys_that_vllm_knows_are_notes_or_say_what_is_missing() -> None:
-    keys = {"cache_dir": "/x", "cudagraph_copy_inputs": True}
+    keys = {"cache_dir": "/x", "cudagraph_mm_encoder": True}
     notes = {
         n.flag: n.message for n in EngineConfig.from_keywords(compilation_config=keys).notices()
     }
@@ -326,7 +326,7 @@ def test_keys_that_vllm_knows_are_notes_or_say_what_is_missing() -> None:
     assert all(message.startswith("no effect") for message in notes.values())
     for table, key in (
         ({"attention_config": {"indexer_kv_dtype": "fp8"}}, "indexer_kv_dtype"),
-        ({"compilation_config": {"cudagraph_mm_encoder": True}}, "cudagraph_mm_encoder"),
+        ({"profiler_config": {"wait_iterations": 2}}, "wait_iterations"),
         ({"profiler_config": {"proton_mode": "x"}}, "proton_mode"),
     ):
         with pytest.raises(ConfigError, match="ot supported yet") as caught:

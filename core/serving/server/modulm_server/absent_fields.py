@@ -52,7 +52,6 @@ RESPONSES = Absent(
         **_COMMON,
         "enable_response_messages": "/v1/chat/completions/render shows the prompt",
         "previous_input_messages": "send earlier messages in input, or previous_response_id",
-        "kv_transfer_params": "use /v1/chat/completions",
     },
     no_effect={
         **_SESSION,
@@ -60,7 +59,7 @@ RESPONSES = Absent(
         "prompt_cache_options": "all prefixes are cached",
     },
 )
-MESSAGES = Absent(refused={**_COMMON, "kv_transfer_params": "use /v1/chat/completions"})
+MESSAGES = Absent(refused=_COMMON)
 POOLING = Absent(no_effect={"padding": "texts of a batch keep their own length"})
 LORA = Absent(refused={"is_3d_lora_weight": "save the adapter of each expert by itself"})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from modulm_frontend.prompt_media import messages_media, pair_contents
 from modulm_media import Media, MediaPrompt, MediaReader
 from modulm_media.flags import MediaConfig, MediaKind
 from modulm_media.limits import Limits
-from modulm_media.messages import MediaSource, part_kind
+from modulm_media.messages import MediaSource, part_kind, source_of
 from modulm_media.requested import io_options, processor_options
 from modulm_server.errors import ApiError
 from modulm_server.prompt_embeds import read_embeds
@@ -104,6 +105,28 @@ class MediaService:
             if source.embeds is not None and not self._flags.enable_mm_embeds:
                 raise source.wrong("not enabled on this server: start it with --enable-mm-embeds")
         return RequestMedia(tuple(sources), io_by_kind, processor)
+
+    async def read_parts(self, parts: Sequence[Mapping[str, Any]], name: str) -> RequestMedia:
+        """Read the media of a prompt of token ids, in the order of their placeholders.
+
+        parts: content parts as in messages, all of them media. name: the request's field. Fetches
+        nothing yet. Raises RequestError, also for more media than a prompt may have.
+        """
+        sources: list[MediaSource] = []
+        for at, part in enumerate(parts):
+            kind = part_kind(part)
+            if kind is None:
+                message = f"{name}[{at}]: must be media, such as an image_url"
+                raise RequestError(message, name)
+            sources.append(source_of(kind, part, f"{name}[{at}]"))
+        reader = await self._read(lambda: self.reader)
+        if reader is None:
+            raise sources[0].wrong(f"the model does not support {sources[0].kind} input")
+        try:
+            reader.check(Counter(str(source.kind) for source in sources))
+        except RequestError as error:
+            raise RequestError(f"{name}: {error.message}", name) from error
+        return self._request_media(sources, None, None)
 
     async def read_pairs(
         self, sides: Mapping[str, Any], io: Any, processor_kwargs: Any

@@ -16,6 +16,7 @@ from modulm_server.absent_fields import GENERATION, Absent
 from modulm_server.json_body import bad_field
 from modulm_server.prompt_caching import held_prompt, with_held
 from modulm_server.request_guard import RequestLimits
+from modulm_server.transfer import with_transfer
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -254,13 +255,11 @@ def sampling_params(
 
 
 def _extra_args(body: SamplingFields) -> dict[str, Any] | None:
-    """Return `SamplingParams.extra_args`, with `kv_transfer_params` where vLLM has them."""
+    """Return `SamplingParams.extra_args`."""
     arguments = with_held(
         body.arguments(), held_prompt(body.prompt_cache_key, body.prompt_cache_retention)
     )
-    if body.kv_transfer_params is None:
-        return arguments
-    return {**(arguments or {}), "kv_transfer_params": body.kv_transfer_params}
+    return with_transfer(arguments, body.kv_transfer_params)
 
 
 def _beams(

@@ -393,4 +393,10 @@ class _Play:
             outputs=[output for output in outputs if output is not None],
             finished=finished,
             num_cached_tokens=0,
+            kv_transfer_params=self._transferred(),
         )
+
+    def _transferred(self) -> dict[str, Any] | None:
+        """What an engine that computes prompts for others says about one."""
+        asked: Any = (self.params.extra_args or {}).get("kv_transfer_params", {})
+        return {"do_remote_prefill": True} if asked.get("do_remote_decode") else None

@@ -15,7 +15,14 @@ from modulm_prefix_retention import Mark, with_marks
 from modulm_route_anthropic.caching import breakpoints_of
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of, written
 from modulm_route_anthropic.flags import AnthropicConfig
-from modulm_route_anthropic.objects import Failure, Message, Opening, StreamEvent, TokenCount
+from modulm_route_anthropic.objects import (
+    Failure,
+    Message,
+    Opening,
+    StreamEvent,
+    TokenCount,
+    WholeMessage,
+)
 from modulm_route_anthropic.schema import (
     CountRequest,
     MessagesRequest,
@@ -42,6 +49,7 @@ from modulm_server.rendering import Rendered, rendered
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
 from modulm_server.tool_servers import ToolServers
+from modulm_server.transfer import transferred
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
     from modulm_server.errors import ApiError
     from modulm_server.hosted_tools import HostedTools
     from modulm_server.key_limits import Rate
+    from modulm_server.transfer import Transferred
 
 __all__ = ["Anthropic"]
 
@@ -92,7 +101,7 @@ class Anthropic(RouteFamily):
             self.with_errors(self.create),
             methods=["POST"],
             openapi_extra=request_docs(MessagesRequest),
-            responses=response_docs(Message, events=StreamEvent, failure=Failure),
+            responses=response_docs(WholeMessage, events=StreamEvent, failure=Failure),
         )
         router.add_api_route(
             "/count_tokens",
@@ -260,17 +269,19 @@ class Anthropic(RouteFamily):
         tokenizer = self.context.generation.tokenizer
         return force_calls(choice, tools, self._parsers, tokenizer, parallel=parallel)
 
-    async def _whole(self, request: Request, job: _Job, started: RunningTurn) -> Message:
+    async def _whole(self, request: Request, job: _Job, started: RunningTurn) -> WholeMessage:
         events = Events(job.single, job.omitted)
         if job.hosted.by_name:
             turns = self._hosted_turns(request, job, started)
             sent: list[BlockEvent] = []
+            there: Transferred = {}
             created: dict[int, int] = {}
             reason: str | None = None
             stop: int | str | None = None
             async with aclosing(turns.steps()) as steps:
                 async for step in steps:
                     created = creation_tokens(step.output) or created
+                    there = transferred(step.output)
                     sent += _sent(events, step)
                     if step.delta is not None:
                         reason, stop = step.delta.finish_reason, step.delta.stop_reason
@@ -284,11 +295,13 @@ class Anthropic(RouteFamily):
             sent = events.convert(message.parsed.deltas)
             reason, stop = message.finish_reason, message.stop_reason
             usage = _usage(output, message.generated, await started.reasoning_tokens())
+            there = transferred(output)
         return {
             **_opening(job),
             "content": blocks_of([*sent, *events.close()]),
             **stop_of(reason, stop, events.called),
             "usage": usage,
+            **there,
         }
 
     async def _frames(
@@ -320,7 +333,10 @@ class Anthropic(RouteFamily):
                     if turns is not None:
                         thought = turns.thinking_tokens
                     usage_written = written(delta.generated, thought)
-                    yield _frame({"type": "message_delta", "delta": stop, "usage": usage_written})
+                    yield _frame(
+                        {"type": "message_delta", "delta": stop, "usage": usage_written,
+                         **transferred(step.output)}
+                    )  # fmt: skip
         yield _frame({"type": "message_stop"})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from modulm_server.openapi import ErrorObject
+from modulm_server.transfer import Transferred
 
 __all__ = [
     "Block",
@@ -17,6 +18,7 @@ __all__ = [
     "StreamEvent",
     "TokenCount",
     "Usage",
+    "WholeMessage",
     "Written",
 ]
 
@@ -126,10 +128,14 @@ class Stop(TypedDict):
 
 
 class Message(Opening, Stop):
-    """The answer of `POST /v1/messages`."""
+    """A message, as far as it is."""
 
     content: list[Block]
     usage: Usage
+
+
+class WholeMessage(Message, Transferred):
+    """The answer of `POST /v1/messages`."""
 
 
 class MessageStart(TypedDict):
@@ -199,7 +205,7 @@ class BlockStop(TypedDict):
     index: int
 
 
-class MessageDelta(TypedDict):
+class MessageDelta(Transferred):
     """Why the message ended, and what it took."""
 
     type: Literal["message_delta"]

@@ -20,6 +20,7 @@ from modulm_server.constraints import (
 from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS, Salt, SamplerFields
+from modulm_server.transfer import with_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ class MessagesRequest(_Conversation, kw_only=True):
     cache_control: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     cache_salt: Salt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def messages_of(body: _Conversation, model_name: Callable[[str, str], str]) -> list[dict[str, Any]]:
@@ -385,7 +387,7 @@ def params_of(
             "stop": body.stop_sequences,
             "structured_outputs": constraint,
             "thinking_token_budget": budget,
-            "extra_args": body.arguments(),
+            "extra_args": with_transfer(body.arguments(), body.kv_transfer_params),
             "output_kind": OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         }
     )

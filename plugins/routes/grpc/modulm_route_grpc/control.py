@@ -79,7 +79,7 @@ class Control:
             supports_text_input=self._context.engine.tokenizer is not None,
             supports_token_ids_input=True,
             supports_lora=bool(info.limit("adapters", "slots")),
-            supports_multimodal=False,  # this service takes no media
+            supports_multimodal=bool(info.limit("media", "items")),
             reasoning_parser=config.structured_outputs.reasoning_parser or "",
             tool_call_parser=config.tool_calls.tool_call_parser or "",
         )

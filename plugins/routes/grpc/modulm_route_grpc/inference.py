@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,14 @@ from modulm_route_grpc.http_calls import Call, CallFailed, HttpCalls
 if TYPE_CHECKING:
     from modulm_server.route import RouteContext
 
-__all__ = ["Inference", "check_entries", "invalid", "json_object", "structured_outputs"]
+__all__ = [
+    "Inference",
+    "check_entries",
+    "invalid",
+    "json_object",
+    "media_part",
+    "structured_outputs",
+]
 
 #: Most texts of a list, and tokens of a map, which become objects before HTTP's limits apply.
 _ENTRIES = 1 << 14
@@ -24,9 +32,10 @@ _ENTRIES = 1 << 14
 _MAX_TOKENS = 20
 _GenerateResponse = message("GenerateResponse")
 _FinishInfo = message("FinishInfo")
+#: Names in content parts by the proto's numbers.
+_MODALITIES = {1: "image", 2: "video", 3: "audio"}
 #: Fields that are refused, and what to do instead.
 _REFUSED = {
-    "media": "send media to the HTTP route /v1/chat/completions",
     "session_id": "set kv.cache_salt to keep cached prefixes apart",
     "kv_hints": "leave it out",
     "engine_reasoning_gate": "constraints apply from the first token; leave it out",
@@ -180,11 +189,43 @@ def _options(request: Any) -> dict[str, Any]:
         "priority": request.priority or None,
         "cache_salt": request.kv.cache_salt or None,
     }
+    if request.media:
+        check_entries("media", request.media)
+        body["content_parts"] = [_media_part(at, item) for at, item in enumerate(request.media)]
     if request.request_id:
         body["request_id"] = request.request_id
     if request.kv.HasField("kv_transfer_params"):
         body["kv_transfer_params"] = _whole_numbers(MessageToDict(request.kv.kv_transfer_params))
     return body
+
+
+def media_part(kind: str, url: str, uuid: str = "") -> dict[str, Any]:
+    """The content part of a message for an image, a video or a sound."""
+    name = f"{kind}_url"
+    return {"type": name, name: {"url": url}, **({"uuid": uuid} if uuid else {})}
+
+
+def _media_part(at: int, item: Any) -> dict[str, Any]:
+    """The content part for one of `media`. Raises CallFailed."""
+    field = f"media[{at}]"
+    kind = _MODALITIES.get(item.modality)
+    if kind is None:
+        raise invalid(f"{field}.modality", "must be IMAGE, VIDEO or AUDIO")
+    source = item.WhichOneof("source")
+    if source == "features":
+        raise invalid(f"{field}.features", "is not supported: send url, data_uri or raw_bytes")
+    if source is None and not item.uuid:
+        raise invalid(field, "needs url, data_uri or raw_bytes")
+    if source is None:
+        return {"type": f"{kind}_url", f"{kind}_url": None, "uuid": item.uuid}
+    if source == "raw_bytes":
+        data = b64encode(item.raw_bytes).decode()
+        url = f"data:{item.mime_type or 'application/octet-stream'};base64,{data}"
+        return media_part(kind, url, item.uuid)
+    url = item.url if source == "url" else item.data_uri
+    if url.startswith("data:") != (source == "data_uri"):
+        raise invalid(f"{field}.{source}", "data: URLs are data_uri, others url")
+    return media_part(kind, url, item.uuid)
 
 
 def _sampling(request: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from modulm_route_grpc.inference import (
     check_entries,
     invalid,
     json_object,
+    media_part,
     structured_outputs,
 )
 
@@ -38,6 +39,8 @@ _TOKENIZER_FILES = (
     "chat_template.json", "generation_config.json", "config.json",
 )  # fmt: skip
 _CHUNK = 1 << 20
+#: Names in content parts.
+_MODALITIES = {common.IMAGE: "image", common.AUDIO: "audio", common.VIDEO: "video"}
 
 
 class VllmEngine:
@@ -77,12 +80,14 @@ class VllmEngine:
                 yield response
 
     async def _body(self, request: Any, call: Call) -> dict[str, Any]:
-        for field in ("mm_inputs", "media_refs", "kv_transfer_params", "data_parallel_rank"):
+        for field in ("kv_transfer_params", "data_parallel_rank"):
             if request.HasField(field):
                 raise invalid(field, "is not supported: leave it out")
-        if request.extra_mm_inputs:
-            raise invalid("extra_mm_inputs", "is not supported: leave it out")
+        if request.HasField("mm_inputs") or request.extra_mm_inputs:
+            raise invalid("mm_inputs", "is not supported: send media_refs, which this server reads")
         kind = request.WhichOneof("input")
+        if request.media_refs.items and kind == "text":
+            raise invalid("media_refs", "need tokenized input")
         if kind is None:
             raise invalid("input", "is missing: send tokenized or text")
         if kind == "text":
@@ -95,6 +100,8 @@ class VllmEngine:
             "sampling_params": await call.convert(_sampling, request.sampling_params),
             "return_token_ids": True,
         }
+        if request.media_refs.items:
+            body["content_parts"] = await call.convert(_media_parts, request.media_refs.items)
         if request.request_id:
             body["request_id"] = request.request_id
         if request.HasField("kv_transfer_params_json"):
@@ -253,6 +260,20 @@ class VllmEngine:
         """The served models, which only who has a key may see."""
         answer = await self._calls.call(call, "GET", "/v1/models")
         return [model["id"] for model in answer["data"]] or [""]
+
+
+def _media_parts(items: Any) -> list[dict[str, Any]]:
+    """The content parts for `media_refs`. Raises CallFailed."""
+    check_entries("media_refs", items)
+    parts = []
+    for at, item in enumerate(items):
+        kind = _MODALITIES.get(item.modality)
+        if kind is None:
+            raise invalid(f"media_refs[{at}].modality", "must be IMAGE, AUDIO or VIDEO")
+        if not item.url:
+            raise invalid(f"media_refs[{at}].url", "is missing")
+        parts.append(media_part(kind, item.url))
+    return parts
 
 
 def _archive(folder: Path) -> tuple[bytes, str]:

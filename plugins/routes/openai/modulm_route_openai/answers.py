@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         Measured,
         Metrics,
         PromptLogprob,
-        Transferred,
         Usage,
     )
     from modulm_server.sampling import SamplingFields
@@ -42,7 +41,6 @@ __all__ = [
     "paced",
     "prompt_logprobs",
     "split_in_order",
-    "transferred",
     "usage",
 ]
 
@@ -88,12 +86,6 @@ def fingerprint(config: Any, engine: Any) -> str | None:
     if engine.weight_version:
         full = f"{full}-w{engine.weight_version}"
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
-
-
-def transferred(output: Any) -> Transferred:
-    """Return `kv_transfer_params` of an output, if it has some."""
-    params = output.kv_transfer_params
-    return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
 def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:

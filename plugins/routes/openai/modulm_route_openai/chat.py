@@ -23,7 +23,6 @@ from modulm_route_openai.answers import (
     paced,
     prompt_logprobs,
     split_in_order,
-    transferred,
     usage,
 )
 from modulm_route_openai.messages import check_messages, last_text
@@ -45,6 +44,7 @@ from modulm_server.prompts import ChatOptions
 from modulm_server.sampling import check_priority, reject_unsupported, sampling_params, shortened
 from modulm_server.sse import DONE, EventStream, frame
 from modulm_server.tool_servers import ToolServers
+from modulm_server.transfer import transferred
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
@@ -67,11 +67,11 @@ if TYPE_CHECKING:
         ChatMessage,
         FunctionDelta,
         ToolCallDelta,
-        Transferred,
     )
     from modulm_route_openai.schema import ChatBatchRequest
     from modulm_server.hosted_turns import HostedCall
     from modulm_server.route import RouteContext
+    from modulm_server.transfer import Transferred
 
 __all__ = ["Chat", "ChatDeltas", "ChatJob", "opening_of", "reason_of"]
 

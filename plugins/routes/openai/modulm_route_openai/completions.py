@@ -19,7 +19,6 @@ from modulm_route_openai.answers import (
     fingerprint,
     paced,
     prompt_logprobs,
-    transferred,
     usage,
 )
 from modulm_server.constraints import requested_constraints, single_constraint
@@ -32,6 +31,7 @@ from modulm_server.rendering import rendered
 from modulm_server.request_cost import check_cost
 from modulm_server.sampling import LIMITS, check_priority, sampling_params, shortened
 from modulm_server.sse import DONE, EventStream, frame
+from modulm_server.transfer import transferred
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
         CompletionChoice,
         CompletionChunk,
         CompletionLogprobs,
-        Transferred,
     )
     from modulm_route_openai.schema import CompletionRequest
     from modulm_server.route import RouteContext
+    from modulm_server.transfer import Transferred
 
 __all__ = ["Completions"]
 

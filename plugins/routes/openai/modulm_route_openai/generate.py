@@ -27,6 +27,7 @@ from modulm_server.sampling import (
     shortened,
 )
 from modulm_server.sse import DONE, EventStream, frame
+from modulm_server.transfer import Transferred, transferred
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -53,7 +54,11 @@ class _Sampling(SamplingFields, kw_only=True):
 
 
 class GenerateRequest(Struct, kw_only=True):
-    """`POST /inference/v1/generate`."""
+    """`POST /inference/v1/generate`.
+
+    content_parts: the media of the prompt (`image_url` and so on), in the order of their
+    placeholders, which token_ids has once for each.
+    """
 
     token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(min_length=1)]
     sampling_params: dict[str, Any] = {}
@@ -116,7 +121,7 @@ class Choice(TypedDict):
     stop_reason: int | str | None
 
 
-class GenerateAnswer(TypedDict):
+class GenerateAnswer(Transferred):
     """The answer of `POST /inference/v1/generate`, or a chunk of its stream."""
 
     request_id: str
@@ -127,7 +132,6 @@ class GenerateAnswer(TypedDict):
     usage: NotRequired[Usage]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
-    kv_transfer_params: NotRequired[dict[str, Any]]
 
 
 @frozen
@@ -163,20 +167,18 @@ class Generate:
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
         if job.sampling.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if output.kv_transfer_params is not None:
-            answer["kv_transfer_params"] = dict(output.kv_transfer_params)
-        return json_response(answer)
+        return json_response({**answer, **transferred(output)})
 
     async def _start(self, request: Request, body: GenerateRequest) -> _Job:
         generation = self._generation
         model = await generation.find_model(body.model)
         generation.check_open()
-        for name in ("features", "content_parts"):
-            if getattr(body, name):
-                raise bad_field(
-                    name, f"Not supported yet: {name}. Send media to /v1/chat/completions.",
-                    "unsupported",
-                )  # fmt: skip
+        if body.features:
+            raise bad_field(
+                "features",
+                "Not supported yet: features. Send media as content_parts.",
+                "unsupported",
+            )
         if body.output_mode not in ("tokens", "text"):
             raise bad_field(
                 "output_mode",
@@ -198,7 +200,11 @@ class Generate:
             "output_mode": "text" if body.output_mode == "text" else "tokens",
             "choices": [],
         }
-        (prompt,) = await generation.from_ids(body.token_ids)
+        if body.content_parts:
+            media = await generation.media.read_parts(body.content_parts, "content_parts")
+            (prompt,) = await generation.with_media([(body.token_ids, media.sources)], media)
+        else:
+            (prompt,) = await generation.from_ids(body.token_ids)
         running = await generation.generate(
             shortened(prompt, sampling),
             params,

@@ -4,12 +4,13 @@ additional fields, and Anthropic's model object.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from modulm_frontend.draft_metrics import SpecDecodeFigures
 from modulm_parsing.message import OpenAICall
 from modulm_server.hosted_turns import HostedCall
 from modulm_server.logprobs import TokenLogprob
+from modulm_server.transfer import Transferred
 
 __all__ = [
     "ApprovalRequest",
@@ -76,12 +77,6 @@ class Measured(TypedDict, total=False):
     """Optional metrics of a response."""
 
     metrics: Metrics
-
-
-class Transferred(TypedDict, total=False):
-    """Where another engine finds the prompt's KV cache, if the request asked for it."""
-
-    kv_transfer_params: dict[str, Any]
 
 
 class PromptLogprob(TypedDict):

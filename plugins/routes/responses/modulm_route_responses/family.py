@@ -54,6 +54,7 @@ from modulm_server.route import RouteFamily
 from modulm_server.sampling import check_priority
 from modulm_server.sse import EventStream, event
 from modulm_server.tool_servers import ToolServers
+from modulm_server.transfer import transferred
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -463,6 +464,8 @@ class Responses(RouteFamily):
             body["incomplete_details"] = {"reason": _REASONS.get(reason, reason)}
         body["output"] = job.output.items
         body["usage"] = summed([*job.usages, usage(output, *counts)])
+        if (there := transferred(output).get("kv_transfer_params")) is not None:
+            body["kv_transfer_params"] = there
         job.stored.messages += messages_of(job.output.items, needed=False)
         if job.keep:
             self._store.put(job.stored)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from modulm_server.logprobs import TokenLogprob
+from modulm_server.transfer import Transferred
 
 __all__ = [
     "Card",
@@ -160,7 +161,7 @@ class ConversationName(TypedDict):
     id: str
 
 
-class ResponseObject(TypedDict):
+class ResponseObject(Transferred):
     """A response, as far as it is."""
 
     id: str

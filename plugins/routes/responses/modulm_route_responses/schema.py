@@ -27,6 +27,7 @@ from modulm_server.sampling import (
     SamplerFields,
     StructuredFields,
 )
+from modulm_server.transfer import with_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,6 +112,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     structured_outputs: StructuredFields | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def effort_of(body: ResponsesRequest) -> str | None:
@@ -381,8 +383,12 @@ def params_of(
             **chosen,
             **({} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}),
             "structured_outputs": constraint,
-            "extra_args": with_held(
-                body.arguments(), held_prompt(body.prompt_cache_key, body.prompt_cache_retention)
+            "extra_args": with_transfer(
+                with_held(
+                    body.arguments(),
+                    held_prompt(body.prompt_cache_key, body.prompt_cache_retention),
+                ),
+                body.kv_transfer_params,
             ),
             "logprobs": (body.top_logprobs or 0) if wants_logprobs(body) else None,
             "output_kind": OutputKind.DELTA if in_pieces(body) else OutputKind.FINAL_ONLY,
