@@ -495,14 +495,21 @@ STEPS: dict[str, list[Step] | str] = {
     "parsers": [run({"MODEL": "demo"}), serve({"MODEL": "demo"})],
     "performance": [
         serve({"MODEL": "demo"}),
-        serve({"MODEL": "demo", "--cpu-offload-gb 10": "--cpu-offload-gb 0.001"}),
+        "test: tests/weight_offload/test_weight_offload.py",
         "test: tests/weight_offload/test_weight_offload.py",
         "not run: needs a GPU; `make test-all` has the dry run",
+        "not run: needs a GPU",
     ],
     "plugins-connector": [FRAGMENT, PAGE_PLUGIN],
     "plugins-io-processor": [FRAGMENT, PAGE_PLUGIN, PAGE_PLUGIN],
+    **{
+        f"plugins-{kind}": [FRAGMENT]
+        for kind in ("checkpoint", "executor", "loader", "logits-processor", "media", "parser",
+                     "resolver", "route", "scheduler", "stat-logger", "step-part", "tokenizer",
+                     "transcriber")
+    },
     "plugins-isolation": [
-        serve({"MODEL": "demo", "modulm-parser-foo": "modulm-parser-hermes",
+        serve({"MODEL": "demo", "modulm-parser-foo": "modulm-parser-gigachat",
                " --isolate modulm-route-bar": ""}),
         "test: tests/unit/plugins/test_isolation.py",
     ],
