@@ -26,7 +26,7 @@ from modulm_server.testing import serve_in_thread
 ARCHITECTURES = ("ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT")
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 BLANK = 64
-LEANING = 3.0
+LEANING = 1.6
 
 
 def sounds() -> list[np.ndarray]:

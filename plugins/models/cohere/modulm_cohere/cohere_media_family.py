@@ -5,16 +5,13 @@ Cohere Transcribe and Canary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from attrs import frozen
 
 from modulm.errors import RequestError
-from modulm_media import Media, MediaFamily, Processed, Sound
-
-if TYPE_CHECKING:
-    from modulm_media.processors import ProcessorFiles
+from modulm_media import Media, MediaFamily, Processed
+from modulm_media.spectrogram_family import SpectrogramFamily
 
 __all__ = ["AyaVisionFamily", "CanaryFamily", "CohereAsrFamily"]
 
@@ -23,30 +20,15 @@ class AyaVisionFamily(MediaFamily):
     """Uses the processor's output unchanged."""
 
 
-@frozen(eq=False)
-class Hearing:
-    """transformers' feature extractor."""
-
-    feature_extractor: Any
-
-
-class CohereAsrFamily(MediaFamily):
+class CohereAsrFamily(SpectrogramFamily):
     """The prompt is the start of the decoder's text; a sound goes to the encoder."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("audio",)
     crosses: ClassVar[bool] = True
-
-    @classmethod
-    def open_processor(cls, files: ProcessorFiles) -> Any:
-        from transformers import CohereAsrFeatureExtractor
-
-        written = files.settings("feature_extractor")
-        known = (
-            "feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis",
-            "dither", "max_audio_clip_s", "overlap_chunk_second",
-        )  # fmt: skip
-        settings = {key: written[key] for key in known if key in written}
-        return Hearing(CohereAsrFeatureExtractor(**settings))
+    extractor: ClassVar[str] = "CohereAsrFeatureExtractor"
+    settings: ClassVar[tuple[str, ...]] = (
+        "feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis",
+        "dither", "max_audio_clip_s", "overlap_chunk_second",
+    )  # fmt: skip
 
     @property
     def longest(self) -> float:
@@ -54,54 +36,30 @@ class CohereAsrFamily(MediaFamily):
         return float(self.processor.feature_extractor.max_audio_clip_s)
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
-        if not isinstance(media.value, Sound):
-            raise RequestError(f"the model does not support {media.kind} input", "multi_modal_data")
-        sound, extractor = media.value.at(self.rate), self.processor.feature_extractor
+        sound = self.sound(media)
         if sound.seconds > self.longest:
             raise RequestError(
                 f"audio of {sound.seconds:.1f} seconds: the model accepts "
                 f"{self.longest:.0f}; /v1/audio/transcriptions splits longer audio",
                 "multi_modal_data",
             )
-        try:
-            heard = extractor(
-                [sound.samples], sampling_rate=self.rate, return_tensors="np", **options
-            )
-        except Exception as error:
-            message = f"the model's processor rejected this audio: {error}"
-            raise RequestError(message[:300], "multi_modal_data") from error
-        mel = heard["input_features"][0, : int(heard["attention_mask"].sum())]
-        factor = int((self.config.get("encoder_config") or {}).get("subsampling_factor", 8))
-        nothing = np.zeros(0, dtype=np.int64)
-        outputs = len(mel)
-        while factor > 1:
-            outputs, factor = (outputs + 1) // 2, factor // 2
+        mel, outputs = self.spectrogram(sound, options)
         if not outputs:
             raise RequestError("audio of less than a frame", "multi_modal_data")
+        nothing = np.zeros(0, dtype=np.int64)
         return Processed(
-            "audio", nothing, nothing.astype(bool), {"mel": np.ascontiguousarray(mel, np.float32)},
-            encoder_outputs=outputs,
-        )  # fmt: skip
+            "audio", nothing, nothing.astype(bool), {"mel": mel}, encoder_outputs=outputs
+        )
 
 
 class CanaryFamily(CohereAsrFamily):
     """The same with NVIDIA's spectrogram, for as many frames as the encoder has positions."""
 
-    @classmethod
-    def open_processor(cls, files: ProcessorFiles) -> Any:
-        from transformers import ParakeetFeatureExtractor
-
-        written = files.settings("feature_extractor")
-        known = (
-            "feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis",
-            "padding_value",
-        )  # fmt: skip
-        settings = {key: written[key] for key in known if key in written}
-        return Hearing(ParakeetFeatureExtractor(**settings))
+    extractor: ClassVar[str] = "ParakeetFeatureExtractor"
+    settings: ClassVar[tuple[str, ...]] = SpectrogramFamily.settings
 
     @property
     def longest(self) -> float:
-        encoder = self.config.get("encoder_config") or {}
-        frames = encoder.get("max_position_embeddings", 5000)
+        frames = self.encoder.get("max_position_embeddings", 5000)
         per_frame = self.processor.feature_extractor.hop_length / self.rate
-        return float(frames * encoder.get("subsampling_factor", 8) * per_frame)
+        return float(frames * self.encoder.get("subsampling_factor", 8) * per_frame)

@@ -61,6 +61,8 @@ class Recorder:
 
     def holds_addresses(self, content: bytes) -> bool:
         """Whether a buffer has an aligned word that is the address of known memory."""
+        if len(content) < 8:
+            return False
         words = torch.frombuffer(bytearray(content[: len(content) // 8 * 8]), dtype=torch.int64)
         likely = words[(words > 1 << 32) & (words < 1 << 48)].tolist()
         return any(self.find(word) is not None for word in likely)
