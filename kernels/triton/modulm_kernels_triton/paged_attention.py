@@ -26,6 +26,7 @@ from modulm_kernels_triton.attention import (
 )
 from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
+from modulm_kernels_triton.rates import narrow_precision
 from modulm_kernels_triton.tuning import tuned
 
 __all__ = [
@@ -367,7 +368,7 @@ def paged_attention(
     )  # fmt: skip
     bent = (int(look.causal), look.window, int(look.softcap > 0), int(alibi is not None))
     shared: dict[str, Any] = {"GROUP": group, "SINKS": sinks is not None, "SCALED": scaled}
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    precision = "ieee" if q.dtype == torch.float32 else narrow_precision()
     shared["FORM"] = (form.block_size, form.token, form.code, precision)
     if len(work.prompts):
         _, heads, constants = queries_of_a_tile("prompt", group, form, q.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
+from modulm_kernels_triton.rates import narrow_precision
 from modulm_kernels_triton.tuning import tuned
 
 __all__ = ["SparseWork", "pick_tokens"]
@@ -151,7 +152,7 @@ def pick_tokens(
     stride = longest if longest > picks else 0
     some = max(1, _SCORES // max(stride, 1))
     scores = head_weights.new_empty(min(some, tokens) * stride)
-    precision = "ieee" if q.dtype.itemsize == 4 else "tf32"
+    precision = "ieee" if q.dtype.itemsize == 4 else narrow_precision()
     for first in range(0, tokens, some):
         here = min(some, tokens - first)
         if stride:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from modulm_kernels_triton.device import target
 
-__all__ = ["decays", "precision", "softplus"]
+__all__ = ["decays", "narrow_precision", "precision", "softplus"]
 
 
 @triton.jit
@@ -33,3 +33,8 @@ def decays(total, SIZE: tl.constexpr):
 def precision() -> str:
     """Return the precision of fp32 products: three tf32 products if those are fast, else exact."""
     return "tf32x3" if target()[0] == "cuda" else "ieee"
+
+
+def narrow_precision() -> str:
+    """Return the precision that products of 16 bits name, which targets check and do not use."""
+    return "tf32" if target()[0] == "cuda" else "ieee"

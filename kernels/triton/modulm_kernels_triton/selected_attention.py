@@ -17,6 +17,7 @@ from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.paged_attention import merge_pieces, queries, shape_of
 from modulm_kernels_triton.pick_tokens import SparseWork
+from modulm_kernels_triton.rates import narrow_precision
 from modulm_kernels_triton.tuning import tuned
 
 __all__ = ["selected_attention"]
@@ -114,7 +115,7 @@ def selected_attention(
     constants = dict(tuned("attention_selected", SIZE=form.head_dim, BITS=8 * q.dtype.itemsize))
     pieces = min(constants.pop("SPLITS"), power_of_two(cut(picks, constants["TILE"])))
     shape = shape_of(form, constants.pop("TILE"))
-    precision = "ieee" if q.dtype.itemsize == 4 else "tf32"
+    precision = "ieee" if q.dtype.itemsize == 4 else narrow_precision()
     optional = [q if x is None else x for x in (k_scale, v_scale)]
     for tokens, splits in ((work.few, pieces), (work.many, 1)):
         count = len(tokens) if splits > 1 else 0
