@@ -10,12 +10,17 @@
 
 #include "linear/tile.h"
 
-#if defined(__AVX512F__)
-
 namespace modulm {
 
 // Distances in bytes of prefetches into the second-level and the first-level cache.
 constexpr int64_t kFarAhead = 3072, kNearAhead = 512;
+
+}  // namespace modulm
+
+#if defined(__AVX512F__)
+
+namespace modulm {
+
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int kFewK = 32;  // k between two updates of the sums
 

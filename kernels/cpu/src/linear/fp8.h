@@ -9,13 +9,12 @@
 namespace modulm {
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#define MODULM_FP8_IN_REGISTERS 1
 #if defined(__AMX_BF16__)
 constexpr int kFP8Rows = 4;  // tiles are faster for more
 #else
 constexpr int kFP8Rows = 6;
 #endif
-constexpr int kFP8Columns = 32;  // of a line of codes
-constexpr int kFP8Pairs = 16;    // of k that a tile has
 
 // Codes to pairs: four of every eight columns are in the first vector, four in the second.
 class DecoderE4M3 {
@@ -46,11 +45,42 @@ class DecoderE4M3 {
   static inline const TableE4M3 table_;
   __m512i low_[2], high_[2];
 };
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define MODULM_FP8_IN_REGISTERS 1
+constexpr int kFP8Rows = 2;  // a buffer is faster for more
+
+struct FlushDenormals {};
+
+inline vf pair_dot(vf sum, vu line, uint32_t pair) {
+  const vu both = vu{} + pair;
+  sum = fused(low_half(line), low_half(both), sum);
+  return fused(high_half(line), high_half(both), sum);
+}
+
+class DecoderE4M3 {
+ public:
+  void operator()(const uint8_t* from, vu (&to)[2]) const { lookup_(from, to); }
+
+  static void sort(float* columns) {
+    auto first = load_raw<__m256i>(columns), second = load_raw<__m256i>(columns + kLanes);
+    LookupE4M3::sort(first, second);
+    store_raw(columns, first);
+    store_raw(columns + kLanes, second);
+  }
+
+ private:
+  LookupE4M3 lookup_;
+};
+#endif
+
+#if defined(MODULM_FP8_IN_REGISTERS)
+constexpr int kFP8Columns = 2 * kLanes;  // of a line of codes
+constexpr int kFP8Pairs = 16;            // of k that a tile has
 
 #if defined(__AMX_BF16__)
 using FP8Input = float;
 
-// 16 pairs of k, 32 columns; sums are not sorted. Not inlined: see few_pairs.
+// 16 pairs of k, two vectors of columns; sums are not sorted. Not inlined: see few_pairs.
 template <int Rows>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const float* x, int64_t ldx,
                                   const uint8_t* codes, int64_t ldb, float* sums) {
@@ -120,10 +150,12 @@ inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uin
   switch (rows) {
     case 1: return fp8_rows<1>(x, ldx, codes, width, ks, sums);
     case 2: return fp8_rows<2>(x, ldx, codes, width, ks, sums);
+#if defined(MODULM_MANY_REGISTERS)
     case 3: return fp8_rows<3>(x, ldx, codes, width, ks, sums);
     case 4: return fp8_rows<4>(x, ldx, codes, width, ks, sums);
     case 5: return fp8_rows<5>(x, ldx, codes, width, ks, sums);
     case 6: return fp8_rows<6>(x, ldx, codes, width, ks, sums);
+#endif
   }
 }
 #else
