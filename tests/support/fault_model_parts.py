@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fault_parts import PARTS, Part
+from fault_parts import FIRED, PARTS, Part
 from tests.server.scripted_models import Several, several_models, write_models
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -56,44 +56,62 @@ def _ask(call: Callable[[], Any]) -> Any:
 
 
 def _use(server: Several, file: Path) -> None:
-    url, pool = server.live.url, server.pool
-    with httpx.Client(base_url=url, timeout=60) as http:
+    """Everything that reaches a site, up to the fault."""
+    with httpx.Client(base_url=server.live.url, timeout=60) as http:
+        for step in _steps(server, http, file):
+            if FIRED[0]():
+                return
+            try:
+                step()
+            except httpx.TimeoutException:
+                raise
+            except httpx.TransportError:
+                continue
 
-        def chat(model: str, **more: Any) -> None:
-            turns = [{"role": "user", "content": "hi"}]
-            with suppress(httpx.TransportError):
-                http.post(CHAT, json={"model": model, "messages": turns, "max_tokens": 2, **more})
 
-        for model in ("one", "two", "broken", "three"):
-            chat(model, stream=True)
-            chat(model)
-        chat("none")
-        chat("one", max_tokens=-1, stream=True)
-        with suppress(httpx.TransportError):
-            http.post(CHAT, content=b"nothing", headers={"Content-Type": "application/json"})
-            http.post("/v1/audio/transcriptions", data={"model": "one"}, files={"file": b"x"})
-            http.get("/v1/models")
-            http.post("/models/load", json={"model": "one"})
-            http.post("/models/unload", json={"model": "one"})
-            http.post("/reset_prefix_cache")
-            http.post("/invocations", json={"model": "one", "prompt": "a", "max_tokens": 1})
-            http.post("/api/show", json={"model": "broken"})
+def _steps(server: Several, http: httpx.Client, file: Path) -> Iterator[Callable[[], object]]:
+    pool = server.pool
+
+    def chat(model: str, **more: Any) -> Callable[[], object]:
+        turns = [{"role": "user", "content": "hi"}]
+        body = {"model": model, "messages": turns, "max_tokens": 2, **more}
+        return lambda: http.post(CHAT, json=body)
+
+    for model in ("one", "two", "broken", "three"):
+        yield chat(model, stream=True)
+        yield chat(model)
+    yield chat("none")
+    yield chat("one", max_tokens=-1, stream=True)
+    headers = {"Content-Type": "application/json"}
+    yield lambda: http.post(CHAT, content=b"nothing", headers=headers)
+    yield lambda: http.post("/v1/audio/transcriptions", data={"model": "one"}, files={"file": b"x"})
+    yield lambda: http.get("/v1/models")
+    yield lambda: http.post("/models/load", json={"model": "one"})
+    yield lambda: http.post("/models/unload", json={"model": "one"})
+    yield lambda: http.post("/reset_prefix_cache")
+    prompt = {"model": "one", "prompt": "a", "max_tokens": 1}
+    yield lambda: http.post("/invocations", json=prompt)
+    yield lambda: http.post("/api/show", json={"model": "broken"})
+
+    def open_socket() -> None:
+        url = server.live.url.replace("http", "ws")
         with suppress(InvalidStatus, OSError, EOFError):
-            connect(f"{url.replace('http', 'ws')}/v1/realtime?model=none").close()
+            connect(f"{url}/v1/realtime?model=none").close()
 
-        async def unload_while_it_loads() -> None:
-            loading = asyncio.ensure_future(pool.load("one"))
-            await asyncio.sleep(0)
-            await pool.unload("one")
-            await asyncio.gather(loading, return_exceptions=True)
+    yield open_socket
 
-        _ask(lambda: server.call(unload_while_it_loads()))
-        _ask(lambda: server.call(pool.load("one")))
-        write_models(file, "one: {max_model_len: 64}", "three: {}")
-        with suppress(httpx.TransportError):
-            http.post("/models/reload", json={})
-        _ask(lambda: server.call(pool._keep_budget()))
-        _ask(lambda: server.call(pool.drain(1.0)))
+    async def unload_while_it_loads() -> None:
+        loading = asyncio.ensure_future(pool.load("one"))
+        await asyncio.sleep(0)
+        await pool.unload("one")
+        await asyncio.gather(loading, return_exceptions=True)
+
+    yield lambda: _ask(lambda: server.call(unload_while_it_loads()))
+    yield lambda: _ask(lambda: server.call(pool.load("one")))
+    write_models(file, "one: {max_model_len: 64}", "three: {}")
+    yield lambda: http.post("/models/reload", json={})
+    yield lambda: _ask(lambda: server.call(pool._keep_budget()))
+    yield lambda: _ask(lambda: server.call(pool.drain(1.0)))
 
 
 def _check(server: Several) -> None:

@@ -27,11 +27,13 @@ from modulm_media.fetch import Budget, Fetcher
 from modulm_media.flags import MediaConfig
 from modulm_wire import frames
 
-__all__ = ["PARTS", "Part"]
+__all__ = ["FIRED", "PARTS", "Part"]
 
 #: Uses a part, in an empty folder.
 Part = Callable[[Path], object]
 PARTS: dict[str, Part] = {}
+#: Whether the fault has happened: a long part may then leave out the rest.
+FIRED: list[Callable[[], bool]] = [lambda: False]
 BLOCK = b"a block of the cache"
 
 

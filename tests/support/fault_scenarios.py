@@ -376,6 +376,9 @@ class ImageReader:
     def embedded(self, item: Any) -> Media:
         return Media("image", None, hash=b"x")
 
+    def prepare(self, media: Media, options: Any = None) -> Media:
+        return media
+
     def read(self, tokens: Any, media: Any, options: Any = None) -> MediaPrompt:
         return MediaPrompt(np.asarray(tokens, np.int64), ())
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Control"]
 
 _TAGS = 64
+#: Of a version of weights.
+_DIGITS = 18
 _MODES = {0: "abort", 1: "abort", 2: "wait", 3: "keep"}
 
 
@@ -239,6 +241,6 @@ def _mode(number: int) -> str:
 
 def _version(request: Any) -> int:
     """The version of weights, which modulm numbers. Raises CallFailed."""
-    if not request.weight_version.isdecimal():
+    if not request.weight_version.isdecimal() or len(request.weight_version) > _DIGITS:
         raise invalid("weight_version", "must be a number: modulm counts versions of weights")
     return int(request.weight_version)

@@ -195,7 +195,7 @@ def _options(request: Any) -> dict[str, Any]:
     if request.request_id:
         body["request_id"] = request.request_id
     if request.kv.HasField("kv_transfer_params"):
-        body["kv_transfer_params"] = _whole_numbers(MessageToDict(request.kv.kv_transfer_params))
+        body["kv_transfer_params"] = _json_values(request.kv.kv_transfer_params)
     return body
 
 
@@ -339,6 +339,14 @@ def _add_candidates(position: Any, tokens: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def _json_values(struct: Any) -> Any:
+    """The object in a Struct. Raises CallFailed."""
+    try:
+        return _whole_numbers(MessageToDict(struct))
+    except ValueError as error:
+        raise invalid("kv.kv_transfer_params", f"must be JSON: {error}") from error
+
+
 def _whole_numbers(value: Any) -> Any:
     """Convert the numbers of a Struct, which are all floating-point, back to integers."""
     if isinstance(value, dict):
@@ -353,7 +361,7 @@ def json_object(data: bytes, name: str) -> dict[str, Any]:
     """Read a field that has a JSON object. Raises CallFailed."""
     try:
         value = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(name, f"must be JSON: {error}") from error
     if not isinstance(value, dict):
         raise invalid(name, "must be a JSON object")

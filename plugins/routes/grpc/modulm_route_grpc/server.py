@@ -54,6 +54,7 @@ class GrpcServer:
 
     def __init__(self, context: RouteContext, address: tuple[str, int]) -> None:
         config = context.config.group(ServerConfig)
+        credentials = _credentials(config)
         self._engine = context.engine
         most = affordable(config.max_connections)
         largest = message_limit(context.engine.info.max_model_len, config.max_request_bytes)
@@ -82,7 +83,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
-        self.port = self._bind(*address, _credentials(config))
+        self.port = self._bind(*address, credentials)
+        self._starting: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def _bind(self, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
@@ -93,7 +95,10 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Take calls."""
-        await self._server.start()
+        # In a task of its own, as is its stop: a server of grpcio's that is stopped when it has
+        # begun to start, or whose stop does not end, ends the process (SIGSEGV).
+        self._starting = asyncio.ensure_future(self._server.start())
+        await asyncio.shield(self._starting)
         await self._report()
         self._watch = asyncio.ensure_future(self._look())
 
@@ -123,7 +128,18 @@ class GrpcServer:
                 await asyncio.wait([self._watch])
             await self._health.enter_graceful_shutdown()
         finally:
-            await self._server.stop(_GRACE)
+            try:
+                if self._starting is not None:
+                    await asyncio.wait([self._starting])
+            finally:
+                await self._close()
+
+    async def _close(self) -> None:
+        stopping = asyncio.ensure_future(self._server.stop(_GRACE))
+        try:
+            await asyncio.shield(stopping)
+        finally:
+            await asyncio.wait([stopping])
 
 
 def _credentials(server: ServerConfig) -> grpc.ServerCredentials | None:
