@@ -181,6 +181,67 @@ def test_answers_are_those_without_a_tier(
         assert cached == [128] * 3
 
 
+#: Heads of a multiple of 16, which NVFP4 needs; and latents of the sizes of DeepSeek's formats,
+#: with an indexer beside them, too.
+EVEN = {"head_dim": 32}
+WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FAMILIES |= {
+    "even": ("Qwen3ForCausalLM", EVEN),
+    "even, sliding": ("MistralForCausalLM", EVEN | {"sliding_window": 24}),
+    "even, full and sliding": ("Gemma3ForCausalLM", EVEN),
+    "wide latent": ("DeepseekV3ForCausalLM", WIDE),
+    "wide latent, selected": ("DeepseekV32ForCausalLM", WIDE),
+}
+#: Formats of caches besides those of the grid above, by family.
+FORMATS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("even", "even, sliding", "even, full and sliding", "states and full"),
+        ("nvfp4", "nvfp4_4over6", "fp8_per_token_head", "fp8_e5m2", "int4_per_token_head"),
+    ),
+    "latent": ("fp8_e5m2",),
+    "wide latent": ("fp8_ds_mla", "nvfp4_ds_mla"),
+    "wide latent, selected": ("fp8_ds_mla", "nvfp4_ds_mla"),
+}
+FORMAT_CELLS = [
+    (family, name, tier) for family, names in FORMATS.items() for name in names for tier in TIERS
+]
+
+
+@parametrize_sample(("family", "dtype", "tier"), FORMAT_CELLS, every=len(FORMAT_CELLS))
+def test_caches_in_each_format(
+    family: str, dtype: str, tier: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One prompt at a time, and hits against hits: the last bits of torch's attention depend on
+    what else is in a step.
+    """
+    flags = FLAGS | (STATES if family in STATEFUL else {}) | {"kv_cache_dtype": dtype}
+    folder = str(made(family))
+    with LLM(folder, **flags) as llm:
+        computed = [ask(llm, [prompt], None)[0] for prompt in PROMPTS]
+        hits = [ask(llm, [prompt], None)[:2] for prompt in PROMPTS]
+    assert [cached for _, cached in hits] == [[128]] * 3
+    with LLM(folder, **flags, **TIERS[tier](tmp_path)) as llm:
+        for prompt, first, (second, _) in zip(PROMPTS, computed, hits, strict=True):
+            assert twice(llm, tier, [prompt]) == (first, second, [128])
+
+
+@pytest.mark.parametrize("tier", [t for t in TIERS if t != "host"])
+def test_scales_of_one_engine_stay_in_it(
+    tier: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = FLAGS | {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    with pytest.raises(ConfigError, match=f"calculate_kv_scales.*{tier} shares blocks"):
+        LLM(str(made("full")), **flags, **TIERS[tier](tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_scales_of_one_engine_come_back_from_its_memory(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = FLAGS | {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    assert check(made("full"), "host", tmp_path, **flags) == [128] * 3
+
+
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.exhaustive) for t in TIERS])
 def test_images(tier: str, tmp_path: Path) -> None:
     folder = write_llava(tmp_path / "model")

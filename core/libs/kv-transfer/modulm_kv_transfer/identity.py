@@ -13,9 +13,12 @@ __all__ = ["encoder_facts", "engine_facts", "facts_digest", "model_digest"]
 
 #: Flags that change keys, values or the cache layout.
 _FLAGS = (
-    "attention_backend", "block_size", "code_revision", "decode_context_parallel_size", "device",
-    "dtype", "hf_overrides", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "load_format",
-    "max_model_len", "pipeline_parallel_size", "prefix_caching_hash_algo", "quantization",
+    "activation_quantization", "attention_backend", "block_size", "code_revision",
+    "cp_kv_cache_interleave_size", "decode_context_parallel_size", "device",
+    "disable_sliding_window", "dtype", "hf_overrides", "kernels", "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers", "load_format", "max_model_len", "model_class_overrides",
+    "model_impl", "model_loader_extra_config", "pipeline_layer_partition",
+    "pipeline_parallel_size", "prefix_caching_hash_algo", "quantization", "quantization_config",
     "revision", "seed", "tensor_parallel_size",
 )  # fmt: skip
 #: Size of the samples read at the beginning, middle and end of a file.
@@ -43,9 +46,10 @@ def model_digest(config: Any, plugins: Any) -> str:
 #: Flags that must agree between two engines that exchange blocks.
 _SHARED = (
     "dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "block_size", "quantization",
+    "quantization_config", "activation_quantization", "disable_sliding_window", "model_impl",
     "prefix_caching_hash_algo", "attention_backend", "mamba_cache_mode", "mamba_block_size",
-    "tensor_parallel_size",
-    "pipeline_parallel_size", "decode_context_parallel_size",
+    "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition",
+    "decode_context_parallel_size", "cp_kv_cache_interleave_size",
 )  # fmt: skip
 
 
@@ -71,7 +75,10 @@ def engine_facts(config: Any, plugins: Any) -> dict[str, str]:
 
 
 #: Flags that must agree between two engines that exchange encoder outputs.
-_ENCODER = ("device", "dtype", "quantization", "mm_processor_kwargs")
+_ENCODER = (
+    "device", "dtype", "quantization", "quantization_config", "activation_quantization",
+    "model_impl", "mm_processor_kwargs",
+)  # fmt: skip
 #: Parts of names of a checkpoint's files that say how media are processed.
 _PROCESSING = ("processor", "feature_extractor")
 

@@ -37,10 +37,18 @@ class TransfersPart(StepPart):
     all_ranks = True
 
     def __init__(
-        self, connector: KVConnector, decision: Decision | None = None, *, late: bool = False
+        self,
+        connector: KVConnector,
+        decision: Decision | None = None,
+        *,
+        late: bool = False,
+        calculated: bool = False,
     ) -> None:
-        """late: see `TransferPlanner`."""
+        """late: see `TransferPlanner`. calculated: whether the engine calculates scales of its
+        cache, so that other engines cannot read it.
+        """
         self.connector, self._decision, self._late = connector, decision, late
+        self._calculated = calculated
 
     @classmethod
     def opened(cls, config: Any, plugins: Any) -> Self | None:
@@ -56,7 +64,8 @@ class TransfersPart(StepPart):
             replica = config.parallel.data_parallel_rank_local
             connector.describe_engine(engine_facts(config, plugins), replica)
         late = config.group(KVTransferConfig).kv_offloading_policy == "evicted"
-        return cls(connector, connector_decision(config, connector), late=late)
+        decision = connector_decision(config, connector)
+        return cls(connector, decision, late=late, calculated=config.cache.calculate_kv_scales)
 
     def decision(self) -> Decision | None:
         return self._decision
@@ -66,6 +75,13 @@ class TransfersPart(StepPart):
         from modulm_kv_transfer.remote_planner import RemoteTransferPlanner
 
         index = self.connector.index()
+        if index.durable and self._calculated:
+            raise ConfigError(
+                "calculate_kv_scales",
+                f"the connector {self.connector.name} shares blocks with other engines, which "
+                "calculate other scales: store scales in the checkpoint, use --kv-cache-dtype "
+                "fp8_per_token_head, or keep blocks in host memory only (--kv-offloading-size)",
+            )
         if isinstance(index, RemoteIndex):
             return RemoteTransferPlanner(index, context)
         return TransferPlanner(index, context, late=self._late)
