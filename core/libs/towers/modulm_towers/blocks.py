@@ -11,7 +11,6 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from modulm.errors import UnsupportedError
 from modulm_layers import AttentionNames, GatedMLP, PlainMLP
 
 if TYPE_CHECKING:
@@ -86,12 +85,12 @@ class VisionAttention(Module):
         parts = {names.q: whole, names.k: narrow, names.v: narrow}
         self.qkv = b.linear(names.qkv, hidden, parts, bias=shape.bias)
         self.out = b.row_linear(names.out, whole, hidden, bias=shape.out_bias)
-        over_all = shape.qk_norm and not shape.head_norm
-        if over_all and self.heads != shape.heads:
-            raise UnsupportedError("tensor parallelism: not supported yet for norms over all heads")
-        self.head_norm, normed = shape.head_norm, self.head_dim if shape.head_norm else whole
-        norms = ("q_norm", "k_norm") if shape.qk_norm else ()
-        self.norms = ModuleList(b.rms_norm(name, normed, shape.eps) for name in norms)
+        self.head_norm = shape.head_norm
+        group, over_all = b.shared.mesh.tensor, shape.qk_norm and not shape.head_norm
+        self.group = group if over_all and group.size > 1 else None
+        widths = (self.head_dim, self.head_dim) if shape.head_norm else (whole, narrow)
+        norms = zip(("q_norm", "k_norm") if shape.qk_norm else (), widths, strict=False)
+        self.norms = ModuleList(b.rms_norm(name, width, shape.eps) for name, width in norms)
 
     def forward(
         self,
@@ -112,7 +111,7 @@ class VisionAttention(Module):
             q, k = (norm(t.contiguous()) for norm, t in zip(self.norms, (q, k), strict=True))
         elif len(self.norms):
             pairs = zip(self.norms, (q, k), strict=True)
-            q, k = (norm(t.flatten(1).contiguous()).view(v.shape) for norm, t in pairs)
+            q, k = (self._normed_whole(norm, t) for norm, t in pairs)
         if turns is not None:
             q, k = q.contiguous(), k.contiguous()
             positions = torch.arange(len(x), device=x.device)
@@ -126,6 +125,16 @@ class VisionAttention(Module):
             seen = self.ops.varlen_attention(q, k, v, lengths)
         out: Tensor = self.out(seen.flatten(1))
         return out
+
+    def _normed_whole(self, norm: Module, x: Tensor) -> Tensor:
+        """Norm x [patches, heads, head_dim] over all heads, including those on other ranks."""
+        flat = x.flatten(1).contiguous()
+        if self.group is None:
+            normed: Tensor = norm(flat)
+        else:
+            whole = norm(self.group.all_gather(flat))
+            normed = whole.tensor_split(self.group.size, -1)[self.group.rank].contiguous()
+        return normed.view(x.shape)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, *, chunk: int) -> Tensor:

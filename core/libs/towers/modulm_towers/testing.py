@@ -78,11 +78,13 @@ SETTINGS: Mapping[str, Any] = {
 _LINEAR = re.compile(
     r"\b(layers|h|blocks)\.\d+\.(self_attn|self_attention|attention|attn|mixer|mlp|feed_forward)\."
     r"(q_proj|k_proj|v_proj|qkv_proj|qkv|o_proj|dense|out_proj|wqkv|wo|w1|w2|w3|gate_proj|up_proj|"
-    r"gate_up_proj|down_proj|fc1|fc2)\.weight$"
+    r"gate_up_proj|down_proj|fc1|fc2|to_q|to_k|to_v|to_out)\.weight$"
 )
-#: Parts of checkpoints that are not the text model.
+#: Parts of checkpoints that are not the text model. Qianfan-OCR's text layers are `model.encoder`,
+#: DeepSeek-OCR 2's encoder is a Qwen 2, and Cosmos 3's has blocks without a prefix.
 _ENCODERS = re.compile(
-    r"vision|visual|audio|sound|tower|encoder|resampler|projector|perceiver|sam_model|aligner|"
+    r"vision|visual|audio|sound|tower|(?<!language_model\.model\.)encoder|resampler|projector|"
+    r"perceiver|sam_model|qwen2_model|^blocks\.|aligner|"
     r"vit|vpm|apm|whisper|connector|lid|eh_proj|mtp|merger|vae|moe_gen"
 )
 _RANK = 4

@@ -131,7 +131,7 @@ class DeepseekOcr2ForConditionalGeneration(MultimodalModel):
                     "hidden_size": 16,
                     "output_channels": 8,
                     "num_hidden_layers": 2,
-                    "num_attention_heads": 1,
+                    "num_attention_heads": 2,
                     "image_size": 64,
                     "patch_size": 1,
                     "window_size": 14,
