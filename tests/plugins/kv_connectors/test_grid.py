@@ -225,7 +225,7 @@ def test_caches_in_each_format(
             assert twice(llm, tier, [prompt]) == (first, second, [128])
 
 
-@pytest.mark.parametrize("tier", [t for t in TIERS if t != "host"])
+@parametrize_sample("tier", [t for t in TIERS if t != "host"], every=3)
 def test_scales_of_one_engine_stay_in_it(
     tier: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
