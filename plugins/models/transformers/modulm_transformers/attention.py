@@ -6,9 +6,12 @@ a step with concatenated rows, writes the cache and attends over each row's own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
@@ -18,7 +21,15 @@ from modulm.errors import UnsupportedError
 from modulm.nn import Builder
 from modulm_transformers.kept_scales import KeptScales
 
-__all__ = ["NAME", "AttentionStep", "AttentionTrace", "Layers", "register_attention"]
+__all__ = [
+    "NAME",
+    "AttentionStep",
+    "AttentionTrace",
+    "Layers",
+    "Turn",
+    "check_arguments",
+    "register_attention",
+]
 
 #: The name under which our attention function is registered in transformers.
 NAME = "modulm"
@@ -79,6 +90,17 @@ class AttentionTrace:
         self.layers.setdefault(id(module), []).append(at.attention_cache(spec))
 
 
+@frozen(eq=False)
+class Turn:
+    """The rotation of a step's tokens: rows of a table.
+
+    cos_sin: [rows, R] fp32, as for the op `rotary`. positions: [tokens] int64.
+    """
+
+    cos_sin: Tensor
+    positions: Tensor
+
+
 class AttentionStep:
     """One step of the engine, as the attention function sees it."""
 
@@ -90,17 +112,38 @@ class AttentionStep:
     ) -> None:
         self.batch, self.layers, self.scales = batch, layers, scales
         self.turns: dict[int, int] = {}
+        #: The latest angles that the model computed in this step, and the table made of them.
+        self.rotated: tuple[Tensor, bool, Turn] | None = None
 
-    def attend(
-        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
-    ) -> Tensor:
-        """Shapes as in `AttentionTrace.attend`; attends over each row's own cache."""
+    def place(self, module: Module) -> tuple[int, AttentionBackend]:
+        """The cache and backend of a module's next turn in this step."""
         caches = self.layers[id(module)]
         turn = 0
         if len(caches) > 1:
             turn = self.turns.get(id(module), 0)
             self.turns[id(module)] = turn + 1
-        cache, backend = caches[turn]
+        return caches[turn]
+
+    def turn(self, angles: tuple[Tensor, Tensor], *, halved: bool) -> Turn:
+        """The rotation by a model's own cosines and sines, [1, tokens, R] each, whose halves are
+        equal (`halved`), or whose pairs are.
+        """
+        cos, sin = angles
+        last = self.rotated
+        if last is not None and last[0] is cos and last[1] == halved:
+            return last[2]
+        size = cos.shape[-1] // 2
+        own = slice(0, size) if halved else slice(0, None, 2)
+        table = torch.cat((cos[0, :, own], sin[0, :, own]), -1).float()
+        turn = Turn(table, torch.arange(len(table), device=table.device))
+        self.rotated = cos, halved, turn
+        return turn
+
+    def attend(
+        self, module: Module, q: Tensor, k: Tensor, v: Tensor, request: _AttentionRequest
+    ) -> Tensor:
+        """Shapes as in `AttentionTrace.attend`; attends over each row's own cache."""
+        cache, backend = self.place(module)
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         batch = self.batch
@@ -138,21 +181,31 @@ def _attend(
 
     Raises UnsupportedError for arguments that would change the result and are not supported.
     """
-    if modulm is None:
-        raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
-    if attention_mask is not None:
-        raise UnsupportedError(f"{type(module).__name__} builds its own mask")
-    for name, argument in more.items():
-        if isinstance(argument, Tensor) and name not in _HARMLESS:
-            raise UnsupportedError(
-                f"{type(module).__name__}: not supported yet: attention argument {name}"
-            )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError(f"{type(module).__name__} uses bidirectional attention")
+    check_arguments(module, attention_mask, modulm, {**more, "is_causal": is_causal})
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
     request = _AttentionRequest(scale, sliding_window or None, softcap or 0.0, sinks)
     return modulm.attend(module, query, key, value, request), None
+
+
+def check_arguments(
+    module: Module, attention_mask: Tensor | None, step: Any, more: Mapping[str, Any]
+) -> None:
+    """Raise UnsupportedError for arguments of attention that would change the result.
+
+    step: ours, which the model's code must have passed on.
+    """
+    name = type(getattr(module, "module", module)).__name__
+    if step is None:
+        raise UnsupportedError(f"{name} drops the arguments meant for attention")
+    if attention_mask is not None:
+        raise UnsupportedError(f"{name} builds its own mask")
+    for key, argument in more.items():
+        if isinstance(argument, Tensor) and key not in _HARMLESS:
+            raise UnsupportedError(f"{name}: not supported yet: attention argument {key}")
+    causal = more.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedError(f"{name} uses bidirectional attention")
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
-from modulm.nn import Builder, WeightNames
+from modulm.nn import Builder, Embedding, WeightNames
 from modulm_layers import tiny_config
 from modulm_transformers.attention import (
     NAME,
@@ -33,12 +33,14 @@ from modulm_transformers.attention import (
     register_attention,
 )
 from modulm_transformers.bare import bare_model, dummy_weights
+from modulm_transformers.bridged_decoder import BridgedDecoder
 from modulm_transformers.config import RemoteConfig, TransformersConfig
 from modulm_transformers.conversions import Conversions, ConvertedNames
 from modulm_transformers.encoder import TransformersForPooling
 from modulm_transformers.kept_scales import KeptScales
 from modulm_transformers.load import explained, replace_linears, whole_model
 from modulm_transformers.plans import RankPlan
+from modulm_transformers.recognized_decoder import decoder_parts
 from modulm_transformers.rows import RowRunner
 from modulm_transformers.slots import add_slots
 
@@ -81,6 +83,8 @@ class TransformersForCausalLM(Module, Model):
         self.rows: RowRunner | None = None
         self.joined = False
         self.first_position = 0
+        #: Runs the decoder without the library's code, if all of it was recognized.
+        self.decoder: BridgedDecoder | None = None
         register_attention()
         #: Why the library loads the weights; "" if modulm does.
         self.library_loads = self._place()
@@ -110,7 +114,7 @@ class TransformersForCausalLM(Module, Model):
                     self._build_placed(evolve(self.build, shared=trial))
                 self._build_placed(self.build)
             except UnsupportedError as error:
-                reason = str(error)
+                reason, self.decoder = str(error), None
                 for each, count in zip(lists, before, strict=True):
                     del each[count:]
         if reason and mesh.tensor.size * mesh.pipeline.size * mesh.expert.size > 1:
@@ -124,9 +128,22 @@ class TransformersForCausalLM(Module, Model):
         self._take_decoder(self.whole.base_model_prefix)
         if self.base is self.whole:
             raise UnsupportedError("its decoder is not apart from its head")
-        add_slots(self.whole, build, plan, self.config.conversions)
+        tables = add_slots(self.whole, build, plan, self.config.conversions)
         with dummy_weights(self.whole):
             self._learn_layers(build, torch.device("cpu"))
+        self.decoder = self._recognized(build, tables)
+
+    def _recognized(self, build: Builder, tables: Mapping[int, Embedding]) -> BridgedDecoder | None:
+        """What runs the decoder without the library's code; None where that does more than ours."""
+        if build.shared.mesh.pipeline.size > 1 or self.first_position:
+            return None
+        parts = decoder_parts(self.base)
+        if parts is None:
+            return None
+        if any(len(self.layers.get(id(layer.attn), ())) != 1 for layer in parts.layers):
+            return None
+        embedding = tables[id(parts.embedding)]
+        return BridgedDecoder(build, parts, embedding, self.layers, self.scales)
 
     def load(self, checkpoint: Path) -> bool:
         if self.library_loads:
@@ -270,6 +287,8 @@ class TransformersForCausalLM(Module, Model):
         """Hidden states after the final norm: [tokens, hidden]."""
         if self.rows is not None:
             return self.rows.run(batch, self._inputs(batch).get("inputs_embeds"))
+        if self.decoder is not None:
+            return self.decoder.run(batch)
         step = AttentionStep(batch, self.layers, self.scales)
         return self._run(self._inputs(batch), self._positions(batch), step)
 

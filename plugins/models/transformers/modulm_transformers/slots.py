@@ -6,6 +6,7 @@ own, cut as transformers' plan says.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Embedding, Linear, RMSNorm
 from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm_layers import GatedMLP
+from modulm_transformers.bridged_attention import BridgedAttention
 from modulm_transformers.conversions import Conversions, Source
 from modulm_transformers.layers import (
     BridgedExperts,
@@ -28,16 +30,22 @@ from modulm_transformers.layers import (
 )
 from modulm_transformers.plans import RankPlan, cuts
 from modulm_transformers.recognized import gated_block, gated_experts, rms_norm_of
+from modulm_transformers.recognized_attention import plain_attention
 
 __all__ = ["add_slots"]
 
 
-def add_slots(whole: Any, build: Builder, plan: RankPlan, conversions: Conversions) -> None:
+def add_slots(
+    whole: Any, build: Builder, plan: RankPlan, conversions: Conversions
+) -> Mapping[int, Embedding]:
     """Replace the linear layers of a bare model by modulm's, and give every other parameter a slot.
 
-    Raises UnsupportedError for what only the library can load.
+    Returns our tables by the identities of the library's. Raises UnsupportedError for what only the
+    library can load.
     """
-    _Placement(whole, build, plan, conversions).run()
+    placement = _Placement(whole, build, plan, conversions)
+    placement.run()
+    return placement.embeddings
 
 
 class _Placement:
@@ -55,6 +63,13 @@ class _Placement:
         head = whole.get_output_embeddings()
         self.head = head if type(head) is torch.nn.Linear else None
         self.tables: dict[int, Embedding] = {}
+        self.embeddings: dict[int, Embedding] = {}
+        #: Numbers of dimensions of a head that the model may rotate.
+        self.rotated = {
+            2 * m.inv_freq.shape[-1]
+            for m in whole.modules()
+            if isinstance(getattr(m, "inv_freq", None), Tensor)
+        }
         self.tied = self.head is not None and self._is_tied(self.head)
         strict = set(whole._keep_in_fp32_modules_strict or ())
         narrow = set(whole._keep_in_fp32_modules or ())
@@ -62,11 +77,16 @@ class _Placement:
         self.wide = tuple(strict | (narrow if half else set()))
 
     def run(self) -> None:
-        modules = list(self.whole.named_modules())
-        for path, module in modules:
+        replaced: set[int] = set()
+        for path, module in list(self.whole.named_modules()):
+            if id(module) in replaced:
+                continue
             for name, child in list(module.named_children()):
                 at = f"{path}.{name}" if path else name
-                if isinstance(child, torch.nn.Embedding):
+                if (attention := self._attention(at, child)) is not None:
+                    replaced.add(id(child))
+                    setattr(module, name, attention)
+                elif isinstance(child, torch.nn.Embedding):
                     self._embedding(at, child)
                 elif (block := self._block(at, child)) is not None:
                     setattr(module, name, block)
@@ -109,6 +129,36 @@ class _Placement:
             GatedMLP(b.at(path), block.hidden, block.inner, block.act, bias=block.bias)
         )
 
+    def _attention(self, path: str, module: Module) -> BridgedAttention | None:
+        """modulm's attention for a module that computes the same, or None."""
+        plain = plain_attention(module, self.rotated)
+        if plain is None or self.plan.sums(path) or self.plan.divides(path):
+            return None
+        names, style = (plain.q, plain.k, plain.v), self.plan.style
+        linears: list[torch.nn.Linear] = [module.get_submodule(name) for name in names]
+        shared = any(len(self.places[id(linear.weight)]) > 1 for linear in linears)
+        if shared or any(self.conversions.parts_of(f"{path}.{name}") for name in names):
+            return None
+        if self.plan.group.size > 1:
+            cut = tuple(style(f"{path}.{name}") for name in (*names, plain.out))
+            if cut != ("colwise", "colwise", "colwise", "rowwise") or plain.order == "whole":
+                return None
+            norms = [module.get_submodule(name) for name in plain.norms]
+            if any(w.dim() > 1 for norm in norms for w in norm.parameters()):
+                return None
+        b, q = self._builder(path).at(path), linears[0]
+        sizes = {name: linear.out_features for name, linear in zip(names, linears, strict=True)}
+        least = (plain.head_dim, plain.head_dim, plain.value_dim)
+        try:
+            layer = b.linear("qkv_proj", q.in_features, sizes, bias=q.bias is not None, least=least)
+        except UnsupportedError:  # its parts are not quantized alike
+            return None
+        attention = BridgedAttention(module, plain, layer, b.ops)
+        for name in plain.norms:
+            if (norm := self._block(f"{path}.{name}", attention.get_submodule(name))) is not None:
+                setattr(attention, name, norm)
+        return attention
+
     def _experts(self, path: str, module: Module) -> BridgedExperts | None:
         """modulm's stack of experts for one that computes the same, or None."""
         block = gated_experts(module)
@@ -136,7 +186,7 @@ class _Placement:
             raise UnsupportedError(f"{path}: not supported yet: a table that two modules share")
         b = self._builder(path)
         inner = b.embedding(path, table.num_embeddings, table.embedding_dim)
-        self.tables[id(table.weight)] = inner
+        self.tables[id(table.weight)] = self.embeddings[id(table)] = inner
         b.after(inner, partial(_use_table, table, inner))
 
     # Linear layers.
