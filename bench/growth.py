@@ -22,11 +22,15 @@ linear, 0 constant. Without `--full` sizes end where a measurement takes about a
 | scheduling | a prompt, from arrival to its last chunk | tokens |
 | grammars | compiling one more, then finding it | known grammars |
 | packages | listing plugins in a new process | installed packages |
+| adapters | a request that names one, from its bytes to its answer | known adapters |
+| models | reading a `--models-dir` | its folders |
+| streams | a token of a stream over HTTP, requests included | streams at once |
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import subprocess
@@ -39,8 +43,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import uvicorn
 
+from modulm.config import EngineConfig
 from modulm.contracts.executor import Capacity, GroupCapacity, Plan, StepResult
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
@@ -51,6 +58,10 @@ from modulm.plugins import manager
 from modulm_chat import encode_chat, execute, render
 from modulm_demo import Demo
 from modulm_frontend.stops import StopScanner
+from modulm_server.app import create_app
+from modulm_server.engine.adapters import Adapter
+from modulm_server.models.settings import read_settings
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_structured_output.compiler import GrammarCompiler
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -70,8 +81,15 @@ SIZES: dict[str, tuple[list[int], list[int]]] = {
     "scheduling": ([1_000, 10_000, 100_000], [1_000_000]),
     "grammars": ([1, 10, 100], [1_000]),
     "packages": ([200, 500, 1_000], [2_000]),
+    "adapters": ([1, 10, 100, 1_000, 10_000], []),
+    "models": ([1, 10, 100, 1_000], [10_000]),
+    "streams": ([1, 10, 100, 1_000], [10_000]),
 }
 BLOCK = 16
+
+
+#: Tokens of each stream.
+STREAMED = 32
 
 
 def cpu(work: Callable[[], Any], repeats: int = 3) -> float:
@@ -263,6 +281,70 @@ def packages(size: int) -> float:
             (info / "entry_points.txt").write_text(f"[console_scripts]\nc{index} = m:f\n")
         command = [sys.executable, "-c", f"import sys; sys.path.append({folder!r})\n{script}"]
         return min(float(subprocess.check_output(command)) for _ in range(3))
+
+
+def scripted_app(reply: Reply) -> tuple[ScriptedEngine, Any]:
+    """A server's application whose engine gives this answer at once."""
+    info = scripted_info(tokenizer(), max_model_len=4096, parts={"adapters": {"slots": 4}})
+    engine = ScriptedEngine(tokenizer(), lambda prompt, params: reply, info)
+    return engine, create_app(engine, EngineConfig.from_keywords(model="M")).app
+
+
+def adapters(size: int) -> float:
+    engine, app = scripted_app(Reply("1 2"))
+    for index in range(size):
+        engine.load_adapter(Adapter(f"adapter-{index}", f"/adapters/{index}")).result()
+
+    async def run() -> float:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"model": f"adapter-{size // 2}", "prompt": "Hello", "max_tokens": 2}
+            times = []
+            for _ in range(30):
+                began = time.process_time()
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+                times.append(time.process_time() - began)
+            return min(times)
+
+    return asyncio.run(run())
+
+
+def models(size: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(size):
+            checkpoint = Path(folder) / f"model-{index}"
+            checkpoint.mkdir()
+            (checkpoint / "config.json").write_text("{}")
+        config = EngineConfig.from_keywords(model="M", models_dir=folder)
+        return cpu(lambda: read_settings(config, ()))
+
+
+def streams(size: int) -> float:
+    """CPU time of the server's process alone: another one reads the streams."""
+    app = scripted_app(Reply("1 2 3 4 ", endless=True))[1]
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", backlog=1024))
+
+    async def run() -> float:
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        times = []
+        for _ in range(3 if size < 1_000 else 1):
+            began = time.process_time()
+            client = await asyncio.create_subprocess_exec(
+                sys.executable, str(Path(__file__).with_name("streams.py")), "--port", str(port),
+                "--streams", str(size), "--tokens", str(STREAMED), stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            said, _ = await client.communicate()
+            times.append(time.process_time() - began)
+            if f"complete {size}\n".encode() not in said:
+                raise SystemExit(f"{size} streams: {said.decode()}")
+        server.should_exit = True
+        await serving
+        return min(times) / (size * STREAMED)
+
+    return asyncio.run(run())
 
 
 def slope(sizes: Sequence[int], costs: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,3 +27,8 @@ def test_guide(page: str, run_page: Callable[[str], None]) -> None:
 
 def test_guides_are_found() -> None:
     assert {"../README", "examples", "install", "from-vllm", "reasoning"} <= set(GUIDES)
+
+
+def test_the_table_of_large_machines_is_the_scripts() -> None:
+    script = runpy.run_path(str(DOCS.parent / "bench" / "many_cores.py"))
+    assert "\n".join(script["table"]()) in (DOCS / "many-cores.md").read_text(encoding="utf-8")

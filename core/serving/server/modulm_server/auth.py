@@ -37,6 +37,7 @@ __all__ = [
     "current_owner",
     "find_key",
     "guard",
+    "may_use",
     "open_paths",
     "owner_of",
     "usable_adapters",
@@ -87,10 +88,14 @@ def owner_of(request: Request) -> str:
     return owner
 
 
+def may_use(adapter: Adapter) -> bool:
+    """Whether the key of the current task's request may use an adapter."""
+    return adapter.owner in (None, current_owner())
+
+
 def usable_adapters(engine: EngineClient) -> dict[str, Adapter]:
     """The adapters that the key of the current task's request may use, by name."""
-    owners = (None, current_owner())
-    return {name: one for name, one in engine.adapters.items() if one.owner in owners}
+    return {name: one for name, one in engine.adapters.items() if may_use(one)}
 
 
 def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:

@@ -22,7 +22,7 @@ from modulm_chat.sandbox import SandboxedRenderer, checkpoint_renderer
 from modulm_chat.templates import execute
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.api_keys import allows
-from modulm_server.auth import current_owner, usable_adapters
+from modulm_server.auth import current_owner, may_use
 from modulm_server.engine.client import Tenant
 from modulm_server.errors import ApiError, model_error, shutting_down
 from modulm_server.flags import ServerConfig
@@ -143,9 +143,9 @@ class GenerationService:
         if not isinstance(name, str) or name in self.models:
             return ServedModel(self.model(name))
         if name in self.engine.adapters or await self._load_adapter(name):
-            if name not in usable_adapters(self.engine):
-                raise model_error(name)
-            return ServedModel(name, name)
+            adapter = self.engine.adapters.get(name)
+            if adapter is not None and may_use(adapter):
+                return ServedModel(name, name)
         raise model_error(name)
 
     async def _load_adapter(self, name: str) -> bool:

@@ -40,7 +40,7 @@ from modulm_route_llama_cpp.schema import (
     constraint_of,
     params_of,
 )
-from modulm_server.auth import current_owner, usable_adapters
+from modulm_server.auth import current_owner, may_use, usable_adapters
 from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, error_body
 from modulm_server.flags import ServerConfig
@@ -328,8 +328,8 @@ class LlamaCpp(RouteFamily):
         if body.lora is None:
             model_name = body.model
             known = model_name is None or model_name in self.context.models
-            adapters = usable_adapters(self.context.engine)
-            return model_name if not known and model_name in adapters else None
+            adapter = None if known else self.context.engine.adapters.get(model_name)
+            return None if adapter is None or not may_use(adapter) else model_name
         requested = [one for one in body.lora if one.get("scale", 0) != 0]
         if len(requested) > 1 or any(one.get("scale") != 1 for one in requested):
             raise bad_field("lora", "lora: only one adapter with scale 1 is supported")

@@ -38,15 +38,16 @@ class ReplicaCalls(EngineCoreClient):
         """The router."""
 
     @property
-    def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
+    def adapters(self) -> Mapping[str, Adapter]:  # type: ignore[override]
         """The adapters of any running replica, since all have the same; if none runs, the last
         known ones.
         """
-        last = {one.name: one for replica in self._replicas for one in replica.adapters}
-        return self._common_adapters() or last
+        return self._common_adapters() or {
+            one.name: one for replica in self._replicas for one in replica.adapters
+        }
 
-    def _common_adapters(self) -> dict[str, Adapter]:
-        return next((dict(client.adapters) for _, client in self._available()), {})
+    def _common_adapters(self) -> Mapping[str, Adapter]:
+        return next((client.adapters for _, client in self._available()), {})
 
     def _available(self) -> list[tuple[int, ProcessCoreClient]]:
         """The replicas that take requests."""

@@ -174,7 +174,7 @@ def _read(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSet
 
 def _adapter_names(config: EngineConfig) -> Iterator[str]:
     """The names of `--lora-modules`, so that requests find the model before it is loaded."""
-    for module in config.changed().get("lora_modules") or ():
+    for module in config.value("lora_modules") or ():
         if isinstance(module, str) and not module.lstrip().startswith("{"):
             yield module.partition("=")[0]
 
