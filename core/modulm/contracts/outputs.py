@@ -80,7 +80,8 @@ class CompletionOutput:
     "repetition_detected"; for "error", the message.
     cumulative_logprob: of all tokens so far, if logprobs were requested. reasoning: the reasoning
     before the text, if a parser separates it (`LLM.chat`). spec_decode_metrics: of all steps so
-    far; None without speculative decoding.
+    far; None without speculative decoding. arrays: what step parts computed for the tokens, by
+    name, such as the "samples" of a model that speaks; only those of new tokens in a delta stream.
     """
 
     index: int
@@ -92,6 +93,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     reasoning: str | None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None
+    arrays: Mapping[str, Any] | None = None
 
     def finished(self) -> bool:
         """Whether the output is complete."""

@@ -188,6 +188,8 @@ class StepEvents:
     each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
     request -> (verified drafts, accepted drafts). transfer_params, retained: request ->
     `RequestOutput.kv_transfer_params`, `RequestOutput.retained`. counts: metric -> what to add.
+    arrays: request -> arrays by name that step parts computed for its new tokens, one after the
+    other along the first axis (`CompletionOutput.arrays`).
     """
 
     time: float = field(factory=time.monotonic)
@@ -203,3 +205,4 @@ class StepEvents:
     transfer_params: dict[str, Mapping[str, Any]] = field(factory=dict)
     retained: dict[str, Sequence[Sequence[float]]] = field(factory=dict)
     counts: dict[str, float] = field(factory=dict)
+    arrays: dict[str, Mapping[str, np.ndarray]] = field(factory=dict)

@@ -158,7 +158,11 @@ class BlockCache(Protocol):
 
 
 class PrefixNames(Protocol):
-    """Names of full blocks: chained hashes of everything that their contents depend on."""
+    """Names of full blocks: chained hashes of everything that their contents depend on.
+
+    enabled: a planner whose model's caches depend on more than the tokens sets it to False when it
+    is built.
+    """
 
     enabled: bool
 

@@ -27,6 +27,7 @@ import torch
 from modulm.contracts.model import Model
 from modulm.testing.checkpoints import make_tiny, save_tiny, tiny_model
 from modulm.testing.encoders import check_encoder
+from modulm.testing.kit import KitNotRun
 from modulm.testing.offering import architecture_of, offering
 from modulm.testing.oracles import Oracle, logprobs_of, oracle_of, write_tiny
 from modulm.testing.session import Session
@@ -57,8 +58,11 @@ def check_model(driver: type[Model], *, oracle: Oracle | None = None, **flags: A
     """Run the kit; `flags` go to the engine's configuration.
 
     oracle: compared with instead of transformers; by default the oracle that the driver names.
-    Raises AssertionError with what was expected. Encoders have a kit of their own.
+    Raises AssertionError with what was expected, KitNotRun for a model whose `kit_not_run` says why
+    it cannot be compared. Encoders have a kit of their own.
     """
+    if reason := getattr(driver, "kit_not_run", ""):
+        raise KitNotRun(reason)
     if "generate" not in driver.tasks:
         check_encoder(driver, **flags)
         return

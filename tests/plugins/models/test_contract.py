@@ -9,8 +9,11 @@ from modulm.plugins import manager
 from modulm.testing.models import check_model
 
 #: What runs a checkpoint's own code has no code to test here: test_remote_code.py brings some.
-#: Models around other models have a kit of their own: test_images.py.
-APART = {"transformers_remote", *(d.name for d in manager.current().names("media_families"))}
+#: Models around other models have a kit of their own: test_images.py. What speaks: test_csm.py.
+APART = {
+    "transformers_remote",
+    *(d.name for kind in ("media_families", "speakers") for d in manager.current().names(kind)),
+}
 #: Llama's blocks with settings of their own: test_registry.py compares them. Decoders with other
 #: heads: test_bidirectional.py and test_sentence_transformers.py.
 RELATIVES = {

@@ -304,7 +304,8 @@ def values(case: SimpleNamespace, key: str) -> list[Any]:
 #: Architectures that differ in their heads only are tried once, as what transformers reads is one.
 BARE = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 #: Models around others read those tables as transformers does (test_images.py).
-AROUND = {declared.name for declared in manager.current().names("media_families")}
+#: Those that speak have vocabularies of codes (test_csm.py).
+AROUND = {d.name for kind in ("media_families", "speakers") for d in manager.current().names(kind)}
 #: Asked by name: `hasattr` would import each model's module in every process that collects tests.
 PUBLIC = frozenset({*vars(transformers), *transformers.__all__})
 ARCHITECTURES = [

@@ -63,7 +63,9 @@ def decoders():
     named = sorted(plugins.names("models"), key=lambda d: d.target.endswith(f":{d.name}"))
     names = sorted({declared.target: declared.name for declared in named}.values())
     # Models around other models do without media what those do.
-    apart = {*_OTHERS, *(declared.name for declared in plugins.names("media_families"))}
+    # Those that speak leave the other codes of a frame to torch.
+    kinds = ("media_families", "speakers")
+    apart = {*_OTHERS, *(declared.name for kind in kinds for declared in plugins.names(kind))}
     apart.remove("Qwen3VLForConditionalGeneration")
     return [
         name

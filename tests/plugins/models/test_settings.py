@@ -194,7 +194,7 @@ def test_phi_moe_multiplies_by_what_the_length_asks_for():
     assert config.rope_for(257).attention_factor == 1.4
 
 
-APART = {d.name for d in manager.current().names("media_families")}
+APART = {d.name for kind in ("media_families", "speakers") for d in manager.current().names(kind)}
 #: Asked by name: `hasattr` would import each model's module in every process that collects tests.
 PUBLIC = frozenset({*vars(transformers), *transformers.__all__})
 NAMES = [

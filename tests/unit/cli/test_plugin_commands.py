@@ -274,6 +274,7 @@ NEW = {
     "adapter_resolvers": "table",
     "routes": "count",
     "transcribers": "Hark",
+    "speakers": "Say",
     "media_families": "Look",
     "io_processors": "cover",
     "stat_loggers": "notes",

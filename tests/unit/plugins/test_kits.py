@@ -186,6 +186,15 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("sound=sound,", "sound=sound, params={'temprature': 0},", "no field"),
         ("\"de\": \"german\"", "\"DE\": \"German\"", "lower case"),
     ),
+    "speakers": (
+        ("if token not in special]", "if True]", "control tokens"),
+        ("{voice}: {text}", "{voice}: ", "does not use the text"),
+        ("{voice}: {text}", "{voice}: {text}{instructions}", "they are used"),
+        ("names = (\"anna\", \"ben\")", "names = (\"anna\", \"anna\")", "listed twice"),
+        ("names = (\"anna\", \"ben\")", "names = ()", "no voices|IndexError"),
+        ("{\"temperature\": 0.9}", "{\"temprature\": 0.9}", "no field"),
+        ("if token not in special],", "if token not in special] + [9999],", "does not have"),
+    ),
     "media_families": (
         ("kinds = (\"image\",)", "kinds = (\"picture\",)", "no kind of media"),
         ("dtype=np.int64)", "dtype=np.int32)", "not int64"),

@@ -45,10 +45,7 @@ def _xxhash() -> Callable[[bytes], bytes]:
 
 
 def _raw(digest: Callable[[bytes], bytes]) -> Hasher:
-    def name(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
-        return digest(parent + tokens + extra)
-
-    return name
+    return lambda parent, tokens, extra: digest(parent + tokens + extra)
 
 
 def _cbor_head(major: int, value: int) -> bytes:

@@ -62,6 +62,7 @@ class Choice:
         self.reason: str | None = None
         self.stop: int | str | None = None
         self.drafted: DraftMetrics | None = None
+        self._arrays: list[Mapping[str, np.ndarray]] = []
         self._pieces: list[str] = []
         self._params = params
         self._tokenizer = tokenizer
@@ -103,6 +104,11 @@ class Choice:
             self.finish(Finish("", "repetition"))
         return finish is None and self.reason is not None
 
+    def add_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Add what step parts computed for the tokens of this step."""
+        if self.reason is None:
+            self._arrays.append(arrays)
+
     def finish(self, finish: Finish) -> None:
         """End the sequence, as finished by the engine or aborted."""
         if self.reason is not None:
@@ -121,7 +127,7 @@ class Choice:
         return CompletionOutput(
             self.index, self.text, self.tokens[:], self.cumulative,
             None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
-            spec_decode_metrics=self.drafted,
+            spec_decode_metrics=self.drafted, arrays=_joined(self._arrays),
         )  # fmt: skip
 
     def delta(self) -> CompletionOutput | None:
@@ -130,10 +136,11 @@ class Choice:
         self._handed_out = (len(self._pieces), len(self.tokens), self.reason is not None)
         if self._handed_out == before:
             return None
+        arrays, self._arrays = _joined(self._arrays), []
         return CompletionOutput(
             self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
             None if self.logprobs is None else self.logprobs[tokens:], self.reason, self.stop,
-            spec_decode_metrics=self.drafted,
+            spec_decode_metrics=self.drafted, arrays=arrays,
         )  # fmt: skip
 
     def _emit(self, text: str) -> None:
@@ -153,6 +160,13 @@ class Choice:
         ranked = not self._params.logprob_token_ids
         self.logprobs.append(position(entry, self._tokenizer, ranked=ranked))
         self.cumulative += float(entry.values[0])
+
+
+def _joined(arrays: Sequence[Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray] | None:
+    """Arrays of several steps, joined along the first axis by name; None without any."""
+    if len(arrays) < 2:
+        return arrays[0] if arrays else None
+    return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
 
 
 def position(entry: RowLogprobs, tokenizer: Tokenizer | None, *, ranked: bool = True) -> Position:
@@ -453,6 +467,10 @@ class OutputProcessor:
         for identity, retained in events.retained.items():
             if identity in self._sequences:
                 self._sequences[identity][0].retained = retained
+        for identity, arrays in events.arrays.items():
+            if identity in self._sequences:
+                state, index = self._sequences[identity]
+                state.choices[index].add_arrays(arrays)
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
             if identity in self._sequences:

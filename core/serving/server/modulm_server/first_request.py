@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 __all__ = ["first_request"]
 
 
-def first_request(model: str, tasks: Collection[str], chats: bool = True) -> tuple[str, str]:
+def first_request(
+    model: str, tasks: Collection[str], chats: bool = True, speaks: bool = False
+) -> tuple[str, str]:
     """A sample request for the model, as (path, JSON body).
 
-    tasks: the model's tasks, from the engine. chats: whether it has a chat template.
+    tasks: the model's tasks, from the engine. chats: whether it has a chat template. speaks:
+    whether it answers in sound.
     """
-    path, fields = _choose(tasks, chats)
+    speech = "/v1/audio/speech", {"input": "Hello!", "response_format": "wav"}
+    path, fields = speech if speaks else _choose(tasks, chats)
     return path, json.dumps({"model": model, **fields})
 
 

@@ -273,7 +273,8 @@ def _suggested_request(engine: EngineClient, config: EngineConfig) -> tuple[str,
     chats = config.group(ServerConfig).chat_template is not None or (
         tokenizer is not None and (tokenizer.chat is not None or bool(tokenizer.chat_template))
     )
-    return first_request(served_names(config)[0], engine.info.tasks, chats)
+    speaks = bool(engine.info.limit("speech", "rate"))
+    return first_request(served_names(config)[0], engine.info.tasks, chats, speaks)
 
 
 def banner(

@@ -20,12 +20,14 @@ from modulm_route_audio.objects import (
 from modulm_route_audio.realtime import Sessions
 from modulm_route_audio.schema import FORM, Form, read_form
 from modulm_route_audio.speech import Speech, TranscriptionOptions
+from modulm_route_audio.synthesis import SpeechEvent, SpeechRequest, Synthesis
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import bad_field
+from modulm_server.json_body import bad_field, read, request_docs
 from modulm_server.openapi import ErrorAnswer, response_docs
 from modulm_server.route import RouteContext, RouteFamily
 from modulm_server.sse import EventStream
+from modulm_speakers.sound_files import FORMATS
 from modulm_speech.transcriber import Task
 
 __all__ = ["Audio"]
@@ -42,6 +44,7 @@ class Audio(RouteFamily):
     def __init__(self, context: RouteContext) -> None:
         super().__init__(context)
         self.speech = Speech(context.generation)
+        self.synthesis = Synthesis(context.generation)
         self._sessions = Sessions(context.generation, self.speech)
         self._warming: asyncio.Future[None] | None = None
 
@@ -60,8 +63,15 @@ class Audio(RouteFamily):
             router.add_api_route(
                 path, endpoint, methods=["POST"], responses=transcript_docs, openapi_extra=FORM
             )
+        sound = response_docs(None, events=SpeechEvent | ErrorAnswer)
+        kinds = sound[200].setdefault("content", {})
+        kinds.update({form.media_type: {"schema": str} for form in FORMATS.values()})
         router.add_api_route(
-            "/audio/speech", self.synthesize, methods=["POST"], include_in_schema=False
+            "/audio/speech",
+            self.synthesize,
+            methods=["POST"],
+            responses=sound,
+            openapi_extra=request_docs(SpeechRequest),
         )
         if self.speech.served or self.context.directory is not None:
             router.add_api_websocket_route("/realtime", self.realtime)
@@ -75,9 +85,9 @@ class Audio(RouteFamily):
             self._warming.cancel()
         await self._sessions.stop()
 
-    async def synthesize(self) -> Response:
-        """Reject speech synthesis, which is not supported yet."""
-        raise ApiError(400, "Not supported yet: speech synthesis", code="unsupported")
+    async def synthesize(self, request: Request) -> Response:
+        """Read a text aloud. The sound is sent as it is spoken."""
+        return await self.synthesis.answer(await read(request, SpeechRequest))
 
     async def transcribe(self, request: Request) -> Response:
         """Transcribe an audio file."""

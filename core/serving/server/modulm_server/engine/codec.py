@@ -76,12 +76,13 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.transfer_params,
         events.retained,
         events.counts,
+        events.arrays,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
     time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, *more = packed
-    drafted, transfer_params, retained, counts = more
+    drafted, transfer_params, retained, counts, arrays = more
     return StepEvents(
         time,
         requests,
@@ -99,6 +100,7 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         transfer_params,
         retained,
         counts,
+        arrays,
     )
 
 

@@ -52,6 +52,7 @@ _CLASS = {
     "io_processors": "Processor",
     "stat_loggers": "Logger",
     "transcribers": "Transcriber",
+    "speakers": "Speaker",
     "media_families": "Family",
     "kernels": "Kernels",
     "poolers": "Pooler",
@@ -64,6 +65,7 @@ _CLASS = {
 _ARCHITECTURE = {
     "models": "ForCausalLM",
     "transcribers": "ForConditionalGeneration",
+    "speakers": "ForConditionalGeneration",
     "media_families": "ForConditionalGeneration",
 }
 #: Libraries that packages of a kind depend on besides modulm.
@@ -79,6 +81,7 @@ _WITH = {
     "io_processors": ("modulm-server",),
     "stat_loggers": ("modulm-server",),
     "transcribers": ("modulm-speech", "modulm-tokenizers"),
+    "speakers": ("modulm-speakers", "modulm-tokenizers"),
     "media_families": ("modulm-media",),
     "chat_templates": ("modulm-chat",),
     "collectives": ("modulm-distributed",),

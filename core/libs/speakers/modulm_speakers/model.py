@@ -1,0 +1,63 @@
+"""Speaking models: each new token is a frame of sound, described by several codes.
+
+The engine samples a frame's first code like any token. The model completes the frame with the
+others, and its codec turns frames into samples. The next token's input is the whole frame.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+__all__ = ["CODES", "Choose", "SpeakingModel"]
+
+#: Name in `Batch.extras`: [tokens, codebooks] int64, the frame that each token stands for; -1 in
+#: rows of text tokens.
+CODES = "codes"
+
+#: (logits [n, codebook_size], codebook) -> the chosen codes [n] int64.
+Choose: TypeAlias = "Callable[[Tensor, int], Tensor]"
+
+
+class SpeakingModel(ABC):
+    """What a model implements besides `modulm.contracts.model.Model`.
+
+    codebooks: codes of a frame. codebook_size: values of a code. rate: samples per second.
+    frame_samples: samples of a frame.
+    """
+
+    #: Why `modulm.testing.models.check_model`, which compares texts, cannot check it.
+    kit_not_run: ClassVar[str] = "it answers in sound: compare its frames with an implementation"
+
+    codebooks: int
+    codebook_size: int
+    rate: int
+    frame_samples: int
+
+    @abstractmethod
+    def complete(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+        """Choose the other codes of frames: [n, codebooks] int64, `first` included.
+
+        hidden: [n, hidden], what the first codes were sampled from. first: [n] int64.
+        """
+
+    @abstractmethod
+    def ends(self, frames: np.ndarray) -> np.ndarray:
+        """Return which frames end the sound: [n, codebooks] -> [n] bool."""
+
+    @abstractmethod
+    def is_heard(self, frames: np.ndarray) -> np.ndarray:
+        """Return which frames are sound, and not only marks: [n, codebooks] -> [n] bool."""
+
+    @abstractmethod
+    def decode(self, frames: Tensor, states: Sequence[Any]) -> tuple[Tensor, Sequence[Any]]:
+        """Turn frames into sound: [n, frames, codebooks] -> [n, samples] float32 in -1 to 1.
+
+        states: for each of the n sounds what this method returned for its earlier frames; None at
+        its beginning. Several calls give the same samples as one call with all frames.
+        """

@@ -1,0 +1,1 @@
+"""The step part of models that speak."""

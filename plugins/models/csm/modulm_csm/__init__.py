@@ -1,0 +1,1 @@
+"""CSM for modulm."""
