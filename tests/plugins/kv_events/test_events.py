@@ -26,12 +26,48 @@ from modulm.testing.engines import ByArrival, Recorder, check_empty
 from modulm.testing.fakes import FakeExecutor, Group
 from modulm.testing.workloads import random_workload, run_workload
 from modulm_kv_events import Settings
+from modulm_kv_events.events import as_array, as_map
 from modulm_kv_events.part import KVEventsPart
 from modulm_kv_events.planner import EventsPlanner
 from modulm_kv_events.publisher import Publisher
 from modulm_kv_events.subscriber import Source, Subscriber, source_of
 
 END = (-1).to_bytes(8, "big", signed=True)
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    """As vLLM 0.33 documents it, with the fields that all routers read."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def decoded(batch: bytes) -> list[Any]:
+    """The events of a batch, as arrays."""
+    read = msgspec.msgpack.decode(batch, type=Batch)
+    assert read.data_parallel_rank == 0
+    return [[type(event).__name__, *msgspec.structs.astuple(event)] for event in read.events]
 
 
 class Mirror:
@@ -129,9 +165,7 @@ def test_messages_and_replay(tmp_path: Path) -> None:
                     break
                 assert int.from_bytes(number, "big") == len(batches)
                 batches.append(batch)
-                seconds, changes, rank = msgspec.msgpack.decode(batch)
-                assert (type(seconds), rank) == (float, 0)
-                mirror.apply(changes)
+                mirror.apply(decoded(batch))
             assert set(mirror.blocks) == {int.from_bytes(n[-8:], "big") for n in index._block}
             hashes = {value: block for block, value in mirror.blocks.items()}
             parent, tokens = None, tuple(prompts[-1])
@@ -145,7 +179,7 @@ def test_messages_and_replay(tmp_path: Path) -> None:
             topic, number, batch = subscriber.recv_multipart()
             assert topic == b"kv-events"
             assert int.from_bytes(number, "big") >= len(batches)
-            assert msgspec.msgpack.decode(batch)[1] == [["AllBlocksCleared"]]
+            assert decoded(batch) == [["AllBlocksCleared"]]
             replay.close(0)
     finally:
         context.destroy(linger=0)
@@ -179,6 +213,24 @@ def test_a_full_queue_leaves_a_gap_and_bad_requests_no_answer(tmp_path: Path) ->
         context.destroy(linger=0)
 
 
+def test_events_are_maps_or_arrays(tmp_path: Path) -> None:
+    stored = ["BlockStored", [7], None, [1, 2], 2, None, "GPU", None, [["a"]]]
+    events = [stored, stored[:-1], ["BlockRemoved", [7], "GPU"], ["AllBlocksCleared"]]
+    for event in events:
+        assert as_array(as_map(event))[: len(event)] == event
+        assert as_array(event) == event
+    with pytest.raises(ValueError, match="BlockRemoved"):
+        as_array({"type": "BlockRemoved", "medium": "GPU"})
+    with pytest.raises(ValueError, match="Other"):
+        as_array({"type": "Other"})
+    for form, wanted in (("map", [as_map(event) for event in events]), ("array", events)):
+        publisher = Publisher(Settings(endpoint=f"ipc://{tmp_path}/{form}", event_format=form))
+        publisher.publish(events)
+        publisher.close()
+        ((_, batch),) = publisher._sent
+        assert msgspec.msgpack.decode(batch)[1] == wanted
+
+
 def test_nothing_is_done_when_off() -> None:
     config = EngineConfig()
     assert KVEventsPart.opened(config, None) is None
@@ -194,6 +246,7 @@ def test_nothing_is_done_when_off() -> None:
         ({"endpoint": "5557"}, "endpoint: '5557' is not tcp"),
         ({"replay_endpoint": "tcp://*:0"}, "replay_endpoint: routers must know the port"),
         ({"buffer_steps": -1}, "buffer_steps"),
+        ({"event_format": "json"}, "event_format"),
         ({"max_queue_size": "many"}, "max_queue_size"),
     ],
 )
@@ -264,7 +317,9 @@ def test_a_subscriber_repairs_gaps_by_replay(
     """What came before it subscribed, batches that were dropped, and those lost for good."""
     news, subscriber = heard
     address = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    settings = Settings(True, endpoint=address[0], replay_endpoint=address[1], buffer_steps=50)
+    settings = Settings(
+        True, endpoint=address[0], replay_endpoint=address[1], buffer_steps=50, event_format="array"
+    )
     publisher = Publisher(settings)
     try:
         for number in range(5):
@@ -304,7 +359,7 @@ def test_a_publisher_that_begins_anew_is_noticed(
     tmp_path: Path, heard: tuple[Heard, Subscriber]
 ) -> None:
     news, subscriber = heard
-    settings = Settings(True, endpoint=f"ipc://{tmp_path}/events")
+    settings = Settings(True, endpoint=f"ipc://{tmp_path}/events", event_format="array")
     source = Source(settings.endpoint)
     subscriber.follow(0, source)
     for _ in range(2):

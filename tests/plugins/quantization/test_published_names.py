@@ -15,6 +15,7 @@ from modulm.loading import resolve_checkpoint
 from modulm.loading.model import build_model, plan_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
+from modulm_quantized import native_patterns
 
 GROUP = 16
 TEXT = re.compile(r"(?<!encoder\.)layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
@@ -141,3 +142,15 @@ def test_lists_name_layers_as_the_files_do(plain, tmp_path, settings, key, spell
     }
     coded = {path for path, method in methods.items() if method != "none"}
     assert coded == {path for path in methods if re.search(r"^model\.layers\.\d+\.", path)}
+
+
+def test_a_parameter_of_a_module_with_layers_is_none_of_them():
+    """DeepSeek-OCR 2's encoder has positions of four dimensions beside its layers."""
+
+    def covers(name, patterns):
+        return any(name.startswith(pattern) for pattern in patterns)
+
+    layers = {"tower.sam": "", "tower.sam.up": "sam_model.up", "text.up": "model.up"}
+    assert native_patterns(["model"], covers, layers) == ["text", r"re:text(\.|$)"]
+    whole = native_patterns(["sam_model"], covers, layers)
+    assert whole == ["tower", r"re:tower(\.|$)"]

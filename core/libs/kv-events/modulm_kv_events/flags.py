@@ -25,7 +25,8 @@ class Settings:
 
     endpoint, replay_endpoint: ZeroMQ addresses. buffer_steps: batches kept for replay. hwm: batches
     that wait for a slow subscriber before its next ones are dropped. max_queue_size: batches that
-    wait for the publishing thread. topic: first frame of each message.
+    wait for the publishing thread. topic: first frame of each message. event_format: "map", or
+    "array" for routers that know older versions of vLLM only; vLLM has no such key.
     """
 
     enable_kv_cache_events: bool = False
@@ -36,6 +37,7 @@ class Settings:
     hwm: int = field(default=100_000, validator=ge(0))
     max_queue_size: int = field(default=100_000, validator=ge(1))
     topic: str = ""
+    event_format: str = field(default="map", validator=in_(("map", "array")))
 
     @property
     def active(self) -> bool:
@@ -86,6 +88,6 @@ class KVEventsConfig(FlagGroup):
         {},
         "Publish which blocks the prefix cache stores and evicts, as in vLLM: "
         "enable_kv_cache_events, publisher (zmq or null), endpoint, replay_endpoint, buffer_steps, "
-        "hwm, max_queue_size, topic.",
+        "hwm, max_queue_size, topic; event_format (map, or array for old routers).",
         parse=_events,
     )

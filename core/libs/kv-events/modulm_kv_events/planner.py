@@ -1,6 +1,7 @@
 """Turns changes of the prefix cache into events.
 
-Fields of events, in order, as in vLLM's documentation (trailing ones may be absent):
+Events are arrays here (see `events`). Their fields, in order, as in vLLM's documentation (trailing
+ones may be absent):
 
 - BlockStored: block hashes, hash of the block before them or None, their token ids, tokens per
   block, None, medium, adapter or None, and, if blocks depend on more than tokens, what else each

@@ -1,7 +1,8 @@
 """Publishes batches of events over ZeroMQ in a thread of its own.
 
 A message has three frames: the topic, the batch's number as 8 bytes in big-endian order, and
-msgpack of [seconds since the epoch, [event, ...], replica]. Numbers count up by one; a gap means
+msgpack of [seconds since the epoch, [event, ...], replica]. Events are maps, or arrays (see
+`events`). Numbers count up by one; a gap means
 that the subscriber has missed batches. It may ask the replay endpoint for all batches from a number
 on; the answers are pairs (number, batch), and the number -1 ends them. A socket of type REQ reads
 the first answer only; DEALER, which puts an empty frame before each request, reads all. Source:
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 
 from modulm.errors import ConfigError
+from modulm_kv_events.events import as_map
 from modulm_kv_events.flags import Settings
 
 __all__ = ["Publisher"]
@@ -122,6 +124,8 @@ class Publisher:
         while self._queue:
             with self._lock:
                 number, seconds, events = self._queue.popleft()
+            if self._settings.event_format == "map":
+                events = [as_map(event) for event in events]
             batch = msgspec.msgpack.encode([seconds, events, self._rank])
             self._events.send_multipart([self._topic, number.to_bytes(8, "big"), batch])
             self._sent.append((number, batch))

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from attrs import define, field, frozen
 
+from modulm_kv_events.events import as_array
 from modulm_kv_events.settings import settings_of
 
 __all__ = ["Source", "Subscriber", "source_of"]
@@ -84,9 +85,9 @@ class Subscriber:
     """Reports the events of sources, each with a key.
 
     begin: gets a key before the first events of its source. apply: gets a key and the events of one
-    batch; raises ValueError if it does not understand them. lost: gets a key whenever batches were
-    missed for good, or a publisher began anew without its source being followed again. All run on
-    the subscriber's thread.
+    batch as arrays; raises ValueError if it does not understand them. lost: gets a key whenever
+    batches were missed for good, or a publisher began anew without its source being followed again.
+    All run on the subscriber's thread.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Subscriber:
             if number != stream.following:
                 self._lost(key)
             stream.following, stream.seconds = number + 1, seconds
-            self._apply(key, events)
+            self._apply(key, [as_array(event) for event in events])
         except (ValueError, TypeError) as error:
             if not stream.warned:
                 log.warning("KV events that are not understood are ignored: %s", error)

@@ -57,11 +57,13 @@ def native_patterns(
     matching = {name for name, stored in layers.items() if not stored or covers(stored, patterns)}
     sizes = Counter(module for name in layers for module in _modules(name))
     counts = Counter(module for name in matching for module in _modules(name))
-    whole = {
-        next(module for module in _modules(name) if counts[module] == sizes[module]): None
-        for name in layers
-        if name in matching and not covers(name, patterns)
-    }
+    whole: dict[str, None] = {}
+    for name in layers:
+        if name in matching and not covers(name, patterns):
+            modules = (module for module in _modules(name) if counts[module] == sizes[module])
+            # Without one, it is a parameter of a module that also has layers.
+            if (module := next(modules, None)) is not None:
+                whole[module] = None
     return [entry for name in whole for entry in (name, rf"re:{re.escape(name)}(\.|$)")]
 
 
