@@ -284,6 +284,7 @@ def test_another_model_is_refused_by_name(pair: Any, caplog: Any) -> None:
         ({"ec_role": "ec_both"}, "ec_connector: must be the name"),
         ({"ec_connector": "disc", "ec_role": "ec_both"}, "'disc' is not one of ECExample"),
         ({"ec_connector": "host", "ec_role": "ec_both"}, "host stores no encoder outputs"),
+        ({"ec_connector": "ECMooncakeConnector", "ec_role": "ec_both"}, "not supported: peer"),
         ({"ec_conector": "disk"}, "did you mean"),
         ({"ec_connector": "disk", "ec_buffer_size": 1}, "ec_buffer_size is not supported"),
         ({"ec_connector": "peer", "ec_role": "ec_both", "ec_port": 0}, "ec_port: must be a port"),

@@ -18,6 +18,11 @@ EC_CONNECTORS: Mapping[str, str] = {
     "ECExampleConnector": "disk",
     "ECSharedStorageConnector": "disk",
 }
+#: vLLM's connectors that have no driver -> what to use.
+_OTHERS: Mapping[str, str] = {
+    "ECCPUConnector": "disk shares a folder, which may be in memory (/dev/shm)",
+    "ECMooncakeConnector": "peer fetches outputs from other engines",
+}
 
 
 def encoder_connector(config: Any, plugins: Any) -> EncoderConnector | None:
@@ -29,7 +34,10 @@ def encoder_connector(config: Any, plugins: Any) -> EncoderConnector | None:
     installed = {declared.name for declared in plugins.names("kv_connectors")}
     if name not in installed:
         known = ", ".join(sorted({*EC_CONNECTORS, *installed}))
-        raise ConfigError(_FLAG, f"ec_connector: {name!r} is not one of {known}")
+        message = f"ec_connector: {name!r} is not one of {known}"
+        if name in _OTHERS:
+            message = f"ec_connector: {name} is not supported: {_OTHERS[name]}"
+        raise ConfigError(_FLAG, message)
     driver = plugins.load("kv_connectors", name)
     if not issubclass(driver, EncoderConnector):
         raise ConfigError(
