@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from modulm_kernels_pallas.integers import block_size, scales_of
+
 __all__ = ["Look", "Work", "attend_plain", "paged_attention"]
 
 #: Score of what a query does not see; finite, so that differences are.
@@ -61,7 +63,8 @@ def paged_attention(
     v_scale: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend; q: [tokens, heads, size], cache: [blocks, kv heads, block size, size + values].
+    """Attend; q: [tokens, heads, size], cache: [blocks, kv heads, block size, size + values], or
+    as in `integers`.
 
     sinks: [heads] fp32, scores of a key without value. k_scale, v_scale: [1] or [kv heads] fp32,
     factors of what is cached. Returns [tokens, heads, values] in q's dtype. interpret: run on any
@@ -69,14 +72,14 @@ def paged_attention(
     """
     grouped = _grouped(q, cache, work, k_scale)
     tiles, heads, queries, _ = grouped.shape
-    block, width = cache.shape[2:]
+    block = block_size(cache)
     group, size = q.shape[1] // heads, work.tokens.shape[1]
     positions = jnp.repeat(work.positions, group, axis=1)[..., None]
     inputs: list[jax.Array] = [grouped, positions, cache]
     specs = [
         pl.BlockSpec((1, heads, queries, look.size), lambda t, p, *_: (t, 0, 0, 0)),
         pl.BlockSpec((1, queries, 1), lambda t, p, *_: (t, 0, 0)),
-        pl.BlockSpec((1, heads, block, width), _block_of),
+        pl.BlockSpec((1, heads, *cache.shape[2:]), _block_of),
     ]
     if sinks is not None:
         inputs.append(_sinks(sinks, heads, size))
@@ -113,11 +116,15 @@ def attend_plain(
     """Compute `paged_attention` with XLA's operations, which gather all blocks of each tile."""
     grouped = _grouped(q, cache, work, k_scale)
     tiles, heads, _, _ = grouped.shape
-    pages = cache[work.tables[work.rows]]
-    keys = pages.transpose(0, 2, 1, 3, 4).reshape(tiles, heads, -1, cache.shape[-1])
-    wide = keys.astype(jnp.float32)
+    block = block_size(cache)
+    pages = cache[work.tables[work.rows]].transpose(0, 2, 1, 3, 4)
+    wide = pages[..., :block, :].astype(jnp.float32)
     k = wide[..., : look.size]
     v = wide[..., : look.values] if look.latent else wide[..., look.size :]
+    if cache.dtype == jnp.int8:
+        scales = scales_of(pages[..., block:, :block])
+        k, v = (part * scale.swapaxes(-1, -2) for part, scale in zip((k, v), scales, strict=True))
+    k, v = (part.reshape(tiles, heads, -1, part.shape[-1]) for part in (k, v))
     scores = jnp.einsum("thqd,thkd->thqk", grouped.astype(jnp.float32), k, precision="highest")
     scores = _capped(scores * look.scale, look)
     positions = jnp.repeat(work.positions, q.shape[1] // heads, axis=1)[..., None]
@@ -148,6 +155,7 @@ def _attend(
     *more: Any, look: Look, block: int, heads: int, sinks: bool,
 ) -> None:  # fmt: skip
     column, out, most, total, result = more if sinks else (None, *more)
+    integers = cache.dtype == jnp.int8
     tile, step = pl.program_id(0), pl.program_id(1)
     place = first[tile] + step
 
@@ -163,16 +171,22 @@ def _attend(
         seen = _visible(positions[0], places, lengths[tile], look)
         for head in range(heads):
             queries = q[0, head]
-            entries = cache[0, head].astype(queries.dtype)
+            entries = cache[0, head, :block].astype(queries.dtype)
             k = entries[:, : look.size]
             v = entries[:, : look.values] if look.latent else entries[:, look.size :]
-            scores = _capped(_product(queries, k, 1) * look.scale, look)
+            products = _product(queries, k, 1) * look.scale
+            if integers:
+                k_scales, v_scales = scales_of(cache[0, head, block:, :block])
+                products = products * k_scales
+            scores = _capped(products, look)
             before = most[head]
             now = jnp.maximum(before, jnp.where(seen, scores, _UNSEEN).max(1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - now), 0.0)
             factor = jnp.exp(before - now)
             most[head] = now
             total[head] = factor * total[head] + weights.sum(1, keepdims=True)
+            if integers:
+                weights = weights * v_scales
             result[head] = factor * result[head] + _product(weights.astype(v.dtype), v, 0)
 
     @pl.when(step == pl.num_programs(1) - 1)

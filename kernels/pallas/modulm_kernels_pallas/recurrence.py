@@ -1,14 +1,15 @@
-"""Recurrent layers with XLA: states advance token by token, or all rows at once.
+"""Recurrent layers: states advance token by token, or all rows at once.
 
-Steps of one token per row are single operations over all rows. Other steps loop over their tokens
-on the device, so their shapes do not depend on the lengths of rows.
+Steps of one token per row are single operations over all rows. Other steps pass over their tokens
+on the device, so their shapes do not depend on the lengths of rows: with the kernel `scan` on one
+TPU, elsewhere in a loop of XLA.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from torch import Tensor
 from modulm.contracts.recording import Recordable
 from modulm.contracts.state import StatePlan
 from modulm_kernels_pallas.bridge import array_of, assign, tensor_of
+from modulm_kernels_pallas.scan import Body, Events, conv_body, delta_body, scan, selective_body
+from modulm_kernels_pallas.spread import kernel_use
 
 __all__ = ["ScanPlan", "causal_conv", "delta_rule", "selective_scan"]
 
@@ -79,7 +82,22 @@ class ScanPlan(Recordable):
 _Advance = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def _scan(states: Tensor, plan: ScanPlan, advance: _Advance, inputs: Any) -> jax.Array:
+class _Kernel(NamedTuple):
+    """How the kernel `scan` computes what an `_Advance` does, with the same result.
+
+    inputs: [tokens, heads, _]. constants: [heads, _, _]. shape: of a state with its heads.
+    """
+
+    body: Body
+    inputs: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    shape: tuple[int, int, int]
+    width: int
+
+
+def _scan(
+    states: Tensor, plan: ScanPlan, advance: _Advance, inputs: Any, kernel: _Kernel | None
+) -> jax.Array:
     """Advance the states of a step's rows over their tokens; returns the outputs [tokens, ...]."""
     sources, slots, fresh, owners, firsts, ends, saves = map(array_of, plan.tensors())
     cache = array_of(states)
@@ -89,6 +107,11 @@ def _scan(states: Tensor, plan: ScanPlan, advance: _Advance, inputs: Any) -> jax
         state, outputs = advance(initial, inputs)
         assign(states, cache.at[slots].set(state.astype(cache.dtype)))
         return jnp.asarray(outputs)
+    how = kernel_use()
+    if kernel is not None and how is not None:
+        written, outputs = _in_kernel(cache, initial, plan, kernel, interpret=how == "interpret")
+        assign(states, written)
+        return outputs
 
     def token(carry: Any, now: Any) -> Any:
         state, cache = carry
@@ -106,6 +129,25 @@ def _scan(states: Tensor, plan: ScanPlan, advance: _Advance, inputs: Any) -> jax
     return jnp.asarray(outputs)
 
 
+def _in_kernel(
+    cache: jax.Array, initial: jax.Array, plan: ScanPlan, kernel: _Kernel, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Advance with the kernel; returns the cache and the outputs."""
+    _, slots, _, owners, firsts, ends, saves = map(array_of, plan.tensors())
+    slot = jnp.where(ends == _NOWHERE, saves, ends)
+    places = jnp.where(slot == _NOWHERE, len(slot), jnp.arange(len(slot)))
+    targets = slot[jax.lax.cummin(places, reverse=True)]
+    events = Events(owners, firsts.astype(jnp.int32), targets)
+    written, outputs = scan(
+        kernel.body, initial.reshape(-1, *kernel.shape), cache.reshape(-1, *kernel.shape), events,
+        kernel.inputs, kernel.constants, kernel.width, interpret=interpret,
+    )  # fmt: skip
+    # A row's last state may have to be saved, too, in another slot.
+    (lasts,) = jnp.nonzero(ends != _NOWHERE, size=len(slots))
+    changed = written.reshape(cache.shape)
+    return changed.at[saves[lasts]].set(changed[ends[lasts]], mode="drop"), outputs
+
+
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, plan: Any
 ) -> Tensor:
@@ -116,7 +158,13 @@ def causal_conv(
         window = jnp.concatenate([state, now[:, None].astype(state.dtype)], axis=1)
         return window[:, 1:], (window.astype(jnp.float32) * taps).sum(1)
 
-    wide = _scan(states, plan, advance, array_of(x))
+    inputs = array_of(x)
+    held = array_of(states)
+    kernel = _Kernel(
+        conv_body, (inputs.astype(held.dtype).astype(jnp.float32)[:, None],), (taps[None],),
+        (1, *held.shape[1:]), inputs.shape[1],
+    )  # fmt: skip
+    wide = _scan(states, plan, advance, inputs, kernel).reshape(inputs.shape)
     if bias is not None:
         wide = wide + array_of(bias).astype(jnp.float32)
     result = jax.nn.silu(wide) if silu else wide
@@ -151,7 +199,12 @@ def selective_scan(
         state = state * decay + drive[..., None] * own_b[:, :, None]
         return state, (state * own_c[:, :, None]).sum(-1)
 
-    y = _scan(states, plan, advance, (inputs * dt[..., None], dt, b_wide, c_wide))
+    drive, kernel = inputs * dt[..., None], None
+    size = inputs.shape[2]
+    if size > 1 and a.shape[1] == 1:
+        parts = drive, jnp.exp(dt[..., None] * a), b_wide, c_wide
+        kernel = _Kernel(selective_body, parts, (), (heads, size, b_wide.shape[2]), size)
+    y = _scan(states, plan, advance, (drive, dt, b_wide, c_wide), kernel)
     return tensor_of(y + array_of(skip)[:, None] * inputs)
 
 
@@ -185,7 +238,10 @@ def delta_rule(
         return state, (query[..., None] * state).sum(2)
 
     scaled = queries * q.shape[-1] ** -0.5
-    return tensor_of(_scan(states, plan, advance, (scaled, keys, values, moved, fade)))
+    factors = jnp.stack([moved, jnp.exp(fade)], -1)
+    shape = (*keys.shape[1:], values.shape[2])
+    kernel = _Kernel(delta_body, (scaled, keys, values, factors), (), shape, values.shape[2])
+    return tensor_of(_scan(states, plan, advance, (scaled, keys, values, moved, fade), kernel))
 
 
 def _softplus(step: Tensor, bias: Tensor | None) -> jax.Array:

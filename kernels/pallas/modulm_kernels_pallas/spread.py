@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-__all__ = ["AXIS", "current_mesh", "over_heads", "using_mesh"]
+__all__ = ["AXIS", "current_mesh", "interpreted", "kernel_use", "over_heads", "using_mesh"]
 
 #: Name of the mesh's axis.
 AXIS = "tensor"
 _meshes: list[Mesh | None] = [None]
+_interpreted: list[bool] = [False]
 
 
 def current_mesh() -> Mesh | None:
@@ -29,6 +30,27 @@ def using_mesh(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _meshes.pop()
+
+
+def kernel_use() -> str | None:
+    """How kernels that XLA cannot split run here: "compiled" on one TPU, None elsewhere, where
+    operations of XLA replace them; "interpret" in tests.
+    """
+    if current_mesh() is not None:
+        return None
+    if _interpreted[-1]:
+        return "interpret"
+    return "compiled" if jax.default_backend() == "tpu" else None
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Trace programs whose kernels are interpreted, on any device, slowly."""
+    _interpreted.append(True)
+    try:
+        yield
+    finally:
+        _interpreted.pop()
 
 
 def over_heads(function: Callable[..., Any], axes: Any, outputs: Any, *arguments: Any) -> Any:

@@ -8,10 +8,41 @@ from torch import Tensor
 __all__ = ["grouped_matmul", "linear", "paged_attention", "write_kv"]
 
 
-def write_kv(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write [tokens, kv heads, width] to the slots of [blocks, kv heads, block size, width]."""
-    size = cache.shape[2]
-    cache[slots // size, :, slots % size] = entries.to(cache.dtype)
+def write_kv(entries: Tensor, cache: Tensor, slots: Tensor, keys: int = 0) -> None:
+    """Write [tokens, kv heads, width] to the slots of [blocks, kv heads, block size, width].
+
+    keys: numbers of a key, for caches of `integers`.
+    """
+    if cache.dtype != torch.int8:
+        size = cache.shape[2]
+        cache[slots // size, :, slots % size] = entries.to(cache.dtype)
+        return
+    size = cache.shape[2] - 4
+    for token, slot in enumerate(slots.tolist()):
+        block = cache[slot // size]
+        column = block[:, size:, slot % size]
+        for i, part in enumerate((entries[token, :, :keys], entries[token, :, keys:])):
+            least = (part.float().abs().amax(-1, keepdim=True) / 127).clamp(min=2.0**-126)
+            exponent = least.log2().floor()
+            steps = (least / exponent.exp2() * 256).ceil() - 256
+            exponent, steps = exponent + (steps == 256), steps % 256
+            scale = (1 + steps / 256) * exponent.exp2()
+            codes = (part / scale).round()
+            block[:, slot % size, slice(0, keys) if i == 0 else slice(keys, None)] = codes.to(
+                torch.int8
+            )
+            column[:, 2 * i], column[:, 2 * i + 1] = steps[:, 0] - 128, exponent[:, 0]
+
+
+def _decoded(cache: Tensor, size: int) -> Tensor:
+    """Return the numbers of a cache [blocks, kv heads, block size, width] in fp32."""
+    if cache.dtype != torch.int8:
+        return cache.float()
+    wide = cache.float()
+    codes, marks = wide[:, :, :-4].clone(), wide[:, :, -4:, : cache.shape[2] - 4]
+    codes[..., :size] *= ((1 + (marks[:, :, 0] + 128) / 256) * marks[:, :, 1].exp2())[..., None]
+    codes[..., size:] *= ((1 + (marks[:, :, 2] + 128) / 256) * marks[:, :, 3].exp2())[..., None]
+    return codes
 
 
 def paged_attention(
@@ -37,10 +68,11 @@ def paged_attention(
     q: [tokens, heads, size] -> [tokens, heads, values].
     """
     out = q.new_zeros(*q.shape[:2], values)
+    decoded = _decoded(cache, size)
     starts = query_starts.tolist()
     for row, length in enumerate(context_lens.tolist()):
         first, end = starts[row], starts[row + 1]
-        entries = cache[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length].float()
+        entries = decoded[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length]
         keys = entries[..., :size] * (1 if k_scale is None else k_scale[:, None])
         held = entries[..., :values] if latent else entries[..., size:]
         numbers = held * (1 if v_scale is None else v_scale[:, None])

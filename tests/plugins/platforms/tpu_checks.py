@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from modulm.contracts.platform import StepSizes
 from modulm.errors import ConfigError, ModulmError
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_platform_tpu.devices import chip_memory
 from modulm_platform_tpu.sizes import sizes_of, steps_of
 from modulm_towers.testing import images
 
@@ -29,6 +36,7 @@ pytestmark = pytest.mark.skipif(
     reason="JAX is not installed; make setup installs it",
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -96,6 +104,20 @@ def compare(expected: list[Any], got: list[Any]) -> None:
                 assert abs(entry.logprob - other[token].logprob) < 1e-3
 
 
+class PartCounts:
+    """Sums what step parts count, as the metrics of a server do."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def parts(self, counts: Mapping[str, float]) -> None:
+        self.counts.update(counts)
+
+    def step(self, stats: Any) -> None: ...
+    def gaps(self, seconds: Any) -> None: ...
+    def finished(self, request: Any) -> None: ...
+
+
 @parametrize_sample("architecture", FAMILIES, 13)
 def test_tokens_and_logits_equal_those_of_the_cpu(architecture, tmp_path) -> None:
     from modulm_platform_tpu.compilations import COMPILATIONS
@@ -104,10 +126,15 @@ def test_tokens_and_logits_equal_those_of_the_cpu(architecture, tmp_path) -> Non
     with LLM(folder, device="cpu", **SETTINGS) as llm:
         expected, others = answers(llm, GREEDY), answers(llm, ON_HOST)
     before = COMPILATIONS.count
+    statistics = PartCounts()
     with LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS) as llm:
         started = COMPILATIONS.count
+        llm.count_by(statistics)
         compare(expected, answers(llm, GREEDY))
         compare(others, answers(llm, ON_HOST))
+    counted = statistics.counts["compilations"]
+    assert 0 < counted <= started - before
+    assert statistics.counts["compile_time"] > 0
     # For two sizes of steps: a forward pass, a gather and the caches' conversion each; a head, an
     # argmax, zeros of the caches, and constants of the model that are computed while tracing.
     assert started - before <= 2 * 3 + 3 + 25
@@ -153,8 +180,8 @@ def test_jax_is_not_imported_with_the_packages() -> None:
     """Files that are imported on other platforms import neither JAX nor files that do."""
     pure = {
         modulm_attention_pallas: ["backend"],
-        modulm_kernels_pallas: ["provider", "tiles"],
-        modulm_platform_tpu: ["devices", "platform", "hooks", "settings", "sizes"],
+        modulm_kernels_pallas: ["codes", "provider", "tiles"],
+        modulm_platform_tpu: ["devices", "platform", "hooks", "part", "settings", "sizes"],
     }
     names = {f"{package.__name__}.{name}" for package, files in pure.items() for name in files}
     for package, files in pure.items():
@@ -302,6 +329,82 @@ def test_attention_keeps_the_contract() -> None:
     check_attention(backend, platform, only=ATTENTION, quick=True)
 
 
+#: What each of several machines runs: an engine with the same requests.
+ON_EACH_HOST = """
+import json, sys
+from tests.plugins.platforms.tpu_checks import GREEDY, SETTINGS, SIZES, answers
+from modulm import LLM
+
+if __name__ == "__main__":
+    folder, options, flags = sys.argv[1], *map(json.loads, sys.argv[2:])
+    with LLM(folder, device="tpu", additional_config=SIZES | options, **SETTINGS, **flags) as llm:
+        print("TOKENS", json.dumps([each.token_ids for each in answers(llm, GREEDY)]))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [("Qwen3ForCausalLM", {}), ("Qwen3MoeForCausalLM", {"enable_expert_parallel": True})],
+)
+def test_two_hosts_give_the_tokens_of_the_cpu(architecture, flags, tmp_path) -> None:
+    """Two processes, with two devices each, through `jax.distributed`."""
+    folder = str(make_tiny(tmp_path, architecture))
+    with LLM(folder, device="cpu", **SETTINGS) as llm:
+        expected = [each.token_ids for each in answers(llm, GREEDY)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}",
+    }
+    hosts = [
+        subprocess.Popen(
+            [
+                sys.executable, "-c", ON_EACH_HOST, folder,
+                json.dumps({"coordinator": f"127.0.0.1:{port}", "hosts": 2, "host": host}),
+                json.dumps({"tensor_parallel_size": 4, **flags}),
+            ],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=900)[0] for process in hosts]
+    finally:
+        for process in hosts:
+            process.kill()
+    for text in said:
+        (line,) = [line for line in text.splitlines() if line.startswith("TOKENS")]
+        assert json.loads(line.removeprefix("TOKENS")) == expected
+
+
+def test_memory_is_known_without_jax(tmp_path) -> None:
+    """A process that plans must leave the chips to the worker."""
+    for kind, gib in (("0x006f", 32), ("0x1234", 0)):
+        folder = tmp_path / kind / "0000:00:05.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x1ae0\n")
+        (folder / "device").write_text(f"{kind}\n")
+        assert chip_memory(tmp_path / kind) == gib << 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_narrow_caches_give_nearly_the_logits_of_wide_ones(kv_cache_dtype, tmp_path) -> None:
+    folder = str(make_tiny(tmp_path, "Qwen3ForCausalLM"))
+    found = []
+    for more in ({}, {"kv_cache_dtype": kv_cache_dtype}):
+        with LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS, **more) as llm:
+            found.append(answers(llm, GREEDY))
+    wide, narrow = ([each.logprobs[0] for each in some if each.logprobs] for some in found)
+    # One part in 2 * 127, or in 2^4 for e4m3, of each key and value; logits are of size 1.
+    bound = {"int8": 0.02, "fp8": 0.2}[kv_cache_dtype]
+    for ours, other in zip(narrow, wide, strict=True):
+        for token in ours.keys() & other.keys():
+            assert abs(ours[token].logprob - other[token].logprob) < bound
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_quantized_layers_give_the_tokens_of_the_cpu(quantization, tmp_path) -> None:
@@ -311,3 +414,25 @@ def test_quantized_layers_give_the_tokens_of_the_cpu(quantization, tmp_path) -> 
         with LLM(folder, device=device, quantization=quantization, **SETTINGS, **more) as llm:
             tokens.append([each.token_ids for each in answers(llm, GREEDY)])
     assert tokens[1] == tokens[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_codes_in_bfloat16_give_nearly_the_logits_of_the_cpu(
+    quantization, architecture, tmp_path
+) -> None:
+    """Layers stay codes; stacks of experts are dequantized."""
+    folder = str(make_tiny(tmp_path, architecture))
+    settings = {**SETTINGS, "dtype": "bfloat16", "quantization": quantization}
+    if quantization in ("int8", "int4"):
+        settings["quantization_config"] = {"activations": "bf16"}
+    found = []
+    for device, more in (("cpu", {}), ("tpu", {"additional_config": SIZES})):
+        with LLM(folder, device=device, **settings, **more) as llm:
+            found.append([each.logprobs[0] for each in answers(llm, GREEDY) if each.logprobs])
+    for ours, other in zip(found[1], found[0], strict=True):
+        assert ours.keys() & other.keys()
+        for token in ours.keys() & other.keys():
+            # Logits of size 1 to 4 in bf16, after two layers: a few units of 2^-7.
+            assert abs(ours[token].logprob - other[token].logprob) < 0.1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
+import math
 import re
 import shlex
 import shutil
@@ -25,6 +26,8 @@ import yaml
 
 from modulm.cli.main import cli
 from modulm.config.schema.catalog import catalog
+from modulm.errors import ConfigError
+from modulm_executor_ray.executor import hosts_of
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
@@ -286,13 +289,72 @@ def test_ray_service(keys: Path, reference: Any) -> None:
     assert workers["maxReplicas"] == replica._deployment_config.autoscaling_config.max_replicas
 
 
-def test_ray_pods_have_kubernetes_schemas() -> None:
-    cluster = yaml.safe_load((DEPLOY / "ray/rayservice.yaml").read_text())["spec"]
-    cluster = cluster["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+#: Fields of KubeRay's custom resources, ray.io/v1 (its API reference).
+KUBERAY = {
+    "service": {
+        "serveService", "upgradeStrategy", "serveConfigV2", "rayClusterConfig",
+        "excludeHeadPodFromServeSvc", "rayClusterDeletionDelaySeconds", "suspend", "managedBy",
+        "serviceUnhealthySecondThreshold", "deploymentUnhealthySecondThreshold",
+    },
+    "cluster": {
+        "suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations", "upgradeStrategy",
+        "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "rayVersion",
+        "workerGroupSpecs", "authOptions",
+    },
+    "head": {
+        "template", "headService", "enableIngress", "rayStartParams", "serviceType", "resources",
+        "labels",
+    },
+    "workers": {
+        "suspend", "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds",
+        "rayStartParams", "template", "scaleStrategy", "numOfHosts", "resources", "labels",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rayservice", "tpu"])
+def test_ray_clusters_have_published_fields(name: str) -> None:
+    service = yaml.safe_load((DEPLOY / f"ray/{name}.yaml").read_text())
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert service["spec"].keys() <= KUBERAY["service"]
+    assert cluster.keys() <= KUBERAY["cluster"]
+    assert head.keys() <= KUBERAY["head"]
+    for group in (head, *workers):
+        assert group is head or group.keys() <= KUBERAY["workers"]
         pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
         pod["metadata"]["name"] = "x"
         kubernetes_validate.validate(pod, "1.31", strict=True)
+
+
+def test_a_tpu_slice_has_the_chips_of_its_model(keys: Path) -> None:
+    service = yaml.safe_load((DEPLOY / "ray/tpu.yaml").read_text())
+    _, (application,) = ray_applications(service["spec"]["serveConfigV2"], keys)
+    replica = ray_options(application)["qwen"]
+    arguments = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    cluster = service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    (container,) = pod["containers"]
+    limits, requests = (container["resources"][name] for name in ("limits", "requests"))
+    assert limits == requests
+    chips = int(limits["google.com/tpu"])
+    hosts = hosts_of(arguments["tensor-parallel-size"], chips, "TPU")
+    assert hosts == (workers["numOfHosts"], chips)
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert math.prod(map(int, topology.split("x"))) == hosts[0] * chips
+    # The replica's process runs beside one of the workers.
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert int(limits["cpu"]) > replica.ray_actor_options["num_cpus"]
+
+
+def test_machines_of_ray_divide_the_devices() -> None:
+    assert hosts_of(2, 4, "TPU") == (1, 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 6 cannot be divided over"):
+        hosts_of(6, 4, "TPU")
+    with pytest.raises(ConfigError, match="no machine of Ray's has TPU"):
+        hosts_of(4, 0, "TPU")
 
 
 # systemd

@@ -127,8 +127,9 @@ class WorkersExecutor(Executor):
         self._codec = PlanCodec(())
         #: Reports of the other ranks since the last result.
         self._reports: list[PartReport] = []
-        #: The rank that returns results: the first of the last stage.
+        #: The rank that returns results: the first of the last stage; and all that sample.
         self._output_rank = 0
+        self._sampling_ranks: Sequence[int] = (0,)
         self._reader: threading.Thread | None = None
         #: Rings for plans and for results, if all workers are on this machine.
         self._rings: tuple[Ring, Ring] | None = None
@@ -173,6 +174,8 @@ class WorkersExecutor(Executor):
         try:
             connected = self.connect(config)
             self._streams = [stream for stream, _ in connected]
+            repeating = [spec.rank for _, spec in connected if spec.repeats]
+            self._sampling_ranks = (self._output_rank, *repeating)
             if all(stream.local for stream in self._streams):
                 self._rings = Ring.create(len(connected)), Ring.create(1)
                 self._bell.register(self._rings[1].bell(), select.POLLIN)
@@ -228,7 +231,12 @@ class WorkersExecutor(Executor):
                     frames_by_rank[key.data] = frame
         _, capacity, description = frames_by_rank[self._output_rank]
         described = frames.unpack_description(description)
-        weights = sum(frame[2]["weight_bytes"] for frame in frames_by_rank.values())
+        repeating = self._sampling_ranks[1:]
+        weights = sum(
+            frame[2]["weight_bytes"]
+            for rank, frame in frames_by_rank.items()
+            if rank not in repeating
+        )
         return unpack_capacity(capacity), attrs.evolve(described, weight_bytes=weights)
 
     def _start_error(self, rank: int, packed: list[Any] | None) -> ModulmError:
@@ -432,10 +440,10 @@ class WorkersExecutor(Executor):
         return self._description
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        return self._ask("prepare", request, changed(constraint), ranks=(self._output_rank,))
+        return self._ask("prepare", request, changed(constraint), ranks=self._sampling_ranks)
 
     def forget(self, request: str) -> None:
-        self._ask("call", "forget", request, ranks=(self._output_rank,))
+        self._ask("call", "forget", request, ranks=self._sampling_ranks)
 
     def check(self) -> None:
         self._ask("call", "check").result(self._seconds)

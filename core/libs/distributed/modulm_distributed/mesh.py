@@ -16,6 +16,7 @@ from modulm.parallel import Mesh, ProcessGroup
 from modulm_distributed.balance import BalancedExperts
 from modulm_distributed.collectives import Members
 from modulm_distributed.context import ContextMesh
+from modulm_distributed.hosts import HostPlatform
 from modulm_distributed.replica_experts import ReplicaExperts
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class RankSpec:
     for ranks on others. context: ranks that share the cached tokens of a sequence
     (`--decode-context-parallel-size`), interleave_tokens at a time
     (`--cp-kv-cache-interleave-size`). replica: index among `replicas` whose ranks share experts,
-    and meet at `replica_store`.
+    and meet at `replica_store`. joined: number of machines with one worker each, whose platform is
+    a `HostPlatform`: `rank` is the machine, tensor and pipeline are 1; 0: a worker for each rank.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class RankSpec:
     replica: int = 0
     replicas: int = 1
     replica_store: str = ""
+    joined: int = 0
 
     @classmethod
     def all_ranks(cls, parallel: ParallelConfig, store: str, **more: Any) -> list[RankSpec]:
@@ -77,10 +80,21 @@ class RankSpec:
             more["replica_store"] = f"file:{Path(parallel.data_parallel_group) / 'ranks'}"
         return [cls(rank, *sizes, store, **more) for rank in range(parallel.ranks)]
 
+    @classmethod
+    def all_hosts(cls, hosts: int, address: str, **more: Any) -> list[RankSpec]:
+        """Build the specs of the workers of `hosts` machines. address: HOST:PORT of the first."""
+        store = f"tcp:{address}"
+        return [cls(host, 1, 1, store, hosts, joined=hosts, **more) for host in range(hosts)]
+
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the worker repeats what that of the first machine does, and returns nothing."""
+        return self.joined > 0 and self.rank > 0
 
 
 class PlannedGroup(ProcessGroup):
@@ -121,6 +135,10 @@ def open_mesh(
 
     balance: how experts are moved between ranks; None: never.
     """
+    if spec.joined:
+        if not isinstance(platform, HostPlatform):
+            raise EngineError(f"platform {platform.name} cannot join several machines")
+        platform.join_hosts(spec.store.removeprefix("tcp:"), spec.joined, spec.rank)
     if spec.ranks == 1 and spec.replicas == 1:
         return Mesh()
     stage, share = divmod(spec.rank, spec.tensor)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Plan, StepResult
+    from modulm.contracts.step_part import StepPart
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
@@ -38,15 +39,18 @@ __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
 def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan], StepResult]:
     """Wrap `run` so that each plan and result is encoded and decoded."""
 
-    codecs: WeakKeyDictionary[PluginManager, tuple[int, PlanCodec]] = WeakKeyDictionary()
+    codecs: WeakKeyDictionary[PluginManager, tuple[int, dict[str, StepPart]]] = WeakKeyDictionary()
 
     @wraps(run)
     def crossed(self: Any, plan: Plan) -> StepResult:
         plugins = manager.current()
         count = len(plugins.names("step_parts"))  # a test may register one
         if plugins not in codecs or codecs[plugins][0] != count:
-            codecs[plugins] = count, PlanCodec(step_parts(FakeConnector()))
-        codec = codecs[plugins][1]
+            codecs[plugins] = count, {part.name: part for part in step_parts(FakeConnector())}
+        parts = codecs[plugins][1]
+        for name in {*plan.parts, *getattr(self, "parts", ())} - parts.keys():
+            parts[name] = plugins.load("step_parts", name)()  # of a platform
+        codec = PlanCodec(parts.values())
         data = codec.encode_plan(plan)
         arrived = codec.decode_plan(data)
         if codec.encode_plan(arrived) != data:

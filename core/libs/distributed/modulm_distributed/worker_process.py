@@ -115,9 +115,10 @@ class _WorkerServer:
     """Runs an executor's plans and calls on a worker."""
 
     def __init__(
-        self, worker: Worker, stream: FrameStream, mesh: Mesh, results: Ring | None
+        self, worker: Worker, stream: FrameStream, mesh: Mesh, results: Ring | None, repeats: bool
     ) -> None:
-        self._worker, self._stream, self._returns_results = worker, stream, mesh.gives
+        self._worker, self._stream = worker, stream
+        self._returns_results = mesh.gives and not repeats
         self._results = results
         self._codec = PlanCodec(worker.parts)
         self._experts = mesh.spread if isinstance(mesh.spread, ReplicaExperts) else None
@@ -205,12 +206,13 @@ def serve(stream: FrameStream) -> bool:
         rings = _rings(stream)
         plugins = PluginManager.replay(frames.unpack_plugins(packed))
         with manager.using(plugins):
-            worker, mesh = _start(plugins, flags, RankSpec(**spec))
+            rank = RankSpec(**spec)
+            worker, mesh = _start(plugins, flags, rank)
             capacity, description = worker.capacity, worker.description
             stream.send(frames.pack("ready", attrs.asdict(capacity), attrs.asdict(description)))
             plans, results = rings or (None, None)
-            served, frame = _WorkerServer(worker, stream, mesh, results), None
-            for request in _Plans(stream, plans, spec["rank"]):
+            served, frame = _WorkerServer(worker, stream, mesh, results, rank.repeats), None
+            for request in _Plans(stream, plans, rank.rank):
                 if request[0] == "stop":
                     frame = request
                     break

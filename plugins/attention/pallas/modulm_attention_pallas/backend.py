@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["PallasAttention"]
 
 _FLOATS = ("bfloat16", "float32")
-_NARROW = ("float8_e4m3fn", "float8_e5m2")
+_NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+#: Rows of a block of an int8 cache beside those of its tokens.
+_SCALE_ROWS = 4
 
 
 @frozen(eq=False)
@@ -55,7 +57,8 @@ class _StepPlan(AttentionPlan):
 
 
 class PallasAttention(AttentionBackend):
-    """Cache [blocks, kv heads, block size, size of keys + size of values].
+    """Cache [blocks, kv heads, block size, size of keys + size of values]. In int8, blocks have
+    four more rows for scales.
 
     Shapes depend only on the rows and tokens of a step and the width of its block table.
     """
@@ -79,7 +82,6 @@ class PallasAttention(AttentionBackend):
 
         from modulm_kernels_pallas.paged_attention import Look
 
-        self.on_tpu = jax.default_backend() == "tpu"
         self._compiled = jax.jit(self._run)
         values = spec.latent or spec.value_dim or spec.head_dim
         self.look = Look(
@@ -98,19 +100,27 @@ class PallasAttention(AttentionBackend):
                 f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in "
                 f"{spec.kv_dtype}"
             )
+        if spec.kv_dtype == "int8" and spec.latent:
+            return "does not support latents in int8"
         if spec.window and not spec.causal:
             return "does not support a window in both directions"
         return None
 
     @classmethod
     def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:
-        return (16, 32, 64, 128, 256)
+        sizes = (16, 32, 64, 128, 256)
+        if spec.kv_dtype != "int8":
+            return sizes
+        # A block's scales are rows as wide as keys and values.
+        width = spec.head_dim + (spec.value_dim or spec.head_dim)
+        return tuple(size for size in sizes if size <= width)
 
     def layout(self, blocks: int) -> KVLayout:
         spec = self.spec
         heads = 1 if spec.latent else spec.kv_heads
         width = spec.head_dim + (0 if spec.latent else self.look.values)
-        shape = (blocks, heads, self.block_size, width)
+        rows = self.block_size + (_SCALE_ROWS if spec.kv_dtype == "int8" else 0)
+        shape = (blocks, heads, rows, width)
         size = math.prod(shape[1:]) * getattr(torch, spec.kv_dtype).itemsize
         return KVLayout(shape, spec.kv_dtype, size)
 
@@ -158,6 +168,7 @@ class PallasAttention(AttentionBackend):
         v_scale: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Write the cache and attend; returns the result and the cache."""
+        import jax
         import jax.numpy as jnp
 
         from modulm_kernels_pallas.paged_attention import attend_plain, paged_attention
@@ -166,9 +177,12 @@ class PallasAttention(AttentionBackend):
         parts = [_narrow(k, k_scale, cache.dtype)]
         if not self.look.latent:
             parts.append(_narrow(v, v_scale, cache.dtype))
-        write = write_kv if self.on_tpu else write_plain
-        attend = paged_attention if self.on_tpu else attend_plain
-        written = write(jnp.concatenate(parts, -1), cache, slots)
+        # Asked when a step is traced: a backend is also created to estimate memory, in a process
+        # that must not take the chips.
+        on_tpu = jax.default_backend() == "tpu"
+        write = write_kv if on_tpu else write_plain
+        attend = paged_attention if on_tpu else attend_plain
+        written = write(jnp.concatenate(parts, -1), cache, slots, keys=self.look.size)
         result = attend(q, written, work, self.look, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
         return result, written
 
@@ -197,6 +211,8 @@ def _narrow(x: Any, scale: Any, dtype: Any) -> Any:
 
     if scale is not None:
         x = x / scale.reshape(1, -1, 1)
+    if dtype == jnp.int8:
+        return x
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x.astype(jnp.float32), -largest, largest)

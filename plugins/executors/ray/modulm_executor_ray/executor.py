@@ -21,10 +21,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from modulm.config.environ import variables
 from modulm.config.resolve import choose_platform
-from modulm.errors import EngineDead, EngineError
+from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.plugins import manager
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.flags import DistributedConfig
+from modulm_distributed.hosts import HostPlatform
 from modulm_distributed.mesh import RankSpec
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.tls import TlsSession, tls_contexts
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.config import EngineConfig
 
-__all__ = ["RayExecutor"]
+__all__ = ["RayExecutor", "hosts_of"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -61,6 +62,8 @@ class RayExecutor(WorkersExecutor):
         self._group: Any = None
         self._folder: str | None = None
         self._own_cluster = False
+        #: Whether each actor drives all devices of its machine.
+        self._joined = False
 
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
         seconds = config.group(DistributedConfig).distributed_timeout_seconds
@@ -72,9 +75,12 @@ class RayExecutor(WorkersExecutor):
         nodes = [one["node"] for one in locations]
         first = locations[0]["address"]
         port = ray.get(self._actors[0].free_port.remote(first))
-        specs = RankSpec.all_ranks(
-            config.parallel, f"tcp:{first}:{port}", seconds=seconds, hosts=len(set(nodes))
-        )
+        if self._joined:
+            specs = RankSpec.all_hosts(len(nodes), f"{first}:{port}", seconds=seconds)
+        else:
+            specs = RankSpec.all_ranks(
+                config.parallel, f"tcp:{first}:{port}", seconds=seconds, hosts=len(set(nodes))
+            )
         here = ray.get_runtime_context().get_node_id()
         streams = self._accept_ranks([node == here for node in nodes], seconds)
         slots = _host_slots(nodes, visible=self._device != "")
@@ -104,12 +110,18 @@ class RayExecutor(WorkersExecutor):
             self._own_cluster = True
 
     def _start_actors(self, config: EngineConfig, seconds: int) -> None:
-        """Reserve resources for each rank and start its actor. Raises EngineError."""
+        """Reserve resources for each rank, or for each machine if one worker drives all devices of
+        it, and start its actor. Raises ConfigError, EngineError.
+        """
         platform, _ = choose_platform(config, manager.current())
         self._device = _DEVICES.get(platform.name, platform.name.upper())
-        bundle = {"CPU": 1.0} | ({self._device: 1.0} if self._device else {})
-        ranks = config.parallel.ranks
-        self._group = placement_group([bundle] * ranks, strategy="PACK")
+        self._joined = isinstance(platform, HostPlatform)
+        ranks, devices, strategy = config.parallel.ranks, 1, "PACK"
+        if self._joined:
+            ranks, devices = hosts_of(ranks, _most_devices(self._device), self._device)
+            strategy = "STRICT_SPREAD"
+        bundle = {"CPU": 1.0} | ({self._device: float(devices)} if self._device else {})
+        self._group = placement_group([bundle] * ranks, strategy=strategy)
         if not self._group.wait(seconds):
             resources = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
             has = ray.cluster_resources()
@@ -123,7 +135,7 @@ class RayExecutor(WorkersExecutor):
         if self._device == "GPU":
             options["num_gpus"] = 1
         elif self._device:
-            options["resources"] = {self._device: 1}
+            options["resources"] = {self._device: devices}
         for rank in range(ranks):
             at = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(actor_class.options(**options, scheduling_strategy=at).remote())
@@ -230,6 +242,28 @@ class RayExecutor(WorkersExecutor):
         if self._own_cluster:
             self._own_cluster = False
             ray.shutdown()
+
+
+def hosts_of(devices: int, most: int, name: str) -> tuple[int, int]:
+    """Return the number of machines for `devices`, and the devices of each.
+
+    most: devices of a machine. name: Ray's for them. Raises ConfigError if they are not divided
+    evenly, or if no machine has any.
+    """
+    if most == 0:
+        raise ConfigError("distributed_executor_backend", f"no machine of Ray's has {name}")
+    if devices <= most:
+        return 1, devices
+    if devices % most:
+        message = f"{devices} cannot be divided over machines with {most} {name} each"
+        raise ConfigError("tensor_parallel_size", message)
+    return devices // most, most
+
+
+def _most_devices(name: str) -> int:
+    """Return the most devices that a machine of the cluster has."""
+    alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return int(max((resources.get(name, 0) for resources in alive), default=0))
 
 
 def _check_versions(locations: Sequence[Mapping[str, Any]]) -> None:

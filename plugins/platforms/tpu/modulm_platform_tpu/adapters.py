@@ -86,7 +86,4 @@ def _stack(layer: Any, rank: int, placement: Placement) -> AdapterStack:
     embeds = spec.kind is LinearKind.EMBEDDING
     outputs = spec.inputs if embeds else spec.outputs
 
-    def place(array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, placement.sharding())
-
-    return stack_of(layer.table) or AdapterStack(layer.table, rank, outputs, embeds, place)
+    return stack_of(layer.table) or AdapterStack(layer.table, rank, outputs, embeds, placement.put)

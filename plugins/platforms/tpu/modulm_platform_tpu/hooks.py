@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from modulm.contracts.config import EngineConfig
 
-__all__ = ["DRAFTERS", "REFUSED", "modulm_config_final", "modulm_config_proposals"]
+__all__ = [
+    "DRAFTERS", "REFUSED", "modulm_config_final", "modulm_config_proposals", "runs_on_tpu",
+]  # fmt: skip
 
 #: Flags that must keep their default, and why.
 REFUSED = {
@@ -35,7 +37,7 @@ DRAFTERS = ("ngram", "suffix")
 def modulm_config_proposals(config: EngineConfig) -> Sequence[Proposal]:
     """Run one worker for all devices, which its programs are split over."""
     parallel = config.parallel
-    if not _applies(config) or parallel.distributed_executor_backend is not None:
+    if not runs_on_tpu(config) or parallel.distributed_executor_backend is not None:
         return ()
     if parallel.tensor_parallel_size == 1:
         return ()
@@ -46,7 +48,7 @@ def modulm_config_proposals(config: EngineConfig) -> Sequence[Proposal]:
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
     """Refuse flags. On a machine with a TPU the platform may be chosen without naming it."""
-    if not _applies(config):
+    if not runs_on_tpu(config):
         return
     for spec, value in config.values():
         if spec.name in REFUSED and value != spec.default and value:
@@ -58,12 +60,12 @@ def modulm_config_final(config: EngineConfig) -> None:
     if parallel.shared_experts:
         message = "with several replicas, each has all experts; leave it out"
         raise _refusal("enable_expert_parallel", message)
-    if parallel.distributed_executor_backend not in (None, "uni"):
-        message = "one process drives all devices; leave it out"
+    if parallel.distributed_executor_backend not in (None, "uni", "ray"):
+        message = "one process drives all devices of a machine; leave it out, or use ray"
         raise _refusal("distributed_executor_backend", message)
 
 
-def _applies(config: EngineConfig) -> bool:
+def runs_on_tpu(config: EngineConfig) -> bool:
     """Whether the engine runs on this platform."""
     device = config.device.device
     return device == "tpu" or (device in (None, "auto") and look()[0] > 1)

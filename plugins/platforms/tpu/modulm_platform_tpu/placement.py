@@ -65,7 +65,15 @@ class Placement:
     def weight(self, array: jax.Array, spec: LinearSpec | None) -> jax.Array:
         """Place a weight, or another tensor of the linear layer `spec`."""
         axis = None if spec is None or self.mesh is None else self._axis(array.shape, spec)
-        return jax.device_put(array, self.sharding(axis))
+        return self.put(array, axis)
+
+    def put(self, array: Any, axis: int | None = None) -> jax.Array:
+        """Place an array, split by `axis`; with several machines, each has all of `array`."""
+        where = self.sharding(axis)
+        if where.is_fully_addressable:
+            return jax.device_put(array, where)
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
     def cache_sharding(self, shape: Sequence[int]) -> Any:
         """The sharding of a cache, whose second dimension are heads or channels."""

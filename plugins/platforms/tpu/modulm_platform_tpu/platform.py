@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from attrs import field, frozen
 from attrs.validators import ge
 
 from modulm.contracts.platform import Memory, Platform, Probe, StepSizes
-from modulm.errors import ConfigError, UnsupportedError
-from modulm_platform_tpu.devices import look
+from modulm.errors import ConfigError, EngineError, UnsupportedError
+from modulm_platform_tpu.devices import chip_memory, look
 from modulm_platform_tpu.sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -72,14 +73,32 @@ class TpuPlatform(Platform):
         return torch.device("cpu")
 
     def memory(self) -> Memory:
-        """Memory of the device. On processors it is small, since JAX touches all of a cache."""
+        """Memory of the device, the least of all machines, since all have equally many blocks. On
+        processors it is small, since JAX touches all of a cache.
+        """
         import jax
 
         statistics = jax.local_devices()[0].memory_stats()
+        total = free = _ON_CPU
         if statistics and "bytes_limit" in statistics:
-            total, used = statistics["bytes_limit"], statistics["bytes_in_use"]
-            return Memory(total=total, free=total - used)
-        return Memory(total=_ON_CPU, free=_ON_CPU)
+            total = statistics["bytes_limit"]
+            free = total - statistics["bytes_in_use"]
+        if jax.process_count() > 1:
+            from jax.experimental.multihost_utils import process_allgather
+
+            # In units of 64 KiB: arrays of JAX are of 32 bits.
+            all_hosts = process_allgather(np.array([total >> 16, free >> 16], np.int32))
+            total, free = (int(least) << 16 for least in all_hosts.min(axis=0))
+        return Memory(total=total, free=free)
+
+    def memory_per_worker(self, workers: int) -> Memory:
+        """Memory of a device by its kind: the process that asks is not always the worker, and JAX
+        would take the chips.
+        """
+        if look()[0] == 1:
+            return Memory(total=_ON_CPU, free=_ON_CPU)
+        total = chip_memory()
+        return Memory(total=total, free=total) if total else self.memory()
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -91,14 +110,24 @@ class TpuPlatform(Platform):
 
         if threads is not None:
             torch.set_num_threads(threads)
-        if self._config.coordinator is not None and not jax.distributed.is_initialized():
-            jax.distributed.initialize(
-                self._config.coordinator, self._config.hosts, self._config.host
-            )
+        if self._config.coordinator is not None:
+            self.join_hosts(self._config.coordinator, self._config.hosts, self._config.host)
         if self._config.cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", self._config.cache_dir)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.local_devices()
+
+    def join_hosts(self, coordinator: str, hosts: int, host: int) -> None:
+        """See `modulm_distributed.hosts.HostPlatform`. Later calls in a process do nothing."""
+        import jax
+
+        if jax.distributed.is_initialized():
+            return
+        if look()[0] == 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        try:
+            jax.distributed.initialize(coordinator, hosts, host)
+        except RuntimeError as error:
+            raise EngineError(f"{hosts} machines at {coordinator}: {error}") from error
 
     def take_share(self, rank: int, ranks: int) -> None:
         """Leave the devices before `rank` to other replicas. For JAX on processors only.

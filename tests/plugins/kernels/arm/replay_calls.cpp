@@ -3,7 +3,10 @@
 //   replay_calls LIBRARY LEVEL FOLDER
 //
 // FOLDER is record_calls.py's. Floats may differ by rounding: sums have another order, and products
-// of bf16 pairs round once. Bytes that are rounded numbers may, seldom, be the neighbouring code.
+// of bf16 pairs round once. Bytes that are rounded numbers may, seldom, be the neighbouring code. So
+// may the numbers between the two products of experts, which are rounded to bf16 or int8: one that
+// lies 1e-5 of a spacing from a tie changes its row's fp32 results by a spacing times the second
+// weight.
 #include <dlfcn.h>
 
 #include <cmath>
@@ -62,8 +65,10 @@ double number(const char* p, char kind, size_t i) {
   return value;
 }
 
-// Returns what differs, "" if nothing does.
-std::string compare(const Buffer& b) {
+// Returns what differs, "" if nothing does. rounded_inside: results are sums of rounded numbers, of
+// which few may be neighbours: 1/16 of the results may differ by what one bf16 spacing, at most 2^-7
+// of a term, changes in a sum whose terms are at most half of the largest result.
+std::string compare(const Buffer& b, bool rounded_inside) {
   char text[160];
   const char *got = b.memory.data(), *wanted = b.wanted.data();
   size_t size = b.memory.size();
@@ -85,11 +90,14 @@ std::string compare(const Buffer& b) {
     double value = std::fabs(number(wanted, b.kind, i));
     if (std::isfinite(value) && value > most && value < 1e30) most = value;
   }
+  size_t neighbours = 0;
   double share = b.kind == 'h' ? 1.0 / 256 : b.kind == 'b' ? 1.0 / 64 : 1.0 / 8192;
   for (size_t i = 0; i < count; i++) {
     double x = number(got, b.kind, i), y = number(wanted, b.kind, i);
     if ((std::isnan(x) && std::isnan(y)) || x == y) continue;
     if (b.written && std::fabs(x - y) <= share * (std::fabs(y) + most / 16)) continue;
+    bool near = b.written && rounded_inside && std::fabs(x - y) <= most / 256;
+    if (near && ++neighbours * 16 <= count) continue;
     std::snprintf(text, sizeof text, "number %zu of %zu is %g instead of %g", i, count, x, y);
     return text;
   }
@@ -146,6 +154,8 @@ int main(int count, char** words) {
       return 1;
     }
     Word result = call(address, given, floats);
+    const int kF32 = 4, kF16 = 5;  // forms of weights whose products are not rounded between
+    bool rounded_inside = op == "experts" && given[14] != kF32 && given[14] != kF16;
     calls++;
     done[op]++;
     if (known != "-" && int32_t(result) != int32_t(std::stoll(known))) {
@@ -153,7 +163,7 @@ int main(int count, char** words) {
       wrong++;
     }
     for (size_t i = 0; i < buffers; i++) {
-      std::string difference = compare(held[i]);
+      std::string difference = compare(held[i], rounded_inside);
       if (difference.empty()) continue;
       std::printf("call %d, %s, buffer %zu: %s\n", calls, op.c_str(), i, difference.c_str());
       wrong++;

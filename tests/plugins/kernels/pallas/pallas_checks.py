@@ -15,7 +15,17 @@ jax = pytest.importorskip("jax", reason="JAX is not installed; make setup instal
 
 import jax.numpy as jnp  # noqa: E402
 
-from modulm_kernels_pallas import experts, linear, paged_attention, twins, write_kv  # noqa: E402
+from modulm_kernels_cpu.linear import TABLES  # noqa: E402
+from modulm_kernels_pallas import (  # noqa: E402
+    bridge,
+    experts,
+    linear,
+    paged_attention,
+    twins,
+    write_kv,
+)  # fmt: skip
+from modulm_kernels_pallas import codes as codes_ops  # noqa: E402
+from modulm_kernels_pallas.spread import interpreted  # noqa: E402
 from modulm_kernels_pallas.tiles import tiles_of  # noqa: E402
 
 BLOCK, BLOCKS = 8, 24
@@ -44,6 +54,15 @@ def step(rows: list[tuple[int, int]], rng: np.random.Generator) -> dict[str, np.
     return {"tables": tables, "starts": starts, "lengths": lengths, "slots": slots}
 
 
+def stored_integers(cache: np.ndarray, size: int) -> np.ndarray:
+    """The cache as 8-bit integers with their scales."""
+    blocks, heads, block, width = cache.shape
+    entries = torch.from_numpy(cache).transpose(1, 2).reshape(-1, heads, width)
+    stored = torch.zeros(blocks, heads, block + 4, width, dtype=torch.int8)
+    twins.write_kv(entries, stored, torch.arange(len(entries)), size)
+    return stored.numpy()
+
+
 CASES: dict[str, dict[str, Any]] = {
     "all": {"window": 6, "softcap": 3.0, "values": 8, "sinks": True, "scaled": True},
     "plain": {},
@@ -52,11 +71,12 @@ CASES: dict[str, dict[str, Any]] = {
     "latent": {"latent": True, "kv_heads": 1, "values": 12},
     "scaled": {"scaled": True},
     "encoder": {"causal": False},
+    "int8": {"integers": True, "window": 11},
 }
 ATTENTION = [(rows, name) for name in CASES for rows in (MIXED, SINGLE)]
 
 
-@parametrize_sample("rows, name", ATTENTION, 14)
+@parametrize_sample("rows, name", ATTENTION, 16)
 def test_attention_equals_its_twin(rows: list[tuple[int, int]], name: str) -> None:
     case = dict(CASES[name])
     rng = np.random.default_rng(5)
@@ -64,6 +84,8 @@ def test_attention_equals_its_twin(rows: list[tuple[int, int]], name: str) -> No
     values, latent = case.get("values", 16), case.get("latent", False)
     facts = step(rows, rng)
     cache = numbers(rng, BLOCKS, kv_heads, BLOCK, size + (0 if latent else values))
+    if case.get("integers"):
+        cache = stored_integers(cache, size)
     q = numbers(rng, int(facts["starts"][-1]), heads, size)
     extra = {"sinks": numbers(rng, heads)} if case.get("sinks") else {}
     if case.get("scaled"):
@@ -100,19 +122,21 @@ def test_shapes_of_tiles_depend_on_the_sizes_of_a_step_only() -> None:
     assert (one.positions >= 0).sum() == 30
 
 
-@parametrize_sample("dtype", ["bfloat16", "float32"], 2)
+@parametrize_sample("dtype", ["int8", "bfloat16", "float32"], 3)
 def test_cache_writes_equal_their_twin(dtype: str) -> None:
     rng = np.random.default_rng(3)
     facts = step(MIXED, rng)
     entries = numbers(rng, len(facts["slots"]), 2, 12)
-    cache = numbers(rng, BLOCKS, 2, BLOCK, 12)
+    entries[:, :, 7:] *= np.exp(4 * numbers(rng, len(entries), 2, 1))
+    entries[3] = 0
+    cache = numbers(rng, BLOCKS, 2, BLOCK + (4 if dtype == "int8" else 0), 12)
     expected = torch.from_numpy(cache).to(getattr(torch, dtype))
     slots = torch.from_numpy(facts["slots"].astype(np.int64))
-    twins.write_kv(torch.from_numpy(entries), expected, slots)
+    twins.write_kv(torch.from_numpy(entries), expected, slots, 7)
     kernel = partial(write_kv.write_kv, interpret=True)
 
     def write(*arguments: Any) -> Any:
-        return [each(*arguments) for each in (kernel, write_kv.write_plain)]
+        return [each(*arguments, keys=7) for each in (kernel, write_kv.write_plain)]
 
     for got in jax.jit(write)(entries, cache.astype(dtype), facts["slots"]):
         assert np.array_equal(np.asarray(got, np.float32), expected.float().numpy())
@@ -128,7 +152,8 @@ LINEARS = [
 ]
 
 
-@parametrize_sample("case", LINEARS, 6)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", LINEARS)
 def test_linears_of_codes_equal_their_twin(case: tuple[int, int, bool, int]) -> None:
     bits, groups, zeros, inputs = case
     rng = np.random.default_rng(1)
@@ -149,6 +174,54 @@ def test_linears_of_codes_equal_their_twin(case: tuple[int, int, bool, int]) -> 
     if linear.misfit(packed) is None:
         ways.append(partial(linear.linear, interpret=True))
     for got in jax.jit(lambda x, bias: [multiply(x, packed, bias) for multiply in ways])(x, bias):
+        np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
+
+
+#: Format, group, zero points.
+PACKED = [
+    ("int4", 128, True), ("int4", 0, False), ("int8", 32, True), ("int8", 0, False),
+    ("fp8", 0, False), ("e2m1", 32, False), ("iq4", 32, False),
+]  # fmt: skip
+
+
+@parametrize_sample("form, group, zeros", PACKED, 7)
+def test_packed_codes_are_multiplied_by_kernels(form: str, group: int, zeros: bool) -> None:
+    torch.manual_seed(4)
+    codes = torch.randint(0, 16, (40, 256), dtype=torch.uint8)
+    if form == "int8":
+        codes = torch.randint(-128, 128, (40, 256), dtype=torch.int8)
+    if form == "fp8":
+        codes = torch.randn(40, 256).to(torch.float8_e4m3fn)
+    groups = 256 // group if group else 1
+    scales = torch.rand(40, groups).half()
+    if form == "e2m1":
+        scales = torch.randint(115, 121, (40, groups), dtype=torch.uint8)
+    points = torch.randint(0, 16, (40, groups)) if zeros else None
+    packed = codes_ops.pack_quantized(codes, form, group, scales, points)
+    # By the CPU kernels' definition of the same arguments.
+    wide = torch.tensor(TABLES[form])[codes.int()].float() if form in TABLES else codes.float()
+    centre = 8 if form == "int4" else 0
+    grouped = wide.unflatten(1, (groups, -1)) - (centre if points is None else points[..., None])
+    factors = torch.exp2(scales.float() - 127) if form == "e2m1" else scales.float()
+    weight = (grouped * factors[..., None]).flatten(1)
+    assert torch.equal(packed.weight(), weight.bfloat16())
+    x, bias = torch.randn(11, 256), torch.randn(40)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).numpy()
+
+    def multiply(x: Any, bias: Any, held: Any) -> Any:
+        one = codes_ops.PackedCodes(*held, packed.bits)
+        rows, added = bridge.tensor_of(x), bridge.tensor_of(bias)
+        with interpreted():
+            kernel = bridge.array_of(codes_ops.linear(rows, one, added))
+        return kernel, bridge.array_of(codes_ops.linear(rows, one, added))
+
+    held = [
+        None if t is None else bridge.tensor_of(bridge.array_of(t))
+        for t in (packed.data, packed.scales, packed.zeros)
+    ]
+    # Sums of 256 products in fp32, see above.
+    bound = 8 * 16 * 2.0**-24 * float((x.abs()[:, None] * weight.abs()).sum(-1).max())
+    for got in jax.jit(lambda x, bias: multiply(x, bias, held))(x.numpy(), bias.numpy()):
         np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
 
 
@@ -190,7 +263,7 @@ def lowered(function: Callable[..., Any], *arguments: Any) -> str:
     return str(jax.export.export(jax.jit(function), platforms=["tpu"])(*arguments).mlir_module())
 
 
-@parametrize_sample("name", ["all", "latent", "plain", "encoder"], 2)
+@parametrize_sample("name", ["all", "int8", "latent", "plain", "encoder"], 5)
 def test_attention_is_lowered_for_tpus(name: str) -> None:
     case = CASES[name]
     kv_heads, latent = case.get("kv_heads", 8), case.get("latent", False)
@@ -203,6 +276,8 @@ def test_attention_is_lowered_for_tpus(name: str) -> None:
         case.get("softcap", 0.0), latent,
     )  # fmt: skip
     cache = shape(64, kv_heads, 128, size + (0 if latent else values))
+    if case.get("integers"):
+        cache = shape(64, kv_heads, 132, size + values, dtype="int8")
     sinks = {"sinks": jnp.zeros(32)} if case.get("sinks") else {}
 
     def attend(q: Any, cache: Any, work: Any) -> Any:
@@ -217,6 +292,10 @@ def test_other_kernels_are_lowered_for_tpus() -> None:
     assert "tpu_custom_call" in lowered(
         write_kv.write_kv, shape(24, 8, 256), shape(64, 8, 128, 256), slots
     )
+    assert "tpu_custom_call" in lowered(
+        partial(write_kv.write_kv, keys=128),
+        shape(24, 8, 256), shape(64, 8, 132, 256, dtype="int8"), slots,
+    )  # fmt: skip
     groups = experts.Groups(
         shape(10, 64, dtype="int32"), shape(10, dtype="int32"), shape(10, dtype="int32"),
         shape(64, 2, dtype="int32"),
@@ -224,9 +303,9 @@ def test_other_kernels_are_lowered_for_tpus() -> None:
     assert "tpu_custom_call" in lowered(
         experts.grouped_matmul, shape(10, 64, 1024), shape(8, 512, 1024), groups
     )
-    for bits, zeros in ((8, False), (4, True)):
+    for bits, zeros, dtype in ((8, False, "int8"), (4, True, "int8"), (8, False, "float8_e4m3fn")):
         width = 1024 if bits == 8 else 512
-        data = jnp.zeros((512, width), jnp.int8)
+        data = jnp.zeros((512, width), dtype)
         scales = jnp.ones((8, 1, 512))
         packed = linear.Codes(data, scales, scales if zeros else None, bits)
         multiply = partial(linear.linear, packed=packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from modulm_layers import recurrence as twins
 
 jax = pytest.importorskip("jax", reason="JAX is not installed; make setup installs it")
 
-from modulm_kernels_pallas import recurrence  # noqa: E402
+from modulm_kernels_pallas import recurrence, scan  # noqa: E402
 from modulm_kernels_pallas.bridge import array_of, tensor_of  # noqa: E402
+from modulm_kernels_pallas.spread import interpreted  # noqa: E402
 
 SLOTS = 9
 
@@ -32,7 +34,12 @@ def plan_of(counts: tuple[int, ...], saves: tuple[tuple[int, int, int], ...]) ->
     )
 
 
-PLANS = [plan_of((2, 5, 1), ((1, 3, 7), (0, 1, 8))), plan_of((1, 1, 1), ())]
+#: States are saved within rows and at the end of one.
+PLANS = [
+    plan_of((2, 5, 1), ((1, 3, 7), (0, 1, 8))),
+    plan_of((1, 1, 1), ()),
+    plan_of((3, 4), ((1, 4, 7), (0, 1, 8), (0, 2, 3))),
+]
 
 
 def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, Any]]:
@@ -55,11 +62,16 @@ def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, 
 
 
 @parametrize_sample(
-    "op, plan",
-    [(op, plan) for plan in PLANS for op in ("delta_rule", "selective_scan", "causal_conv")],
-    6,
+    "op, plan, kernel",
+    [
+        (op, plan, plan is not PLANS[1])
+        for plan in PLANS
+        for op in ("delta_rule", "selective_scan", "causal_conv")
+    ]
+    + [(op, PLANS[0], False) for op in ("delta_rule", "selective_scan", "causal_conv")],
+    12,
 )
-def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan) -> None:
+def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan, kernel: bool) -> None:
     before, states, after = arguments(op, int(plan.query_starts[-1]))
     scan = recurrence.ScanPlan.of(plan)
 
@@ -68,7 +80,8 @@ def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan) -> None:
         held = tensor_of(states)
         options = {name: tensor_of(x) if hasattr(x, "shape") else x for name, x in more.items()}
         own = scan.over([tensor_of(x) for x in planned])
-        result = getattr(recurrence, op)(*wrapped, held, own, **options)
+        with interpreted() if kernel else nullcontext():
+            result = getattr(recurrence, op)(*wrapped, held, own, **options)
         return array_of(result), array_of(held)
 
     tensors = [x.numpy() for x in before if isinstance(x, torch.Tensor)]
@@ -82,3 +95,28 @@ def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan) -> None:
     # fp32, in which segments of the twin sum in another order.
     np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-4)
     np.testing.assert_allclose(changed, states, atol=1e-5, rtol=1e-4)
+
+
+BODIES = {
+    "conv": (scan.conv_body, (1, 3, 2048), [(1, 2048)], [(4, 2048)]),
+    "selective": (scan.selective_body, (16, 64, 128), [(16, 64), (16, 1), *[(16, 128)] * 2], []),
+    "delta": (scan.delta_body, (16, 128, 128), [*[(16, 128)] * 3, (16, 2)], []),
+}
+
+
+@parametrize_sample("name", BODIES, 3)
+def test_scans_are_lowered_for_tpus(name: str) -> None:
+    body, state, inputs, constants = BODIES[name]
+
+    def shape(*sizes: int, dtype: str = "float32") -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    events = scan.Events(*[shape(40, dtype="int32")] * 3)
+    width = inputs[0][1] if name != "delta" else state[2]
+    exported = jax.export.export(
+        jax.jit(lambda *arrays: scan.scan(body, *arrays, width)), platforms=["tpu"]
+    )(
+        shape(4, *state), shape(9, *state), events, [shape(40, *x) for x in inputs],
+        [shape(1, *x) for x in constants],
+    )  # fmt: skip
+    assert "tpu_custom_call" in str(exported.mlir_module())

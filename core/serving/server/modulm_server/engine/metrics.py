@@ -56,6 +56,8 @@ _PART_COUNTERS = {
     "kv_offload_store_time": "Seconds of stores of the KV connector.",
     "kv_offload_load_failures": "Loads of the KV connector that failed.",
     "kv_offload_store_failures": "Stores of the KV connector that failed.",
+    "compilations": "Compilations of programs and operations, at start and later (TPU).",
+    "compile_time": "Seconds of these compilations.",
 }
 _AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {

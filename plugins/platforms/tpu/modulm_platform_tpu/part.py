@@ -1,0 +1,82 @@
+"""Step part: counts compilations for the metrics of the engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Self
+
+from modulm.contracts.step_part import PartPlanner, PartRunner, StepPart
+from modulm_platform_tpu.hooks import runs_on_tpu
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from modulm.contracts.executor import PartReport, Plan
+    from modulm.contracts.step_part import BuiltModel, PlannerContext, StepDraft
+
+__all__ = ["CompilationsPart"]
+
+
+class CompilationsPart(StepPart):
+    """On for engines on TPUs."""
+
+    name = "compilations"
+    api = 1
+
+    def __init__(self) -> None:
+        self._runner: _CountingRunner | None = None
+
+    @classmethod
+    def opened(cls, config: Any, plugins: Any) -> Self | None:
+        return cls() if runs_on_tpu(config) else None
+
+    def planner(self, context: PlannerContext) -> PartPlanner:
+        return _CountingPlanner()
+
+    def runner(self, built: BuiltModel) -> PartRunner:
+        """Return the same runner for a model that is loaded again: it knows what it reported."""
+        if self._runner is None:
+            self._runner = _CountingRunner()
+        return self._runner
+
+
+class _CountingRunner(PartRunner):
+    """Reports (compilations, seconds) of this process since the last report, if there were any."""
+
+    def __init__(self) -> None:
+        from modulm_platform_tpu.compilations import COMPILATIONS
+
+        self._counts = COMPILATIONS
+        self._reported = COMPILATIONS.count, COMPILATIONS.seconds
+
+    def report(self) -> object | None:
+        count, seconds = self._reported
+        if self._counts.count == count:
+            return None
+        self._reported = self._counts.count, self._counts.seconds
+        return [self._reported[0] - count, self._reported[1] - seconds]
+
+
+class _CountingPlanner(PartPlanner):
+    """Plans an empty step at start, whose report has the compilations before the first request."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def busy(self) -> bool:
+        return not self._begun
+
+    def plan(self, step: StepDraft, left: int) -> object | None:
+        begun, self._begun = self._begun, True
+        return None if begun else True
+
+    def receive(self, plan: Plan, report: PartReport) -> None:
+        compilations, seconds = report.value
+        self._counts["compilations"] += compilations
+        self._counts["compile_time"] += seconds
+
+    def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        counts, self._counts = self._counts, defaultdict(float)
+        return {"counts": dict(counts)} if counts else {}
