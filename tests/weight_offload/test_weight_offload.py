@@ -71,11 +71,17 @@ def answers(llm: LLM) -> list[Any]:
     ]
 
 
-def device_bytes(model: Any) -> int:
-    """Memory of all parameters, each once, without that in host memory."""
+def device_bytes(worker: Any) -> int:
+    """Memory of all parameters and buffers, each once, without that in host memory.
+
+    Those of layers whose maps other layers have taken are among them (DeepSeek's).
+    """
+    model, units = worker.loaded.model, worker.loaded.units
     offloaded = offloaded_of(model)
     host = {each.data_ptr() for each in offloaded.memory} if offloaded else set()
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    modules = torch.nn.ModuleList([model, *(unit.module for unit in units)])
+    tensors = (*modules.parameters(), *modules.buffers())
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return sum(each.nbytes() for start, each in storages.items() if start not in host)
 
 
@@ -92,7 +98,7 @@ def check_estimate(model: Path, held: tuple[int, int], **flags: Any) -> None:
 
 def run(model: Path, **flags: Any) -> tuple[list[Any], int, Offloaded | None]:
     with opened(model, **flags) as llm:
-        (size,) = llm.apply_model(device_bytes)
+        (size,) = llm.collective_rpc(device_bytes)
         (offloaded,) = llm.apply_model(offloaded_of)
         return answers(llm), size, offloaded
 
@@ -236,21 +242,26 @@ def test_weights_leave_a_sleeping_device(make: Callable[..., Path]) -> None:
 
 
 def updated(model: Path, **flags: Any) -> list[Any]:
-    """Answers before and after updates: of one layer's queries, of all weights, and back."""
+    """Answers before and after updates: of one layer's queries, of all weights, and back.
+
+    Queries that are rounded come with the other parts of their layer.
+    """
     from safetensors.torch import load_file
 
     from modulm_weights_shared_memory import SharedWeights
 
     tensors = load_file(model / "model.safetensors")
     changed = {name: tensor * 1.25 for name, tensor in tensors.items()}
-    queries = {name: tensor for name, tensor in changed.items() if ".1.self_attn.q_" in name}
+    parts = (".1.self_attn.q_", ".1.self_attn.k_proj", ".1.self_attn.v_proj")
+    sent = parts if flags.get("quantization") else parts[:1]
+    queries = {n: tensor for n, tensor in changed.items() if any(part in n for part in sent)}
     assert queries
     with opened(model, weight_transfer_config={"backend": "shared_memory"}, **flags) as llm:
         found = [answers(llm)]
         llm.init_weight_transfer_engine()
-        for sent in (queries, changed, tensors):
-            with SharedWeights(sent) as shared:
-                llm.start_weight_update(partial=sent is queries)
+        for update in (queries, changed, tensors):
+            with SharedWeights(update) as shared:
+                llm.start_weight_update(partial=update is queries)
                 llm.update_weights(shared.info)
                 llm.finish_weight_update()
             found.append(answers(llm))
@@ -317,7 +328,7 @@ def test_experts_on_the_cpu(
     flags = {"cpu_offload_experts": 2, "cpu_offload_experts_interval": 2, **more}
     with opened(model, **flags) as llm:
         (offloaded,) = llm.apply_model(offloaded_of)
-        (left,) = llm.apply_model(device_bytes)
+        (left,) = llm.collective_rpc(device_bytes)
         assert left < whole
         close(answers(llm), expected)
         check_estimate(model, (left, offloaded.host_bytes), **flags)

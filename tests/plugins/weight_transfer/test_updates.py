@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from samples import parametrize_sample
 from torch import Tensor
 
 from modulm import LLM, LoRARequest, SamplingParams
-from modulm.contracts.quantization import QuantizationMethod
+from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import (
     ConfigError,
     EngineAsleep,
@@ -28,6 +30,8 @@ from modulm.errors import (
 from modulm.nn.weight_slots import Unit
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
+from modulm_quant_rtn.methods import Int4
+from modulm_quantized.codes import Codes
 from modulm_weight_transfer import direct
 from modulm_weight_transfer.deltas import changed_values
 from modulm_weight_transfer.receiver import receiver_of
@@ -186,6 +190,54 @@ def test_an_update_in_pieces_of_some_tensors(
     update(llm, gates, partial=True)  # parts of a fused layer
     update(llm, {n: t for n, t in old.items() if n not in gates}, partial=True)
     assert answer(llm) == first
+
+
+def while_steps_go_on(llm: LLM, info: dict[str, Any]) -> None:
+    """Update as `AsyncLLM` does."""
+    state = llm._weights.run("update", {"update_info": info, "wait": False})
+    while state["checking"]:
+        time.sleep(0.001)
+        state = llm._weights.run("verify", {"wait": False})
+
+
+def test_layers_are_rounded_while_steps_go_on(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only copies are left for `finish_weight_update`, whatever was refused before."""
+    rounded: list[str] = []
+
+    def codes(self: Int4, stored: dict[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
+        rounded.append(spec.name)
+        return codes_of(self, stored, spec)
+
+    codes_of = Int4.codes
+    monkeypatch.setattr(Int4, "codes", codes)
+    flags = {**FLAGS, "dtype": "bfloat16", "quantization": "int4"}
+    with LLM(str(folders[1]), **flags) as llm:
+        expected, layers = answer(llm), len(rounded)
+    with LLM(str(folders[0]), **flags, **SHARED) as llm:
+        before = answer(llm)
+        llm.init_weight_transfer_engine()
+        tensors = tensors_of(folders[1])
+        last = "model.layers.0.self_attn.q_proj.weight"
+        with (
+            SharedWeights({n: t for n, t in tensors.items() if n != last}) as most,
+            SharedWeights({last: torch.full_like(tensors[last], torch.nan)}) as broken,
+            SharedWeights({last: tensors[last]}) as rest,
+        ):
+            for sent in ((most,), (most, broken), (most, rest)):
+                rounded.clear()
+                llm.start_weight_update()  # what was prepared before is dropped
+                for shared in sent:
+                    refused = pytest.raises(RequestError, match="has NaN")
+                    with refused if shared is broken else nullcontext():
+                        while_steps_go_on(llm, shared.info)
+                llm.reset_prefix_cache()
+                assert answer(llm) == before
+            assert len(rounded) == layers
+            llm.finish_weight_update()
+        assert len(rounded) == layers
+        assert answer(llm) == expected
 
 
 def sparse(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:

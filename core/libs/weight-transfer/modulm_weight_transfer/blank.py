@@ -7,12 +7,12 @@ that is being loaded takes memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from modulm.contracts.loader import WeightLoader
 from modulm.contracts.quantization import LinearKind
@@ -74,6 +74,17 @@ class Arrived(WeightLoader):
             yield from source.read()
 
 
+@frozen(eq=False)
+class _Family:
+    """Units of the running model that wait for one another, and values for their modules.
+
+    values: (unit, module, table, name, value), see `Baseline.changes`.
+    """
+
+    units: list[Unit]
+    values: list[tuple[Unit, Module, str, str, Any]]
+
+
 class BlankModel:
     """A copy of a running model without weights; each loaded module refills the running one.
 
@@ -103,6 +114,9 @@ class BlankModel:
         self._members: dict[int, list[Unit]] = {}
         self._families: dict[int, int] = {}
         self._loaded: dict[int, list[tuple[Module, Module, Unit]]] = {}
+        #: By group of units, values that `prepare` has loaded and `fill` copies.
+        self._prepared: dict[int, _Family] = {}
+        self._preparing = False
         #: Parameter -> the group of units that fills it.
         self._owners: dict[tuple[int, str], int] = {}
         self._keeps: set[tuple[int, str]] = set()
@@ -183,8 +197,50 @@ class BlankModel:
                     )
                     raise RequestError(message, "deltas")
 
+    def unprepared(self, plan: WeightPlan) -> WeightPlan:
+        """Return the part of a plan that `prepare` can load: modules that are not overwritten,
+        and whose tensors are all known to be sent.
+        """
+        loads, _ = split_plan(plan, self._writers)
+        optional = {
+            family
+            for family, units in self._members.items()
+            if self._moved is not None or any(s.optional for unit in units for s in unit.slots)
+        }
+        return _without(loads, optional | self._prepared.keys())
+
+    def prepare(self, plan: WeightPlan, loader: WeightLoader) -> None:
+        """Load the modules of a plan of `unprepared`, and keep their values until `fill`.
+
+        The running model does not change, so steps can go on meanwhile. If an exception stops it,
+        modules that are not complete are loaded by `fill`.
+        """
+        self._preparing = True
+        try:
+            fill(plan, loader, device=self._device, progress=False)
+        except BaseException:
+            self._empty()
+            raise
+        finally:
+            self._preparing = False
+
+    def forget_prepared(self) -> None:
+        """Drop all that `prepare` has loaded."""
+        self._prepared.clear()
+
+    def _empty(self) -> None:
+        """Free what incomplete groups of units have loaded."""
+        self._loaded.clear()
+        for family, units in self._members.items():
+            self._families[family] = len(units)
+            for slot in (slot for unit in units for slot in unit.slots):
+                slot._shared.clear()
+        for baseline in self._baselines.values():
+            for table, name, _ in baseline.changes():
+                baseline.restore(table, name)
+
     def fill(self, plan: WeightPlan, loader: Arrived) -> None:
-        """Overwrite or load the planned modules one by one."""
+        """Overwrite or load the planned modules one by one, and copy the prepared ones."""
         self._keeps = {
             (id(slot.module), slot.attribute)
             for unit in plan.units
@@ -194,9 +250,12 @@ class BlankModel:
         writers = dict(self._writers)
         writers |= {new: writers[id(unit)] for new, unit in self._reduced_units.items()}
         loads, writes = split_plan(plan, writers)
+        loads = _without(loads, self._prepared.keys())
         overwriting = OverwritingLoader(loader, writes, loader.sparse)
         try:
             fill(loads, overwriting, device=self._device, progress=False)
+            while self._prepared:
+                self._refill(self._prepared.popitem()[1])
             for unit in plan.units:
                 whole = self._reduced_units.get(id(unit), unit)
                 if id(whole) in self._writers:
@@ -216,29 +275,40 @@ class BlankModel:
         loaded = self._loaded.setdefault(family, [])
         loaded += [(*pair, running) for pair in zip(sources, targets, strict=True)]
         self._families[family] -= 1
-        if not self._families[family]:
-            self._refill(family)
+        if self._families[family]:
+            return
+        if self._preparing:
+            self._prepared[family] = self._take(family)
+        else:
+            self._refill(self._take(family))
 
-    @torch.inference_mode()
-    def _refill(self, family: int) -> None:
-        """Refill the running modules of a family, and free the loaded ones."""
-        self.changed = True
-        loaded = self._loaded.pop(family)
+    def _take(self, family: int) -> _Family:
+        """Take the values of loaded modules out of them."""
+        loaded, values = self._loaded.pop(family), []
         for slot in (slot for unit in self._members[family] for slot in unit.slots):
             slot._shared.clear()
         for source, target, running in loaded:
-            if self._moved is not None:
-                self._moved.fetch(running)
             baseline = self._baselines[id(source)]
             for table, name, value in baseline.changes():
                 if self._owners.get((id(source), name), family) != family:
                     continue
                 if (id(source), name) not in self._keeps:
-                    self.replaced |= not refill(target, table, name, value)
+                    values.append((running, target, table, name, value))
                 baseline.restore(table, name)
-        for running in {id(unit): unit for *_, unit in loaded}.values():
+        self._families[family] = len(self._members[family])
+        return _Family([self._running[id(unit)] for unit in self._members[family]], values)
+
+    @torch.inference_mode()
+    def _refill(self, family: _Family) -> None:
+        """Copy a family's values into its running modules, and free them one by one."""
+        self.changed = True
+        while family.values:
+            running, target, table, name, value = family.values.pop(0)
+            if self._moved is not None:
+                self._moved.fetch(running)
+            self.replaced |= not refill(target, table, name, value)
+        for running in family.units:
             self._renew_adapters(running)
-            self._families[family] += 1
 
     def _renew_adapters(self, unit: Unit) -> None:
         """Update adapters that depend on the weight of the layer they wrap (DoRA)."""
@@ -274,3 +344,17 @@ def blank_draft(worker: Worker, draft: DraftModel) -> BlankModel:
 
 def _any_complete(ways: Sequence[Sequence[Any]], routes: Mapping[str, Any]) -> bool:
     return any(all(part.name in routes for part in way) for way in ways)
+
+
+def _without(plan: WeightPlan, families: Container[int]) -> WeightPlan:
+    """Return a plan without some families, and with counts of its own."""
+    units = [unit for unit in plan.units if id(first_unit(unit)) not in families]
+    chosen = {id(unit) for unit in units}
+    routes = {
+        name: kept
+        for name, parts in plan.routes.items()
+        if (kept := [each for each in parts if id(each[0]) in chosen])
+    }
+    read = {plan.stored[name].name: plan.stored[name] for name in routes}
+    remaining = {id(unit): plan.remaining[id(unit)] for unit in units}
+    return evolve(plan, routes=routes, units=units, read=read, remaining=remaining)

@@ -16,6 +16,7 @@ from modulm_weight_transfer.blank import Arrived, BlankModel, blank_draft, blank
 from modulm_weight_transfer.choice import chosen_backend
 from modulm_weight_transfer.deltas import DeltaSource
 from modulm_weight_transfer.finite import FiniteCheck, FiniteSource
+from modulm_weight_transfer.preparation import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,8 @@ class WeightReceiver:
         #: The numbers of `update_weights` whose tensors are the drafter's.
         self._drafted: set[int] = set()
         self._checks: dict[int, FiniteCheck] = {}
+        #: What `verify` does after the check of values, if the layers need it.
+        self._preparations: dict[int, Preparation] = {}
         #: By the number of `update_weights`, functions that put an adapter's tensors in place.
         self._adapters: dict[int, Callable[[], None]] = {}
         self._blank: BlankModel | None = None
@@ -114,6 +117,7 @@ class WeightReceiver:
             blank = blank_model(self._worker)
         for each in filter(None, (blank, self._draft)):
             each.replaced = each.changed = False
+            each.forget_prepared()
         self._converted = False
         self._partial, self._blank = partial_update, blank
 
@@ -129,6 +133,12 @@ class WeightReceiver:
         check = self._checks.pop(number, None)
         if check is not None:
             check.stop()
+        preparation = self._preparations.pop(number, None)
+        if preparation is not None:
+            preparation.stop()
+        if number in self._sources:  # others are loaded again as well, in `finish`
+            for model in filter(None, (self._blank, self._draft)):
+                model.forget_prepared()
         self._adapters.pop(number, None)
         self._whole.pop(number, None)
         self._drafted.discard(number)
@@ -198,6 +208,9 @@ class WeightReceiver:
                 plan = blank.plan(loader, _complete)
                 if len(plan.units) == len(blank.units) and not self._partial:
                     self._whole[number] = blank, plan, loader
+                preparation = Preparation.of(blank, plan, loader, self._worker.platform)
+                if preparation is not None and "deltas" not in info:
+                    self._preparations[number] = preparation
                 world, stored = self._worker.mesh.world, source.read
                 if isinstance(source, DeltaSource):
                     source.check()
@@ -209,6 +222,7 @@ class WeightReceiver:
             raise RequestError(str(error), "update_info") from error
         except BaseException:
             self._whole.pop(number, None)
+            self._preparations.pop(number, None)
             source.close()
             raise
         self._sources[number] = source
@@ -257,16 +271,18 @@ class WeightReceiver:
         return plan
 
     def verify(self, number: int, wait: bool) -> bool:
-        """Return whether the values of an `update_weights` have been checked.
+        """Return whether the values of an `update_weights` have been checked, and layers that are
+        quantized or rearranged have been loaded.
 
         Raises RequestError naming a tensor with a value that is not finite.
         """
-        check = self._checks.get(number)
-        if check is None:
-            return True
-        if not check.done(wait):
-            return False
-        del self._checks[number]
+        for tasks in (self._checks, self._preparations):
+            task = tasks.get(number)
+            if task is None:
+                continue
+            if not task.done(wait):
+                return False
+            del tasks[number]
         return True
 
     def receive(self) -> None:

@@ -275,14 +275,20 @@ def _dispatch(families: Mapping[RouteFamily, APIRouter], host: ModelHost) -> Non
 
 
 def import_routes() -> None:
-    """Import the installed route families early, so that `create_app` is faster.
+    """Import the installed route families early, so that `create_app` is faster, and what FastAPI
+    imports when it gets its first parameter.
 
     `create_app` reports those that cannot be imported.
     """
+    APIRouter().add_api_route("/{name}", _first_route)
     plugins = manager.current()
     for declared in plugins.names("routes"):
         with suppress(Exception, SystemExit):
             plugins.load_declared(declared)
+
+
+def _first_route(name: str) -> None:
+    """Serve nothing."""
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:

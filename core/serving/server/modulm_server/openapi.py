@@ -26,6 +26,8 @@ from attrs import define, field
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from modulm_server.json_body import resolve_docs
+
 __all__ = ["DescribedApp", "ErrorAnswer", "ErrorObject", "Shapes", "response_docs"]
 
 _PLAIN = {
@@ -86,7 +88,7 @@ def response_docs(
 
 
 class DescribedApp(FastAPI):
-    """FastAPI with the types of `response_docs` in its OpenAPI schema.
+    """FastAPI with the types of `response_docs` and `request_docs` in its OpenAPI schema.
 
     They are added on request, without FastAPI, which would build a model of every type and block
     the event loop for half a second.
@@ -96,13 +98,15 @@ class DescribedApp(FastAPI):
         if self.openapi_schema:
             return self.openapi_schema
         routes = [(route, route.responses) for route in self.routes if isinstance(route, APIRoute)]
+        extras = [route.openapi_extra for route, _ in routes]
         for route, _ in routes:
             route.responses = {}
+            route.openapi_extra = route.openapi_extra and resolve_docs(route.openapi_extra)
         try:
             schema = super().openapi()
         finally:
-            for route, responses in routes:
-                route.responses = responses
+            for (route, responses), extra in zip(routes, extras, strict=True):
+                route.responses, route.openapi_extra = responses, extra
         shapes = Shapes()
         for route, responses in routes:
             for method in route.methods or () if route.include_in_schema else ():
